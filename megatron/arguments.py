@@ -22,6 +22,8 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from megatron.small_files import read_text
+
 # Of an @FILE: blanks (a backslash at the end of a line is one), a comment, any number of whole
 # numbers (there may be thousands), or a word with the shell's quoting.
 _TOKEN = re.compile(
@@ -631,7 +633,7 @@ def read_words(path: Path) -> list[str]:
     """The words of an @FILE, with the shell's quoting and `#` comments. Raises Problems, with the
     line's number."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "utf-8-sig")
     except OSError as error:
         raise Problems(
             [

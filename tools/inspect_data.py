@@ -31,6 +31,7 @@ import numpy as np
 from megatron.arguments import Problems, arg
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
 from megatron.data.packed.build import open_files
@@ -58,6 +59,10 @@ class CheckOptions:
     )
     vocab_size: int | None = arg(None, help="report token ids that are not below this number")
     all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
+    write_checksums: bool = arg(
+        False,
+        help="first write the checksums of .bin and .idx to PREFIX.json (pairs of other programs)",
+    )
     json: bool = arg(False, help="print one JSON object")
 
 
@@ -138,11 +143,15 @@ class FindOptions(RunOptions):
 # --- check
 
 
-def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
+def check_pair(
+    prefix: str, vocab_size: int | None, all_tokens: bool, write_checksums: bool = False
+) -> dict[str, Any]:
     """What is known of a pair; `problem` says what is wrong with it, if anything is."""
     found: dict[str, Any] = {"prefix": prefix}
     try:
         corpus = IndexedDataset(prefix)
+        if write_checksums:
+            pair_checksums.write_sums(prefix)
         corpus.check()
         low, high = corpus.id_range(None if all_tokens else 1 << 18)
         tokens = int(corpus.sequence_lengths.sum(dtype=np.int64))
@@ -182,6 +191,7 @@ def check_pair(prefix: str, vocab_size: int | None, all_tokens: bool) -> dict[st
                 f"{'in no sequence' if unused > 0 else 'in two'}; if that is not meant, make the "
                 "pair again with tools/preprocess_data.py"
             )
+        found["checksums"] = pair_checksums.verify_tokens(prefix)
     except (ValueError, OSError) as error:
         found["problem"] = str(error)
     return found
@@ -214,11 +224,15 @@ def _loss_mask(corpus: IndexedDataset, all_tokens: bool) -> dict[str, Any]:
     return {"smallest_id": low or 0, "largest_id": high, "trained_tokens": said}
 
 
-def check_lines(path: str, vocab_size: int | None, all_tokens: bool) -> dict[str, Any]:
+def check_lines(
+    path: str, vocab_size: int | None, all_tokens: bool, write_checksums: bool = False
+) -> dict[str, Any]:
     """The same of a .bin of InternLM's and its .meta; lines are read until they have 262144 tokens,
     or all of them."""
     found: dict[str, Any] = {"prefix": path}
     try:
+        if write_checksums:
+            raise ValueError(f"{path}: --write-checksums is for .bin/.idx pairs; omit it")
         samples = JsonlTokens(path)
         low, high = samples.id_range(None if all_tokens else 1 << 18)
         found |= {
@@ -256,14 +270,14 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
     if said is None:
         return None
     path = provenance.json_path(prefix)
-    made_by = said["tokenizer"]
+    made_by = said.get("tokenizer")
     for what in ("tokens", "documents"):
         if said.get(what, found[what]) != found[what]:
             raise ValueError(
                 f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another "
                 "pair: copy all three files again, or make them again with tools/preprocess_data.py"
             )
-    size = made_by.get("vocab_size")
+    size = (made_by or {}).get("vocab_size")
     if size is not None and found["largest_id"] >= size:
         raise ValueError(
             f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds "
@@ -279,7 +293,7 @@ def check(options: CheckOptions) -> int:
         found = list(
             pool.map(
                 lambda name: (check_lines if os.path.exists(meta_path(name)) else check_pair)(
-                    name, options.vocab_size, options.all_tokens
+                    name, options.vocab_size, options.all_tokens, options.write_checksums
                 ),
                 options.prefixes,
             )
@@ -302,6 +316,7 @@ def check(options: CheckOptions) -> int:
                 f"of {pair['dtype']}, ids {pair['smallest_id']} .. "
                 f"{pair['largest_id']}{'' if options.all_tokens else ' at its head'}, "
                 f"{_named(pair['tokenizer'])}"
+                f"{'' if pair.get('checksums') else ', no checksums'}"
             )
     tokens = sum(pair.get("tokens", 0) for pair in found)
     print(f"{len(found)} pairs, {tokens} tokens, {len(bad)} with a problem", flush=True)

@@ -20,7 +20,6 @@ if __name__ == "__main__":
     interrupt.exit_at_once()
 
 import contextlib
-import json
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from megatron.data.indexed_dataset import (
     bin_path,
     idx_path,
 )
+from megatron.data.pair_checksums import describe_with_sums, verify_tokens
 from megatron.data.tokenizers.metadata import common_maker, joined_counts, json_path
 from tools.shared.program import read
 from tools.shared.progress import Progress
@@ -61,6 +61,7 @@ def inputs(words: Sequence[str], output: str) -> list[str]:
     for prefix in prefixes:
         other = IndexedDataset(prefix)
         other.check()
+        verify_tokens(prefix)  # or the damage would get a checksum of its own
         if other.dtype != first.dtype:
             raise ValueError(
                 f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; "
@@ -207,9 +208,9 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
         # mixture.
         Path(idx_path(output)).unlink(missing_ok=True)
         Path(json_path(output)).unlink(missing_ok=True)
-        if made_by:
-            note = {"tokenizer": made_by, **joined}
-            Path(json_path(output)).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
+        note = {"tokenizer": made_by, **joined} if made_by else {}
+        text = describe_with_sums(note, bin_path(partial), idx_path(partial))
+        Path(json_path(output)).write_text(text, encoding="utf-8")
         os.replace(bin_path(partial), bin_path(output))
         os.replace(idx_path(partial), idx_path(output))
     finally:

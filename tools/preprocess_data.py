@@ -34,7 +34,7 @@ from megatron.data.preprocess.encode import Encoded, Job, encode_all, tokenizer_
 from megatron.data.preprocess.readers import BLOCK_BYTES, Reader, input_files
 from megatron.data.preprocess.resumable_writer import BadRecords, Busy, Unfinished, is_finishing
 from megatron.data.tokenizers.build import Tokenizer
-from megatron.data.tokenizers.metadata import describe, fingerprint, vocabulary_of
+from megatron.data.tokenizers.metadata import description, fingerprint, vocabulary_of
 from megatron.version import version_line
 from tools.shared.progress import Progress
 
@@ -439,7 +439,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         identity = tokenizer.identity()
         size = tokenizer.vocab_size
         described = [
-            describe(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
+            description(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
             for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)
         ]
         with stop.held():

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 
 from megatron.analysis.log_reader import History, without_nan
@@ -41,7 +42,7 @@ def restart(events: Sequence[Event], directory: str | None, saved: Sequence[int]
     skip = "--train-range-to-skip " + " ".join(f"{event.start} {event.end}" for event in events)
     before = [iteration for iteration in saved if iteration < start]
     if before:
-        return f"--load {directory} --ckpt-step {before[-1]} {skip}"
+        return f"--load {shlex.quote(directory)} --ckpt-step {before[-1]} {skip}"
     if start == 1:
         return f"{skip}    (from the start)"
     if directory is None:

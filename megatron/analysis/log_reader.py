@@ -7,13 +7,14 @@ later line about an iteration replaces an earlier one, as the restarted run repl
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
+
+from megatron.small_files import parse_json
 
 _HEAD = re.compile(r"iteration\s*=?\s*(\d+)\s*/\s*(\d+)\s*\|")
 _NUMBER = r"\s*[=:]\s*([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
@@ -249,10 +250,10 @@ def read_metrics(lines: Iterable[str], path: str) -> Iterator[Record]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if "split" not in row:  # of an evaluation
                 yield _row(row)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             previous = f"{type(error).__name__}: {error}"
 
 
@@ -289,7 +290,7 @@ def read_metrics_evaluations(lines: Iterable[str]) -> Iterator[Evaluation]:
     """The evaluations of a --metrics-file; lines that cannot be read are left to `read_metrics`."""
     for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict) and "split" in row:

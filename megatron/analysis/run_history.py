@@ -10,7 +10,10 @@ from pathlib import Path
 from megatron.analysis import log_reader
 from megatron.analysis.log_reader import History, Record
 from megatron.checkpoint.filesystem import iterations
+from megatron.small_files import read_text
 from megatron.training.logging.tensorboard import read_scalars
+
+LOG_LIMIT = 4 << 30  # bytes
 
 
 def read_history(paths: Sequence[str]) -> History:
@@ -48,7 +51,7 @@ def _records(path: str) -> list[Record]:
 def read_file(path: str) -> str:
     """A log or a metrics file. Raises ValueError that names it."""
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
+        return read_text(path, errors="replace", limit=LOG_LIMIT)
     except OSError as error:
         raise ValueError(
             f"{path}: cannot be read ({error.strerror or error}) [file-not-readable]"

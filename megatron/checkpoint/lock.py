@@ -22,10 +22,12 @@ from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained, read_small_file
+from megatron.small_files import parse_json
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 LEAVING_SECONDS = 10.0
+RETURNS_WITHIN = 30.0  # where the directory was unmounted for a moment
 _NAME = re.compile(r"\.lock\.(\d{6})")
 
 
@@ -63,6 +65,17 @@ class Lock:
         root = self.path.parent
         others = [path for path in _locks(root) if path.name > self.path.name]
         mine = _owner(self.path)
+        deadline = time.monotonic() + RETURNS_WITHIN
+        while mine is None and not others and not self._over.is_set():
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{root}: the lock file {self.path.name} of this job no longer exists: the "
+                    "file system was unmounted, or the file was removed; mount it again and "
+                    "resume [save-directory-lost]"
+                )
+            time.sleep(0.2)
+            others = [path for path in _locks(root) if path.name > self.path.name]
+            mine = _owner(self.path)
         if others or mine is None or mine.token != self.owner.token:
             # given up by another thread, which is about to end this process
             if self._over.is_set():
@@ -158,7 +171,7 @@ def _owner(path: Path) -> Owner | None:
     """Who holds a lock file; None where it does not exist, is not written yet, or is not one of
     ours."""
     try:
-        return Owner(**json.loads(read_small_file(path, 10_000)))
+        return Owner(**parse_json(read_small_file(path, 10_000)))
     except (CheckpointError, ValueError, TypeError):
         return None
 

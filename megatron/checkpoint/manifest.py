@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint import tensor_slices
-from megatron.checkpoint.checksums import ALGORITHM, BLOCK_BYTES, crc32
 from megatron.checkpoint.filesystem import MANIFEST, CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
 from megatron.checkpoint.tensor_slices import Box
+from megatron.checksums import ALGORITHM, BLOCK_BYTES, crc32
 
 FORMAT = "sharded-safetensors"
 VERSION = 1

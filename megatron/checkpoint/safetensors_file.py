@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, check_plain, explained
+from megatron.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 
 # what one thread sums and writes, or reads and sums, at a time, in whole blocks
 SECTION_BYTES = 16 << 20

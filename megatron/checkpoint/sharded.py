@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import tensor_slices
-from megatron.checkpoint.checksums import BLOCK_BYTES
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, ForeignCheckpoint
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.safetensors_file import (
@@ -30,6 +29,7 @@ from megatron.checkpoint.safetensors_file import (
     write_file,
 )
 from megatron.checkpoint.tensor_slices import Box
+from megatron.checksums import BLOCK_BYTES
 
 MOST_LATER = 1024  # sections that wait to be read
 

@@ -19,7 +19,6 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import manifest, sharded
-from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.filesystem import (
     DISK,
     FINAL,
@@ -34,6 +33,7 @@ from megatron.checkpoint.filesystem import (
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
+from megatron.checksums import crc32
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"

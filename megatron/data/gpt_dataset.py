@@ -482,6 +482,7 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
             f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it "
             "[data-not-token-ids]"
         )
+    _ = corpus.order_sha256  # compares the index with its checksum
     if vocab_size is not None:
         low, high = corpus.id_range()
         if low < 0:

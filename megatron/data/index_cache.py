@@ -3,7 +3,8 @@ cache.
 
 An entry is written under temporary names and renamed, its description last, so concurrent builders
 on one filesystem never show each other half an entry, and it is used only if its description equals
-the wanted one to the letter. No pickle is read.
+the wanted one to the letter and its arrays have the checksums that follow the description. No
+pickle is read.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from megatron import log
-from megatron.data.file_access import check_mapped
+from megatron.checksums import block_sums, file_sum, sum_of_file
+from megatron.data.file_access import check_mapped, map_file
+
+# between the description and the lines `NAME CHECKSUM` of its arrays
+CHECKSUMS = "\nchecksums:\n"
 
 
 class IndexArrays:
@@ -50,6 +56,12 @@ class IndexArrays:
     def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
         arrays, files = state
         self.__init__(arrays | {name: _map_array(path) for name, path in files.items()}, files)
+
+
+def _with_checksums(description: str, sums: Mapping[str, str]) -> bytes:
+    """The content of the file that completes an entry."""
+    lines = "".join(f"{name} {one}\n" for name, one in sorted(sums.items()))
+    return f"{description}{CHECKSUMS}{lines}".encode()
 
 
 def _map_array(path: str) -> np.ndarray:
@@ -106,9 +118,14 @@ class IndexCache:
         """The arrays of an entry, mapped read-only, or None if it is not there or not whole."""
         stem = self.stem(kind, description)
         try:
-            if Path(self._description_path(stem)).read_text(encoding="utf-8") != description:
-                return None
+            text = Path(self._description_path(stem)).read_bytes()
+            if not text.startswith((description + CHECKSUMS).encode()):
+                return None  # of another index, or written before there were checksums
             files = {name: self.path(stem, name) for name in names}
+            # before numpy parses their headers
+            sums = {name: file_sum(block_sums(map_file(path))) for name, path in files.items()}
+            if text != _with_checksums(description, sums):
+                raise ValueError("its arrays differ from their checksums")
             return IndexArrays({name: _map_array(path) for name, path in files.items()}, files)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -135,12 +152,12 @@ class IndexCache:
         written."""
         stem = self.stem(kind, description)
         try:
-            for name, array in arrays.items():
-                self._write(
-                    self.path(stem, name),
-                    lambda file, array=array: np.save(file, array, allow_pickle=False),
-                )
-            self._write(self._description_path(stem), lambda file: file.write(description.encode()))
+            sums = {
+                name: self._write_array(self.path(stem, name), array)
+                for name, array in arrays.items()
+            }
+            text = _with_checksums(description, sums)
+            self._write(self._description_path(stem), lambda file: file.write(text))
         except OSError as error:
             self._refuse(error)
             return IndexArrays(arrays)
@@ -177,6 +194,19 @@ class IndexCache:
             "are built in memory at every start; give a writable directory with --data-cache-path "
             "to keep them"
         )
+
+    def _write_array(self, path: str, array: np.ndarray) -> str:
+        """Write an array; the checksum of its file."""
+        found = ""
+
+        def write(file: BinaryIO) -> None:
+            nonlocal found
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            found = sum_of_file(file.name)
+
+        self._write(path, write)
+        return found
 
     @staticmethod
     def _write(path: str, write: Callable) -> None:

@@ -18,6 +18,7 @@ from types import TracebackType
 import numpy as np
 
 from megatron import log
+from megatron.data import pair_checksums
 from megatron.data.file_access import check_mapped, map_file, open_to_read, read_at
 from megatron.data.sample_lookup import Piece, check_document
 
@@ -137,7 +138,6 @@ class IndexedDataset:
 
     def _read_arrays(self, index: memoryview, sequences: int, entries: int) -> None:
         at = HEADER.size
-        self._header = bytes(index[:at])
         self.sequence_lengths = np.frombuffer(index, "<i4", count=sequences, offset=at)
         self.sequence_pointers = np.frombuffer(
             index, "<i8", count=sequences, offset=at + 4 * sequences
@@ -177,9 +177,21 @@ class IndexedDataset:
         ends = self.sequence_pointers[first:stop] + lengths * self.dtype.itemsize
         return int(ends.max(initial=0, where=lengths != 0))
 
+    @functools.cached_property
+    def order_sha256(self) -> str:
+        """The sha256 of the header and all lengths, which is all that the sample order is made of.
+        Raises ValueError if the index differs from its recorded checksum."""
+        return pair_checksums.verify_index(
+            self.path_prefix, self._index
+        ) or pair_checksums.order_sha256(memoryview(self._index))
+
     def check(self) -> None:
-        """Read the whole index and raise ValueError if any sequence is outside the token file."""
+        """Read the whole index and raise ValueError if it differs from its recorded checksum, if
+        any sequence is outside the token file, or if sequences overlap."""
+        _ = self.order_sha256
         size = self.dtype.itemsize
+        contiguous = True
+        end = 0
         for first in range(0, len(self), BLOCK):
             lengths = self.sequence_lengths[first : first + BLOCK].astype(np.int64)
             pointers = self.sequence_pointers[first : first + BLOCK]
@@ -191,9 +203,35 @@ class IndexedDataset:
                 raise _damaged(
                     self.idx_file, f"{where} is outside {self.bin_file} ({self.bin_bytes} bytes)"
                 )
+            ends = end + np.cumsum(lengths) * size
+            contiguous &= bool((pointers + lengths * size == ends).all())
+            end = int(ends[-1])
+        if not contiguous:
+            self._check_overlap()
         for first in range(0, len(self.document_indices) - 1, BLOCK):
             if (np.diff(self.document_indices[first : first + BLOCK + 1]) < 0).any():
                 raise _damaged(self.idx_file, "its document index runs backwards")
+
+    def _check_overlap(self) -> None:
+        """Sequences that are not stored in their order must not overlap: raise ValueError."""
+        order = np.argsort(self.sequence_pointers, kind="stable")
+        order = order[self.sequence_lengths[order] > 0]
+        starts = self.sequence_pointers[order]
+        ends = starts + self.sequence_lengths[order].astype(np.int64) * self.dtype.itemsize
+        wrong = starts[1:] < ends[:-1]
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise _damaged(
+                self.idx_file,
+                f"its pointers are not the running sum of its lengths: sequence {order[at + 1]} "
+                f"begins at byte {starts[at + 1]}, inside sequence {order[at]}",
+            )
+        used = int((ends - starts).sum())
+        if used < self.bin_bytes:
+            log.warn_once(
+                f"{self.idx_file}: {self.bin_bytes - used} bytes of {self.bin_file} are in no "
+                "sequence; if that is not meant, make the pair again with tools/preprocess_data.py"
+            )
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -316,9 +354,6 @@ class IndexedDataset:
         of; `bin_sha256` is over a few pages of the token file, to distinguish corpora of equal
         lengths.
         """
-        digest = hashlib.sha256(self._header)
-        for first in range(0, len(self), BLOCK):
-            digest.update(self.sequence_lengths[first : first + BLOCK].tobytes())
         pages = hashlib.sha256()
         step = max(1, self.bin_bytes // PROBES // PROBE_BYTES) * PROBE_BYTES
         size = self.dtype.itemsize
@@ -330,7 +365,7 @@ class IndexedDataset:
             "sequences": len(self),
             "dtype": self.dtype.name,
             "bin_bytes": self.bin_bytes,
-            "idx_sha256": digest.hexdigest(),
+            "idx_sha256": self.order_sha256,
             "bin_sha256": pages.hexdigest(),
         }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.candidates import candidates
-from megatron.checkpoint.checksums import crc32
+from megatron.checksums import crc32
 from tests.checkpoint.saves import Unsynced, save
 
 

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from megatron.checkpoint.checksums import (
+from megatron.checksums import (
     BLOCK_BYTES,
     ROW_WORDS,
     block_sum,

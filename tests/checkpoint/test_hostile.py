@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from megatron.checkpoint import lock, store
-from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checksums import crc32
 from megatron.config import command_line
 from megatron.data.gpt_dataset import open_corpus
 from megatron.data.index_cache import IndexCache

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from megatron.checkpoint.checksums import crc32
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
+from megatron.checksums import crc32
 
 FILE = "weights_00000.safetensors"
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron.checkpoint import safetensors_file as st
-from megatron.checkpoint.checksums import BLOCK_BYTES, block_sum, block_sums
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import (
     DTYPES,
@@ -19,6 +18,7 @@ from megatron.checkpoint.safetensors_file import (
     bytes_of,
     write_file,
 )
+from megatron.checksums import BLOCK_BYTES, block_sum, block_sums
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

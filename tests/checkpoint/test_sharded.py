@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.checkpoint import checksums, manifest, safetensors_file, tensor_slices
+from megatron import checksums
+from megatron.checkpoint import manifest, safetensors_file, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice, write

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import random
@@ -153,6 +154,13 @@ def oracle(idx: bytes, bin_: bytes) -> list[bytes] | None:
             return None
         found.append(bin_[pointer : pointer + length * size])
         ends += [pointer + length * size] if length else []
+    places = sorted(
+        (pointer, length * size)
+        for length, pointer in zip(lengths, pointers, strict=True)
+        if length
+    )
+    if any(at + count > after for (at, count), (after, _) in itertools.pairwise(places)):
+        return None
     return found if max(ends) == len(bin_) else None
 
 

@@ -16,11 +16,13 @@ from tests.conftest import is_peer
 FLOOR = {
     "optional": 0,
     "interrupt": 0,
+    "small_files": 0,
     "launcher": 0,
     "version": 0,
     "arguments": 1,
     "log": 1,
     "device": 1,
+    "checksums": 1,
     "console": 1,
     "threads": 1,
     "config": 2,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron import small_files
 from tools.convert.links import ConversionError
 
 # Keys that change neither shapes nor numbers of a forward pass without dropout: for training,
@@ -75,6 +77,7 @@ class Keys:
             not isinstance(value, kinds)
             or (isinstance(value, bool) and bool not in kinds)
             or (kind is int and value < 1)
+            or (isinstance(value, float) and not math.isfinite(value))
         ):
             found = "is missing" if value is None else f"is {value!r}"
             self.problems.append(
@@ -132,12 +135,12 @@ class Keys:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ConversionError."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8-sig"))
+        table = small_files.read_json(path, "utf-8-sig")
     except OSError as error:
         raise ConversionError(
             f"{path}: {error.strerror or error}; give a folder that save_pretrained wrote"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConversionError(f"{path}: not a JSON file ({error})") from None
     if not isinstance(table, dict):
         raise ConversionError(f"{path}: not a JSON object")

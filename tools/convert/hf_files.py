@@ -4,6 +4,7 @@ files."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -233,5 +234,12 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """The tokenizer and generation files of a folder."""
-    return [folder / name for name in SIDE_FILES if (folder / name).is_file()]
+    """The tokenizer and generation files of a folder. Raises ConversionError for one that cannot be
+    read."""
+    found = [folder / name for name in SIDE_FILES if os.path.lexists(folder / name)]
+    for file in found:
+        if not file.is_file() or not os.access(file, os.R_OK):
+            raise ConversionError(
+                f"{file}: not a readable file; repair it, or remove it if it is not wanted"
+            )
+    return found

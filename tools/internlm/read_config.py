@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.small_files import read_bytes
+
 MAX_BYTES = 1 << 20
 MAX_TEXT = 1 << 16  # characters of a text, elements of a list
 MAX_NUMBER = 1 << 128
@@ -43,6 +45,20 @@ _CALLS: dict[str, Callable[..., Any]] = {
 _SCALARS = (int, float, str, bool, type(None))
 
 
+MAX_VALUES = 100_000  # of one name, those that are repeated counted each time
+
+
+def _expanded_size(value: Any, known: dict[int, int]) -> int:
+    """How many values an expression writes out: lists that refer to one another share theirs, and a
+    few lines of them can stand for more than any memory holds."""
+    if not isinstance(value, list | tuple | dict):
+        return 1
+    if id(value) not in known:
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_expanded_size(part, known) for part in parts)
+    return known[id(value)]
+
+
 class ConfigError(ValueError):
     """The file cannot be read as a config; the text says line, what stands there and what may."""
 
@@ -53,9 +69,7 @@ def read_config(
     """(values by name, line of each name's last assignment) of a config file. Raises ConfigError;
     executes nothing."""
     try:
-        data = path.read_bytes()
-        if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path}: {len(data)} bytes are no config file (at most {MAX_BYTES})")
+        data = read_bytes(path, MAX_BYTES)
         tree = ast.parse(data, str(path))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
@@ -107,6 +121,8 @@ class _Reader:
             if node.value is None or not all(isinstance(target, ast.Name) for target in targets):
                 raise self.refuse(node, f"cannot assign to {ast.unparse(targets[0])[:60]}")
             value = self.value(node.value)
+            if _expanded_size(value, {}) > MAX_VALUES:
+                raise self.refuse(node, f"has more than {MAX_VALUES} values")
             for target in targets:
                 self.values[target.id], self.lines[target.id] = value, node.lineno
         else:

@@ -21,6 +21,7 @@ from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
+from megatron.small_files import parse_json, read_text
 
 SPLITS = ("train", "valid", "test")
 EPOCHS = "epochs:"
@@ -236,7 +237,7 @@ def _read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
 def _text(path: str) -> list[str] | str:
     """The lines of a file, or why they cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8-sig").splitlines()
+        return read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         return f"cannot be read ({getattr(error, 'strerror', None) or error}) [file-not-readable]"
 
@@ -247,7 +248,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
     if isinstance(lines, str):
         return [(flag, lines)]
     try:
-        blends = json.loads("\n".join(lines))
+        blends = parse_json("\n".join(lines))
     except json.JSONDecodeError as error:
         return [
             (

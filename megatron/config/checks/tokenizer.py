@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
+from megatron.small_files import read_bytes, read_json
 
 # Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
 TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -118,7 +118,7 @@ def ids_in_file(kind: str, path: str) -> int | None:
         if kind == "HuggingFaceTokenizer":
             return _json_ids(file if file.is_file() else file / "tokenizer.json")
         if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-            return _pieces(file.read_bytes())
+            return _pieces(read_bytes(file))
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         # building the tokenizer says what is wrong with it
         pass
@@ -127,7 +127,7 @@ def ids_in_file(kind: str, path: str) -> int | None:
 
 def _json_ids(path: Path) -> int:
     """Of a tokenizer.json: one more than the highest id."""
-    content = json.loads(path.read_bytes())
+    content = read_json(path)
     vocab = content["model"]["vocab"]
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
     ids += [token["id"] for token in content.get("added_tokens") or ()]

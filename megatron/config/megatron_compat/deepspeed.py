@@ -6,10 +6,10 @@ Keys that only steer how DeepSpeed communicates or what it prints have no effect
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
+
+from megatron.small_files import read_json
 
 _FLAGS = {
     "train_micro_batch_size_per_gpu": "--micro-batch-size",
@@ -37,7 +37,7 @@ def read_deepspeed(path: str) -> tuple[list[str], list[str]]:
     """(flags that the file stands for, problems). A value "auto" stands for no flag. Raises OSError
     where the file cannot be read."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError as error:
         found = error
     if not isinstance(found, dict):

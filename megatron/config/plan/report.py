@@ -3,10 +3,8 @@ run."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
@@ -22,6 +20,7 @@ from megatron.config.plan.plan import (
 from megatron.config.plan.stages import bubble_fraction
 from megatron.config.plan.transfers import axis_sizes, sent_by_axis
 from megatron.config.tree import Config
+from megatron.small_files import read_json
 
 if TYPE_CHECKING:
     from megatron.config.command_line import CommandLine
@@ -219,7 +218,7 @@ def vocabulary(config: Config) -> tuple[int, str]:
         return size, f"--tokenizer-model {d.tokenizer_model}"
     if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
         try:
-            size = len(json.loads(Path(d.vocab_file).read_text(encoding="utf-8")))
+            size = len(read_json(d.vocab_file))
             return max(1, size), f"--vocab-file {d.vocab_file}"
         except (OSError, ValueError, TypeError):
             # building the tokenizer says what is wrong with it

@@ -8,7 +8,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from megatron.data.index_cache import IndexArrays, IndexCache
 from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
 from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import Piece
+from megatron.small_files import parse_json, read_text
 
 LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
@@ -133,7 +133,7 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
     """A JSON file {"train": [...], "valid": "...", ...}: a list of items, or one string of them,
     for each split."""
     try:
-        blends = json.loads(_read(path, flag))
+        blends = parse_json(_read(path, flag))
     except json.JSONDecodeError as error:
         raise ValueError(f"{flag} {path}: is no JSON ({error}) [blend-file-malformed]") from error
     if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
@@ -159,7 +159,7 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
 
 def _read(path: str, flag: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return read_text(path, "utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: cannot be read ({error}) [file-not-readable]") from error
 

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
 from megatron.data.preprocess.readers import Block, Place
 from megatron.data.tokenizers.metadata import json_path
@@ -184,9 +185,9 @@ class Unfinished:
             os.fsync(file.fileno())
         self._note(state)
 
-    def finish(self, descriptions: Sequence[str]) -> list[str]:  # noqa: C901
+    def finish(self, descriptions: Sequence[Mapping[str, Any]]) -> list[str]:  # noqa: C901
         """Make the pairs whole and give them their names; the files that were written.
-        `descriptions`: of each pair."""
+        `descriptions`: what the .json of each pair says, without checksums."""
         self._aside.shutdown()
         if self._noting:
             self._noting.result()  # raises what writing raised
@@ -198,7 +199,10 @@ class Unfinished:
                     for part in range(1, self._parts):
                         _append(self._path(key, part, kind), self._path(key, 0, kind))
                 self._write_index(key)
-                Path(self._path(key, 0, "json")).write_text(description, encoding="utf-8")
+                text = describe_with_sums(
+                    description, self._path(key, 0, "bin"), self._path(key, 0, "idx")
+                )
+                Path(self._path(key, 0, "json")).write_text(text, encoding="utf-8")
                 for kind in ("bin", "idx", "json"):
                     _sync(self._path(key, 0, kind))
             self.finishing = True

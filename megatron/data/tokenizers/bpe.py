@@ -20,6 +20,7 @@ from megatron import log
 from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
 from megatron.data.tokenizers import gigatoken, gpt2_bpe
 from megatron.data.tokenizers.base import Ids, Tokenizer, check_unicode, library
+from megatron.small_files import read_json
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -216,7 +217,7 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
     """The first `count` pieces of a tiktoken JSON file by rank; raises ValueError saying what is
     wrong with it."""
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = read_json(path)
         rows = rows["vocab"] if isinstance(rows, dict) else rows
         pieces = [base64.b64decode(row["token_bytes"], validate=True) for row in rows]
         ranks = [row["rank"] for row in rows]
@@ -359,7 +360,7 @@ def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
         if not file.is_file():
             continue
         try:
-            entries = json.loads(file.read_text(encoding="utf-8"))
+            entries = read_json(file)
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"--tokenizer-model {file}: not a JSON file ({error}) [tokenizer-file-malformed]"

@@ -14,10 +14,12 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.data.preprocess.jsonl import json_value
+from megatron.small_files import read_bytes, read_text
 
 try:
     import regex
@@ -94,13 +96,21 @@ def _windows(sample: str, size: int) -> Iterator[str]:
     return (sample[start : start + size] for start in range(len(sample) - size + 1))
 
 
+def _vocabulary_of(data: bytes) -> Any:
+    """The value of a vocab.json. Raises UnicodeDecodeError and json.JSONDecodeError."""
+    try:
+        return json_value(data)
+    except RecursionError:
+        raise json.JSONDecodeError("brackets nested too deeply", "", 0) from None
+
+
 def read_vocabulary(path: str | Path) -> dict[str, int]:
     """Read vocab.json: pieces in the byte alphabet with their ids, which must be 0 .. n-1.
 
     Raises ValueError naming the file, what is wrong with it and what to do.
     """
     try:
-        vocabulary = json_value(Path(path).read_bytes())
+        vocabulary = _vocabulary_of(read_bytes(path))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json "
@@ -127,7 +137,7 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
     Raises ValueError naming the file and the line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--merge-file {path}: not UTF-8 text ({error}); give GPT-2's merges.txt "

@@ -1,4 +1,5 @@
-"""Which tokenizer made a pair, and the size of its text, in a small JSON file with its prefix."""
+"""Which tokenizer made a pair, the size of its text and the checksums of its files, in a small JSON
+file with its prefix."""
 
 from __future__ import annotations
 
@@ -8,8 +9,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.checksums import table_sum
+from megatron.small_files import read_json
+
 NULL = "NullTokenizer"
 TEXT_BYTES = "text_bytes"
+FILES = "files"  # sizes and checksums of the .bin and the .idx, see `pair_checksums`
+CHECKSUM = "checksum"  # of all the rest
 
 
 def json_path(path_prefix: str) -> str:
@@ -27,9 +33,11 @@ def fingerprint(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(vocabulary_of(identity), sort_keys=True).encode()).hexdigest()
 
 
-def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, Any]) -> str:
-    """The file's text: the tokenizer, and counts of what was written; numbers in a text
-    (NullTokenizer) have no bytes."""
+def description(
+    identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the file says but checksums: the tokenizer, and counts of what was written; numbers in a
+    text (NullTokenizer) have no bytes."""
     tokenizer = {
         **vocabulary_of(identity),
         "vocab_size": vocab_size,
@@ -37,7 +45,12 @@ def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, 
     }
     if identity["class"] == NULL:
         counts = {name: count for name, count in counts.items() if name != TEXT_BYTES}
-    return json.dumps({"tokenizer": tokenizer, **counts}, indent=1) + "\n"
+    return {"tokenizer": tokenizer, **counts}
+
+
+def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, Any]) -> str:
+    """The text of a file with `description` and without checksums."""
+    return json.dumps(description(identity, vocab_size, counts), indent=1) + "\n"
 
 
 def text_size(path_prefix: str) -> tuple[int, int] | None:
@@ -67,19 +80,41 @@ def maker(path_prefix: str) -> dict[str, Any] | None:
     Raises ValueError if its file cannot be understood.
     """
     said = note(path_prefix)
-    return said["tokenizer"] if said else None
+    return said.get("tokenizer") if said else None
 
 
-def note(path_prefix: str) -> dict[str, Any] | None:
-    """All that the pair's file says: `tokenizer` and counts. None without the file; raises
-    ValueError as `maker` does."""
+def sealed(table: Mapping[str, Any]) -> str:
+    """The text of the file of a pair with a checksum of its content."""
+    content = {name: value for name, value in table.items() if name != CHECKSUM}
+    return json.dumps({**content, CHECKSUM: table_sum(content)}, indent=1) + "\n"
+
+
+def _check_seal(table: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file with checksums was changed; of one bit, also in their names."""
+    content = {name: value for name, value in table.items() if name != CHECKSUM}
+    if (FILES in table) != (CHECKSUM in table) or (
+        FILES in table and table[CHECKSUM] != table_sum(content)
+    ):
+        raise ValueError("its content differs from its own checksum: it was damaged or edited")
+    if FILES in table:
+        _ = table[FILES]["bin"]["sum"], table[FILES]["idx"]["sum"]
+
+
+def note(path_prefix: str, verify: bool = True) -> dict[str, Any] | None:
+    """All that the pair's file says: `tokenizer` (missing where only checksums are known), counts,
+    `files`. None without the file; raises ValueError as `maker` does, and (with `verify`) if its
+    content differs from its own checksum."""
     path = json_path(path_prefix)
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            said = json.load(file)
-        _ = said["tokenizer"]["class"], said["tokenizer"]["fingerprint"]
+        said = read_json(path)
+        if not isinstance(said, dict):
+            raise TypeError("no JSON object")
+        if verify:
+            _check_seal(said)
+        if "tokenizer" in said or FILES not in said:
+            _ = said["tokenizer"]["class"], said["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: does not say which tokenizer made {path_prefix}.bin "

@@ -3,13 +3,18 @@ within a second that a rank has failed or died, and which one.
 
 It has its own sockets and threads, because a rank that waits inside a collective is not notified
 there: gloo reports a broken connection, NCCL only the end of its time limit. How the ranks get the
-address of rank 0 is the caller's matter.
+address of rank 0 and the secret of the run is the caller's matter.
+
+A connection proves with the secret that it is a rank before anything else is read from it, and the
+server proves itself in the same way; nothing that was sent before is of use (HMAC of a random
+challenge). Once all ranks are connected, rank 0 does not listen any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import json
 import os
 import secrets
@@ -20,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +47,11 @@ ANSWERS_WITHIN = 1.5
 ABSENCE_REPORTED_EVERY = 60.0
 ACCEPTS_AGAIN_AFTER = 1.0  # where there was no file descriptor
 LONGEST_TEXT = 20_000
+LONGEST_LINE = 1 << 18  # bytes of a message of a rank
+LONGEST_HELLO = 1 << 12  # ... and of one that has yet to prove that it is a rank
+LONGEST_ANSWER = 1 << 26  # ... and of rank 0's: it describes every rank
+HELLO_WITHIN = 5.0
+STRANGERS = 64  # connections beyond one per rank that may wait to prove themselves
 
 
 class _Wire:
@@ -64,24 +74,78 @@ class _Wire:
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
 
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Wait for messages; None when the connection is closed."""
+    def receive(self, limit: int) -> list[dict[str, Any]] | None:
+        """Wait for messages; None when the connection is closed. Raises ValueError for what is no
+        message: a line above `limit` bytes, brackets nested too deeply, something else than JSON
+        objects."""
         try:
             data = self.socket.recv(1 << 16)
         except OSError:
             data = b""
         *whole, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in whole] if data else None
+        if max(map(len, (*whole, self._rest))) > limit:
+            raise ValueError(f"a line of more than {limit} bytes")
+        if not data:
+            return None
+        try:
+            found = [json.loads(line) for line in whole]
+        except RecursionError:
+            raise ValueError("brackets nested too deeply") from None
+        if not all(isinstance(message, dict) for message in found):
+            raise ValueError("no JSON object")
+        return found
+
+    def receive_one(self, backlog: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+        """The first message of `backlog`, to which what arrives is added. Raises OSError for a
+        closed connection, ValueError as `receive` does."""
+        while not backlog:
+            got = self.receive(limit)
+            if got is None:
+                raise OSError("the connection was closed")
+            backlog += got
+        return backlog.pop(0)
+
+
+def _proof(key: str, side: str, challenge: str) -> str:
+    """What only one who knows the key can answer to a challenge."""
+    return hmac.new(key.encode(), f"{side} {challenge}".encode(), "sha256").hexdigest()
+
+
+@dataclass
+class _Visitor:
+    """A connection, and its rank once it has proved that it is one."""
+
+    wire: _Wire
+    address: str
+    challenge: str
+    deadline: float
+    rank: int | None = None
 
 
 class MonitorServer:
     """Rank 0's part: receives from all ranks, decides whose failure counts, and makes all others
-    exit."""
+    exit.
 
-    def __init__(self, world_size: int, family: int = socket.AF_INET):
+    It listens at `host` ("": all addresses of this machine) until all ranks are connected. A rank
+    needs `token` and, unless it is empty, `secret` (which is not published).
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        family: int = socket.AF_INET,
+        host: str = "",
+        secret: str = "",
+    ):
         self.world_size = world_size
         self.token = secrets.token_hex(16)
-        self._server = socket.create_server(("", 0), family=family, backlog=world_size)
+        self._key = self.token + secret
+        self._visitors: dict[socket.socket, _Visitor] = {}  # not yet ranks, the oldest first
+        self._turned_away: set[str] = set()
+        self._listening = True
+        self._server = socket.create_server(
+            (host, 0), family=family, backlog=world_size + STRANGERS
+        )
         os.register_at_fork(after_in_child=self._server.close)
         self.port = self._server.getsockname()[1]
         self._wires: dict[int, _Wire] = {}
@@ -103,6 +167,20 @@ class MonitorServer:
         self._thread.join(OTHERS_EXIT_WITHIN)
 
     def _run(self) -> None:
+        """A failure of this thread is reported, and the ranks carry on without it."""
+        try:
+            self._serve()
+        except Exception as error:
+            where = code_location(traceback.extract_tb(error.__traceback__))
+            print(
+                f"WARNING: the rank monitor on rank 0 failed ({type(error).__name__}: {error}; "
+                f"{where}); if a rank fails, others notice only when a collective fails",
+                flush=True,
+            )
+            self._send_all("bye")
+            self._stop_listening()
+
+    def _serve(self) -> None:
         while 0 in self._wires or 0 not in self._processes:
             self._listen(min(self._deadlines.values(), default=None))
             now = time.monotonic()
@@ -125,7 +203,7 @@ class MonitorServer:
         """Accept a connection. Where this process has no file descriptor left for it, the next
         attempt is in a second: the connection stays ready, and waiting for it would not wait."""
         try:
-            connection, _ = self._server.accept()
+            connection, address = self._server.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 if not self._reported_limit:
@@ -138,40 +216,103 @@ class MonitorServer:
                 self._selector.unregister(self._server)
                 self._deadlines["accept"] = time.monotonic() + ACCEPTS_AGAIN_AFTER
             return
-        # of what a stranger sends, and of what is sent
-        connection.settimeout(CONNECT_WITHIN)
-        self._selector.register(connection, selectors.EVENT_READ, [_Wire(connection), None])
+        connection.settimeout(CONNECT_WITHIN)  # of what is sent
+        while len(self._visitors) >= self.world_size + STRANGERS:
+            self._turn_away(next(iter(self._visitors.values())), "too many connections")
+        visitor = _Visitor(
+            _Wire(connection),
+            str(address[0]),
+            secrets.token_hex(16),
+            time.monotonic() + HELLO_WITHIN,
+        )
+        self._visitors[connection] = visitor
+        self._selector.register(connection, selectors.EVENT_READ, visitor)
+        visitor.wire.send("challenge", challenge=visitor.challenge)
+        self._deadlines.setdefault("late", visitor.deadline)
 
     def _accept(self) -> None:
-        self._selector.register(self._server, selectors.EVENT_READ)
+        if self._listening:
+            self._selector.register(self._server, selectors.EVENT_READ)
+
+    def _stop_listening(self) -> None:
+        """All ranks are connected: nobody else has a reason to connect."""
+        if self._listening:
+            self._listening = False
+            if self._deadlines.pop("accept", None) is None:
+                self._selector.unregister(self._server)
+            self._server.close()
+            for visitor in list(self._visitors.values()):
+                self._close(visitor)
+
+    def _late(self) -> None:
+        """Close connections that have not proved in time that they are ranks."""
+        now = time.monotonic()
+        for visitor in list(self._visitors.values()):
+            if visitor.deadline <= now:
+                self._turn_away(visitor, f"nothing valid within {HELLO_WITHIN:.0f} seconds")
+        if self._visitors:
+            self._deadlines["late"] = next(iter(self._visitors.values())).deadline
+
+    def _turn_away(self, visitor: _Visitor, reason: str) -> None:
+        """Close the connection of one that is not a rank; a reason is logged once."""
+        self._close(visitor)
+        if reason not in self._turned_away and len(self._turned_away) < STRANGERS:
+            self._turned_away.add(reason)
+            print(
+                f"WARNING: the rank monitor closed a connection from {visitor.address} that is not "
+                f"a rank of this run ({reason})",
+                flush=True,
+            )
+
+    def _close(self, visitor: _Visitor) -> None:
+        self._visitors.pop(visitor.wire.socket, None)
+        self._selector.unregister(visitor.wire.socket)
+        visitor.wire.socket.close()
 
     def _receive(self, key: selectors.SelectorKey) -> None:
-        wire, rank = key.data
+        visitor = key.data
+        if visitor.wire.socket.fileno() < 0:  # closed since it was selected
+            return
         try:
-            messages = wire.receive()
+            limit = LONGEST_HELLO if visitor.rank is None else LONGEST_LINE
+            messages = visitor.wire.receive(limit)
             for message in messages or ():
-                if rank is None:
-                    rank = key.data[1] = self._welcome(wire, message)
+                if visitor.rank is None:
+                    visitor.rank = self._welcome(visitor, message)
                 else:
-                    self._take(rank, message)
-        except (ValueError, KeyError, TypeError):  # not one of the ranks
+                    self._take(visitor.rank, message)
+        except (ValueError, KeyError, TypeError) as error:
             messages = None
+            if visitor.rank is None:
+                self._turn_away(visitor, "invalid message")
+                return
+            print(
+                f"WARNING: the rank monitor closed the connection of rank {visitor.rank}: invalid "
+                f"message ({type(error).__name__}: {error})",
+                flush=True,
+            )
         if messages is None:
-            self._selector.unregister(wire.socket)
-            wire.socket.close()
-            if self._wires.pop(rank, None):
-                self._note(Failure(self._processes[rank], DIED, silent=True), DEATH_COUNTS_AFTER)
+            self._close(visitor)
+            if self._wires.get(visitor.rank) is visitor.wire:
+                del self._wires[visitor.rank]
+                process = self._processes[visitor.rank]
+                self._note(Failure(process, DIED, silent=True), DEATH_COUNTS_AFTER)
 
-    def _welcome(self, wire: _Wire, message: dict[str, Any]) -> int:
-        if not secrets.compare_digest(message["token"], self.token):
-            raise ValueError("a stranger")
+    def _welcome(self, visitor: _Visitor, message: dict[str, Any]) -> int:
+        expected = _proof(self._key, "rank", visitor.challenge)
+        if not secrets.compare_digest(message["proof"], expected):
+            raise ValueError("not a rank of this run")
         process = ProcessId(**message["process"])
-        self._processes[process.rank], self._wires[process.rank] = process, wire
-        wire.send("welcome")
+        wire = visitor.wire
+        del self._visitors[wire.socket]
+        self._processes[process.rank] = process
+        self._wires[process.rank] = wire
+        wire.send("welcome", proof=_proof(self._key, "server", str(message["challenge"])))
         if self._decided:
             wire.send("end", end=self._decided)
         if len(self._processes) == self.world_size:
             self._deadlines.pop("absent", None)
+            self._stop_listening()
         return process.rank
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
@@ -266,13 +407,14 @@ class MonitorClient:
     """This rank's connection to the server.
 
     `on_failure` is called, in a separate thread, when another rank has failed or died; it is to end
-    the process. `process` is this process, unless given.
+    the process. `key`: the server's token followed by the secret of the run. `process` is this
+    process, unless given.
     """
 
     def __init__(
         self,
         addresses: Iterable[tuple[str, int]],
-        token: str,
+        key: str,
         server: ProcessId,
         on_failure: Callable[[Failure], None],
         process: ProcessId | None = None,
@@ -286,22 +428,38 @@ class MonitorClient:
         self._answered = threading.Event()
         self._locations: list[str] = []
         self._early: list[dict[str, Any]] = []
-        self._wire = self._connect(addresses, token)
+        self._wire = self._connect(addresses, key)
         threading.Thread(target=self._run, name="rank monitor", daemon=True).start()
 
-    def _connect(self, addresses: Iterable[tuple[str, int]], token: str) -> _Wire:
+    def _connect(self, addresses: Iterable[tuple[str, int]], key: str) -> _Wire:
         problem = OSError("no address")
         for address in addresses:
             try:
                 wire = _Wire(socket.create_connection(address, CONNECT_WITHIN))
-                wire.send("hello", token=token, process=asdict(self.process))
-                if messages := wire.receive():
-                    self._early = messages[1:]
-                    wire.socket.settimeout(None)
-                    return wire
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 problem = error
+                continue
+            try:
+                self._early = self._introduce(wire, key)
+                wire.socket.settimeout(None)
+                return wire
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problem = error
+                wire.socket.close()
         raise OSError(str(problem))
+
+    def _introduce(self, wire: _Wire, key: str) -> list[dict[str, Any]]:
+        """Prove that this is a rank, and check that the other end is the server of this run; the
+        messages that came after. Raises OSError, ValueError, KeyError or TypeError."""
+        backlog: list[dict[str, Any]] = []
+        challenge = wire.receive_one(backlog, LONGEST_HELLO)["challenge"]
+        mine = secrets.token_hex(16)
+        proof = _proof(key, "rank", challenge)
+        wire.send("hello", proof=proof, challenge=mine, process=asdict(self.process))
+        answer = wire.receive_one(backlog, LONGEST_ANSWER)["proof"]
+        if not secrets.compare_digest(answer, _proof(key, "server", mine)):
+            raise ValueError("the other end is not the rank monitor of this run")
+        return backlog
 
     def report(self, text: str, code: int = 1) -> None:
         """Report that this rank has failed, and wait until it is its turn to print the error; it
@@ -326,17 +484,29 @@ class MonitorClient:
         self._wire.send("bye")
 
     def _run(self) -> None:
+        """A failure of this thread is reported, and the rank carries on without it."""
+        try:
+            self._listen()
+        except Exception as error:
+            print(
+                f"WARNING: the rank monitor of rank {self.process.rank} failed "
+                f"({type(error).__name__}: {error}); if another rank fails, this one notices only "
+                "when a collective fails",
+                flush=True,
+            )
+        self._wire.socket.close()
+        self._turn.set()
+        self._answered.set()
+
+    def _listen(self) -> None:
         messages: list[dict[str, Any]] | None = self._early
         while messages is not None:
             for message in messages:
                 self._take(message)
-            messages = self._wire.receive()
+            messages = self._wire.receive(LONGEST_ANSWER)
         if not self._closed and not self._reported:
             time.sleep(DEATH_COUNTS_AFTER)
             self._leave(Failure(self._server_process, DIED, silent=True))
-        self._wire.socket.close()
-        self._turn.set()
-        self._answered.set()
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -18,7 +19,9 @@ from megatron.training.launch.network import (
     address_towards,
     allow_open_files,
     interface_towards,
+    is_loopback,
     listen_problem,
+    run_secret,
     unreachable,
 )
 from megatron.training.launch.process import ProcessId, this_process
@@ -52,16 +55,22 @@ class Rendezvous:
 
     def _connect(self, watch: SignalWatch) -> MonitorClient | None:
         """Rank 0 starts the server of the monitor and publishes its address in the store."""
+        secret = run_secret(os.environ)
         try:
             if launcher.rank() == 0:
                 family, address = address_towards(*self.master)
-                self._server = MonitorServer(launcher.world_size(), family)
+                here = launcher.info()
+                if here.local_world_size == here.world_size or is_loopback(address):
+                    family, address = socket.AF_INET, "127.0.0.1"  # all ranks are on this machine
+                self._server = MonitorServer(
+                    here.world_size, family, address if is_loopback(address) else "", secret
+                )
                 contact = [address, self._server.port, self._server.token, asdict(this_process())]
                 self.store.set("rank-monitor", json.dumps(contact))
             address, port, token, process = json.loads(self.store.get("rank-monitor"))
             return MonitorClient(
                 [(address, port), (self.master[0], port)],
-                token,
+                token + secret,
                 ProcessId(**process),
                 watch.leave_for,
             )

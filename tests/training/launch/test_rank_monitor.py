@@ -164,13 +164,172 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
 )
 def test_strangers_on_the_port_are_shown_out(monkeypatch, said):
     monkeypatch.setattr(rank_monitor, "REPORT_COUNTS_AFTER", 0.05)
-    ranks = Ranks(2, 2)
+    ranks = Ranks(2, 1)
     with socket.create_connection(("127.0.0.1", ranks.server.port), 5) as stranger:
         stranger.sendall(said)
-        assert stranger.recv(100) == b""
+        assert_closed(stranger)
+    ranks.lines.append(ranks.join(1))
     assert ranks.lines[1].ask() is not None and ranks.ended.empty()
     ranks.lines[1].report("still heard")
     assert ranks.told(1) == {0: Failure(ranks.places[1], "still heard")}
+
+
+def assert_closed(stranger: socket.socket) -> None:
+    """The server sends its challenge at most, then closes the connection."""
+    stranger.settimeout(8)
+    with contextlib.suppress(ConnectionError):
+        while stranger.recv(1000):
+            pass
+
+
+def _hello(challenge: str, proof: str) -> bytes:
+    process = {"rank": 0, "pid": 1, "host": "x", "node": "x"}
+    hello = {"kind": "hello", "proof": proof, "challenge": challenge, "process": process}
+    return json.dumps(hello).encode() + b"\n"
+
+
+def _attacks(recorded: bytes) -> dict[str, list[bytes]]:
+    """What strangers send; several lines with a pause between them."""
+    return {
+        "garbage": [bytes(range(256)) * 8],
+        "HTTP": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
+        "TLS": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), b"\n"],
+        "an endless line": [b"x" * 65536] * 20,
+        "depth": [b"[" * 3000 + b"\n"],
+        "200,000 brackets": [b"[" * 200_000 + b"\n"],
+        "numbers": [b"1e400\n"],
+        "huge integer": [b"9" * 3900 + b"\n"],
+        "no hello": [b'{"kind": "failed", "text": "gone", "code": 7}\n'],
+        "a guess": [_hello("0" * 32, "0" * 64)],
+        "not text": [b'{"kind": "hello", "proof": 5, "challenge": 7, "process": 3}\n'],
+        "a replayed hello": [recorded],
+        "spoofed end": [b'{"kind": "end", "end": {}}\n'],
+        "byte by byte": [b"{", b'"', b"k", b"\xff", b"\n"],
+        "many lines": [b"{}\n" * 500],
+    }
+
+
+class Recorder:
+    """A server in between that records what a rank sends."""
+
+    def __init__(self, port: int):
+        self.sent = b""
+        self._port = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        in_thread(self._run)
+
+    def _run(self) -> None:
+        client, _ = self._server.accept()
+        with client, socket.create_connection(("127.0.0.1", self._port), 5) as server:
+            client.sendall(server.recv(4096))
+            self.sent = client.recv(4096)  # the hello is not passed on
+
+
+def recorded_hello(ranks: Ranks) -> bytes:
+    recorder = Recorder(ranks.server.port)
+    address = [("127.0.0.1", recorder.port)]
+    with pytest.raises(OSError):
+        MonitorClient(address, ranks.server.token, ranks.places[0], print, ranks.places[1])
+    assert b"hello" in recorder.sent
+    return recorder.sent
+
+
+def test_attacks_before_the_ranks_are_complete(capsys):
+    """Each is closed, with a line of the log for each reason, and the ranks are served as ever."""
+    ranks = Ranks(3, 2)
+    recorded = recorded_hello(ranks)
+    capsys.readouterr()
+    for name, lines in _attacks(recorded).items():
+        with socket.create_connection(("127.0.0.1", ranks.server.port), 5) as stranger:
+            with contextlib.suppress(OSError):
+                for line in lines:
+                    stranger.sendall(line)
+            stranger.shutdown(socket.SHUT_WR) if name == "byte by byte" else None
+            assert_closed(stranger)
+        assert capsys.readouterr().out.count("closed a connection") <= 1, name
+        assert ranks.server._thread.is_alive(), name
+    # on one from another run, which knows neither token nor secret
+    with pytest.raises(OSError):
+        MonitorClient(
+            [("127.0.0.1", ranks.server.port)], "other", ranks.places[0], print, ranks.places[2]
+        )
+    ranks.lines.append(ranks.join(2))
+    assert len(ranks.lines[1].ask()) >= 2 and ranks.ended.empty()
+
+
+def test_half_open_connections_do_not_use_up_the_descriptors(monkeypatch, capsys):
+    """Only so many wait at a time, none for long, and a rank still gets in between."""
+    monkeypatch.setattr(rank_monitor, "HELLO_WITHIN", 0.5)
+    ranks = Ranks(2, 1)
+    silent = [socket.create_connection(("127.0.0.1", ranks.server.port), 5) for _ in range(120)]
+    time.sleep(0.1)
+    assert len(ranks.server._visitors) <= 2 + rank_monitor.STRANGERS
+    time.sleep(0.7)
+    assert not ranks.server._visitors
+    ranks.lines.append(ranks.join(1))
+    assert len(ranks.lines[1].ask()) >= 1 and ranks.ended.empty()
+    assert capsys.readouterr().out.count("closed a connection") <= 2
+    for connection in silent:
+        connection.close()
+
+
+def test_nobody_can_connect_once_all_ranks_have():
+    ranks = Ranks(2, 2)
+    patience = time.monotonic() + 5.0
+    while ranks.server._listening and time.monotonic() < patience:
+        time.sleep(0.01)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", ranks.server.port), 5)
+    assert len(ranks.lines[1].ask()) >= 1
+
+
+def test_a_secret_is_needed_where_one_is_given():
+    server = MonitorServer(2, host="127.0.0.1", secret="of this run")
+    assert server._server.getsockname()[0] == "127.0.0.1"
+    place = ProcessId(0, 100, "here", "0")
+    address = [("127.0.0.1", server.port)]
+    with pytest.raises(OSError):
+        MonitorClient(address, server.token, place, print, place)
+    assert MonitorClient(address, server.token + "of this run", place, print, place)
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_believed():
+    """Whoever takes the port of rank 0 cannot end the ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def impostor() -> None:
+            connection, _ = listening.accept()
+            connection.sendall(b'{"kind": "challenge", "challenge": "00"}\n')
+            connection.recv(4096)
+            connection.sendall(b'{"kind": "welcome", "proof": "00"}\n')
+
+        in_thread(impostor)
+        place = ProcessId(1, 100, "here", "0")
+        with pytest.raises(OSError, match="not the rank monitor"):
+            MonitorClient([listening.getsockname()], "secret", place, print, place)
+
+
+def test_a_failure_of_the_monitor_itself_is_reported(monkeypatch, capsys):
+    ranks = Ranks(2, 2)
+    monkeypatch.setattr(ranks.server, "_take", lambda rank, message: 1 // 0)
+    ranks.lines[1].ask()
+    ranks.server._thread.join(5.0)
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == 1 and "ZeroDivisionError" in said
+    time.sleep(rank_monitor.DEATH_COUNTS_AFTER + 0.3)
+    assert ranks.ended.empty()  # the run continues
+
+
+def test_the_secret_of_the_run(tmp_path):
+    assert network.run_secret({}) == ""
+    assert network.run_secret({"MEGATRON_RUN_SECRET": "a"}) == "a"
+    (tmp_path / "secret").write_text("b\n")
+    assert network.run_secret({"MEGATRON_RUN_SECRET_FILE": str(tmp_path / "secret")}) == "b"
+    (tmp_path / "empty").write_text("\n")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "empty", "/dev/zero"):
+        with pytest.raises(ValueError, match="MEGATRON_RUN_SECRET_FILE="):
+            network.run_secret({"MEGATRON_RUN_SECRET_FILE": str(path)})
 
 
 def test_rank_0_without_file_descriptors_waits_for_one(monkeypatch, capsys):

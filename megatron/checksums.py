@@ -1,4 +1,4 @@
-"""Checksums of tensor data and of small files.
+"""Checksums of tensor data, of data files and of small files.
 
 Data is summed by blocks, so that several threads share a tensor and a reader of a part checks no
 more than it reads. A block's sum (ALGORITHM) is the CRC-32 of: its whole rows of 521 little-endian
@@ -11,8 +11,13 @@ under two rows have their plain CRC-32.
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
 import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -69,3 +74,49 @@ def block_sums(data: bytes | memoryview, block_bytes: int = BLOCK_BYTES) -> tupl
     """The sum of each block of `data`, the last one shorter; none for no data."""
     view = memoryview(data)
     return tuple(block_sum(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
+
+
+def file_sum(sums: Iterable[str]) -> str:
+    """One checksum of a whole file out of the sums of its blocks, as 32 lower-case hex digits."""
+    return hashlib.blake2b("".join(sums).encode(), digest_size=16).hexdigest()
+
+
+def sum_of_file(path: str, chunk_bytes: int = 16 * BLOCK_BYTES) -> str:
+    """`file_sum` of a file, read once. Raises OSError."""
+    sums: list[str] = []
+    with open(path, "rb", buffering=0) as opened:
+        file = opened.fileno()
+        size = os.fstat(file).st_size
+        buffer = memoryview(bytearray(min(chunk_bytes, max(1, size))))
+        at = 0
+        while at < size:
+            hole = min(_data_after(file, at, size), size) - at
+            if hole >= BLOCK_BYTES:  # zeros that the disk does not hold need not be read
+                sums += [_ZERO_SUM] * (hole // BLOCK_BYTES)
+                at += hole // BLOCK_BYTES * BLOCK_BYTES
+                continue
+            got = _fill(file, buffer, at)
+            if not got:
+                break
+            sums += block_sums(buffer[:got])
+            at += got
+    return file_sum(sums)
+
+
+_ZERO_SUM = block_sum(bytes(BLOCK_BYTES))
+
+
+def _data_after(file: int, at: int, size: int) -> int:
+    """Where data begin at or after byte `at`: `size` if only a hole is left; `at` where holes are
+    not known."""
+    try:
+        return os.lseek(file, at, os.SEEK_DATA)
+    except AttributeError:
+        return at
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else at
+
+
+def table_sum(table: Mapping[str, Any]) -> str:
+    """Checksum of a table of JSON values, whatever the order and the white space of its text."""
+    return crc32(json.dumps(table, sort_keys=True).encode())

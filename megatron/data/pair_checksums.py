@@ -1,0 +1,117 @@
+"""Checksums of a .bin/.idx pair, stored in its PREFIX.json: written when the pair is made, compared
+when its index is read for training, and of both files by `inspect_data.py check`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checksums import ALGORITHM, block_sums, file_sum, sum_of_file
+from megatron.data.tokenizers import metadata
+
+FILES = metadata.FILES
+HEADER_BYTES = 34
+ORDER = "idx_sha256"  # sha256 of the header and lengths of the .idx: `IndexedDataset.identity`
+REMEDY = (
+    "copy both files again, or make the pair again with tools/preprocess_data.py (if another "
+    "program wrote the pair and it is right: inspect_data.py check --write-checksums PREFIX)"
+)
+
+
+def order_sha256(index: bytes | memoryview) -> str:
+    """The sha256 of the header and the lengths of an .idx."""
+    sequences = int.from_bytes(index[18:26], "little")
+    return hashlib.sha256(index[: HEADER_BYTES + 4 * sequences]).hexdigest()
+
+
+def _order_of(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        header = file.read(HEADER_BYTES)
+        left = 4 * int.from_bytes(header[18:26], "little")
+        digest.update(header)
+        while left and (block := file.read(min(left, 1 << 24))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def sums_of(bin_file: str, idx_file: str) -> dict[str, Any]:
+    """The sizes and checksums of the two files, read once each. Raises OSError."""
+    return {
+        "algorithm": ALGORITHM,
+        "bin": {"bytes": os.path.getsize(bin_file), "sum": sum_of_file(bin_file)},
+        "idx": {
+            "bytes": os.path.getsize(idx_file),
+            "sum": sum_of_file(idx_file),
+            ORDER: _order_of(idx_file),
+        },
+    }
+
+
+def describe_with_sums(note: Mapping[str, Any], bin_file: str, idx_file: str) -> str:
+    """The text of a PREFIX.json: `note`, the checksums of the pair, and one of the text itself."""
+    return metadata.sealed({**note, FILES: sums_of(bin_file, idx_file)})
+
+
+def write_sums(prefix: str) -> None:
+    """Add the checksums of a pair as it is now to its PREFIX.json. Raises OSError, and ValueError
+    for a PREFIX.json that cannot be parsed."""
+    text = describe_with_sums(
+        metadata.note(prefix, verify=False) or {}, f"{prefix}.bin", f"{prefix}.idx"
+    )
+    path = metadata.json_path(prefix)
+    partial = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(partial, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
+
+
+def recorded(prefix: str) -> dict[str, Any] | None:
+    """What PREFIX.json records of the two files; None if it records nothing. Raises ValueError for
+    a file that cannot be parsed or whose own checksum differs."""
+    files = (metadata.note(prefix) or {}).get(FILES)
+    if files is not None and files.get("algorithm") != ALGORITHM:
+        raise ValueError(
+            f"{metadata.json_path(prefix)}: its checksums are of the unknown kind "
+            f"{json.dumps(files.get('algorithm'))}; {REMEDY} [data-file-damaged]"
+        )
+    return files
+
+
+def verify_index(prefix: str, index: bytes | memoryview) -> str | None:
+    """Compare the bytes of an .idx with its checksum: the recorded sha256 of its header and
+    lengths, None if nothing is recorded. Raises ValueError if they differ."""
+    files = recorded(prefix)
+    if files is None:
+        return None
+    if files["idx"]["sum"] != file_sum(block_sums(index)):
+        raise _differs(f"{prefix}.idx", prefix)
+    return files["idx"][ORDER]
+
+
+def verify_tokens(prefix: str) -> bool:
+    """Compare a .bin with its checksum, reading all of it; False if none is recorded. Raises
+    ValueError if they differ, and OSError."""
+    files = recorded(prefix)
+    if files is not None and files["bin"]["sum"] != sum_of_file(f"{prefix}.bin"):
+        raise _differs(f"{prefix}.bin", prefix)
+    return files is not None
+
+
+def _differs(path: str, prefix: str) -> ValueError:
+    return ValueError(
+        f"{path}: differs from its checksum in {metadata.json_path(prefix)}: it was damaged or "
+        f"replaced; {REMEDY} [data-file-damaged]"
+    )

@@ -1,0 +1,66 @@
+"""Text and JSON files that are read whole: no device or pipe is waited for, no file above a limit
+is read, and JSON cannot end the process by its depth or the size of its numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from typing import Any
+
+LIMIT = 1 << 30  # bytes
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
+    """All bytes of a regular file. Raises OSError, also for a pipe, a device and a file of more
+    than `limit` bytes."""
+    name = os.fspath(path)
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file but a pipe, socket or device", name)
+        if os.fstat(descriptor).st_size > limit:
+            raise OSError(errno.EFBIG, f"has more than {limit} bytes", name)
+        data = file.read(limit + 1)
+    if len(data) > limit:  # /proc files have a size of 0, others may grow
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", name)
+    return data
+
+
+def read_text(
+    path: str | os.PathLike[str],
+    encoding: str = "utf-8",
+    errors: str = "strict",
+    limit: int = LIMIT,
+) -> str:
+    """The text of a file, line ends as `\\n`. Raises OSError as `read_bytes` does, and
+    UnicodeDecodeError."""
+    text = read_bytes(path, limit).decode(encoding, errors)
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError (UnicodeDecodeError, json.JSONDecodeError), also
+    for brackets nested too deeply and for numbers that a float cannot hold."""
+    try:
+        return json.loads(text, parse_float=_finite)
+    except RecursionError:
+        raise json.JSONDecodeError("brackets nested too deeply", "", 0) from None
+
+
+def read_json(path: str | os.PathLike[str], encoding: str = "utf-8") -> Any:
+    """The value in a JSON file. Raises OSError and ValueError as `read_text` and `parse_json`."""
+    return parse_json(read_text(path, encoding))
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise json.JSONDecodeError(f"the number {text[:40]} is too large", text, 0)
+    return number
