@@ -28,7 +28,6 @@ from megatron.arguments import arg
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path
 from megatron.data.packed.documents import Documents
 from megatron.data.packed.internlm_files import JsonlTokens, JsonlWriter, meta_path, token_files
-from megatron.data.pair_checksums import write_sums
 from tools.shared.program import Command, run_command
 from tools.shared.progress import Progress
 
@@ -67,7 +66,6 @@ def to_megatron(
             except ValueError as error:
                 raise ValueError(f"{path}: sample {number}: {error}") from None
             progress(number + 1, len(samples.lengths))
-    write_sums(out)
     return len(samples.lengths), int(samples.lengths.sum())
 
 
