@@ -24,6 +24,7 @@ FREE = {
     "apply_query_key_layer_scaling",
     "make_vocab_size_divisible_by",
     "moe_aux_loss_coeff",
+    "moe_router_bias_update_rate",
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_token_dispatcher_type",

@@ -229,6 +229,17 @@ class ModelConfig(MoEConfig, TransformerConfig):
     """The architecture."""
 
     @property
+    def moe_layers(self) -> list[int]:
+        """The layers with experts."""
+        return [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
+
+    @property
+    def router_numbers(self) -> int:
+        """What is summed over all ranks in a step: two losses, and the tokens of each expert of
+        each layer."""
+        return 2 + len(self.moe_layers) * self.num_experts if self.num_experts else 0
+
+    @property
     def expert_ffn(self) -> int:
         """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn
@@ -247,7 +258,7 @@ class ModelConfig(MoEConfig, TransformerConfig):
         """The MLPs in words."""
         if self.num_experts is None:
             return f"FFN {self.ffn}"
-        moe = sum(map(self.is_moe_layer, range(self.num_layers)))
+        moe = len(self.moe_layers)
         shared = self.moe_shared_expert_intermediate_size
         return (
             f"{self.num_experts} experts of FFN {self.expert_ffn} in {moe} layers, top "

@@ -52,11 +52,29 @@ class MoEConfig:
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
         None, dump=False, help="dtype of the router's GEMM and of its logits (default: the model's)"
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "none"] = arg(
+    moe_router_num_groups: int | None = arg(
+        None,
+        dump=False,
+        help="group-limited routing: divide the experts into this many groups, of which a token "
+        "uses --moe-router-group-topk",
+    )
+    moe_router_group_topk: int | None = arg(
+        None, dump=False, help="group-limited routing: number of groups of experts per token"
+    )
+    moe_router_enable_expert_bias: bool = arg(
+        False,
+        dump=False,
+        help="load balancing without a loss: a bias per expert, added to sigmoid scores when "
+        "experts are selected, follows the number of tokens",
+    )
+    moe_router_bias_update_rate: float = arg(
+        1e-3, dump=False, help="change of the expert bias per iteration"
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
         "aux_loss",
         dump=False,
-        help="load balancing of MoE layers: aux_loss (Switch Transformer's loss over a "
-        "micro-batch, with --moe-aux-loss-coeff) or none",
+        help="load balancing of MoE layers, with --moe-aux-loss-coeff: aux_loss (Switch "
+        "Transformer's loss over a micro-batch), seq_aux_loss (over each sequence) or none",
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = arg(
         "allgather",
@@ -82,8 +100,7 @@ class MoEConfig:
     @property
     def aux_loss_coeff(self) -> float:
         """Coefficient of the load-balancing loss that is trained on."""
-        balanced = self.moe_router_load_balancing_type == "aux_loss"
-        return self.moe_aux_loss_coeff if balanced else 0.0
+        return 0.0 if self.moe_router_load_balancing_type == "none" else self.moe_aux_loss_coeff
 
 
 def parse_layer_pattern(text: str) -> list[bool]:

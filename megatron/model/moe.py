@@ -25,8 +25,6 @@ from megatron.parallel.collectives import (
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import ParameterFactory
 
-AUX_LOSS, Z_LOSS = ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
-
 
 @dataclass(frozen=True)
 class RouterStep:
@@ -34,13 +32,14 @@ class RouterStep:
 
     loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
     step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
-    same factor. losses: by layer, this rank's part of the sums of `ROUTER_LOSSES` [2], without
-    coefficients. A recomputed layer writes the same values once more.
+    same factor. sums: by layer, of this rank's tokens the load-balancing loss and the z-loss,
+    without coefficients, and the number of tokens that selected each expert [2 + experts]. A
+    recomputed layer writes the same values once more.
     """
 
     loss_mask: torch.Tensor | None
     loss_scale: float
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -57,19 +56,38 @@ class _AddLoss(torch.autograd.Function):
         return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=grad.device), None
 
 
-def select_experts(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts."""
+def top_experts(scores: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Numbers [n, topk] of the experts with the largest scores [n, experts]; with groups only of
+    those whose best experts together have the largest (DeepSeek-V2 and V3)."""
     k = model.moe_router_topk
+    if model.moe_router_num_groups:
+        groups = scores.unflatten(1, (model.moe_router_num_groups, -1))
+        best = groups.topk(k // model.moe_router_group_topk).values.sum(-1)
+        chosen = best.topk(model.moe_router_group_topk).indices
+        others = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+        scores = groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
+    return scores.topk(k).indices
+
+
+def select_experts(
+    logits: torch.Tensor, model: ModelConfig, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts.
+    `bias` [experts] is added to sigmoid scores for the selection alone."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     if model.moe_router_score_function == "sigmoid":
-        probs, experts = logits.to(wide).sigmoid().topk(k)
-        if k > 1:
+        scores = logits.to(wide).sigmoid()
+        experts = top_experts(scores if bias is None else scores + bias, model)
+        probs = scores.gather(1, experts)
+        if model.moe_router_topk > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
     elif model.moe_router_pre_softmax:
-        probs, experts = logits.softmax(-1, dtype=wide).topk(k)
+        scores = logits.softmax(-1, dtype=wide)
+        experts = top_experts(scores, model)
+        probs = scores.gather(1, experts)
     else:
-        selected, experts = logits.topk(k)
-        probs = selected.softmax(-1, dtype=wide)
+        experts = top_experts(logits, model)
+        probs = logits.gather(1, experts).softmax(-1, dtype=wide)
     return probs * (model.moe_router_topk_scaling_factor or 1.0), experts
 
 
@@ -97,6 +115,7 @@ class Router(nn.Module):
         self.model = model
         self.number = n
         self.weight = params("weight")
+        self.expert_bias = params("expert_bias")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: self.weight.dtype}[
             model.moe_router_dtype
         ]
@@ -110,43 +129,63 @@ class Router(nn.Module):
         """x [s, b, h] -> (probabilities, numbers) [s b, topk] of the experts of each token."""
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
-        probs, experts = select_experts(logits, self.model)
+        probs, experts = select_experts(logits, self.model, self.expert_bias)
         if step is not None:
-            probs = self.add_losses(probs, logits, step)
+            probs = self.add_losses(probs, logits, experts, step, x.shape[1])
         return probs, experts
 
     def add_losses(
-        self, probs: torch.Tensor, logits: torch.Tensor, step: RouterStep
+        self,
+        probs: torch.Tensor,
+        logits: torch.Tensor,
+        experts: torch.Tensor,
+        step: RouterStep,
+        sequences: int,
     ) -> torch.Tensor:
         """`probs`, with the router's losses in their graph."""
         mask = None if step.loss_mask is None else self.mask(step.loss_mask)
-        losses = [logits.new_zeros(()), logits.new_zeros(())]
-        coefficients = (self.model.aux_loss_coeff, self.model.moe_z_loss_coeff or 0.0)
-        functions = (self.balancing_loss, z_loss)
-        for i, (function, coefficient) in enumerate(zip(functions, coefficients, strict=True)):
-            if coefficient:
-                losses[i] = function(logits, mask)
-                probs = _AddLoss.apply(probs, losses[i], coefficient * step.loss_scale)
-        step.losses[self.number] = torch.stack([loss.detach().double() for loss in losses])
+        balance = z = logits.new_zeros(())
+        m = self.model
+        if m.aux_loss_coeff:
+            groups = sequences if m.moe_router_load_balancing_type == "seq_aux_loss" else 1
+            balance = self.balancing_loss(logits, mask, groups)
+            probs = _AddLoss.apply(probs, balance, m.aux_loss_coeff * step.loss_scale)
+        if m.moe_z_loss_coeff:
+            z = z_loss(logits, mask)
+            probs = _AddLoss.apply(probs, z, m.moe_z_loss_coeff * step.loss_scale)
+        losses = torch.stack([balance.detach().double(), z.detach().double()])
+        step.sums[self.number] = torch.cat((losses, count(experts, m.num_experts, mask)))
         return probs
 
-    def balancing_loss(self, logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def balancing_loss(
+        self, logits: torch.Tensor, mask: torch.Tensor | None, groups: int = 1
+    ) -> torch.Tensor:
         """Number of experts x (share of the selections that each expert has) . (sum of its scores
-        over tokens): Megatron's loss times the number of tokens."""
+        over tokens): Megatron's loss times the number of tokens. Tokens [s b] are in `groups`
+        groups, token i in group i modulo groups, each with shares of its own."""
         scores, selected = balancing_scores(logits, self.model)
-        ones = scores.new_ones(selected.shape)
+        experts = scores.shape[1]
         if mask is not None:
             scores = scores * mask.unsqueeze(-1)
-            ones = ones * mask.unsqueeze(-1)
-        counts = scores.new_zeros(scores.shape[1]).index_add_(0, selected.flatten(), ones.flatten())
+        group = torch.arange(len(scores), device=scores.device).unsqueeze(1) % groups
+        counts = count(selected + experts * group, groups * experts, mask).to(scores.dtype)
         for axis in self.axes:
             all_reduce_(counts, axis)
-        return scores.shape[1] * (counts / counts.sum().clamp(min=1) * scores.sum(0)).sum()
+        share = counts * groups / counts.sum().clamp(min=1)
+        return experts * (share * scores.view(-1, groups * experts).sum(0)).sum()
 
     def mask(self, loss_mask: torch.Tensor) -> torch.Tensor:
         """Which of this rank's tokens train, [s b]."""
         mask = loss_mask.t()
         return (mask if self.split is None else my_slice(mask, self.split)).flatten()
+
+
+def count(experts: torch.Tensor, size: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """How often each number below `size` is in experts [n, topk], of rows that `mask` [n] has."""
+    ones = torch.ones(experts.shape, dtype=torch.float64, device=experts.device)
+    if mask is not None:
+        ones = ones * mask.unsqueeze(-1)
+    return ones.new_zeros(size).index_add_(0, experts.flatten(), ones.flatten())
 
 
 def z_loss(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -98,7 +98,8 @@ def parameter(
         real_rows=spec.real_rows,
     )
     shape = [stop - start for start, stop in local_box(sharding, ctx)]
-    built = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+    dtype = dtype if spec.trained else torch.promote_types(dtype, torch.float32)
+    built = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), spec.trained)
     built.sharding = sharding
     return built
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from megatron.model.gpt import GPTModel
-from megatron.model.moe import ROUTER_LOSSES, RouterStep
+from megatron.model.moe import RouterStep
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
+from megatron.training import routers
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.logging.subset_metrics import SubsetMetrics
@@ -79,7 +80,7 @@ def train_step(
         run.runtime.device,
         run.recorder is not None,
         run.rows.size if run.rows else 0,
-        len(ROUTER_LOSSES) if run.config.model.num_experts else 0,
+        run.config.model.router_numbers,
     )
 
     def dropout_seeds(micro_batch: int) -> DropoutSeeds:
@@ -113,6 +114,8 @@ def train_step(
     _check_loss(run, iteration, loss, local_loss)
     result = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
     _check_norm(run, iteration, result)
+    if result.ok and run.config.model.moe_router_enable_expert_bias:
+        routers.update_bias(run, totals)
     return StepOutcome(
         loss,
         _why_skipped(run, result),
@@ -122,7 +125,7 @@ def train_step(
         totals.requests,
         run.rows.named(totals.subsets) if run.rows else None,
         fwd_bwd_seconds,
-        {**totals.metrics, **_router_losses(run, totals)},
+        {**totals.metrics, **routers.metrics(run, totals)},
     )
 
 
@@ -252,7 +255,7 @@ def _forwards(
                 batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
             )
         if batch.router_step is not None:
-            _add_router_losses(sums, batch.router_step, run.model[chunk].decoder.moe_layers)
+            routers.add(run, sums, batch.router_step, run.model[chunk].decoder.moe_layers)
         if not run.pipeline.is_last(chunk):
             return output
         loss, tokens, *rest = output
@@ -265,34 +268,6 @@ def _forwards(
         return loss
 
     return forward
-
-
-def _add_router_losses(sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
-    """Add the router losses of the MoE layers that have just computed a micro-batch."""
-    for layer in layers:
-        if layer not in step.losses:
-            raise ValueError(
-                "this model has experts: forward_step must pass router_step=batch.router_step to "
-                "it [router-step-missing]"
-            )
-        sums.router_losses += step.losses.pop(layer)
-
-
-def _router_losses(run: Run, totals: Totals) -> dict[str, float]:
-    """The router losses that are trained on, without their coefficients: means over tokens and MoE
-    layers."""
-    m = run.config.model
-    if m.num_experts is None:
-        return {}
-    coefficients = (m.aux_loss_coeff, m.moe_z_loss_coeff)
-    layers = sum(map(m.is_moe_layer, range(m.num_layers)))
-    return {
-        name: loss / (layers * max(1.0, totals.tokens))
-        for name, loss, coefficient in zip(
-            ROUTER_LOSSES, totals.router_losses, coefficients, strict=True
-        )
-        if coefficient
-    }
 
 
 def _sum_over_ranks(run: Run, sums: StepSums) -> None:

@@ -22,7 +22,7 @@ class Totals(NamedTuple):
     requests: Requests
     data_hash: tuple[float, ...]
     subsets: list[float]
-    router_losses: list[float]
+    routers: list[float]
     metrics: dict[str, float | None]
 
 
@@ -31,10 +31,9 @@ class StepSums:
 
     Each name is a view [n] of `values`: `loss` and `tokens` [1], `requests` one per field of
     `Requests`, `data_hash` the low and the high 32 bits of the hash of --data-ledger (without
-    `data_hash` [0]), `subsets` the counts of `SubsetMetrics` [`subsets`],
-    `router_losses` those of `model.moe.ROUTER_LOSSES` [`router_losses`]. The metrics of
-    `forward_step`, whose names the first micro-batch shows, follow once `reserve_metrics` has made
-    room for them.
+    `data_hash` [0]), `subsets` the counts of `SubsetMetrics` [`subsets`], `routers` the sums of
+    `model.moe.RouterStep` [`routers`]. The metrics of `forward_step`, whose names the first
+    micro-batch shows, follow once `reserve_metrics` has made room for them.
     """
 
     def __init__(
@@ -42,9 +41,9 @@ class StepSums:
         device: torch.device,
         data_hash: bool = False,
         subsets: int = 0,
-        router_losses: int = 0,
+        routers: int = 0,
     ) -> None:
-        self._sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets, router_losses]
+        self._sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets, routers]
         self._metrics: dict[str, torch.Tensor] = {}  # (sum, count) [2] each
         self._names: Sequence[str] = ()
         self.values = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
@@ -53,7 +52,7 @@ class StepSums:
     def _name_views(self) -> None:
         views = self.values.split([*self._sizes, *(2 for _ in self._names)])
         self.loss, self.tokens, self.requests, self.data_hash, self.subsets = views[:5]
-        self.router_losses, *metrics = views[5:]
+        self.routers, *metrics = views[5:]
         self._metrics = dict(zip(self._names, metrics, strict=True))
 
     @property
@@ -85,14 +84,14 @@ class StepSums:
         """Forget loss, tokens and metrics: another rank has the same; so it has losses of routers,
         unless they see other tokens."""
         if of_routers:
-            self.router_losses.zero_()
+            self.routers.zero_()
         for slots in (self.loss, self.tokens, *self._metrics.values()):
             slots.zero_()
 
     def totals(self) -> Totals:
         """All sums by name. It waits for the device, once."""
         values = iter(self.values.tolist())
-        loss, tokens, requests, data_hash, subsets, router_losses = (
+        loss, tokens, requests, data_hash, subsets, routers = (
             [next(values) for _ in range(size)] for size in self._sizes
         )
         return Totals(
@@ -101,7 +100,7 @@ class StepSums:
             Requests(*map(int, requests)),
             tuple(data_hash),
             subsets,
-            router_losses,
+            routers,
             {
                 name: total / count if count else None
                 for name, total, count in zip(self._names, values, values, strict=True)

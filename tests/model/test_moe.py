@@ -84,7 +84,7 @@ def test_only_tokens_that_train_count_in_the_losses_of_routers():
         step = RouterStep(mask, 1.0)
         probs, _ = router(x + noise * torch.randn_like(x) * (1 - mask.t().unsqueeze(-1)), step)
         (probs * 0).sum().backward()
-        found.append((step.losses[0], router.weight.grad))
+        found.append((step.sums[0], router.weight.grad))
     torch.testing.assert_close(found[0], found[1])
     assert found[0][0].min() > 0 and found[0][1].abs().max() > 0
 
@@ -95,11 +95,11 @@ def test_recomputation_repeats_the_losses_of_routers(again):
     ids, labels = tokens()
     step = RouterStep(None, 1.0)
     loss = model(ids, labels=labels, router_step=step).sum()
-    first = dict(step.losses)
+    first = dict(step.sums)
     loss.backward()
     assert sorted(first) == [0, 1, 2]
     for layer in first:
-        assert torch.equal(first[layer], step.losses[layer])
+        assert torch.equal(first[layer], step.sums[layer])
 
 
 def test_losses_of_routers_have_the_factor_of_the_loss():

@@ -70,7 +70,18 @@ SIGMOID_MOE = (
     "--moe-router-topk-scaling-factor",
     "2",
 )
-EP_MOE = tuple(with_flags(SIGMOID_MOE, "--num-experts", "8", "--moe-router-topk", "3"))
+EP_MOE = (
+    *with_flags(SIGMOID_MOE, "--num-experts", "8", "--moe-router-topk", "4"),
+    "--moe-router-enable-expert-bias",
+    "--moe-router-bias-update-rate",
+    "0.01",
+    "--moe-router-num-groups",
+    "4",
+    "--moe-router-group-topk",
+    "2",
+    "--moe-router-load-balancing-type",
+    "seq_aux_loss",
+)
 DEEP = ("--num-layers", "4")
 DEEPER = ("--num-layers", "8")
 ODD = ("--num-layers", "7")

@@ -65,6 +65,13 @@ tests/parity/layouts.py).
 # relative, of loss and gradient norm
 TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}
 
+ROUTER_METRICS = {
+    "load_balancing_loss",
+    "seq_load_balancing_loss",
+    "z_loss",
+    "max_expert_load",
+}
+
 Reference = Callable[[Case], Finished]
 Table = dict[str, tuple[float, float]]
 
@@ -149,8 +156,8 @@ def check(
         f"{norms:.1e}"
     )
     limit, norm_limit = TOLERANCE[case.precision]
-    assert ("--num-experts" in case.model) == ("load_balancing_loss" in one.rows[0])
-    for name in {"load_balancing_loss", "z_loss"} & one.rows[0].keys():
+    assert ("--num-experts" in case.model) == (len(ROUTER_METRICS & one.rows[0].keys()) == 3)
+    for name in ROUTER_METRICS & one.rows[0].keys():
         assert largest_difference(run, one, name) <= limit, name
     assert losses <= limit and norms <= norm_limit
     assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"

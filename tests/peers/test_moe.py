@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.model.moe import RouterStep
+from megatron.training import routers
 from tests.model.tiny import tiny_config, tiny_model, tokens
 from tests.peers.huggingface import llama_state
 
@@ -38,6 +41,15 @@ ROUTERS = {
     "sigmoid": dict(moe_router_score_function="sigmoid"),
     "sigmoid, scaled": dict(
         moe_router_score_function="sigmoid", moe_router_topk=3, moe_router_topk_scaling_factor=2.5
+    ),
+    "softmax, groups": dict(
+        moe_router_pre_softmax=True, moe_router_num_groups=3, moe_router_group_topk=2
+    ),
+    "sigmoid, groups, bias": dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_num_groups=3,
+        moe_router_group_topk=1,
     ),
 }
 
@@ -72,6 +84,9 @@ def test_a_router_and_its_losses_equal_those_of_megatron_core(flags, masked):
         use_pre_softmax=flags.get("moe_router_pre_softmax", False),
         scaling_factor=flags.get("moe_router_topk_scaling_factor"),
         score_function=score,
+        num_groups=flags.get("moe_router_num_groups"),
+        group_topk=flags.get("moe_router_group_topk"),
+        expert_bias=router.expert_bias,
     )
     torch.testing.assert_close(dense, expected, rtol=1e-6, atol=1e-6)
     chosen, scores = theirs.compute_routing_scores_for_aux_loss(
@@ -82,12 +97,53 @@ def test_a_router_and_its_losses_equal_those_of_megatron_core(flags, masked):
         scores, chosen.sum(0), tokens_that_train, topk, EXPERTS, 1.0
     )
     z = theirs.z_loss_func(logits, 1.0, padding_mask=padding)
-    found = step.losses[1] / tokens_that_train
+    found = step.sums[1][:2] / tokens_that_train
     torch.testing.assert_close(found.float(), torch.stack((aux, z)), rtol=1e-6, atol=1e-6)
     # what Megatron multiplies the losses by where gradients are divided by the number of tokens
     loss = (expected * out_grad).sum() + 0.5 * tokens_that_train * (0.03 * aux + 0.02 * z)
     for mine, other in zip(ours, torch.autograd.grad(loss, (x, weight)), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_of_sequences_equals_that_of_megatron_core():
+    """Of which Megatron makes the experts of each sequence experts of one batch."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    flags = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.03)
+    router = tiny_model(**SIZE | flags, scramble=True).decoder.layers["1"].mlp.router
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
+    step = RouterStep(None, 1.0)
+    probs, _ = router(x, step)
+    found = torch.autograd.grad((probs * 0).sum(), router.weight)[0]
+    logits = x.flatten(0, 1) @ router.weight.t()
+    chosen, scores = theirs.compute_routing_scores_for_aux_loss(logits, TOPK, "softmax")
+    aux = theirs.switch_load_balancing_loss_func(
+        scores.reshape(16, -1), chosen.reshape(16, -1).sum(0), 16, TOPK, EXPERTS, 1.0
+    )
+    torch.testing.assert_close(step.sums[1][0].float() / 32, aux / 2, rtol=1e-6, atol=1e-6)
+    expected = torch.autograd.grad(0.03 * 32 * aux / 2, router.weight)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [1e-3, 0.5])
+def test_the_update_of_the_expert_bias_equals_that_of_megatron_core(rate):
+    """After one step of a run, from the tokens that were counted in it."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    counts = torch.tensor([5.0, 0.0, 9.0, 5.0, 6.0, 5.0])
+    model = tiny_model(
+        **SIZE, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True
+    )
+    bias = model.decoder.layers["1"].mlp.router.expert_bias
+    config = tiny_config(
+        **SIZE, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=rate
+    )
+    run = SimpleNamespace(config=SimpleNamespace(model=config), model=[model])
+    before = bias.detach().clone()
+    routers.update_bias(run, SimpleNamespace(routers=[0.0, 0.0, *counts.tolist() * 3]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+        patch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)
+        expected = theirs.get_updated_expert_bias(counts.clone(), before, rate)
+    torch.testing.assert_close(bias.data, expected)
 
 
 # by transformers' name (flags of ours, keys of theirs); OLMoE's query and key norms are over all

@@ -148,8 +148,8 @@ BUGS = {
     ),
     "router losses without the factor of the loss": Bug(
         "megatron.model.moe.Router.add_losses",
-        "coefficient * step.loss_scale",
-        "coefficient",
+        "m.aux_loss_coeff * step.loss_scale",
+        "m.aux_loss_coeff",
         "tests/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
         "",
     ),
@@ -201,9 +201,8 @@ BUGS = {
     ),
     "router losses of recomputed layers added once more": Bug(
         "megatron.model.moe.Router.add_losses",
-        "step.losses[self.number] = torch.stack([loss.detach().double() for loss in losses])",
-        "step.losses[self.number] = step.losses.get(self.number, 0) + torch.stack("
-        "[loss.detach().double() for loss in losses])",
+        "torch.cat((losses, count(experts, m.num_experts, mask)))",
+        "torch.cat((losses, count(experts, m.num_experts, mask))) + step.sums.get(self.number, 0)",
         "tests/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
         "",
     ),

@@ -20,6 +20,7 @@ def rule(f: Facts) -> Iterator[str]:
         return
     yield from _expert_parallel(f)
     yield from _router(f)
+    yield from _groups(f)
     yield from _layers(f)
     yield from _widths(f)
     if f.config.model.mlp_bias:
@@ -79,10 +80,35 @@ def _router(f: Facts) -> Iterator[str]:
                 "--moe-router-topk 1: the softmax over one selected expert is always 1, and the "
                 "router would not learn; add --moe-router-pre-softmax [router-does-not-learn]"
             )
+        if f["moe_router_enable_expert_bias"]:
+            yield (
+                "--moe-router-enable-expert-bias: is added to sigmoid scores; add "
+                "--moe-router-score-function sigmoid [flag-needs-other-flag]"
+            )
     elif f["moe_router_pre_softmax"]:
         yield (
             f"--moe-router-pre-softmax: {f.say('moe_router_score_function')} has no softmax; omit "
             "it [flags-exclude-each-other]"
+        )
+
+
+def _groups(f: Facts) -> Iterator[str]:
+    groups = f["moe_router_num_groups"]
+    chosen = f["moe_router_group_topk"]
+    if (groups is None) != (chosen is None):
+        name = "moe_router_group_topk" if groups is None else "moe_router_num_groups"
+        other = "--moe-router-num-groups" if groups is None else "--moe-router-group-topk"
+        yield f"{f.say(name)}: needs {other}; give both or none [flag-needs-other-flag]"
+    names = ("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
+    if not f.ok(*names):
+        return
+    experts, topk = f["num_experts"], f["moe_router_topk"]
+    if experts % groups or topk % chosen or chosen > groups or topk // chosen > experts // groups:
+        yield (
+            f"{f.say('moe_router_num_groups')} and {f.say('moe_router_group_topk')}: "
+            f"{f.say('num_experts')} must be a multiple of the groups, {f.say('moe_router_topk')} "
+            "one of the groups of a token, and a group must have enough experts; change one of "
+            "them [router-groups-do-not-fit]"
         )
 
 

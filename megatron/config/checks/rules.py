@@ -38,14 +38,16 @@ _AT_LEAST_ONE = (
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size fp8_amax_history_len profile_step_end "
     "check_weight_hash_across_dp_replicas_interval num_experts moe_router_topk "
-    "moe_ffn_hidden_size moe_shared_expert_intermediate_size"
+    "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_num_groups "
+    "moe_router_group_topk"
 ).split()
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples "
     "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad eval_iters "
     "num_workers manual_gc_interval ckpt_step decoupled_lr decoupled_min_lr vocab_extra_ids "
     "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
-    "profile_step_start start_eval_at_iter moe_aux_loss_coeff moe_z_loss_coeff"
+    "profile_step_start start_eval_at_iter moe_aux_loss_coeff "
+    "moe_z_loss_coeff moe_router_bias_update_rate"
 ).split()
 _POSITIVE = (
     "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
@@ -153,7 +155,8 @@ _NEEDED = (
         "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
         "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
-        "moe_aux_loss_coeff moe_z_loss_coeff",
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
+        "moe_router_enable_expert_bias",
         "--num-experts",
         lambda v: v["num_experts"],
     ),
@@ -164,8 +167,13 @@ _NEEDED = (
     ),
     (
         "moe_aux_loss_coeff",
-        "--moe-router-load-balancing-type aux_loss",
-        lambda v: v["moe_router_load_balancing_type"] == "aux_loss",
+        "--moe-router-load-balancing-type aux_loss or seq_aux_loss",
+        lambda v: v["moe_router_load_balancing_type"] != "none",
+    ),
+    (
+        "moe_router_bias_update_rate",
+        "--moe-router-enable-expert-bias",
+        lambda v: v["moe_router_enable_expert_bias"],
     ),
     (
         "recompute_method recompute_num_layers",

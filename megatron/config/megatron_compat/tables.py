@@ -351,8 +351,7 @@ embed_layernorm=False post_self_attn_layernorm=False post_mlp_layernorm=False
   attention_output_gate=False use_gated_attention=False
   | layers have one norm before attention and one before the MLP, without gates; omit the flag
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
-moe_router_enable_expert_bias=False moe_router_bias_update_rate=0.001
-  moe_router_num_groups= moe_router_group_topk= moe_expert_capacity_factor= | &moe
+moe_expert_capacity_factor= | &moe
 multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
   v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
 mtp_num_layers= mtp_loss_scaling_factor=0.1 | only the next token is predicted; omit the flag

@@ -25,6 +25,7 @@ class ParameterSpec:
     one for all, or one for each index of dim 0), "xavier_uniform", "zeros" or "ones". `partial`
     names axes whose ranks hold a copy but always see only part of its gradient. `real_rows`: rows
     of dim 0 that mean something when a vocabulary is padded (the rest stay 0), else None.
+    `trained`: has it a gradient? Others are at least fp32.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParameterSpec:
     std: float | tuple[float, ...] = 0.0
     partial: tuple[str, ...] = ()
     real_rows: int | None = None
+    trained: bool = True
 
     def partial_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over which the gradients of copies are summed: `partial` and, with sequence
@@ -247,6 +249,8 @@ def _moe_layer(model: ModelConfig, prefix: str, layer: int, draw: Scheme) -> lis
     experts = model.num_experts
     router = _drawn(draw("router", layer))
     table = [ParameterSpec(prefix + "router.weight", (experts, h), **router)]
+    if model.moe_router_enable_expert_bias:
+        table.append(ParameterSpec(prefix + "router.expert_bias", (experts,), trained=False))
     for spec in _mlp(model, prefix + "experts.", model.expert_ffn, layer, draw):
         splits = (("ep", 0), *((axis, dim + 1) for axis, dim in spec.splits))
         table.append(replace(spec, shape=(experts, *spec.shape), splits=splits))

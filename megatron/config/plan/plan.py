@@ -303,7 +303,7 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     def partial(spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
 
-    table = plan.parameters_of(stage)
+    table = [spec for spec in plan.parameters_of(stage) if spec.trained]
     parts = shards(config, plan)
     shapes = [spec.local_shape(axes) for spec in table]
     partition = None

@@ -177,8 +177,12 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
     whole = sizes.tokens * sizes.hidden * sizes.item
     probs = copies * sizes.wide
     numbers = copies * IDS
+    by_sequence = m.moe_router_load_balancing_type == "seq_aux_loss"
+    groups = config.training.micro_batch_size if by_sequence else 1
     found = (
-        [Transfer("cp", "all-reduce", 1, m.num_experts * sizes.wide)] if m.aux_loss_coeff else []
+        [Transfer("cp", "all-reduce", 1, groups * m.num_experts * sizes.wide)]
+        if m.aux_loss_coeff
+        else []
     )
     if sizes.sequence:
         found += [
@@ -273,8 +277,7 @@ def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
         or config.spikes.spike_action in ("skip-update", "rewind")
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
-    router_losses = 2 * bool(config.model.num_experts)
-    numbers = 2 + REQUESTS + 2 * bool(config.logging.data_ledger) + router_losses
+    numbers = 2 + REQUESTS + 2 * bool(config.logging.data_ledger) + config.model.router_numbers
     return [
         Transfer("world", "all-reduce", 1, numbers * 8),
         Transfer("optimizer", "all-reduce", sums, sums * 8),

@@ -557,7 +557,6 @@ class TrainingLog:
 def model_shape(config: Config, plan: Plan) -> flops.TransformerShape:
     """The sizes that floating-point operations depend on."""
     m = config.model
-    moe_layers = sum(map(m.is_moe_layer, range(m.num_layers)))
     return flops.TransformerShape(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -569,7 +568,7 @@ def model_shape(config: Config, plan: Plan) -> flops.TransformerShape:
         vocab_size=plan.padded_vocab_size,
         seq_length=m.seq_length,
         active_width=sum(map(m.active_width, range(m.num_layers))),
-        router_outputs=moe_layers * ((m.num_experts or 0) + m.moe_shared_expert_gate),
+        router_outputs=len(m.moe_layers) * ((m.num_experts or 0) + m.moe_shared_expert_gate),
     )
 
 
