@@ -419,7 +419,7 @@ def check(case: Case, folder: Any, data: str) -> None:
 def balanced() -> None:
     """A hook: every expert gets as many tokens, which is what the plan counts with."""
 
-    def select(logits, model):
+    def select(logits, model, bias):
         k = model.moe_router_topk
         experts = torch.arange(k * len(logits)).view(-1, k) % model.num_experts
         return logits.softmax(-1).gather(1, experts), experts
