@@ -226,6 +226,11 @@ def test_check_and_merge_know_the_loss_mask(tmp_path, capsys):
     assert exit_code(MERGE.main, "--input", prefix, prefix, "--output-prefix", merged) == 0
     assert exit_code(INSPECT.main, "check", merged, "--all-tokens") == 0
     said = json.loads((tmp_path / "x_chat_document.json").read_text())
-    (tmp_path / "x_chat_document.json").write_text(json.dumps({**said, "trained_tokens": 5}))
+    said["trained_tokens"] = 5
+    (tmp_path / "x_chat_document.json").write_text(json.dumps(said))
     assert exit_code(INSPECT.main, "check", prefix, "--all-tokens") == 1
-    assert "says that 5 tokens are trained" in capsys.readouterr().err
+    del said["checksum"], said["files"]  # as in a file of another program
+    (tmp_path / "x_chat_document.json").write_text(json.dumps(said))
+    capsys.readouterr()
+    assert exit_code(INSPECT.main, "check", prefix, "--all-tokens") == 1
+    assert "5 tokens" in capsys.readouterr().err
