@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.arguments import arg
-from megatron.config.moe import MoEConfig
+from megatron.config.moe import ROUTER_LOSSES, MoEConfig
 
 
 def _norm(word: str) -> str:
@@ -235,9 +235,11 @@ class ModelConfig(MoEConfig, TransformerConfig):
 
     @property
     def router_numbers(self) -> int:
-        """What is summed over all ranks in a step: two losses, and the tokens of each expert of
-        each layer."""
-        return 2 + len(self.moe_layers) * self.num_experts if self.num_experts else 0
+        """What is summed over all ranks in a step: the losses of routers, and the tokens of each
+        expert of each layer."""
+        if self.num_experts is None:
+            return 0
+        return len(ROUTER_LOSSES) + len(self.moe_layers) * self.num_experts
 
     @property
     def expert_ffn(self) -> int:

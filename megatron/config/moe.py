@@ -8,6 +8,14 @@ from typing import Literal
 
 from megatron.arguments import arg
 
+# by --moe-router-load-balancing-type, the names of the losses in the log
+BALANCING_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+ROUTER_LOSSES = (*BALANCING_LOSSES.values(), "z_loss")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -70,11 +78,14 @@ class MoEConfig:
     moe_router_bias_update_rate: float = arg(
         1e-3, dump=False, help="change of the expert bias per iteration"
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
-        "aux_loss",
+    moe_router_load_balancing_type: tuple[str, ...] = arg(
+        ("aux_loss",),
         dump=False,
-        help="load balancing of MoE layers, with --moe-aux-loss-coeff: aux_loss (Switch "
-        "Transformer's loss over a micro-batch), seq_aux_loss (over each sequence) or none",
+        choices=(*BALANCING_LOSSES, "none"),
+        help="load balancing of MoE layers, one or several, each with its --moe-aux-loss-coeff: "
+        "aux_loss (Switch Transformer's loss over a micro-batch), seq_aux_loss (over each "
+        "sequence), global_aux_loss (with the loads of all data-parallel ranks and of the earlier "
+        "micro-batches of the iteration) or none",
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = arg(
         "allgather",
@@ -82,8 +93,10 @@ class MoEConfig:
         help="expert parallelism: send all tokens to all expert-parallel ranks (allgather), or "
         "each to those that have its experts (alltoall)",
     )
-    moe_aux_loss_coeff: float = arg(
-        0.0, dump=False, help="coefficient of the load-balancing loss of MoE layers, e.g. 1e-2"
+    moe_aux_loss_coeff: tuple[float, ...] = arg(
+        (0.0,),
+        dump=False,
+        help="coefficient of each load-balancing loss of MoE layers, e.g. 1e-2 (default: 0.0)",
     )
     moe_z_loss_coeff: float | None = arg(
         None, dump=False, help="coefficient of the z-loss of router logits, e.g. 1e-3"
@@ -98,9 +111,17 @@ class MoEConfig:
         return parse_layer_pattern(self.moe_layer_freq)[layer]
 
     @property
-    def aux_loss_coeff(self) -> float:
-        """Coefficient of the load-balancing loss that is trained on."""
-        return 0.0 if self.moe_router_load_balancing_type == "none" else self.moe_aux_loss_coeff
+    def balancing_losses(self) -> dict[str, float]:
+        """Coefficients of the load-balancing losses that are trained on, by type."""
+        types = self.moe_router_load_balancing_type
+        pairs = zip(types, self.moe_aux_loss_coeff, strict=False)
+        return {kind: coeff for kind, coeff in pairs if coeff and kind != "none"}
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Coefficients of all losses of routers that are trained on, by their names in the log."""
+        found = {BALANCING_LOSSES[kind]: coeff for kind, coeff in self.balancing_losses.items()}
+        return found | ({"z_loss": self.moe_z_loss_coeff} if self.moe_z_loss_coeff else {})
 
 
 def parse_layer_pattern(text: str) -> list[bool]:

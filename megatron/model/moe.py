@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.moe import BALANCING_LOSSES, ROUTER_LOSSES
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
 from megatron.kernels.kernels import Kernels
 from megatron.model.mlp import MLP, activation
@@ -32,14 +33,23 @@ class RouterStep:
 
     loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
     step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
-    same factor. sums: by layer, of this rank's tokens the load-balancing loss and the z-loss,
-    without coefficients, and the number of tokens that selected each expert [2 + experts]. A
-    recomputed layer writes the same values once more.
+    same factor. sums: by layer, of this rank's tokens the ROUTER_LOSSES, without coefficients, and
+    the number of tokens that selected each expert [losses + experts]. A recomputed layer writes the
+    same values once more. latest: by layer, the counts of selections up to the last micro-batch;
+    all micro-batches of an iteration share it.
     """
 
     loss_mask: torch.Tensor | None
     loss_scale: float
+    latest: dict[int, torch.Tensor] = field(default_factory=dict)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    _so_far: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def add_earlier(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
+        """Counts of the selections of this micro-batch plus those of the earlier ones."""
+        if layer not in self._so_far:
+            self._so_far[layer] = self.latest[layer] = counts + self.latest.get(layer, 0)
+        return self._so_far[layer]
 
 
 class _AddLoss(torch.autograd.Function):
@@ -107,7 +117,8 @@ class Router(nn.Module):
     """Selects the experts of each token (Shazeer et al. 2017): weight [experts, h].
 
     Losses: load balancing (Fedus et al. 2021, Switch Transformer) over the tokens of a micro-batch,
-    wherever they are, and the z-loss of the logits (Zoph et al. 2022, ST-MoE).
+    wherever they are, of each sequence, or (Qiu et al. 2025) of the iteration so far, and the
+    z-loss of the logits (Zoph et al. 2022, ST-MoE).
     """
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, n: int):
@@ -121,6 +132,7 @@ class Router(nn.Module):
         ]
         # the ranks that have other tokens of the same samples
         self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
+        self.data = ctx.dp
         self.split = ctx.tp if ctx.sequence_parallel else None
 
     def forward(
@@ -144,33 +156,42 @@ class Router(nn.Module):
     ) -> torch.Tensor:
         """`probs`, with the router's losses in their graph."""
         mask = None if step.loss_mask is None else self.mask(step.loss_mask)
-        balance = z = logits.new_zeros(())
         m = self.model
-        if m.aux_loss_coeff:
-            groups = sequences if m.moe_router_load_balancing_type == "seq_aux_loss" else 1
-            balance = self.balancing_loss(logits, mask, groups)
-            probs = _AddLoss.apply(probs, balance, m.aux_loss_coeff * step.loss_scale)
+        found = {}
+        for kind in m.balancing_losses:
+            groups = sequences if kind == "seq_aux_loss" else 1
+            so_far = step if kind == "global_aux_loss" else None
+            found[BALANCING_LOSSES[kind]] = self.balancing_loss(logits, mask, groups, so_far)
         if m.moe_z_loss_coeff:
-            z = z_loss(logits, mask)
-            probs = _AddLoss.apply(probs, z, m.moe_z_loss_coeff * step.loss_scale)
-        losses = torch.stack([balance.detach().double(), z.detach().double()])
+            found["z_loss"] = z_loss(logits, mask)
+        for name, coeff in m.router_losses.items():
+            probs = _AddLoss.apply(probs, found[name], coeff * step.loss_scale)
+        zero = logits.new_zeros(())
+        losses = torch.stack([found.get(name, zero).detach().double() for name in ROUTER_LOSSES])
         step.sums[self.number] = torch.cat((losses, count(experts, m.num_experts, mask)))
         return probs
 
     def balancing_loss(
-        self, logits: torch.Tensor, mask: torch.Tensor | None, groups: int = 1
+        self,
+        logits: torch.Tensor,
+        mask: torch.Tensor | None,
+        groups: int = 1,
+        so_far: RouterStep | None = None,
     ) -> torch.Tensor:
         """Number of experts x (share of the selections that each expert has) . (sum of its scores
         over tokens): Megatron's loss times the number of tokens. Tokens [s b] are in `groups`
-        groups, token i in group i modulo groups, each with shares of its own."""
+        groups, token i in group i modulo groups, each with shares of its own. With `so_far` the
+        shares are those of all data-parallel ranks and earlier micro-batches too."""
         scores, selected = balancing_scores(logits, self.model)
         experts = scores.shape[1]
         if mask is not None:
             scores = scores * mask.unsqueeze(-1)
         group = torch.arange(len(scores), device=scores.device).unsqueeze(1) % groups
         counts = count(selected + experts * group, groups * experts, mask).to(scores.dtype)
-        for axis in self.axes:
+        for axis in (*self.axes, self.data) if so_far else self.axes:
             all_reduce_(counts, axis)
+        if so_far:
+            counts = so_far.add_earlier(self.number, counts)
         share = counts * groups / counts.sum().clamp(min=1)
         return experts * (share * scores.view(-1, groups * experts).sum(0)).sum()
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron.config.moe import ROUTER_LOSSES
 from megatron.model.moe import RouterStep
 from megatron.training.run import Run
 from megatron.training.step_sums import StepSums, Totals
-
-BALANCE = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
 
 
 def add(run: Run, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
     """Add the numbers of the MoE layers that have just computed a micro-batch. Raises ValueError
     where `forward_step` did not hand `step` to the model."""
     m = run.config.model
+    losses = len(ROUTER_LOSSES)
     for layer in layers:
         if layer not in step.sums:
             raise ValueError(
@@ -24,9 +24,9 @@ def add(run: Run, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> No
                 "it [router-step-missing]"
             )
         found = step.sums.pop(layer)
-        first = 2 + m.moe_layers.index(layer) * m.num_experts
-        sums.routers[:2] += found[:2]
-        sums.routers[first : first + m.num_experts] += found[2:]
+        first = losses + m.moe_layers.index(layer) * m.num_experts
+        sums.routers[:losses] += found[:losses]
+        sums.routers[first : first + m.num_experts] += found[losses:]
 
 
 def metrics(run: Run, totals: Totals) -> dict[str, float]:
@@ -35,13 +35,9 @@ def metrics(run: Run, totals: Totals) -> dict[str, float]:
     m = run.config.model
     if m.num_experts is None:
         return {}
-    balance, z, *_ = totals.routers
     tokens = len(m.moe_layers) * max(1.0, totals.tokens)
-    found = {}
-    if m.aux_loss_coeff:
-        found[BALANCE[m.moe_router_load_balancing_type]] = balance / tokens
-    if m.moe_z_loss_coeff:
-        found["z_loss"] = z / tokens
+    losses = dict(zip(ROUTER_LOSSES, totals.routers, strict=False))
+    found = {name: losses[name] / tokens for name in m.router_losses}
     loads = [
         max(counts) * len(counts) / max(1.0, sum(counts)) for _, counts in _counts(run, totals)
     ]
@@ -68,5 +64,5 @@ def _counts(run: Run, totals: Totals) -> Iterator[tuple[int, list[float]]]:
     """(layer, tokens of each expert) of the MoE layers."""
     m = run.config.model
     for number, layer in enumerate(m.moe_layers):
-        first = 2 + number * m.num_experts
+        first = len(ROUTER_LOSSES) + number * m.num_experts
         yield layer, totals.routers[first : first + m.num_experts]

@@ -228,6 +228,7 @@ def _forwards(
     keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also
     by subset, and with `backward_scale` (that of the loss in training) the losses of routers."""
     batches: dict[int, Batch] = {}
+    latest: dict[int, torch.Tensor] = {}
     chunks = len(run.model)
     timers = run.timers
 
@@ -247,7 +248,7 @@ def _forwards(
                 if run.config.model.num_experts and backward_scale is not None:
                     mask = batches[micro_batch].loss_mask
                     batches[micro_batch] = replace(
-                        batches[micro_batch], router_step=RouterStep(mask, backward_scale)
+                        batches[micro_batch], router_step=RouterStep(mask, backward_scale, latest)
                     )
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):

@@ -18,7 +18,7 @@ FLAGS = dict(
     moe_ffn_hidden_size=24,
     swiglu=True,
     add_bias_linear=False,
-    moe_aux_loss_coeff=0.1,
+    moe_aux_loss_coeff=(0.1,),
     moe_z_loss_coeff=0.01,
 )
 
@@ -86,14 +86,17 @@ def test_only_tokens_that_train_count_in_the_losses_of_routers():
         (probs * 0).sum().backward()
         found.append((step.sums[0], router.weight.grad))
     torch.testing.assert_close(found[0], found[1])
-    assert found[0][0][:2].min() > 0 and found[0][1].abs().max() > 0
+    assert found[0][0][[0, 3]].min() > 0 and found[0][1].abs().max() > 0
 
 
 @pytest.mark.parametrize("again", [None, Recompute("full", "uniform", 1)])
-def test_recomputation_repeats_the_losses_of_routers(again):
-    model = tiny_model(torch.float64, recompute=again, **FLAGS)
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_recomputation_repeats_the_losses_of_routers(again, kind):
+    flags = FLAGS | {"moe_router_load_balancing_type": (kind,)}
+    model = tiny_model(torch.float64, recompute=again, **flags)
     ids, labels = tokens()
-    step = RouterStep(None, 1.0)
+    earlier = {layer: torch.arange(5, dtype=torch.float64) for layer in range(3)}
+    step = RouterStep(None, 1.0, earlier)
     loss = model(ids, labels=labels, router_step=step).sum()
     first = dict(step.sums)
     loss.backward()

@@ -63,6 +63,7 @@ MOE = (
     "0.01",
 )
 DEEP_MOE = (*with_flags(MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
+GLOBAL_BALANCE = ("--moe-router-load-balancing-type", "global_aux_loss")
 SIGMOID_MOE = (
     *MOE,
     "--moe-router-score-function",
@@ -81,6 +82,13 @@ EP_MOE = (
     "2",
     "--moe-router-load-balancing-type",
     "seq_aux_loss",
+)
+GLOBAL_MOE = (
+    *with_flags(DEEP_MOE, "--moe-aux-loss-coeff", "0.05", "0.1", "0.02"),
+    "--moe-router-load-balancing-type",
+    "global_aux_loss",
+    "seq_aux_loss",
+    "aux_loss",
 )
 DEEP = ("--num-layers", "4")
 DEEPER = ("--num-layers", "8")
@@ -137,6 +145,19 @@ CASES = {
     "cp2, experts": Case(MOE, 2, (CP, "2"), steps=10),
     "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2"), steps=10),
     "dp2, experts": Case(MOE, 2, OVERLAP, steps=10),
+    # one micro-batch in both: its tokens are those of all data-parallel ranks
+    "dp2, experts, global balancing loss": Case(
+        (*with_flags(MOE, "--micro-batch-size", "8"), *GLOBAL_BALANCE),
+        2,
+        ("--micro-batch-size", "4"),
+        steps=10,
+    ),
+    "pp2 vpp2, experts, three balancing losses": Case(
+        GLOBAL_MOE, 2, (PP, "2", CHUNKS, "2"), steps=10
+    ),
+    "ep2 cp2 tp2 sp, experts, three balancing losses, full recompute": Case(
+        GLOBAL_MOE, 4, (EP, "2", *A2A, CP, "2", TP, "2", SP), steps=10, only=FULL
+    ),
     "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL"), steps=10),
 }
 CAMPAIGN = {

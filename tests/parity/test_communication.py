@@ -307,6 +307,18 @@ MORE = {
     "experts, tp2 sp pp2": Case(4, (TP, "2", SP, PP, "2", *SHARDED, *EXPERTS), {}),
     "experts, ep2 dp4, all-to-all": Case(4, (EP, "2", *A2A, *SHARDED, *EXPERTS), {}),
     "experts, ep2 cp2 dp2": Case(4, (EP, "2", CP, "2", *EXPERTS), {}),
+    "experts, cp2 dp2, two balancing losses": Case(
+        4,
+        (
+            CP,
+            "2",
+            *with_flags(EXPERTS, "--moe-aux-loss-coeff", "0.1", "0.1"),
+            "--moe-router-load-balancing-type",
+            "global_aux_loss",
+            "seq_aux_loss",
+        ),
+        {},
+    ),
     "experts, ep2 tp2 sp dp4": Case(
         8, (EP, "2", TP, "2", SP, *SHARDED, "--overlap-grad-reduce", *EXPERTS), {}
     ),
@@ -481,6 +493,7 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
                 if i % ep == place % ep
                 and (i - first) % axes["shard"] // ep == (place - first) // ep
             ],
+            "dp": [(stage, i, part) for i in range(place % axes["cp"], replicas, axes["cp"])],
             "cp": [(stage, place - place % axes["cp"] + i, part) for i in range(axes["cp"])],
             "instances": [
                 (stage, i, part) for i in range(place % axes["shard"], replicas, axes["shard"])

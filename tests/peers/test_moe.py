@@ -60,7 +60,7 @@ def test_a_router_and_its_losses_equal_those_of_megatron_core(flags, masked):
     """Probabilities, both losses, and the gradients of all three."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     model = tiny_model(
-        **SIZE | flags, moe_aux_loss_coeff=0.03, moe_z_loss_coeff=0.02, scramble=True
+        **SIZE | flags, moe_aux_loss_coeff=(0.03,), moe_z_loss_coeff=0.02, scramble=True
     )
     router = model.decoder.layers["1"].mlp.router
     x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -97,7 +97,7 @@ def test_a_router_and_its_losses_equal_those_of_megatron_core(flags, masked):
         scores, chosen.sum(0), tokens_that_train, topk, EXPERTS, 1.0
     )
     z = theirs.z_loss_func(logits, 1.0, padding_mask=padding)
-    found = step.sums[1][:2] / tokens_that_train
+    found = step.sums[1][[0, 3]] / tokens_that_train
     torch.testing.assert_close(found.float(), torch.stack((aux, z)), rtol=1e-6, atol=1e-6)
     # what Megatron multiplies the losses by where gradients are divided by the number of tokens
     loss = (expected * out_grad).sum() + 0.5 * tokens_that_train * (0.03 * aux + 0.02 * z)
@@ -108,7 +108,7 @@ def test_a_router_and_its_losses_equal_those_of_megatron_core(flags, masked):
 def test_the_loss_of_sequences_equals_that_of_megatron_core():
     """Of which Megatron makes the experts of each sequence experts of one batch."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
-    flags = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.03)
+    flags = dict(moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(0.03,))
     router = tiny_model(**SIZE | flags, scramble=True).decoder.layers["1"].mlp.router
     x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
     step = RouterStep(None, 1.0)
@@ -119,9 +119,38 @@ def test_the_loss_of_sequences_equals_that_of_megatron_core():
     aux = theirs.switch_load_balancing_loss_func(
         scores.reshape(16, -1), chosen.reshape(16, -1).sum(0), 16, TOPK, EXPERTS, 1.0
     )
-    torch.testing.assert_close(step.sums[1][0].float() / 32, aux / 2, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(step.sums[1][1].float() / 32, aux / 2, rtol=1e-6, atol=1e-6)
     expected = torch.autograd.grad(0.03 * 32 * aux / 2, router.weight)[0]
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loss_of_all_micro_batches_equals_that_of_megatron_core():
+    """Which takes the mean of the counts of the micro-batches so far."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    flags = dict(
+        moe_router_load_balancing_type=("aux_loss", "global_aux_loss"),
+        moe_aux_loss_coeff=(0.2, 0.03),
+    )
+    router = tiny_model(**SIZE | flags, scramble=True).decoder.layers["1"].mlp.router
+    generator = torch.Generator().manual_seed(1)
+    latest = {}
+    counts = []
+    for _ in range(3):
+        x = torch.randn(16, 2, 64, generator=generator)
+        step = RouterStep(None, 1.0, latest)
+        probs, _ = router(x, step)
+        found = torch.autograd.grad((probs * 0).sum(), router.weight)[0]
+        logits = x.flatten(0, 1) @ router.weight.t()
+        chosen, scores = theirs.compute_routing_scores_for_aux_loss(logits, TOPK, "softmax")
+        counts.append(chosen.sum(0))
+        aux, of_all = (
+            theirs.switch_load_balancing_loss_func(scores, mean, 32, TOPK, EXPERTS, 1.0)
+            for mean in (counts[-1], sum(counts) / len(counts))
+        )
+        losses = step.sums[1][[0, 2]].float() / 32
+        torch.testing.assert_close(losses, torch.stack((aux, of_all)), rtol=1e-6, atol=1e-6)
+        expected = torch.autograd.grad(32 * (0.2 * aux + 0.03 * of_all), router.weight)[0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate", [1e-3, 0.5])
@@ -138,7 +167,7 @@ def test_the_update_of_the_expert_bias_equals_that_of_megatron_core(rate):
     )
     run = SimpleNamespace(config=SimpleNamespace(model=config), model=[model])
     before = bias.detach().clone()
-    routers.update_bias(run, SimpleNamespace(routers=[0.0, 0.0, *counts.tolist() * 3]))
+    routers.update_bias(run, SimpleNamespace(routers=[0.0, 0.0, 0.0, 0.0, *counts.tolist() * 3]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
         patch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)

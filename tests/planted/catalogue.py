@@ -148,8 +148,8 @@ BUGS = {
     ),
     "router losses without the factor of the loss": Bug(
         "megatron.model.moe.Router.add_losses",
-        "m.aux_loss_coeff * step.loss_scale",
-        "m.aux_loss_coeff",
+        "coeff * step.loss_scale",
+        "coeff",
         "tests/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
         "",
     ),
@@ -158,6 +158,19 @@ BUGS = {
         "copy_to(probs, tp)",
         "probs",
         f"{LAYOUTS}[tp2, experts]",
+    ),
+    "loads of one data-parallel rank in the global balancing loss": Bug(
+        "megatron.model.moe.Router.balancing_loss",
+        "(*self.axes, self.data) if so_far else self.axes",
+        "self.axes",
+        f"{LAYOUTS}[dp2, experts, global balancing loss]",
+    ),
+    "recomputed micro-batches counted twice in the global balancing loss": Bug(
+        "megatron.model.moe.RouterStep.add_earlier",
+        "layer not in self._so_far",
+        "True",
+        "tests/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
+        "",
     ),
     # Megatron-LM 5916 and 7165
     "experts left out of the norm": Bug(

@@ -130,8 +130,9 @@ def flags_from(args: Mapping[str, Any], source: str) -> dict[str, Any]:
     known = flags_of(Config)
     for name, value in flags.items():
         switch = known[name].kind in ("switch", "off")
+        words = value if isinstance(value, (list, tuple)) else [value]
         try:
-            flags[name] = bool(value) if switch else known[name].convert([str(value)])
+            flags[name] = bool(value) if switch else known[name].convert(list(map(str, words)))
         except ValueError as error:
             problems.append(f"{source}: {name}: {error}")
         if switch and not isinstance(value, bool):

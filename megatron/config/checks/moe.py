@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.checks.ddp import data_ranks
@@ -20,6 +21,7 @@ def rule(f: Facts) -> Iterator[str]:
         return
     yield from _expert_parallel(f)
     yield from _router(f)
+    yield from _balance(f)
     yield from _groups(f)
     yield from _layers(f)
     yield from _widths(f)
@@ -90,6 +92,25 @@ def _router(f: Facts) -> Iterator[str]:
             f"--moe-router-pre-softmax: {f.say('moe_router_score_function')} has no softmax; omit "
             "it [flags-exclude-each-other]"
         )
+
+
+def _balance(f: Facts) -> Iterator[str]:
+    """Each type once, with a coefficient of its own; none stands alone."""
+    types = f["moe_router_load_balancing_type"]
+    coeffs = f["moe_aux_loss_coeff"]
+    if len(set(types)) < len(types) or ("none" in types and len(types) > 1):
+        yield (
+            f"{f.say('moe_router_load_balancing_type')}: give each type once, and none alone "
+            "[balancing-types-wrong]"
+        )
+    elif any(coeffs) and len(coeffs) != len(types):
+        yield (
+            f"{f.say('moe_aux_loss_coeff')}: {len(coeffs)} given, {len(types)} types in "
+            f"{f.say('moe_router_load_balancing_type')}; give one coefficient for each type "
+            "[balancing-types-wrong]"
+        )
+    if not all(0 <= coeff < math.inf for coeff in coeffs):
+        yield f"{f.say('moe_aux_loss_coeff')}: must not be negative [value-out-of-range]"
 
 
 def _groups(f: Facts) -> Iterator[str]:

@@ -46,7 +46,7 @@ _NOT_NEGATIVE = (
     "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad eval_iters "
     "num_workers manual_gc_interval ckpt_step decoupled_lr decoupled_min_lr vocab_extra_ids "
     "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
-    "profile_step_start start_eval_at_iter moe_aux_loss_coeff "
+    "profile_step_start start_eval_at_iter "
     "moe_z_loss_coeff moe_router_bias_update_rate"
 ).split()
 _POSITIVE = (
@@ -167,8 +167,8 @@ _NEEDED = (
     ),
     (
         "moe_aux_loss_coeff",
-        "--moe-router-load-balancing-type aux_loss or seq_aux_loss",
-        lambda v: v["moe_router_load_balancing_type"] != "none",
+        "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
+        lambda v: v["moe_router_load_balancing_type"] != ("none",),
     ),
     (
         "moe_router_bias_update_rate",

@@ -56,6 +56,7 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
         "tp": tp,
         "ep": ep,
         "cp": p.context_parallel_size,
+        "dp": plan.data_parallel_size,
         "pp": pp,
         "pp_gradients": pp,
         "ends": min(2, pp),
@@ -177,16 +178,17 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
     whole = sizes.tokens * sizes.hidden * sizes.item
     probs = copies * sizes.wide
     numbers = copies * IDS
-    by_sequence = m.moe_router_load_balancing_type == "seq_aux_loss"
-    groups = config.training.micro_batch_size if by_sequence else 1
-    found = (
-        [Transfer("cp", "all-reduce", 1, groups * m.num_experts * sizes.wide)]
-        if m.aux_loss_coeff
-        else []
-    )
+    found = []
+    for kind in m.balancing_losses:
+        groups = config.training.micro_batch_size if kind == "seq_aux_loss" else 1
+        counts = Transfer("cp", "all-reduce", 1, groups * m.num_experts * sizes.wide)
+        found += [counts]
+        if sizes.sequence:
+            found += [counts._replace(axis="tp")]
+        if kind == "global_aux_loss":
+            found += [counts._replace(axis="dp")]
     if sizes.sequence:
         found += [
-            *(t._replace(axis="tp") for t in found),
             Transfer("tp", "all-gather", 4, 2 * whole + probs + numbers),
             Transfer("tp", "reduce-scatter", 3, 2 * whole + probs),
         ]
