@@ -16,8 +16,8 @@ def rule(f: Facts) -> Iterator[str]:
         return
     if f["fp64"]:
         yield (
-            f"{f.say('fp8')}: rounds to FP8, which --fp64 is there to avoid; leave one of them "
-            "out [flags-exclude-each-other]"
+            f"{f.say('fp8')}: rounds to FP8, which --fp64 is there to avoid; omit one of them "
+            "[flags-exclude-each-other]"
         )
     if f["torch_compile"] and f["fp8_recipe"] == "delayed":
         yield (

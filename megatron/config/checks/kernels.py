@@ -20,8 +20,8 @@ def rule(f: Facts) -> Iterator[str]:
         )
     elif not f["masked_softmax_fusion"] and backend == "local":
         yield (
-            f"--no-masked-softmax-fusion and {asked}: two kinds of attention; leave one of them "
-            "out [flags-exclude-each-other]"
+            f"--no-masked-softmax-fusion and {asked}: two kinds of attention; omit one of them "
+            "[flags-exclude-each-other]"
         )
     elif f.config.attention_backend in ("flash", "fused"):
         yield from _fused(f, asked, backend)
@@ -60,7 +60,7 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
     for name, why in (
         ("fp64", "it has no fp64"),
         ("torch_compile", "its modules are not traced"),
-        ("fp32_residual_connection", "its norms read the weights' format"),
+        ("fp32_residual_connection", "its norms follow the parameter dtype"),
     ):
         if f[name]:
             yield (

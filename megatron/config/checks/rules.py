@@ -499,8 +499,7 @@ def _precision(f: Facts) -> Iterator[str]:
         yield "--fp16-lm-cross-entropy: needs --fp16; omit it [flag-needs-other-flag]"
     if f["tf32"] and (f["fp16"] or f["bf16"] or f["fp64"] or f["device"] == "cpu"):
         yield (
-            "--tf32: is a way to multiply fp32 matrices on CUDA; omit it "
-            "[tf32-without-fp32-on-cuda]"
+            "--tf32: has an effect on fp32 GEMMs on CUDA only; omit it [tf32-without-fp32-on-cuda]"
         )
     if (
         f["fp16"]
