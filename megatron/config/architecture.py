@@ -24,10 +24,12 @@ FREE = {
     "apply_query_key_layer_scaling",
     "make_vocab_size_divisible_by",
     "moe_aux_loss_coeff",
+    "moe_expert_capacity_factor",
     "moe_router_bias_update_rate",
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_token_dispatcher_type",
+    "moe_token_drop_policy",
     "moe_z_loss_coeff",
 }
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion", "openai_gelu")

@@ -87,6 +87,18 @@ class MoEConfig:
         "sequence), global_aux_loss (with the loads of all data-parallel ranks and of the earlier "
         "micro-batches of the iteration) or none",
     )
+    moe_expert_capacity_factor: float | None = arg(
+        None,
+        dump=False,
+        help="capacity of each expert: this many times an equal share of a micro-batch's tokens; "
+        "what exceeds it is dropped (default: no token is dropped)",
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = arg(
+        "probs",
+        dump=False,
+        help="with --moe-expert-capacity-factor: an expert computes the tokens with its largest "
+        "probabilities (probs) or the first ones (position)",
+    )
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = arg(
         "allgather",
         dump=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import ParameterFactory
+from megatron.parallel.zigzag import chunks_of
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,17 @@ def select_experts(
     return probs * (model.moe_router_topk_scaling_factor or 1.0), experts
 
 
+def within_capacity(scores: torch.Tensor, capacity: int, policy: str) -> torch.Tensor:
+    """Which of the tokens [n, experts] that selected an expert it computes, at most `capacity`:
+    those with the largest scores (policy `probs`), or the first ones (`position`). `scores` are
+    negative where an expert is not selected."""
+    selected = scores >= 0
+    if policy == "position":
+        return selected & (selected.cumsum(0) <= capacity)
+    best = scores.argsort(dim=0, descending=True, stable=True)[:capacity]
+    return selected & torch.zeros_like(selected).scatter(0, best, True)
+
+
 def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores [n, experts] that sum to 1, numbers [n, topk] of the largest), of which the
     load-balancing loss is made."""
@@ -132,19 +145,41 @@ class Router(nn.Module):
         ]
         # the ranks that have other tokens of the same samples
         self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
+        self.cp = ctx.cp
         self.data = ctx.dp
         self.split = ctx.tp if ctx.sequence_parallel else None
 
     def forward(
         self, x: torch.Tensor, step: RouterStep | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [s, b, h] -> (probabilities, numbers) [s b, topk] of the experts of each token."""
+        """x [s, b, h] -> (probabilities, numbers) [s b, topk] of the experts of each token. What
+        exceeds the capacity of an expert has the number `num_experts`."""
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
         probs, experts = select_experts(logits, self.model, self.expert_bias)
+        if self.model.moe_expert_capacity_factor:
+            experts = self.drop(probs.detach(), experts, x.shape[1])
         if step is not None:
             probs = self.add_losses(probs, logits, experts, step, x.shape[1])
         return probs, experts
+
+    def drop(self, probs: torch.Tensor, experts: torch.Tensor, sequences: int) -> torch.Tensor:
+        """`experts` [s b, topk] within the capacity, which is one of the tokens of a micro-batch,
+        wherever they are; `num_experts` where a token is dropped."""
+        m = self.model
+        scores = probs.new_full((len(probs), m.num_experts), -1.0).scatter(1, experts, probs)
+        for axis in reversed(self.axes):  # tp, then cp
+            scores = all_gather(scores, axis)
+        order = torch.arange(len(scores), device=scores.device).view(-1, sequences)
+        ranks = self.cp.size
+        parts = [order] if ranks == 1 else [chunks_of(order, i, ranks, 0) for i in range(ranks)]
+        rows = torch.cat(parts).flatten()
+        share = len(scores) * m.moe_router_topk / m.num_experts
+        capacity = math.ceil(share * m.moe_expert_capacity_factor)
+        kept = within_capacity(scores[rows.argsort()], capacity, m.moe_token_drop_policy)
+        mine = parts[self.cp.rank]
+        mine = (mine if self.split is None else my_slice(mine, self.split)).flatten()
+        return experts.where(kept[mine].gather(1, experts), m.num_experts)
 
     def add_losses(
         self,
@@ -202,11 +237,12 @@ class Router(nn.Module):
 
 
 def count(experts: torch.Tensor, size: int, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """How often each number below `size` is in experts [n, topk], of rows that `mask` [n] has."""
+    """How often each number below `size` is in experts [n, topk], of rows that `mask` [n] has;
+    `size` itself, of dropped tokens, is not counted."""
     ones = torch.ones(experts.shape, dtype=torch.float64, device=experts.device)
     if mask is not None:
         ones = ones * mask.unsqueeze(-1)
-    return ones.new_zeros(size).index_add_(0, experts.flatten(), ones.flatten())
+    return ones.new_zeros(size + 1).index_add_(0, experts.flatten(), ones.flatten())[:size]
 
 
 def z_loss(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -276,7 +312,7 @@ class SharedExpert(MLP):
 
 class MoELayer(nn.Module):
     """The experts that the router selects for a token, weighted by its probabilities, plus the
-    shared expert. No token is dropped.
+    shared expert. Without a capacity no token is dropped.
 
     Experts are split over ep and, as dense MLPs are, over tp. All tokens of a tensor-parallel
     group go to each of its ranks. From there either copies of tokens go to the ranks that have
@@ -338,17 +374,20 @@ class MoELayer(nn.Module):
         send = by_rank[ep.rank].sum(-1).tolist()
         received = by_rank[:, ep.rank]  # [source, expert]
         receive = received.sum(-1).tolist()
+        order = order[: sum(send)]
         rows = all_to_all(dispatch(x, order, self.topk), ep, send, receive)
         weights = all_to_all(dispatch(probs.view(-1, 1), order, 1), ep, send, receive)
         local = torch.arange(received.shape[1], device=x.device).repeat(ep.size)
         inner = local.repeat_interleave(received.flatten()).argsort(stable=True)
         y = self.compute(rows, weights, inner, 1, received.sum(0).tolist())
-        return combine(all_to_all(y, ep, receive, send), order, self.topk)
+        return combine(all_to_all(y, ep, receive, send), order, self.topk, len(x))
 
     def sort(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(numbers of the copies [n topk] by expert, number of copies of each expert)."""
+        """(numbers of the copies [n topk] by expert, last those that are dropped; number of copies
+        of each expert)."""
         flat = experts.flatten()
-        return flat.argsort(stable=True), flat.bincount(minlength=self.num_experts)
+        counts = flat.bincount(minlength=self.num_experts)[: self.num_experts]
+        return flat.argsort(stable=True), counts
 
     def compute(
         self,

@@ -31,7 +31,8 @@ def add(run: Run, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> No
 
 def metrics(run: Run, totals: Totals) -> dict[str, float]:
     """The losses that are trained on, without their coefficients (means over tokens and layers),
-    and the largest share of a layer's tokens that an expert has, times the number of experts."""
+    with a capacity the share of selections of experts that is dropped, and the largest share of a
+    layer's tokens that an expert has, times the number of experts."""
     m = run.config.model
     if m.num_experts is None:
         return {}
@@ -41,6 +42,9 @@ def metrics(run: Run, totals: Totals) -> dict[str, float]:
     loads = [
         max(counts) * len(counts) / max(1.0, sum(counts)) for _, counts in _counts(run, totals)
     ]
+    if m.moe_expert_capacity_factor:
+        computed = sum(totals.routers[len(ROUTER_LOSSES) :])
+        found["dropped_share"] = 1 - computed / (tokens * m.moe_router_topk)
     return found | {"max_expert_load": max(loads, default=1.0)}
 
 

@@ -39,6 +39,26 @@ def test_a_layer_equals_a_loop_over_tokens():
     torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
 
 
+def test_dropped_tokens_are_not_computed():
+    """The layer is the sum over the experts that are left, with unchanged probabilities."""
+    flags = FLAGS | {"moe_expert_capacity_factor": 0.5}
+    layer = tiny_model(torch.float64, scramble=True, **flags).decoder.layers["1"].mlp
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    probs, experts = layer.router(x)
+    assert torch.bincount(experts.flatten(), minlength=6)[:5].max() == 3  # of 14 2 / 5 0.5
+    assert (experts == 5).any()
+    rows = []
+    for token, weights, numbers in zip(x.flatten(0, 1), probs, experts, strict=True):
+        y = torch.zeros(32, dtype=torch.float64)
+        for p, e in zip(weights, numbers, strict=True):
+            if e < 5:
+                gate, up = layer.experts.linear_fc1.weight[e] @ token
+                inner = torch.nn.functional.silu(gate) * up
+                y = y + p * layer.experts.linear_fc2.weight[e] @ inner
+        rows.append(y)
+    torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [0, 0, 0]])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_the_products_of_groups(counts, accumulate):

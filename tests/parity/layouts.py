@@ -90,6 +90,7 @@ GLOBAL_MOE = (
     "seq_aux_loss",
     "aux_loss",
 )
+CAPACITY = ("--moe-expert-capacity-factor", "0.8")
 DEEP = ("--num-layers", "4")
 DEEPER = ("--num-layers", "8")
 ODD = ("--num-layers", "7")
@@ -145,6 +146,15 @@ CASES = {
     "cp2, experts": Case(MOE, 2, (CP, "2"), steps=10),
     "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2"), steps=10),
     "dp2, experts": Case(MOE, 2, OVERLAP, steps=10),
+    "cp2, experts, capacity by position": Case(
+        (*MOE, *CAPACITY, "--moe-token-drop-policy", "position"), 2, (CP, "2"), steps=10
+    ),
+    "ep2 cp2 tp2 sp, all-to-all, experts, capacity": Case(
+        (*MOE, *CAPACITY), 4, (EP, "2", *A2A, CP, "2", TP, "2", SP), steps=10
+    ),
+    "ep2 tp2 dp2, all-gather, experts, capacity": Case(
+        (*MOE, *CAPACITY), 4, (EP, "2", TP, "2"), steps=10
+    ),
     # one micro-batch in both: its tokens are those of all data-parallel ranks
     "dp2, experts, global balancing loss": Case(
         (*with_flags(MOE, "--micro-batch-size", "8"), *GLOBAL_BALANCE),

@@ -307,6 +307,9 @@ MORE = {
     "experts, tp2 sp pp2": Case(4, (TP, "2", SP, PP, "2", *SHARDED, *EXPERTS), {}),
     "experts, ep2 dp4, all-to-all": Case(4, (EP, "2", *A2A, *SHARDED, *EXPERTS), {}),
     "experts, ep2 cp2 dp2": Case(4, (EP, "2", CP, "2", *EXPERTS), {}),
+    "experts, ep2 tp2 sp cp2, capacity": Case(
+        4, (EP, "2", TP, "2", SP, CP, "2", *EXPERTS, "--moe-expert-capacity-factor", "2"), {}
+    ),
     "experts, cp2 dp2, two balancing losses": Case(
         4,
         (

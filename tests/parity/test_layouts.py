@@ -70,6 +70,7 @@ ROUTER_METRICS = {
     "seq_load_balancing_loss",
     "global_load_balancing_loss",
     "z_loss",
+    "dropped_share",
     "max_expert_load",
 }
 

@@ -124,6 +124,32 @@ def test_the_loss_of_sequences_equals_that_of_megatron_core():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [0.3, 0.8, 1.5])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_dropped_tokens_are_those_of_megatron_core(policy, factor):
+    """By position megatron-core takes any of equal rank, so there its numbers of tokens."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    flags = dict(moe_expert_capacity_factor=factor, moe_token_drop_policy=policy)
+    router = tiny_model(**SIZE | flags, scramble=True).decoder.layers["1"].mlp.router
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
+    probs, experts = router(x)
+    kept = torch.zeros(32, EXPERTS + 1).scatter(1, experts, probs)[:, :EXPERTS]
+    logits = x.flatten(0, 1) @ router.weight.t()
+    scores, selected = theirs.topk_routing_with_score_function(logits, TOPK)
+    expected, _ = theirs.apply_router_token_dropping(
+        scores, selected, TOPK, capacity_factor=factor, drop_policy=policy
+    )
+    if policy == "probs":
+        torch.testing.assert_close(kept, expected, rtol=1e-6, atol=1e-6)
+        return
+    for e in range(EXPERTS):
+        count = int((expected[:, e] > 0).sum())
+        assert (
+            kept[:, e].nonzero().flatten().tolist()
+            == (selected[:, e].nonzero().flatten().tolist()[:count])
+        )
+
+
 def test_the_loss_of_all_micro_batches_equals_that_of_megatron_core():
     """Which takes the mean of the counts of the micro-batches so far."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")

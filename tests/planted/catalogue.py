@@ -159,6 +159,12 @@ BUGS = {
         "probs",
         f"{LAYOUTS}[tp2, experts]",
     ),
+    "tokens dropped in the order of context-parallel ranks": Bug(
+        "megatron.model.moe.Router.drop",
+        "scores[rows.argsort()]",
+        "scores",
+        f"{LAYOUTS}[cp2, experts, capacity by position]",
+    ),
     "loads of one data-parallel rank in the global balancing loss": Bug(
         "megatron.model.moe.Router.balancing_loss",
         "(*self.axes, self.data) if so_far else self.axes",

@@ -51,7 +51,8 @@ _NOT_NEGATIVE = (
 ).split()
 _POSITIVE = (
     "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "
-    "rope_scaling_factor max_loss_scale embed_grad_scale moe_router_topk_scaling_factor"
+    "rope_scaling_factor max_loss_scale embed_grad_scale moe_router_topk_scaling_factor "
+    "moe_expert_capacity_factor"
 ).split()
 _BELOW_ONE = (
     "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum "
@@ -156,7 +157,7 @@ _NEEDED = (
         "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
-        "moe_router_enable_expert_bias",
+        "moe_router_enable_expert_bias moe_expert_capacity_factor",
         "--num-experts",
         lambda v: v["num_experts"],
     ),
@@ -169,6 +170,11 @@ _NEEDED = (
         "moe_aux_loss_coeff",
         "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
         lambda v: v["moe_router_load_balancing_type"] != ("none",),
+    ),
+    (
+        "moe_token_drop_policy",
+        "--moe-expert-capacity-factor",
+        lambda v: v["moe_expert_capacity_factor"],
     ),
     (
         "moe_router_bias_update_rate",

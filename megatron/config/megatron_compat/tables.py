@@ -210,6 +210,8 @@ abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
   use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
   moe_permute_fusion=False moe_router_fusion=False moe_shared_expert_overlap=False
   | &one
+moe_pad_expert_input_to_capacity=False
+  | experts compute only the tokens they have, with the same numbers
 defer_embedding_wgrad_compute=False delay_wgrad_compute=False wgrad_deferral_limit=0
   overlap_p2p_comm_warmup_flush=False,--overlap-p2p-communication-warmup-flush
   | every gradient is computed and every message sent as soon as its input is there
@@ -351,7 +353,6 @@ embed_layernorm=False post_self_attn_layernorm=False post_mlp_layernorm=False
   attention_output_gate=False use_gated_attention=False
   | layers have one norm before attention and one before the MLP, without gates; omit the flag
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
-moe_expert_capacity_factor= | &moe
 multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
   v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
 mtp_num_layers= mtp_loss_scaling_factor=0.1 | only the next token is predicted; omit the flag

@@ -166,7 +166,7 @@ def test_values_that_happen_here_anyway_are_silent(name, value):
         (["--zero-stage", "2"], "--zero-stage 1"),
         (["--train-iters-to-skip", "3"], "--iterations-to-skip"),
         (["--train-tokens", "3"], "--train-samples"),
-        (["--moe-expert-capacity-factor", "8"], "mixture-of-experts"),
+        (["--topk", "8"], "mixture-of-experts"),
     ],
 )
 def test_what_a_refusal_recommends(argv, remedy):
