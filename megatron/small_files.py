@@ -9,28 +9,45 @@ import json
 import math
 import os
 import stat
-from typing import Any
+from typing import Any, BinaryIO
 
 LIMIT = 1 << 30  # bytes
+_BLOCK = 1 << 16
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     """All bytes of a regular file. Raises OSError, also for a pipe, a device and a file of more
     than `limit` bytes."""
+    with open_regular(path) as file:
+        data = read_open(file, limit)
+    if data is None:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", os.fspath(path))
+    return data
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, open to be read. Raises OSError, also for a pipe and a device, which are not
+    waited for."""
     name = os.fspath(path)
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file but a pipe, socket or device", name)
-        if os.fstat(descriptor).st_size > limit:
-            raise OSError(errno.EFBIG, f"has more than {limit} bytes", name)
-        data = file.read(limit + 1)
-    if len(data) > limit:  # /proc files have a size of 0, others may grow
-        raise OSError(errno.EFBIG, f"has more than {limit} bytes", name)
-    return data
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
+    raise OSError(errno.EINVAL, "not a regular file but a pipe, socket or device", name)
+
+
+def read_open(file: BinaryIO, limit: int) -> bytes | None:
+    """The bytes of an open file, None if they are more than `limit`. Takes no more memory than the
+    file has bytes. Raises OSError."""
+    size = os.fstat(file.fileno()).st_size
+    data = file.read(size + 1) if size <= limit else b""
+    while size <= limit and (more := file.read(_BLOCK)):  # /proc has sizes of 0; files may grow
+        data += more
+        size = len(data)
+    return data if size <= limit else None
 
 
 def read_text(

@@ -6,23 +6,34 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron import small_files
 from megatron.analysis.run_history import read_history
 from megatron.arguments import Problems, read_words
-from megatron.checkpoint import lock
+from megatron.checkpoint import filesystem, lock
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config.megatron_compat.deepspeed import read_deepspeed
 from megatron.data.blend.blended_dataset import read_blend_file, read_split_blends
+from megatron.data.chat.templates import find_template
+from megatron.data.file_access import map_file
+from megatron.data.index_cache import IndexCache
+from megatron.data.ledger import Ledger, read_ledger
+from megatron.data.packed.internlm_files import _load_meta
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.bpe import _special_names, _tiktoken_pieces
 from megatron.data.tokenizers.gpt2_bpe import read_merges, read_vocabulary
+from megatron.training.launch.control_file import ControlFile
+from tools import check_script
 from tools.convert.config_keys import Keys, read_json
 from tools.convert.hf_files import side_files
 from tools.convert.links import ConversionError
+from tools.convert.unpickle_worker import Refused, TorchFile
 from tools.internlm.read_config import ConfigError, read_config
 from tools.spikes import restart
 
@@ -48,6 +59,11 @@ def _special(path: Path) -> object:
     return _special_names(path.parent)
 
 
+def _script(path: Path) -> None:
+    if check_script.main([str(path)]):
+        raise ValueError("refused")
+
+
 READERS: dict[str, Callable[[Path], object]] = {
     "vocab.json": read_vocabulary,
     "merges.txt": read_merges,
@@ -58,9 +74,26 @@ READERS: dict[str, Callable[[Path], object]] = {
     "split blends": lambda path: read_split_blends(str(path)),
     "log": lambda path: read_history([str(path)]),
     "config.json": read_json,
+    "launch script": _script,
+    "data ledger": lambda path: read_ledger(str(path)),
+    "data ledger to write": lambda path: Ledger(str(path), 32),
+    "index": lambda path: map_file(str(path)),
+    "samples of InternLM": lambda path: _load_meta(str(path), 100),
+    "chat template": lambda path: find_template(str(path), None, {}),
+    "PyTorch .pt": TorchFile,
+    "small file of a checkpoint": filesystem.read_small_file,
     "InternLM config": read_config,
 }
-EXPECTED = (ValueError, OSError, Problems, ConversionError)
+REST = ("data ledger to write", "chat template", "small file of a checkpoint")
+EXPECTED = (ValueError, OSError, Problems, ConversionError, Refused, CheckpointError)
+
+
+def wanted(name: str, path: Path) -> bool:
+    """An index may have any size, a ledger is read in part, and one to write is made."""
+    return not (
+        (path.name == "huge" and name in ("index", "data ledger", "PyTorch .pt"))
+        or (path.name == "missing" and name == "data ledger to write")
+    )
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -70,13 +103,15 @@ def test_pipes_devices_and_directories_are_refused(tmp_path, name):
     os.truncate(tmp_path / "huge", 8 << 30)
     (tmp_path / "directory").mkdir()
     for path in (*sorted(tmp_path.iterdir()), Path("/dev/zero"), tmp_path / "missing"):
-        if name == "log" and path.is_dir():
+        if (name == "log" and path.is_dir()) or not wanted(name, path):
             continue
         with pytest.raises(EXPECTED):
             READERS[name](path)
 
 
-@pytest.mark.parametrize("name", [name for name in READERS if name not in ("log", "blend")])
+@pytest.mark.parametrize(
+    "name", [name for name in READERS if name not in ("log", "blend", "index", *REST)]
+)
 def test_deep_brackets_are_an_error_or_no_value(tmp_path, name):
     (tmp_path / "x").write_text(DEEP)
     try:
@@ -142,6 +177,68 @@ def test_a_directory_is_quoted_in_the_flags_of_spikes():
         end = 22
 
     assert restart([Spike()], "my runs; rm x", [10]).startswith("--load 'my runs; rm x' --ckpt")
+
+
+def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path):
+    """A limit on the memory of a process, below the limit on the size of a file, does no harm."""
+    (tmp_path / "x").write_bytes(b"x" * 100_000)
+    tracemalloc.start()
+    assert len(small_files.read_bytes(tmp_path / "x")) == 100_000
+    assert len(filesystem.read_small_file(tmp_path / "x")) == 100_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+    with pytest.raises(OSError, match="more than 99999 bytes"):
+        small_files.read_bytes(tmp_path / "x", 99_999)
+
+
+def test_a_control_file_that_is_a_pipe_requests_nothing(tmp_path):
+    os.mkfifo(tmp_path / "control")
+    control = ControlFile(str(tmp_path / "control"))
+    assert control.request(9) is None
+    control.done()
+
+
+def test_a_cache_whose_description_is_a_pipe_is_built_again(tmp_path):
+    cache = IndexCache(str(tmp_path))
+    cache.store("Kind", "text", {"a": np.arange(5)})
+    path = next(tmp_path.glob("*-description.txt"))
+    path.unlink()
+    os.mkfifo(path)
+    assert cache.load("Kind", "text", ["a"]) is None
+
+
+def test_a_template_that_is_nested_too_deeply_is_refused(tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "t").write_text("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")
+    with pytest.raises(ValueError, match="chat-template-malformed"):
+        find_template(str(tmp_path / "t"), None, {})
+
+
+def test_a_script_whose_variables_grow_without_end_is_refused(tmp_path, capsys):
+    (tmp_path / "x.sh").write_text("A=aaaaaaaa\n" + 'A="$A$A"\n' * 60)
+    assert check_script.main([str(tmp_path / "x.sh")]) == 1
+    assert "the variable A" in capsys.readouterr().err
+
+
+def test_counts_that_no_float_holds_are_no_traceback(tmp_path):
+    (tmp_path / "x.log").write_text(
+        " iteration 1/ 20 | consumed samples: 8 | global batch size: 1e400 | lm loss: 9.0 | "
+        "number of skipped iterations: 1e400 |\n"
+    )
+    record = read_history([str(tmp_path / "x.log")]).records[0]
+    assert record.global_batch_size is None and record.skipped == 0
+
+
+def test_long_lines_are_shortened_in_messages(tmp_path):
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "{" * 300_000 + "\n")
+    with pytest.raises(ValueError) as error:
+        read_merges(tmp_path / "merges.txt")
+    assert len(str(error.value)) < 2000
+    (tmp_path / "blend").write_text("{" * 300_000 + " a 0.5 b")
+    with pytest.raises(ValueError) as error:
+        read_blend_file(str(tmp_path / "blend"))
+    assert len(str(error.value)) < 2000
 
 
 def test_a_save_directory_that_comes_back_is_still_this_jobs(tmp_path, monkeypatch):

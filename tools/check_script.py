@@ -25,9 +25,11 @@ from pathlib import Path
 from megatron.arguments import Parser, arg, is_flag, parse
 from megatron.config import command_line
 from megatron.config.megatron_compat import flags as megatron_flags
+from megatron.small_files import read_text
 from tools.script.read_shell import Script, ranks, read_recipe, read_shell, shown
 from tools.shared.program import read
 
+MAX_BYTES = 1 << 17  # of a script
 _CODE = re.compile(r" \[[a-z0-9-]+\]$")
 
 
@@ -118,13 +120,17 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 accepted, 1 refused or no command line found, 2 a wrong command line."""
     options = read(Options, argv, prog="check_script.py", description=__doc__ or "", check=_wrong)
     try:
-        text = options.script.read_text(encoding="utf-8", errors="replace")
+        text = read_text(options.script, errors="replace", limit=MAX_BYTES)
     except OSError as error:
         print(f"error: {options.script}: {error.strerror or error}", file=sys.stderr)
         return 1
     given = dict(each.split("=", 1) for each in options.variables)
     recipe = options.script.suffix in (".yaml", ".yml")
-    script = read_recipe(text) if recipe else read_shell(text, given)
+    try:
+        script = read_recipe(text) if recipe else read_shell(text, given)
+    except (ValueError, RecursionError, MemoryError) as error:
+        print(f"error: {options.script}: cannot be read ({error})", file=sys.stderr)
+        return 1
     if not script.found:
         print(
             f"error: {options.script}: no command line of pretrain_gpt.py found; it is looked for "

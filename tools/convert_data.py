@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Convert token data between InternLM's format (X.bin of JSON lines, X.bin.meta) and Megatron's
-(X.bin, X.idx).
+(X.bin, X.idx, and X.json with their checksums).
 
 Each sample becomes a document; ids are not changed, negative ones neither. The output has the
 folders of the input, so that subsets stay subsets. Existing files are never overwritten. Exit
@@ -28,6 +28,8 @@ from megatron.arguments import arg
 from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path
 from megatron.data.packed.documents import Documents
 from megatron.data.packed.internlm_files import JsonlTokens, JsonlWriter, meta_path, token_files
+from megatron.data.pair_checksums import write_sums
+from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import Command, run_command
 from tools.shared.progress import Progress
 
@@ -56,7 +58,8 @@ class ToMegatron(ToInternLM):
 def to_megatron(
     path: str, out: str, dtype: str, progress: Callable[[int, int], None]
 ) -> tuple[int, int]:
-    """One file; the number of its samples and of its tokens."""
+    """One file, and the checksums of its result in PREFIX.json; the number of its samples and of
+    its tokens."""
     samples = JsonlTokens(path)
     with IndexedDatasetBuilder(out, dtype) as builder:
         for number in range(len(samples.lengths)):
@@ -66,6 +69,7 @@ def to_megatron(
             except ValueError as error:
                 raise ValueError(f"{path}: sample {number}: {error}") from None
             progress(number + 1, len(samples.lengths))
+    write_sums(out)
     return len(samples.lengths), int(samples.lengths.sum())
 
 
@@ -91,6 +95,7 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
             f"{out}: is inside {folder}, or the other way round; give a directory apart from it"
         )
     theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
+    notes = (lambda path: json_path(path[:-4]),) if to is ToMegatron else ()
     found = [path for path in token_files(folder) if os.path.exists(theirs(path))]
     if not found:
         raise ValueError(
@@ -99,7 +104,7 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
         )
     for path in found:
         result = os.path.join(out, os.path.relpath(path, folder))
-        for there in (result, mine(result)):
+        for there in (result, mine(result), *(note(result) for note in notes)):
             if os.path.lexists(there):
                 raise ValueError(f"{there}: is there already; give another directory, or remove it")
     for path in found:
@@ -147,7 +152,9 @@ def run(options: ToInternLM) -> int:
 
 COMMANDS = {
     "to-megatron": Command(
-        "write X.bin and X.idx for every X.bin with X.bin.meta below FOLDER", ToMegatron, run
+        "write X.bin, X.idx and X.json for every X.bin with X.bin.meta below FOLDER",
+        ToMegatron,
+        run,
     ),
     "to-internlm": Command(
         "write X.bin and X.bin.meta for every X.bin with X.idx below FOLDER", ToInternLM, run

@@ -156,6 +156,11 @@ def read_evaluations(text: str) -> list[Evaluation]:
     return found
 
 
+def _whole(number: float) -> int:
+    """A count; 0 for one that no float holds."""
+    return int(number) if math.isfinite(number) else 0
+
+
 def _short_record(head: re.Match[str], text: str) -> Record:
     line = "|" + text.split("\n", 1)[0]
     for more in text.split("\n")[1:]:
@@ -173,8 +178,8 @@ def _short_record(head: re.Match[str], text: str) -> Record:
         found["tokens_per_second"] = float(rate[1]) * _UNITS[rate[2]]
     if "seconds" in found:
         found["milliseconds"] = 1000 * found.pop("seconds")
-    skipped = int(found.pop("overflow", 0) + found.pop("spike", 0))
-    user = int(found.pop("user_skipped", 0))
+    skipped = _whole(found.pop("overflow", 0) + found.pop("spike", 0))
+    user = _whole(found.pop("user_skipped", 0))
     batch = found.pop("global_batch_size", None)
     return Record(
         int(head[1]),
@@ -182,7 +187,7 @@ def _short_record(head: re.Match[str], text: str) -> Record:
         found.pop("loss", None),
         found.pop("grad_norm", None),
         found.pop("learning_rate", None),
-        global_batch_size=None if batch is None else int(batch),
+        global_batch_size=None if batch is None else _whole(batch),
         skipped=skipped,
         user_skipped=user,
         numbers=found,
@@ -216,12 +221,12 @@ def _record(head: re.Match[str], text: str) -> Record:
         if (match := pattern.search(text))
     }
     whole = {
-        name: int(found.pop(name))
+        name: int(number)
         for name in ("consumed_samples", "global_batch_size")
-        if name in found
+        if math.isfinite(number := found.pop(name, math.nan))
     }
-    skipped = int(found.pop("skipped", 0))
-    user = int(found.pop("user_skipped", 0))
+    skipped = _whole(found.pop("skipped", 0))
+    user = _whole(found.pop("user_skipped", 0))
     loss = found.pop("loss", None)
     norm = found.pop("grad_norm", None)
     return Record(

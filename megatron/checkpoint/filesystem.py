@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron.small_files import read_open
+
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
 _REMEDIES = {
@@ -91,8 +93,8 @@ def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             check_plain(descriptor, path)
-            data = file.read(limit + 1)
-    if len(data) > limit:
+            data = read_open(file, limit)
+    if data is None:
         raise CheckpointError(
             f"{path} has more than {limit} bytes; the checkpoint is damaged: use another one "
             "[checkpoint-damaged]"

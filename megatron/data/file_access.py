@@ -32,16 +32,21 @@ def open_to_read(path: str) -> int:
     """A descriptor of a file. As many may be open as the system lets a process ask for, not only
     the customary 1024."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise unreadable(path, error) from error
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return open_to_read(path)
-    if stat.S_ISDIR(os.fstat(file).st_mode):
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):  # a pipe, to wait for; an endless device
         os.close(file)
-        raise unreadable(path, OSError(errno.EISDIR, ""))
+        if stat.S_ISDIR(mode):
+            raise unreadable(path, OSError(errno.EISDIR, ""))
+        raise ValueError(
+            f"{path}: is a pipe, a socket or a device; give a regular file [file-not-readable]"
+        )
     return file
 
 

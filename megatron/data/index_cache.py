@@ -24,6 +24,7 @@ import numpy as np
 from megatron import log
 from megatron.checksums import block_sums, file_sum, sum_of_file
 from megatron.data.file_access import check_mapped, map_file
+from megatron.small_files import read_bytes
 
 # between the description and the lines `NAME CHECKSUM` of its arrays
 CHECKSUMS = "\nchecksums:\n"
@@ -118,7 +119,7 @@ class IndexCache:
         """The arrays of an entry, mapped read-only, or None if it is not there or not whole."""
         stem = self.stem(kind, description)
         try:
-            text = Path(self._description_path(stem)).read_bytes()
+            text = read_bytes(self._description_path(stem))
             if not text.startswith((description + CHECKSUMS).encode()):
                 return None  # of another index, or written before there were checksums
             files = {name: self.path(stem, name) for name in names}

@@ -7,13 +7,17 @@ zeros.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import struct
 import weakref
 from collections.abc import Sequence
 
 import numpy as np
+
+from megatron.small_files import open_regular
 
 MAGIC = b"data-ledger\r\n\x1a\x00\x00"
 VERSION = 1
@@ -54,10 +58,12 @@ class Ledger:
     def __init__(self, path: str, sequence_length: int) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
         except OSError as error:
             raise self._refused(error) from error
         weakref.finalize(self, os.close, self._file)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise self._refused(OSError(errno.EINVAL, "not a regular file"))
         head = os.pread(self._file, HEADER.size, 0)
         if head:
             found = _read_header(path, head)
@@ -140,7 +146,7 @@ def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.nda
     ValueError.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             sequence_length = _read_header(path, file.read(HEADER.size))
             whole = os.fstat(file.fileno()).st_size // RECORD.itemsize
             wanted = (

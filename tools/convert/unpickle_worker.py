@@ -37,6 +37,7 @@ import torch
 
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, Entry, SafetensorsFile, write_file
+from megatron.small_files import open_regular
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
@@ -204,7 +205,7 @@ class TorchFile:
 
     def __init__(self, path: Path):
         try:
-            self._zip = zipfile.ZipFile(path)
+            self._zip = zipfile.ZipFile(open_regular(path))
         except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise Refused(
                 f"is not a zip file as torch.save writes it since version 1.6 ({error}); load an "

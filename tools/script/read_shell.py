@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+MAX_VALUE = 1 << 20  # characters of a variable
 PROGRAM = re.compile(r"pretrain_\w+\.py$")
 _ASSIGNMENT = re.compile(r"(?:export |declare (?:-\w+ )*|local |readonly )?(\w+)(\+?)=(.*)", re.S)
 _VARIABLE = re.compile(
@@ -128,6 +129,8 @@ def _assign(script: Script, given: dict[str, str], name: str, plus: str, raw: st
     if plus:
         before = script.values.get(name, [])
         value = before + value if raw.startswith("(") else ["".join([*before, *value])]
+    if sum(map(len, value)) > MAX_VALUE:
+        raise ValueError(f"the variable {name[:80]} has more than {MAX_VALUE} characters")
     script.values[name] = value
 
 
@@ -187,7 +190,7 @@ def _arithmetic(variable: re.Match, script: Script) -> str:
     )
     try:
         return str(_sum(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, ValueError, ZeroDivisionError):
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return variable[0]
 
 

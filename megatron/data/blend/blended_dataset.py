@@ -92,12 +92,12 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
     for item, weight in zip(items[::2], weights, strict=True):
         if weight is None:
             raise ValueError(
-                f"{flag}: {item} stands where a weight is expected; give pairs of weight and "
+                f"{flag}: {item[:200]} stands where a weight is expected; give pairs of weight and "
                 "prefix [blend-malformed]"
             )
         if not 0 < weight < math.inf:
             raise ValueError(
-                f"{flag}: weight {item} must be a positive number; omit data that is not "
+                f"{flag}: weight {item[:200]} must be a positive number; omit data that is not "
                 "wanted [blend-malformed]"
             )
     return items[1::2], weights
@@ -111,8 +111,8 @@ def _parse_epochs(items: Sequence[str], flag: str) -> Blend:
     for item, count in zip(items[::2], counts, strict=True):
         if count is None or not 0 < count < math.inf or len(items) % 2:
             raise ValueError(
-                f"{flag}: {item} stands where epochs are expected; give pairs such as epochs:2 "
-                "PREFIX [blend-malformed]"
+                f"{flag}: {item[:200]} stands where epochs are expected; give pairs such as "
+                "epochs:2 PREFIX [blend-malformed]"
             )
     return items[1::2], EpochCounts(counts)
 

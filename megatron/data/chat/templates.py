@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.data.chat.messages import Message
+from megatron.small_files import parse_json, read_text
 
 JINJA = (3, 1, 6)  # earlier ones let a template out of the sandbox
 START = "generation_start"
@@ -135,6 +136,12 @@ class ChatTemplate:
         jinja2 = _jinja2()
         try:
             return _environment(jinja2).from_string(self.source)
+        # too deep for jinja2's parser, or for Python's of the code that it makes
+        except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"chat template {self.name}: cannot be compiled ({type(error).__name__}) "
+                "[chat-template-malformed]"
+            ) from None
         except jinja2.TemplateError as error:
             line = f", line {error.lineno}" if getattr(error, "lineno", None) else ""
             raise ValueError(
@@ -282,7 +289,7 @@ def template_in_folder(folder: Path) -> tuple[str, str] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(_read(file, str(file), "")).get("chat_template")
+        found = parse_json(_read(file, str(file), "")).get("chat_template")
     except (json.JSONDecodeError, AttributeError) as error:
         raise ValueError(
             f"{file}: not a JSON object ({error}) [tokenizer-file-malformed]"
@@ -295,7 +302,7 @@ def template_in_folder(folder: Path) -> tuple[str, str] | None:
 
 def _read(file: Path, what: str, hint: str) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{what}: cannot be read ({reason}){hint} [file-not-readable]") from None

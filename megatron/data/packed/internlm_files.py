@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import tokenize
 import uuid
 import weakref
 from array import array
@@ -23,7 +24,9 @@ import numpy as np
 from megatron.data.blend.paths import PARTIAL
 from megatron.data.file_access import open_to_read, read_at
 from megatron.data.preprocess.jsonl import ids_of
+from megatron.small_files import open_regular
 
+_NOT_AN_ARRAY = (SyntaxError, tokenize.TokenError, MemoryError, OverflowError, RecursionError)
 BLOCK_BYTES = 1 << 16  # read at once where the end of a line is not known
 
 
@@ -32,14 +35,20 @@ def meta_path(bin_path: str) -> str:
     return f"{bin_path}.meta"
 
 
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
     """The checked array of a .meta file of a .bin of so many bytes."""
     how = "make it again with the tokenizer that made it, or with tools/convert_data.py"
     try:
-        meta = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        with open_regular(path) as file:
+            meta = np.load(file, allow_pickle=False)
+    # numpy parses the header as Python and reserves what it says
+    except (*_NOT_AN_ARRAY, ValueError, EOFError, OSError) as error:
         raise ValueError(
-            f"{path}: is no array in numpy's .npy format ({str(error).splitlines()[0]}); {how} "
+            f"{path}: is no array in numpy's .npy format ({_reason(error)}); {how} "
             "[packed-meta-malformed]"
         ) from None
     if (

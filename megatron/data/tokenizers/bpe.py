@@ -20,7 +20,7 @@ from megatron import log
 from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
 from megatron.data.tokenizers import gigatoken, gpt2_bpe
 from megatron.data.tokenizers.base import Ids, Tokenizer, check_unicode, library
-from megatron.small_files import read_json
+from megatron.small_files import read_bytes, read_json
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -269,9 +269,9 @@ class HuggingFaceTokenizer(Tokenizer):
             self._read_folder(path)
 
     def _read_json(self, path: Path) -> None:
-        read = library("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_file
+        read = library("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_buffer
         try:
-            engine = read(str(path))
+            engine = read(read_bytes(path))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(
                 f"--tokenizer-model {path}: not a Hugging Face tokenizer.json ({error}) "

@@ -157,7 +157,7 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
         if len(pair) != 2 or "" in pair:
             raise ValueError(
                 f"--merge-file {path}, line {number}: expected two pieces and one space, found "
-                f"{line!r} [tokenizer-file-malformed]"
+                f"{line[:80]!r} [tokenizer-file-malformed]"
             )
         merges.append(pair)
     if not merges:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.data.tokenizers.base import Ids, Tokenizer, library
+from megatron.small_files import read_bytes
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -21,7 +22,8 @@ class GPTSentencePieceTokenizer(Tokenizer):
         self.files = (tokenizer_model,)
         processor = library("sentencepiece", type(self).__name__).SentencePieceProcessor
         try:
-            self._model = processor(model_file=tokenizer_model)
+            self._model = processor()
+            self._model.LoadFromSerializedProto(read_bytes(tokenizer_model))
         except (OSError, RuntimeError) as error:
             raise ValueError(
                 f"--tokenizer-model {tokenizer_model}: not a sentencepiece model ({error}); give "

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from megatron import log
+from megatron.small_files import open_regular
 from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
 
@@ -44,7 +45,7 @@ class ControlFile:
     def _read(self) -> str:
         """The request; none where the file is being replaced, or was removed."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 return file.read(100).decode(errors="replace").strip() or NOTHING
         except OSError:
             return NOTHING
@@ -52,7 +53,7 @@ class ControlFile:
     def done(self) -> None:
         """What was asked for is done; another request made meanwhile stays."""
         try:
-            if self._read() == self._asked:
+            if NOTHING != self._asked == self._read():
                 self._path.write_text(NOTHING + "\n")
         except OSError as error:
             log.warn_once(f"--control-file {self._path} cannot be set back: {error.strerror}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.packed import internlm_files
 from megatron.data.packed.internlm_files import JsonlTokens
@@ -54,9 +55,10 @@ def refused(capsys, *words: str | Path) -> str:
 def test_there_and_back_gives_the_same_bytes(lines, tmp_path, capsys):
     said = run(capsys, "to-megatron", lines, tmp_path / "pairs")
     assert sorted(content(tmp_path / "pairs")) == sorted(
-        f"{name}.{end}" for name in NAMES for end in ("bin", "idx")
+        f"{name}.{end}" for name in NAMES for end in ("bin", "idx", "json")
     )
     for name in NAMES:
+        assert pair_checksums.verify_tokens(f"{tmp_path}/pairs/{name}")
         samples = JsonlTokens(f"{lines}/{name}.bin")
         pair = IndexedDataset(f"{tmp_path}/pairs/{name}")
         assert pair.num_documents == 50 and pair.dtype == np.int32
@@ -85,10 +87,9 @@ def test_pairs_there_and_back(tmp_path, capsys):
     run(capsys, "to-megatron", tmp_path / "lines", tmp_path / "again")
     again = content(tmp_path / "again")
     before = content(tmp_path / "pairs")
-    assert (
-        all(again[name] == before[name] for name in ("code/x.bin", "code/x.idx"))
-        and again.keys() == before.keys()
-    )
+    assert all(
+        again[name] == before[name] for name in ("code/x.bin", "code/x.idx")
+    ) and again.keys() == before.keys() | {"code/x.json", "code/y.json"}
 
 
 def test_progress_within_a_long_file(lines, tmp_path, capsys, monkeypatch):
@@ -130,7 +131,7 @@ def test_a_damaged_line_leaves_nothing_half_done(lines, tmp_path, capsys):
     path.write_bytes(path.read_bytes().replace(b"]}", b"]]", 1))
     assert "en/a.bin: sample " in refused(capsys, "to-megatron", lines, tmp_path / "out")
     # whole, and the damaged one not at all
-    assert sorted(content(tmp_path / "out")) == ["cn/a.bin", "cn/a.idx"]
+    assert sorted(content(tmp_path / "out")) == ["cn/a.bin", "cn/a.idx", "cn/a.json"]
 
 
 def test_a_full_disk_leaves_nothing_half_done(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,48 @@
+"""Damaged and hostile files of every kind, by the thousand: each is refused with a message or read,
+and nothing else happens.
+
+No exception but the documented ones, no more than 10 s and 2 x the file + 500 MB, no program
+started, nothing written outside, and no content accepted that a checksum shows to be another. One
+seed makes one input: `tests.hostile.campaign.one_input`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.forged import gadget
+from tests.forkrun import run_ranks
+
+COUNTS = [
+    pytest.param(100, 0, id="100"),
+    *(pytest.param(500, part, id=f"2000-{part}", marks=pytest.mark.campaign) for part in range(4)),
+    *(pytest.param(5000, part, id=f"20000-{part}", marks=pytest.mark.sweep) for part in range(4)),
+]
+
+
+def attack(rank: int, world: int, home: str, count: int, part: int):
+    """One quarter of the kinds (`part`) for a campaign, all of them in few inputs."""
+
+    from tests.hostile.campaign import run
+    from tests.hostile.kinds import KINDS
+
+    os.environ["CANARY"] = str(Path(home) / "canary")
+    os.environb[b"HOSTILE_PAYLOAD"] = gadget(0)
+    os.fsync = lambda _: None
+    folder = Path(home) / "cases"
+    folder.mkdir()
+    kinds = [kind for kind in KINDS if kind.runs_here()]
+    return run(kinds if count == 100 else kinds[part::4], count, folder)
+
+
+@pytest.mark.parametrize(("count", "part"), COUNTS)
+def test_every_file_is_read_or_refused(memory_path, count, part):
+    counts, bad = run_ranks(1, attack, str(memory_path), count, part, seconds=900)[0]
+    for kind, outcomes in counts.items():
+        print(f"{kind}: {outcomes}")
+    assert not bad, "\n".join(
+        [f"{len(bad)} of {sum(sum(c.values()) for c in counts.values())}", *bad[:20]]
+    )
