@@ -25,6 +25,7 @@ FREE = {
     "make_vocab_size_divisible_by",
     "moe_aux_loss_coeff",
     "moe_expert_capacity_factor",
+    "moe_input_jitter_eps",
     "moe_router_bias_update_rate",
     "moe_router_dtype",
     "moe_router_load_balancing_type",

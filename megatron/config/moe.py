@@ -81,11 +81,18 @@ class MoEConfig:
     moe_router_load_balancing_type: tuple[str, ...] = arg(
         ("aux_loss",),
         dump=False,
-        choices=(*BALANCING_LOSSES, "none"),
+        choices=(*BALANCING_LOSSES, "sinkhorn", "none"),
         help="load balancing of MoE layers, one or several, each with its --moe-aux-loss-coeff: "
         "aux_loss (Switch Transformer's loss over a micro-batch), seq_aux_loss (over each "
         "sequence), global_aux_loss (with the loads of all data-parallel ranks and of the earlier "
-        "micro-batches of the iteration) or none",
+        "micro-batches of the iteration), sinkhorn (without a loss: in training, balanced "
+        "selection) or none",
+    )
+    moe_input_jitter_eps: float | None = arg(
+        None,
+        dump=False,
+        help="in training, multiply each input of routers by a random number between 1 - eps and "
+        "1 + eps",
     )
     moe_expert_capacity_factor: float | None = arg(
         None,
@@ -127,7 +134,12 @@ class MoEConfig:
         """Coefficients of the load-balancing losses that are trained on, by type."""
         types = self.moe_router_load_balancing_type
         pairs = zip(types, self.moe_aux_loss_coeff, strict=False)
-        return {kind: coeff for kind, coeff in pairs if coeff and kind != "none"}
+        return {kind: coeff for kind, coeff in pairs if coeff and kind in BALANCING_LOSSES}
+
+    @property
+    def sinkhorn(self) -> bool:
+        """Are experts selected by Sinkhorn's algorithm in training?"""
+        return self.moe_router_load_balancing_type == ("sinkhorn",)
 
     @property
     def router_losses(self) -> dict[str, float]:

@@ -80,6 +80,15 @@ def _drop(x: Tensor, p: float, seed: int) -> Tensor:
     return out
 
 
+def jitter(x: Tensor, eps: float, seed: int) -> Tensor:
+    """Multiply each element by a random number, uniform between 1 - eps and 1 + eps: a pure
+    function of (seed, shape) on a kind of device."""
+    generator = torch.Generator(device=x.device).manual_seed(seed ^ (seed >> 32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    noise = torch.rand(x.shape, generator=generator, dtype=wide, device=x.device)
+    return x * noise.mul_(2 * eps).add_(1 - eps).to(x.dtype)
+
+
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al.
     2014).

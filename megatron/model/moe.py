@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_LOSSES
+from megatron.kernels.dropout import jitter
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
 from megatron.kernels.kernels import Kernels
 from megatron.model.mlp import MLP, activation
@@ -25,6 +26,7 @@ from megatron.parallel.collectives import (
     scatter_sequence,
 )
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
 from megatron.parallel.zigzag import chunks_of
 
@@ -38,12 +40,13 @@ class RouterStep:
     same factor. sums: by layer, of this rank's tokens the ROUTER_LOSSES, without coefficients, and
     the number of tokens that selected each expert [losses + experts]. A recomputed layer writes the
     same values once more. latest: by layer, the counts of selections up to the last micro-batch;
-    all micro-batches of an iteration share it.
+    all micro-batches of an iteration share it. seeds: those of the input jitter.
     """
 
     loss_mask: torch.Tensor | None
     loss_scale: float
     latest: dict[int, torch.Tensor] = field(default_factory=dict)
+    seeds: DropoutSeeds | None = None
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
     _so_far: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
@@ -114,6 +117,21 @@ def within_capacity(scores: torch.Tensor, capacity: int, policy: str) -> torch.T
     return selected & torch.zeros_like(selected).scatter(0, best, True)
 
 
+def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
+    """exp(logits) [n, experts], with rows and columns scaled until all rows have equal sums, and
+    all columns (Sinkhorn and Knopp 1967)."""
+    cost = logits.to(torch.promote_types(logits.dtype, torch.float32)).exp()
+    n, experts = cost.shape
+    columns = cost.new_ones(experts)
+    change = math.inf
+    while change > tolerance:
+        rows = 1 / (n * ((cost * columns).sum(1) + 1e-8))
+        before = columns
+        columns = 1 / (experts * ((cost * rows.unsqueeze(1)).sum(0) + 1e-8))
+        change = float((columns - before).abs().mean())
+    return cost * columns * rows.unsqueeze(1)
+
+
 def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores [n, experts] that sum to 1, numbers [n, topk] of the largest), of which the
     load-balancing loss is made."""
@@ -147,6 +165,7 @@ class Router(nn.Module):
         self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
         self.cp = ctx.cp
         self.data = ctx.dp
+        self.part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.split = ctx.tp if ctx.sequence_parallel else None
 
     def forward(
@@ -154,13 +173,20 @@ class Router(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [s, b, h] -> (probabilities, numbers) [s b, topk] of the experts of each token. What
         exceeds the capacity of an expert has the number `num_experts`."""
+        sequences = x.shape[1]
+        if self.model.moe_input_jitter_eps and step is not None and step.seeds is not None:
+            seed = step.seeds.seed(self.number, "router_input", self.part)
+            x = jitter(x, self.model.moe_input_jitter_eps, seed)
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
-        probs, experts = select_experts(logits, self.model, self.expert_bias)
+        if self.model.sinkhorn:
+            probs, experts = self.balance(logits, sequences, step is not None)
+        else:
+            probs, experts = select_experts(logits, self.model, self.expert_bias)
         if self.model.moe_expert_capacity_factor:
-            experts = self.drop(probs.detach(), experts, x.shape[1])
+            experts = self.drop(probs.detach(), experts, sequences)
         if step is not None:
-            probs = self.add_losses(probs, logits, experts, step, x.shape[1])
+            probs = self.add_losses(probs, logits, experts, step, sequences)
         return probs, experts
 
     def drop(self, probs: torch.Tensor, experts: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -168,18 +194,39 @@ class Router(nn.Module):
         wherever they are; `num_experts` where a token is dropped."""
         m = self.model
         scores = probs.new_full((len(probs), m.num_experts), -1.0).scatter(1, experts, probs)
+        scores, mine = self.gather(scores, sequences)
+        share = len(scores) * m.moe_router_topk / m.num_experts
+        capacity = math.ceil(share * m.moe_expert_capacity_factor)
+        kept = within_capacity(scores, capacity, m.moe_token_drop_policy)
+        return experts.where(kept[mine].gather(1, experts), m.num_experts)
+
+    def balance(
+        self, logits: torch.Tensor, sequences: int, training: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `select_experts`, in training by Sinkhorn's algorithm over the tokens of a
+        micro-batch, wherever they are."""
+        k = self.model.moe_router_topk
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        scores = logits.to(wide).sigmoid() if k == 1 else logits.softmax(-1, dtype=wide)
+        if training:
+            everyone, mine = self.gather(logits.detach().to(wide), sequences)
+            experts = sinkhorn(everyone)[mine].topk(k).indices
+        else:
+            experts = scores.topk(k).indices
+        return scores.gather(1, experts), experts
+
+    def gather(self, scores: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(`scores` [s b, experts] of all tokens of the micro-batch, by position and sequence;
+        numbers of the rows [s b] that are this rank's)."""
         for axis in reversed(self.axes):  # tp, then cp
             scores = all_gather(scores, axis)
         order = torch.arange(len(scores), device=scores.device).view(-1, sequences)
         ranks = self.cp.size
         parts = [order] if ranks == 1 else [chunks_of(order, i, ranks, 0) for i in range(ranks)]
         rows = torch.cat(parts).flatten()
-        share = len(scores) * m.moe_router_topk / m.num_experts
-        capacity = math.ceil(share * m.moe_expert_capacity_factor)
-        kept = within_capacity(scores[rows.argsort()], capacity, m.moe_token_drop_policy)
         mine = parts[self.cp.rank]
         mine = (mine if self.split is None else my_slice(mine, self.split)).flatten()
-        return experts.where(kept[mine].gather(1, experts), m.num_experts)
+        return scores[rows.argsort()], mine
 
     def add_losses(
         self,

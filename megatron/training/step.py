@@ -246,10 +246,9 @@ def _forwards(
                     rows.token_metrics if rows else (),
                 )
                 if run.config.model.num_experts and backward_scale is not None:
-                    mask = batches[micro_batch].loss_mask
-                    batches[micro_batch] = replace(
-                        batches[micro_batch], router_step=RouterStep(mask, backward_scale, latest)
-                    )
+                    made = batches[micro_batch]
+                    step = RouterStep(made.loss_mask, backward_scale, latest, made.dropout_seeds)
+                    batches[micro_batch] = replace(made, router_step=step)
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):
             output = forward_step(

@@ -7,9 +7,11 @@ import torch
 
 from megatron.config.moe import parse_layer_pattern
 from megatron.config.plan.parameters import count_idle, count_parameters, parameter_table
+from megatron.kernels.dropout import jitter
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
 from megatron.model.layer import Recompute
 from megatron.model.moe import RouterStep
+from megatron.parallel.random import DropoutSeeds
 from tests.model.tiny import tiny_config, tiny_model, tokens
 
 FLAGS = dict(
@@ -57,6 +59,21 @@ def test_dropped_tokens_are_not_computed():
                 y = y + p * layer.experts.linear_fc2.weight[e] @ inner
         rows.append(y)
     torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
+
+
+def test_input_jitter_is_a_function_of_the_seed():
+    """Of the router's input alone, in training alone."""
+    router = tiny_model(moe_input_jitter_eps=0.2, **FLAGS).decoder.layers["1"].mlp.router
+    x = torch.randn(7, 2, 32)
+    found = [
+        router(x, RouterStep(None, 1.0, seeds=DropoutSeeds(3, iteration, 0)))[0]
+        for iteration in (1, 1, 2)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2]) and not torch.equal(found[0], router(x)[0])
+    factors = jitter(torch.ones(10000, dtype=torch.float64), 0.2, 7)
+    assert 0.8 <= factors.min() < 0.801 and 1.199 < factors.max() <= 1.2
+    assert abs(factors.mean() - 1) < 0.005
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [0, 0, 0]])

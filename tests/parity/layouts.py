@@ -155,6 +155,23 @@ CASES = {
     "ep2 tp2 dp2, all-gather, experts, capacity": Case(
         (*MOE, *CAPACITY), 4, (EP, "2", TP, "2"), steps=10
     ),
+    "ep2 cp2 tp2 sp, experts, sinkhorn": Case(
+        (
+            *with_flags(MOE, "--moe-aux-loss-coeff", "0"),
+            "--moe-router-load-balancing-type",
+            "sinkhorn",
+        ),
+        4,
+        (EP, "2", CP, "2", TP, "2", SP),
+        steps=10,
+    ),
+    "pp2 vpp2, experts, input jitter, full recompute": Case(
+        (*DEEP_MOE, "--moe-input-jitter-eps", "0.1"),
+        2,
+        (PP, "2", CHUNKS, "2"),
+        steps=10,
+        only=FULL,
+    ),
     # one micro-batch in both: its tokens are those of all data-parallel ranks
     "dp2, experts, global balancing loss": Case(
         (*with_flags(MOE, "--micro-batch-size", "8"), *GLOBAL_BALANCE),

@@ -310,6 +310,16 @@ MORE = {
     "experts, ep2 tp2 sp cp2, capacity": Case(
         4, (EP, "2", TP, "2", SP, CP, "2", *EXPERTS, "--moe-expert-capacity-factor", "2"), {}
     ),
+    "experts, tp2 sp cp2, sinkhorn": Case(
+        4,
+        (
+            *(TP, "2", SP, CP, "2"),
+            *with_flags(EXPERTS, "--moe-aux-loss-coeff", "0"),
+            "--moe-router-load-balancing-type",
+            "sinkhorn",
+        ),
+        {},
+    ),
     "experts, cp2 dp2, two balancing losses": Case(
         4,
         (

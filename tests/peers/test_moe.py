@@ -150,6 +150,22 @@ def test_dropped_tokens_are_those_of_megatron_core(policy, factor):
         )
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+def test_the_selection_by_sinkhorn_equals_that_of_megatron_core(topk):
+    """Probabilities are not balanced: the softmax over all experts, or the sigmoid of one."""
+    theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    flags = dict(moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=topk)
+    router = tiny_model(**SIZE | flags, scramble=True).decoder.layers["1"].mlp.router
+    x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
+    logits = x.flatten(0, 1) @ router.weight.t()
+    scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+    for step, ranked in ((RouterStep(None, 1.0), theirs.sinkhorn(logits)), (None, scores)):
+        probs, experts = router(x, step)
+        assert torch.equal(experts, ranked.topk(topk).indices)
+        torch.testing.assert_close(probs, scores.gather(1, experts), rtol=1e-6, atol=1e-6)
+    assert not torch.equal(theirs.sinkhorn(logits).topk(topk).indices, scores.topk(topk).indices)
+
+
 def test_the_loss_of_all_micro_batches_equals_that_of_megatron_core():
     """Which takes the mean of the counts of the micro-batches so far."""
     theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils")

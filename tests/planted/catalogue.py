@@ -160,7 +160,7 @@ BUGS = {
         f"{LAYOUTS}[tp2, experts]",
     ),
     "tokens dropped in the order of context-parallel ranks": Bug(
-        "megatron.model.moe.Router.drop",
+        "megatron.model.moe.Router.gather",
         "scores[rows.argsort()]",
         "scores",
         f"{LAYOUTS}[cp2, experts, capacity by position]",

@@ -22,6 +22,7 @@ def rule(f: Facts) -> Iterator[str]:
     yield from _expert_parallel(f)
     yield from _router(f)
     yield from _balance(f)
+    yield from _sinkhorn(f)
     yield from _groups(f)
     yield from _layers(f)
     yield from _widths(f)
@@ -77,7 +78,7 @@ def _router(f: Facts) -> Iterator[str]:
             "(--num-experts); use at most that [router-topk-above-num-experts]"
         )
     if f["moe_router_score_function"] == "softmax":
-        if topk == 1 and not f["moe_router_pre_softmax"]:
+        if topk == 1 and not f["moe_router_pre_softmax"] and not f.config.model.sinkhorn:
             yield (
                 "--moe-router-topk 1: the softmax over one selected expert is always 1, and the "
                 "router would not learn; add --moe-router-pre-softmax [router-does-not-learn]"
@@ -98,10 +99,11 @@ def _balance(f: Facts) -> Iterator[str]:
     """Each type once, with a coefficient of its own; none stands alone."""
     types = f["moe_router_load_balancing_type"]
     coeffs = f["moe_aux_loss_coeff"]
-    if len(set(types)) < len(types) or ("none" in types and len(types) > 1):
+    alone = {"none", "sinkhorn"} & set(types)
+    if len(set(types)) < len(types) or (alone and len(types) > 1):
         yield (
-            f"{f.say('moe_router_load_balancing_type')}: give each type once, and none alone "
-            "[balancing-types-wrong]"
+            f"{f.say('moe_router_load_balancing_type')}: give each type once, and none or sinkhorn "
+            "alone [balancing-types-wrong]"
         )
     elif any(coeffs) and len(coeffs) != len(types):
         yield (
@@ -111,6 +113,24 @@ def _balance(f: Facts) -> Iterator[str]:
         )
     if not all(0 <= coeff < math.inf for coeff in coeffs):
         yield f"{f.say('moe_aux_loss_coeff')}: must not be negative [value-out-of-range]"
+
+
+def _sinkhorn(f: Facts) -> Iterator[str]:
+    """It has a selection and probabilities of its own."""
+    if not f.config.model.sinkhorn:
+        return
+    for name, off in (
+        ("moe_router_score_function", "softmax"),
+        ("moe_router_pre_softmax", False),
+        ("moe_router_topk_scaling_factor", None),
+        ("moe_router_num_groups", None),
+    ):
+        if f[name] != off:
+            yield (
+                f"{f.say(name)}: has no effect on the selection by sinkhorn "
+                "(--moe-router-load-balancing-type); omit one of the two "
+                "[flags-exclude-each-other]"
+            )
 
 
 def _groups(f: Facts) -> Iterator[str]:

@@ -56,7 +56,7 @@ _POSITIVE = (
 ).split()
 _BELOW_ONE = (
     "attention_dropout hidden_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum "
-    "lr_warmup_fraction"
+    "lr_warmup_fraction moe_input_jitter_eps"
 ).split()
 
 
@@ -157,7 +157,7 @@ _NEEDED = (
         "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
-        "moe_router_enable_expert_bias moe_expert_capacity_factor",
+        "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps",
         "--num-experts",
         lambda v: v["num_experts"],
     ),
@@ -169,7 +169,7 @@ _NEEDED = (
     (
         "moe_aux_loss_coeff",
         "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
-        lambda v: v["moe_router_load_balancing_type"] != ("none",),
+        lambda v: v["moe_router_load_balancing_type"] not in (("none",), ("sinkhorn",)),
     ),
     (
         "moe_token_drop_policy",

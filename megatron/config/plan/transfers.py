@@ -187,11 +187,11 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
             found += [counts._replace(axis="tp")]
         if kind == "global_aux_loss":
             found += [counts._replace(axis="dp")]
-    if m.moe_expert_capacity_factor:
-        rows = sizes.tokens * m.num_experts * sizes.wide
-        found += [Transfer("cp", "all-gather", 1, sizes.cp * rows)]
-        if sizes.sequence:
-            found += [Transfer("tp", "all-gather", 1, rows)]
+    selections = m.sinkhorn + bool(m.moe_expert_capacity_factor)
+    if selections:
+        rows = selections * sizes.tokens * m.num_experts * sizes.wide
+        found += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
+        found += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
     if sizes.sequence:
         found += [
             Transfer("tp", "all-gather", 4, 2 * whole + probs + numbers),
