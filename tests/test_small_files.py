@@ -18,17 +18,20 @@ from megatron.analysis.run_history import read_history
 from megatron.arguments import Problems, read_words
 from megatron.checkpoint import filesystem, lock
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.config import command_line
 from megatron.config.megatron_compat.deepspeed import read_deepspeed
 from megatron.data.blend.blended_dataset import read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
 from megatron.data.file_access import map_file
 from megatron.data.index_cache import IndexCache
 from megatron.data.ledger import Ledger, read_ledger
-from megatron.data.packed.internlm_files import _load_meta
+from megatron.data.packed.internlm_files import JsonlTokens, _load_meta
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.bpe import _special_names, _tiktoken_pieces
 from megatron.data.tokenizers.gpt2_bpe import read_merges, read_vocabulary
 from megatron.training.launch.control_file import ControlFile
+from tests.data.packed.packed_files import write_lines
+from tests.runs import SMALL
 from tools import check_script
 from tools.convert.config_keys import Keys, read_json
 from tools.convert.hf_files import side_files
@@ -190,6 +193,26 @@ def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path):
     assert peak < 1_000_000
     with pytest.raises(OSError, match="more than 99999 bytes"):
         small_files.read_bytes(tmp_path / "x", 99_999)
+
+
+def test_a_line_of_samples_is_bounded(tmp_path):
+    path = write_lines(tmp_path / "x.bin", [[1, 2], [3]])
+    Path(path).write_bytes(b"")
+    os.truncate(path, 8 << 30)
+    with pytest.raises(ValueError, match="its line has more"):
+        JsonlTokens(path).ids(1)
+
+
+def test_a_lock_that_is_a_link_to_itself_is_a_lock(tmp_path):
+    (tmp_path / ".lock.000001").symlink_to(tmp_path / ".lock.000001")
+    with pytest.raises(CheckpointError, match="save-directory-in-use"):
+        lock.acquire(tmp_path)
+
+
+def test_ranks_that_fit_a_huge_batch_are_found_at_once(tmp_path):
+    words = [*SMALL, "--mock-data", "--vocab-size", "100", "--train-iters", "9"]
+    huge = ["--micro-batch-size", "2", "--global-batch-size", "9223372036854775802"]
+    assert command_line.judge([*words, *huge], 5)[1]
 
 
 def test_a_control_file_that_is_a_pipe_requests_nothing(tmp_path):

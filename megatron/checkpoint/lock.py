@@ -215,7 +215,7 @@ def _age(path: Path) -> float:
         probe.touch()
         now = probe.stat().st_mtime
         probe.unlink()
-    return now - path.stat().st_mtime
+    return now - path.lstat().st_mtime
 
 
 def _machine() -> str:

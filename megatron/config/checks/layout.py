@@ -10,6 +10,8 @@ from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule, evaluation_batch, layer_split
 from megatron.config.plan.stages import check_micro_batches
 
+MOST_COPIES = 1 << 20  # of the model, of which sizes that fit are looked for
+
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each thing about the ranks that cannot be."""
@@ -180,8 +182,12 @@ def _sizes_that_fit(f: Facts, one: int) -> list[int]:
         or f["decrease_batch_size_if_needed"]
         or batch % micro
     )
-    copies = range(1, f.world_size // one + 2 if free else batch // micro + 1)
-    fit = [n * one for n in copies if free or batch // micro % n == 0]
+    if free:
+        fit = [n * one for n in range(1, f.world_size // one + 2)]
+    else:
+        pieces = batch // micro
+        small = [n for n in range(1, min(math.isqrt(pieces), MOST_COPIES) + 1) if pieces % n == 0]
+        fit = sorted({size * one for n in small for size in (n, pieces // n)})
     return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
 
 

@@ -27,6 +27,7 @@ from megatron.data.preprocess.jsonl import ids_of
 from megatron.small_files import open_regular
 
 _NOT_AN_ARRAY = (SyntaxError, tokenize.TokenError, MemoryError, OverflowError, RecursionError)
+MAX_LINE_BYTES = 1 << 28
 BLOCK_BYTES = 1 << 16  # read at once where the end of a line is not known
 
 
@@ -103,8 +104,10 @@ class JsonlTokens:
         start = int(self._meta[sample, 0])
         after = int(self._meta[sample + 1, 0]) if sample + 1 < len(self._meta) else self.bin_bytes
         found = b""
-        count = after - start if after > start else BLOCK_BYTES
+        count = min(after - start, MAX_LINE_BYTES) if after > start else BLOCK_BYTES
         while True:
+            if len(found) >= MAX_LINE_BYTES:
+                raise ValueError(f"its line has more than {MAX_LINE_BYTES} bytes")
             count = min(count, self.bin_bytes - start - len(found))
             if count <= 0:
                 return found
@@ -112,7 +115,7 @@ class JsonlTokens:
             end = found.find(b"\n")
             if end >= 0:
                 return found[:end]
-            count = BLOCK_BYTES
+            count = len(found)
 
     def ids(self, sample: int) -> np.ndarray:
         """All ids of a sample, int64."""
