@@ -182,7 +182,7 @@ def measure(
                 slices, temporary, 0, number, CPU
             ),
         )
-        best.measure("GEMMs while writing", lambda: products(work))
+        best.measure("GEMMs in a save", lambda: products(work))
         store.commit(temporary, number, writer.result, RunState(iteration=number), "")
         whole = time.perf_counter() - start
         best.times["async save"] = min(best.times.get("async save", whole), whole)
@@ -220,7 +220,7 @@ def report(times: dict[str, float], size: int) -> list[str]:
     for name, against in (
         ("save", "write and fsync"),
         ("stall", "copy"),
-        ("GEMMs while writing", "GEMMs alone"),
+        ("GEMMs in a save", "GEMMs alone"),
         ("load, cached", "read, cached"),
         ("load, cold", "read, cold"),
     ):

@@ -24,7 +24,7 @@ def test_a_line_for_each_ratio(tmp_path, capsys):
     ]
     load_tool("benchmarks/checkpoint").main(words)
     lines = capsys.readouterr().out.splitlines()
-    names = ["save", "stall", "GEMMs while writing", "load, cached", "load, cold"]
+    names = ["save", "stall", "GEMMs in a save", "load, cached", "load, cold"]
     assert [line[:16].strip() for line in lines[1:-1]] == names and len(lines) == 7
     for line in lines[1:-1]:
         assert re.fullmatch(
