@@ -7,6 +7,7 @@ import collections
 import contextlib
 import importlib.util
 import io
+import math
 import os
 import random
 import resource
@@ -176,7 +177,7 @@ def run(kinds: list[Kind], count: int, home: Path) -> tuple[dict[str, dict[str, 
     for kind in kinds:
         good, value = _good(kind, home)
         found: collections.Counter[str] = collections.Counter()
-        for seed in range(max(2, round(count / shares / kind.cost))):
+        for seed in range(max(2, math.ceil(count / shares / kind.cost))):
             outcome, details = one_input(kind, seed, good, value, home, watch)
             found[outcome] += 1
             if outcome.startswith("BAD") and len(bad) < FEW:
