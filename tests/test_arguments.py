@@ -384,7 +384,7 @@ def _other_value(flag: Flag, draw: random.Random):
     words = [
         one() for _ in range(flag.nargs if isinstance(flag.nargs, int) else draw.randint(1, 4))
     ]
-    return tuple(f"p/{w}" if isinstance(w, str) else w for w in words)
+    return tuple(f"p/{w}" if isinstance(w, str) and not flag.choices else w for w in words)
 
 
 @pytest.mark.parametrize("seed", range(20))
