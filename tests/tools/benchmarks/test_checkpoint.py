@@ -29,7 +29,7 @@ def test_a_line_for_each_ratio(tmp_path, capsys):
     for line in lines[1:-1]:
         assert re.fullmatch(
             r".{16} +[\d.]+ s(?: = +[\d.]+ GB/s)?; .{16} +[\d.]+ s(?: = +[\d.]+ GB/s)?: [\d.]+ "
-            r"(of the rate of|times) [a-z, ]+(?: \(goal: at (least|most) [\d.]+\))?",
+            r"(of the rate of|times) [A-Za-z, ]+(?: \(goal: at (least|most) [\d.]+\))?",
             line,
         ), line
     seconds = json.loads((tmp_path / "seconds.json").read_text())
