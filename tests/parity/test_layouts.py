@@ -55,9 +55,9 @@ Largest relative difference from a single-process run, over all steps of complet
 (float64 unless noted). Abbreviations: tp tensor, sp sequence, cp context, pp pipeline, dp data parallelism; vpp virtual
 pipeline stages; the number is the size.
 
-tests/parity/test_layouts.py writes this page after all of these layouts have run (`make test-ci`). It fails if a difference
-exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all` runs more layouts (`SWEEP` in
-tests/parity/layouts.py).
+`pytest -m "not sweep" tests/parity/test_layouts.py` writes this page; `make test-ci` runs the same layouts. They fail if a
+difference exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all` runs more layouts
+(`SWEEP` in tests/parity/layouts.py).
 
 | layout | ranks | steps | loss | gradient norm |
 |---|---|---|---|---|
@@ -110,7 +110,8 @@ def table() -> Iterator[Table]:
         PAGE.write_text(
             HEAD
             + "".join(
-                ROW.format(name, c.world, c.steps, *found[name]) for name, c in CAMPAIGN.items()
+                ROW.format(name.replace("|", "\\|"), c.world, c.steps, *found[name])
+                for name, c in CAMPAIGN.items()
             )
         )
 
