@@ -106,6 +106,7 @@ def run(options: Options) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.host, options.port))
+        listener.listen(2048)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host {options.host} --port {options.port}: cannot listen there ({error}); choose "
@@ -128,6 +129,10 @@ def run(options: Options) -> None:
         log_level="warning",
         timeout_graceful_shutdown=options.drain_seconds,
     )
+    server = uvicorn.Server(config)
+    # uvicorn finishes the requests under way, then repeats the signal for this handler; a signal
+    # before it has started ends it as well
+    signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     address, port = listener.getsockname()[:2]
     template = chat.encoder.template.name if chat.encoder else "none (plain roles)"
     print(
@@ -136,9 +141,7 @@ def run(options: Options) -> None:
         file=sys.stderr,
         flush=True,
     )
-    # uvicorn drains, then repeats the signal for whoever handled it before: nobody
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])
     worker.close()
 
 

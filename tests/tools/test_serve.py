@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +27,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 from tests.tools.server import KEY, serving, trained_run  # noqa: E402
+from tools.serve import main  # noqa: E402
 
 pytestmark = [pytest.mark.peers, pytest.mark.campaign]
 GREEDY = Sampling(temperature=0.0)
@@ -288,6 +291,27 @@ def memory_of(process: int) -> int:
     """Resident bytes."""
     pages = Path(f"/proc/{process}/statm").read_text().split()[1]
     return int(pages) * 4096
+
+
+def test_it_listens_and_can_be_stopped_before_it_says_where(run, monkeypatch):
+    """What the line on stderr says is true when it is printed, of a signal too."""
+    import uvicorn
+
+    seen = []
+
+    def started(server, sockets):
+        address = sockets[0].getsockname()
+        socket.create_connection(address, timeout=5).close()
+        signal.raise_signal(signal.SIGTERM)
+        seen.append(server.should_exit)
+
+    monkeypatch.setattr(uvicorn.Server, "run", started)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main([str(run), "--port", "0", "--device", "cpu"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [True]
 
 
 def test_64_clients_at_once_get_right_answers(run, offline):
