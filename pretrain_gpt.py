@@ -5,6 +5,7 @@ from megatron import interrupt
 
 if __name__ == "__main__":
     interrupt.exit_at_once()  # until the watch below takes over
+    interrupt.check_output()
 
 import contextlib
 import os

@@ -29,7 +29,7 @@ def pretrain() -> None:
 def tools() -> None:
     """megatron-tools NAME: the program tools/NAME.py with the words after its name."""
     interrupt.exit_at_once()
-    sys.exit(run_tool(sys.argv[1:]))
+    sys.exit(interrupt.run(run_tool, sys.argv[1:]))
 
 
 def run_tool(argv: Sequence[str]) -> int:

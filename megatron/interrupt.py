@@ -1,4 +1,5 @@
-"""Ctrl-C in a program: one line on stderr and exit code 130, from its first statement to its last.
+"""How a program ends early: Ctrl-C at any moment is one line on stderr and exit code 130; standard
+output that cannot be written (a full disk) is one line and exit code 1.
 
 A program installs the handler before its slow imports and runs its main function under `run`:
 
@@ -19,8 +20,56 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 INTERRUPTED = 130  # the exit code that shells report for a program ended by Ctrl-C
+
+
+class CheckedOutput:
+    """Standard output of a program: where it cannot be written, the program ends with one line on
+    stderr and SystemExit(1). A closed pipe is a BrokenPipeError as ever; everything else is that of
+    `stream`."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write `text`. Raises SystemExit, BrokenPipeError."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self._end(error)
+
+    def flush(self) -> None:
+        """Write what is in memory. Raises SystemExit, BrokenPipeError."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: OSError) -> NoReturn:
+        if isinstance(error, BrokenPipeError):
+            raise error
+        discard_output()
+        sys.stderr.write(f"error: standard output cannot be written: {error.strerror or error}\n")
+        raise SystemExit(1) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def check_output() -> None:
+    """From now on a standard output that cannot be written ends this program with one line."""
+    if sys.stdout is not None and not isinstance(sys.stdout, CheckedOutput):
+        sys.stdout = CheckedOutput(sys.stdout)
+
+
+def discard_output() -> None:
+    """Let what is still in memory, and what follows, go to the null device: the interpreter writes
+    it at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def exit_at_once() -> None:
@@ -34,7 +83,7 @@ def exit_at_once() -> None:
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; uncaught: one line and
-    130.
+    130. All output is written when it returns; where it cannot be, SystemExit(1) is raised.
 
     During an import, whose code may not survive an exception, Ctrl-C ends the process at once.
     `main` may install handlers of its own.
@@ -48,12 +97,32 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
     try:
         _install(interrupt)
-        return main(argv) or 0
+        check_output()
+        return _all_written(main, argv)
     except KeyboardInterrupt:
         sys.stderr.write(_line())
         return INTERRUPTED
     finally:
         exit_at_once()  # for the interpreter's own shutdown
+
+
+def _all_written(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
+    try:
+        code = main(argv) or 0
+    except SystemExit:
+        _write_rest()
+        raise
+    _write_rest()
+    return code
+
+
+def _write_rest() -> None:
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        discard_output()
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:

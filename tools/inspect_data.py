@@ -600,7 +600,7 @@ def look(options: AtOptions | FindOptions) -> int:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
     # the reader has seen enough, as `head` has
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        interrupt.discard_output()
         return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -531,8 +531,8 @@ def _say_what_was_there(work: Unfinished) -> None:
         print(f"Resuming after {work.documents} documents of an interrupted run", flush=True)
     elif work.discarded:
         print(
-            f"note: {work.folder} held unfinished work of another command ({work.discarded} "
-            "differed); it is discarded",
+            f"note: unfinished work in {work.folder} is discarded, because it cannot be resumed "
+            f"({work.discarded})",
             file=sys.stderr,
         )
 

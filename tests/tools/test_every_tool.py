@@ -97,6 +97,35 @@ def test_every_command_has_help_and_version_and_suggests_the_flag_that_was_meant
         )
 
 
+COMMAND = ["-c", "from megatron.console import tools; tools()"]
+DRAW = ["tools/draw_schedule.py", "--pipeline-model-parallel-size=2", "--num-microbatches=4"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(pytest.param([f"tools/{name}.py", "--help"], id=name) for name in TOOLS),
+        pytest.param(["pretrain_gpt.py", "--help"], id="pretrain_gpt"),
+        pytest.param([*COMMAND, "--version"], id="megatron-tools"),
+        pytest.param([*COMMAND, "spikes", "--help"], id="megatron-tools spikes"),
+        pytest.param(DRAW, id="results"),
+    ],
+)
+def test_output_on_a_full_disk_is_one_line_and_exit_code_1(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_training_prints_its_version_too():
     done = subprocess.run(
         [sys.executable, "pretrain_gpt.py", "--version"],

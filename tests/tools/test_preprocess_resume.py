@@ -208,29 +208,93 @@ def test_kill_9_at_twenty_random_moments(corpus: list[str], tmp_path: Path, work
     assert went_on > 2
 
 
-def test_other_work_is_not_gone_on_with(
-    corpus: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def unfinished(corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was killed when it had encoded everything."""
+
     def stop(*_: object) -> None:
         raise Killed
 
-    prefix = f"{tmp_path}/out/x"
     with monkeypatch.context() as patch:
         patch.setattr(resumable_writer.Unfinished, "finish", stop)
         with pytest.raises(Killed):
-            run(*corpus, "--workers", "1", "--output-prefix", prefix)
+            run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x")
     assert (tmp_path / "out/x.unfinished/state.json").exists()
+    return tmp_path / "out/x.unfinished"
+
+
+def test_other_work_is_not_gone_on_with(
+    corpus: list[str], unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [flag for flag in corpus if flag != "--append-eod"]
-    assert run(*flags, "--workers", "1", "--output-prefix", prefix) == 0
-    assert (
-        "held unfinished work of another command (--append-eod differed); it is discarded"
-        in capsys.readouterr().err
-    )
+    assert run(*flags, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x") == 0
+    assert "--append-eod differed" in capsys.readouterr().err
     assert run(*flags, "--workers", "1", "--output-prefix", f"{tmp_path}/out/once") == 0
     assert contents(tmp_path / "out", "x") == contents(tmp_path / "out", "once")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)
+
+
+def _link(path: Path) -> None:
+    other = path.parents[1] / "not ours"
+    path.rename(other)
+    path.symlink_to(other)
+
+
+DAMAGE = {
+    "another number": lambda work: _replace(
+        work / "state.json", (work / "state.json").read_bytes().replace(b"1", b"2", 1)
+    ),
+    "cut": lambda work: os.truncate(work / "state.json", 30),
+    "a list": lambda work: _replace(work / "state.json", b"[1]"),
+    "depth": lambda work: _replace(work / "job.json", b"[" * 100_000),
+    "job is a list": lambda work: _replace(work / "job.json", b"[]"),
+    "ids cut": lambda work: os.truncate(work / "0.0.bin", 8),
+    "lengths missing": lambda work: (work / "1.0.lengths").unlink(),
+    "ids are a link": lambda work: _link(work / "0.0.bin"),
+    "state is a pipe": lambda work: (
+        (work / "state.json").unlink(),
+        os.mkfifo(work / "state.json"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_work_begins_again(
+    damage: str,
+    corpus: list[str],
+    unfinished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    DAMAGE[damage](unfinished)
+    other = tmp_path / "out" / "not ours"
+    before = other.read_bytes() if other.exists() else None
+    assert run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x") == 0
+    said = capsys.readouterr()
+    assert "discarded" in said.err and "Resuming" not in said.out
+    assert before is None or other.read_bytes() == before
+    assert run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/once") == 0
+    assert contents(tmp_path / "out", "x_") == contents(tmp_path / "out", "once_")
+
+
+def test_a_lock_that_is_a_link_is_not_followed_and_a_pipe_is_not_waited_for(
+    corpus: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "out/x.unfinished/lock"
+    lock.parent.mkdir()
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    lock.symlink_to(precious)
+    assert run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert precious.read_text() == "precious"
+    lock.unlink()
+    os.mkfifo(lock)
+    assert run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x") == 0
 
 
 def test_two_runs_do_not_write_one_prefix(

@@ -8,12 +8,12 @@ is immediate.
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
+from megatron import interrupt
 from megatron.arguments import Parser, flags_of_group, missing, parse
 from megatron.version import version_line
 
@@ -113,4 +113,4 @@ def _print(text: str, file: TextIO | None = None) -> None:
     try:
         print(text, end="", file=file, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        interrupt.discard_output()

@@ -2,8 +2,9 @@
 kill.
 
 PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of,
-and two small files: job.json says of what the work is, state.json how far it is known to be on
-disk. Anything after that is truncated when the work resumes. Ids are written by others, at the
+and two small files: job.json says of what the work is, state.json, with a checksum, how far it is
+known to be on disk. Anything after that is truncated when the work resumes; work whose state is
+damaged, or whose files are shorter than it says, begins again. Ids are written by others, at the
 offsets that are given out here in the order of the documents.
 """
 
@@ -14,6 +15,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from megatron.checksums import table_sum
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
 from megatron.data.preprocess.readers import Block, Place
 from megatron.data.tokenizers.metadata import json_path
+from megatron.small_files import read_json
 
 # between two notes of how far the work is; the less it writes at a time, the shorter the wait at
 # the end
@@ -67,13 +71,18 @@ def is_finishing(prefix: str) -> bool:
     """Has an earlier run of this prefix written everything, so that only names were left to be
     given?"""
     try:
-        return bool(
-            json.loads(Path(f"{prefix}.unfinished/state.json").read_text(encoding="utf-8"))[
-                "finishing"
-            ]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(_read_summed(f"{prefix}.unfinished/state.json")["finishing"])
+    except (OSError, ValueError, KeyError):
         return False
+
+
+def _read_summed(path: str) -> dict[str, Any]:
+    """The table in a JSON file, without its checksum. Raises OSError, and ValueError for a table
+    that is damaged."""
+    table = read_json(path)
+    if not isinstance(table, dict) or table.pop("checksum", None) != table_sum(table):
+        raise ValueError(f"{path} is damaged")
+    return table
 
 
 class Unfinished:
@@ -81,7 +90,7 @@ class Unfinished:
 
     `place`: where reading resumes. Counts, over all runs: `documents`, `blank` lines, `empty`
     texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
-    there was something to resume; `discarded`: what of the job was another one's. `finishing`:
+    there was something to resume; `discarded`: why it was not resumed. `finishing`:
     whether only names are left to be given. Work that is not `lasting` is removed however it ends.
     """
 
@@ -115,7 +124,8 @@ class Unfinished:
         self._aside = ThreadPoolExecutor(1)  # notes are written while encoding continues
         self._noting: Future[None] | None = None
         os.makedirs(self.folder, exist_ok=True)
-        self._lock = open(f"{self.folder}/lock", "w")  # noqa: SIM115 (closed in close)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._lock = os.fdopen(os.open(f"{self.folder}/lock", flags, 0o666), "w")
         try:
             # ends with this process, whoever it has forked
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,7 +280,7 @@ class Unfinished:
 
     def _note(self, state: dict[str, Any]) -> None:
         with open(f"{self.folder}/state.new", "w", encoding="utf-8") as file:
-            json.dump(state, file)
+            json.dump({**state, "checksum": table_sum(state)}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{self.folder}/state.new", f"{self.folder}/state.json")
@@ -278,13 +288,19 @@ class Unfinished:
     def _read_state(self, job: dict[str, Any]) -> bool:
         """Take up what a run before this one left; False if there is nothing to take up."""
         try:
-            before = json.loads(Path(f"{self.folder}/job.json").read_text(encoding="utf-8"))
-            state = json.loads(Path(f"{self.folder}/state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            before = read_json(f"{self.folder}/job.json")
+            state = _read_summed(f"{self.folder}/state.json")
+            differ = sorted(name for name in job if before.get(name) != job[name])
+        except FileNotFoundError:
             return False
-        differ = sorted(name for name in job if before.get(name) != job[name])
+        except (OSError, ValueError, AttributeError):
+            self.discarded = "it is damaged"
+            return False
         if differ:
-            self.discarded = ", ".join(differ)
+            self.discarded = f"of another command: {', '.join(differ)} differed"
+            return False
+        if not state["finishing"] and not self._all_there(state):
+            self.discarded = "files are missing or too short"
             return False
         self.place = Place(*state["place"])
         for name in ("documents", "blank", "empty", "bad", "done", "tokens", "text_bytes"):
@@ -293,6 +309,23 @@ class Unfinished:
         self._bad_size = state["bad_size"]
         self.finishing = state["finishing"]
         return True
+
+    def _all_there(self, state: dict[str, Any]) -> bool:
+        """Whether every file is a regular one and has the bytes that are known to be on disk."""
+        expected = {f"{self.folder}/bad": state["bad_size"]} | {
+            self._path(key, part, kind): size
+            for key, parts in enumerate(state["sizes"])
+            for part, sizes in enumerate(parts)
+            for kind, size in zip(KINDS, sizes, strict=True)
+        }
+        try:
+            found = {path: os.lstat(path) for path in expected}
+        except OSError:
+            return False
+        return all(
+            stat.S_ISREG(found[path].st_mode) and found[path].st_size >= size
+            for path, size in expected.items()
+        )
 
     def _start(self, job: dict[str, Any]) -> None:
         for name in set(os.listdir(self.folder)) - {"lock"}:

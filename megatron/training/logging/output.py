@@ -9,6 +9,8 @@ import stat
 import sys
 from typing import Any, TextIO
 
+from megatron.interrupt import CheckedOutput
+
 # With these a file cannot be made now, though its path is right.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -130,5 +132,6 @@ class OutputStream:
 def tolerate_failing_streams() -> None:
     """From here on this process outlives a log on a full disk, and a reader of its output that ends
     first."""
-    sys.stdout = OutputStream(sys.stdout, "log (stdout)")
+    stream = sys.stdout.stream if isinstance(sys.stdout, CheckedOutput) else sys.stdout
+    sys.stdout = OutputStream(stream, "log (stdout)")
     sys.stderr = OutputStream(sys.stderr, None)
