@@ -13,7 +13,7 @@ from megatron.kernels import apex
 from megatron.kernels.cpu import native
 
 # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
-ONEDNN_FROM = 1 << 27
+ONEDNN_FROM = 1 << 24
 # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 BLOCK_ELEMENTS = 1 << 24
 
