@@ -46,6 +46,7 @@ from tools.shared.run_data import Reading, open_run
 
 HEAD = 16  # tokens of a piece that are shown as text
 THREADS = 4  # that check pairs side by side
+IDS_READ = 1 << 18  # tokens of a file whose ids are looked at, without --all-tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ def check_pair(
         if write_checksums:
             pair_checksums.write_sums(prefix)
         corpus.check()
-        low, high = corpus.id_range(None if all_tokens else 1 << 18)
+        low, high = corpus.id_range(None if all_tokens else IDS_READ)
         tokens = int(corpus.sequence_lengths.sum(dtype=np.int64))
         empty = int(
             (np.diff(corpus.document_indices) == 0).sum() + (corpus.sequence_lengths == 0).sum()
@@ -206,7 +207,7 @@ def _loss_mask(corpus: IndexedDataset, all_tokens: bool) -> dict[str, Any]:
     trained = 0
     seen = 0
     for number in range(len(corpus)):
-        if not all_tokens and seen >= 1 << 18:
+        if not all_tokens and seen >= IDS_READ:
             break
         stored = np.asarray(corpus[number], np.int64)
         ids = tokens_of(stored)
@@ -234,7 +235,7 @@ def check_lines(
         if write_checksums:
             raise ValueError(f"{path}: --write-checksums is for .bin/.idx pairs; omit it")
         samples = JsonlTokens(path)
-        low, high = samples.id_range(None if all_tokens else 1 << 18)
+        low, high = samples.id_range(None if all_tokens else IDS_READ)
         found |= {
             "documents": len(samples.lengths),
             "tokens": int(samples.lengths.sum()),
@@ -287,6 +288,12 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
     return made_by
 
 
+def _of_first(pair: dict[str, Any], options: CheckOptions) -> str:
+    """Of how many tokens the ids were read, if not of all."""
+    whole = options.all_tokens or pair["tokens"] <= IDS_READ
+    return "" if whole else f" (of the first {IDS_READ:,} tokens)"
+
+
 def check(options: CheckOptions) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
@@ -314,12 +321,13 @@ def check(options: CheckOptions) -> int:
             print(
                 f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens "
                 f"of {pair['dtype']}, ids {pair['smallest_id']} .. "
-                f"{pair['largest_id']}{'' if options.all_tokens else ' at its head'}, "
+                f"{pair['largest_id']}{_of_first(pair, options)}, "
                 f"{_named(pair['tokenizer'])}"
                 f"{'' if pair.get('checksums') else ', no checksums'}"
             )
     tokens = sum(pair.get("tokens", 0) for pair in found)
-    print(f"{len(found)} pairs, {tokens} tokens, {len(bad)} with a problem", flush=True)
+    pairs = f"{len(found)} pair{'s' * (len(found) != 1)}"
+    print(f"{pairs}, {tokens} tokens, {len(bad)} with a problem", flush=True)
     for pair in bad:
         print(f"error: {pair['problem']}", file=sys.stderr)
     return int(bool(bad))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -245,16 +246,20 @@ def load_samples(
     `on_hash` gets the hash of a micro-batch when it is handed out. Raises ValueError where data
     cannot be read, in one line also when a worker met it.
     """
-    loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=micro_batches,
-        num_workers=num_workers,
-        collate_fn=MicroBatch.pack,
-        worker_init_fn=_start_worker,
-        pin_memory=device.type == "cuda",
-        multiprocessing_context="fork" if num_workers else None,
-    )
-    return handed_out(iter(loader), on_hash, num_workers > 0)
+    with warnings.catch_warnings():
+        # torch's advice for fewer workers than cores, which suits those that compute
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=micro_batches,
+            num_workers=num_workers,
+            collate_fn=MicroBatch.pack,
+            worker_init_fn=_start_worker,
+            pin_memory=device.type == "cuda",
+            multiprocessing_context="fork" if num_workers else None,
+        )
+        batches = iter(loader)
+    return handed_out(batches, on_hash, num_workers > 0)
 
 
 def handed_out(

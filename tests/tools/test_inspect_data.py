@@ -517,7 +517,7 @@ def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
     )
     assert TOOL.main(["check", path]) == 0
     assert (
-        f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70 at its head"
+        f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70"
         in capsys.readouterr().out
     )
     with open(path, "r+b") as file:

@@ -1,6 +1,8 @@
 """Batches from samples: shift, masks and positions at document ends, and which samples an iteration
 reads."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,12 @@ def test_workers_get_the_data_set_without_pickling_it():
     numbers = [[n, n + 1] for n in range(0, 20, 2)]
     found = list(load_samples(NotPickled(), iter(numbers), 2, CPU))
     assert [one.rows[:, 0].tolist() for one in found] == numbers
+
+
+def test_two_workers_on_one_core_are_no_warning(monkeypatch, recwarn):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
+    assert len(list(load_samples(NotPickled(), iter([[1], [2]]), 2, CPU))) == 2
+    assert not recwarn.list
 
 
 def test_plain_batch_is_the_shift_alone():
