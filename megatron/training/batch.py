@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -231,6 +234,13 @@ def evaluation_samples(sampler: Sampler, consumed: int) -> Iterator[list[int]]:
 def _start_worker(worker: int) -> None:
     WorkerSignals().install()
     torch.set_num_threads(1)
+    multiprocessing.util.Finalize(None, _remove_sockets, (os.getppid(),), exitpriority=-100)
+
+
+def _remove_sockets(parent: int) -> None:
+    """At the end of a worker that outlives its parent, which had no time to do it."""
+    if os.getppid() != parent:
+        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
 
 
 def load_samples(
@@ -246,6 +256,8 @@ def load_samples(
     `on_hash` gets the hash of a micro-batch when it is handed out. Raises ValueError where data
     cannot be read, in one line also when a worker met it.
     """
+    if num_workers:
+        multiprocessing.util.get_temp_dir()  # of the workers' sockets too: who ends last removes it
     with warnings.catch_warnings():
         # torch's advice for fewer workers than cores, which suits those that compute
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)

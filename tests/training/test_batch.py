@@ -2,6 +2,9 @@
 reads."""
 
 import os
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from megatron.training.batch import (
     training_samples,
 )
 from megatron.training.launch.signals import describe
+from tests.forkrun import ROOT
 
 EOD = 9
 SAMPLE = MicroBatch(torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5]]))
@@ -59,6 +63,38 @@ def test_two_workers_on_one_core_are_no_warning(monkeypatch, recwarn):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     assert len(list(load_samples(NotPickled(), iter([[1], [2]]), 2, CPU))) == 2
     assert not recwarn.list
+
+
+# Reads with two workers, then ends as named.
+ENDING = """
+import os, signal, sys
+import numpy as np, torch
+from megatron.data.samples import Sample
+from megatron.training.batch import load_samples
+from megatron.training.launch.signals import _exit
+data = [Sample(np.full(3, i)) for i in range(100)]
+batches = load_samples(data, iter([[i] for i in range(100)]), 2, torch.device("cpu"))
+next(batches)
+assert os.listdir(os.environ["TMPDIR"])
+{"ends": lambda: list(batches), "fails": lambda: _exit(3), "is killed": lambda: os.kill(os.getpid(), 9)}[sys.argv[1]]()
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("how, code", [("ends", 0), ("fails", 3), ("is killed", -9)])
+def test_a_process_with_workers_leaves_no_temporary_files_however_it(how, code, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, how],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code
+    patience = time.monotonic() + 60.0  # torch's workers look every 5 s whether their parent lives
+    while os.listdir(tmp_path) and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert not os.listdir(tmp_path)
 
 
 def test_plain_batch_is_the_shift_alone():
