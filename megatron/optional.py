@@ -14,6 +14,9 @@ from types import ModuleType
 MODULES = {
     "megatron.config.megatron_compat.flags": "a flag of Megatron-LM without a field; argument dump",
     "megatron.config.megatron_compat.deepspeed": "--deepspeed_config",
+    "megatron.config.checks.moe": "--num-experts",
+    "megatron.model.moe": "--num-experts",
+    "megatron.training.routers": "--num-experts",
     "megatron.config.skip_flags": "--train-range-to-skip, --iterations-to-skip",
     "megatron.config.megatron_compat.argument_dump": "--log-format, --print-arguments all",
     "megatron.config.checkpoint_args": "--use-checkpoint-args",

@@ -7,6 +7,7 @@ as if there were one device: what is parallel hides in the layers' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,7 +23,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, Recompute
-from megatron.model.moe import RouterStep
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -30,6 +30,9 @@ from megatron.parallel.fp8 import LayerScaling
 from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
+
+if TYPE_CHECKING:
+    from megatron.model.moe import RouterStep
 
 # What `GPTModel.forward` can return of each token besides the loss that is trained on.
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing

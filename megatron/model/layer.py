@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.attention import Rotary, SelfAttention
 from megatron.model.mlp import MLP
-from megatron.model.moe import MoELayer, RouterStep
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds, dropout, recompute
 from megatron.parallel.sharding import ParameterFactory
+
+if TYPE_CHECKING:
+    from megatron.model.moe import RouterStep
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
         self.moe = model.is_moe_layer(number)
         self.mlp = (
-            MoELayer(model, params.at("mlp"), ctx, number)
+            optional.load("megatron.model.moe").MoELayer(model, params.at("mlp"), ctx, number)
             if self.moe
             else MLP(model, params.at("mlp"), ctx)
         )

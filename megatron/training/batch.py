@@ -8,7 +8,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +17,13 @@ from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sample_lookup import NO_LABEL
 from megatron.data.samples import Sample
-from megatron.model.moe import RouterStep
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.zigzag import my_chunks
 from megatron.training.launch.signals import WorkerSignals
+
+if TYPE_CHECKING:
+    from megatron.model.moe import RouterStep
 
 
 @dataclass(frozen=True)

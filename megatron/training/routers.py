@@ -34,8 +34,6 @@ def metrics(run: Run, totals: Totals) -> dict[str, float]:
     with a capacity the share of selections of experts that is dropped, and the largest share of a
     layer's tokens that an expert has, times the number of experts."""
     m = run.config.model
-    if m.num_experts is None:
-        return {}
     tokens = len(m.moe_layers) * max(1.0, totals.tokens)
     losses = dict(zip(ROUTER_LOSSES, totals.routers, strict=False))
     found = {name: losses[name] / tokens for name in m.router_losses}

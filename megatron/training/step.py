@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from megatron import optional
 from megatron.model.gpt import GPTModel
-from megatron.model.moe import RouterStep
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
-from megatron.training import routers
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.logging.subset_metrics import SubsetMetrics
@@ -114,8 +113,12 @@ def train_step(
     _check_loss(run, iteration, loss, local_loss)
     result = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
     _check_norm(run, iteration, result)
-    if result.ok and run.config.model.moe_router_enable_expert_bias:
-        routers.update_bias(run, totals)
+    metrics = totals.metrics
+    if run.config.model.num_experts:
+        routers = optional.load("megatron.training.routers")
+        metrics = {**metrics, **routers.metrics(run, totals)}
+        if result.ok and run.config.model.moe_router_enable_expert_bias:
+            routers.update_bias(run, totals)
     return StepOutcome(
         loss,
         _why_skipped(run, result),
@@ -125,7 +128,7 @@ def train_step(
         totals.requests,
         run.rows.named(totals.subsets) if run.rows else None,
         fwd_bwd_seconds,
-        {**totals.metrics, **routers.metrics(run, totals)},
+        metrics,
     )
 
 
@@ -227,6 +230,7 @@ def _forwards(
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
     keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also
     by subset, and with `backward_scale` (that of the loss in training) the losses of routers."""
+    routers = optional.load("megatron.training.routers") if run.config.model.num_experts else None
     batches: dict[int, Batch] = {}
     latest: dict[int, torch.Tensor] = {}
     chunks = len(run.model)
@@ -245,9 +249,11 @@ def _forwards(
                     dropout_seeds(micro_batch),
                     rows.token_metrics if rows else (),
                 )
-                if run.config.model.num_experts and backward_scale is not None:
+                if routers and backward_scale is not None:
                     made = batches[micro_batch]
-                    step = RouterStep(made.loss_mask, backward_scale, latest, made.dropout_seeds)
+                    step = routers.RouterStep(
+                        made.loss_mask, backward_scale, latest, made.dropout_seeds
+                    )
                     batches[micro_batch] = replace(made, router_step=step)
         batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
         with timers("forward-compute", 2):

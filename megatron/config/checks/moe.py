@@ -12,13 +12,6 @@ from megatron.config.moe import parse_layer_pattern
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each thing about experts that cannot be."""
-    if f["num_experts"] is None:
-        if f.ok("expert_model_parallel_size") and f["expert_model_parallel_size"] > 1:
-            yield (
-                f"{f.say('expert_model_parallel_size')}: splits experts, and the model has none; "
-                "give --num-experts, or omit it [flag-needs-other-flag]"
-            )
-        return
     yield from _expert_parallel(f)
     yield from _router(f)
     yield from _balance(f)

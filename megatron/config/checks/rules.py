@@ -16,7 +16,6 @@ from megatron.config.checks import fp8 as check_fp8
 from megatron.config.checks import kernels as check_kernels
 from megatron.config.checks import layout as check_layout
 from megatron.config.checks import low_precision as check_low_precision
-from megatron.config.checks import moe as check_moe
 from megatron.config.checks import packed as check_packed
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
@@ -785,10 +784,20 @@ def _skip_ranges(f: Facts) -> tuple[list[str], list[str]]:
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
 
 
+def _experts(f: Facts) -> Iterator[str]:
+    if f["num_experts"] is not None:
+        yield from optional.load("megatron.config.checks.moe").rule(f)
+    elif f.ok("expert_model_parallel_size") and f["expert_model_parallel_size"] > 1:
+        yield (
+            f"{f.say('expert_model_parallel_size')}: splits experts, and the model has none; "
+            "give --num-experts, or omit it [flag-needs-other-flag]"
+        )
+
+
 _RULES = (
     _required,
     _ranges,
-    check_moe.rule,
+    _experts,
     _shape,
     _precision,
     check_fp8.rule,
