@@ -4,7 +4,6 @@ from megatron.kernels.activations import bias_gelu, geglu, gelu, squared_relu, s
 from megatron.kernels.attention import attention
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.dropout import dropout
-from megatron.kernels.fp8 import linear_fp8
 from megatron.kernels.linear import TpComm, linear, linear_weight_grad
 from megatron.kernels.norms import layer_norm, rms_norm
 from megatron.kernels.qkv import split_qkv
@@ -21,7 +20,6 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
-    "linear_fp8",
     "linear_weight_grad",
     "rms_norm",
     "rotary_tables",

@@ -1,9 +1,13 @@
 """`Kernels`: the record of the implementations that the layers of a model use, made by
 select.py."""
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-from megatron.kernels.transformer_engine import TransformerEngine
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.kernels.transformer_engine import TransformerEngine
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Kernels:
     apex_norms: bool = False
     transformer_engine: TransformerEngine | None = None
 
-    def without_transformer_engine(self) -> "Kernels":
+    def without_transformer_engine(self) -> Kernels:
         """The same for layers outside the transformer layers, which Transformer Engine has no part
         in."""
         return replace(self, transformer_engine=None)

@@ -4,6 +4,10 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
+import torch
+
+INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+
 
 @cache
 def load_problem(module: str, name: str, install: str) -> str | None:
@@ -20,3 +24,16 @@ def load_problem(module: str, name: str, install: str) -> str | None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return f"{name} is installed but does not load ({reason}); reinstall it: {install}"
     return None
+
+
+def transformer_engine_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Transformer Engine cannot run here; None if it can."""
+    if device.type != "cuda":
+        return f"Transformer Engine needs a CUDA device, but the device is {device.type}"
+    if dtype == torch.float64:
+        return "Transformer Engine has no fp64"
+    return (
+        None
+        if find_spec("transformer_engine")
+        else f"Transformer Engine is not installed; {INSTALL_TRANSFORMER_ENGINE}"
+    )

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.config.precision import PrecisionConfig
+from megatron import optional
 from megatron.config.tree import Config
 from megatron.device import has_fp8
-from megatron.kernels import apex, flash_attention, transformer_engine
+from megatron.kernels import apex, flash_attention
 from megatron.kernels.attention import select_attention
 from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.kernels import Kernels
+from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype
 
 ATTENTION = {
@@ -66,9 +67,8 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
     engine = None
     attention = ATTENTION[config.attention_backend]
     if k.transformer_impl == "transformer_engine":
-        transformer_engine.load()
-        engine = transformer_engine.TransformerEngine(
-            k.gradient_accumulation_fusion, _fp8(config.precision)
+        engine = optional.load("megatron.kernels.transformer_engine").build(
+            k.gradient_accumulation_fusion, config.precision
         )
     if (
         attention == "auto"
@@ -124,20 +124,12 @@ def _apex_unavailable_reason(
     return apex.unavailable_reason(device, dtype)
 
 
-def _fp8(p: PrecisionConfig) -> transformer_engine.Fp8 | None:
-    if p.fp8 is None:
-        return None
-    return transformer_engine.Fp8(
-        p.fp8, p.fp8_recipe, p.fp8_margin, p.fp8_amax_history_len, p.fp8_amax_compute_algo
-    )
-
-
 def check_requested(device: torch.device, dtype: torch.dtype, config: Config) -> None:
     """Raise ValueError if a kernel requested by name is unavailable; loads no library and starts no
     device."""
     k = config.kernels
     if k.transformer_impl == "transformer_engine":
-        if (why_not := transformer_engine.unavailable_reason(device, dtype)) is not None:
+        if (why_not := transformer_engine_unavailable_reason(device, dtype)) is not None:
             raise ValueError(
                 f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl "
                 "local [kernel-not-available]"
@@ -208,7 +200,7 @@ def _off(operation: str, name: str, why_not: str | None) -> list[KernelRow]:
 def _linear_rows(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> list[KernelRow]:
     compute = compute_dtype(torch.empty(0, dtype=dtype, device=device))
     name = str(dtype).removeprefix("torch.")
-    why_not = transformer_engine.unavailable_reason(device, dtype)
+    why_not = transformer_engine_unavailable_reason(device, dtype)
     if kernels.transformer_engine is not None:
         return [
             KernelRow("linear of transformer layers", "Transformer Engine", True, "requested"),

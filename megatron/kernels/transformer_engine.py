@@ -7,28 +7,13 @@ tests/kernels/test_signatures.py holds each call against the sources of the pinn
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cu_seqlens import cumulative_lengths
-
-INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
-
-
-def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Transformer Engine cannot run here; None if it can."""
-    if device.type != "cuda":
-        return f"Transformer Engine needs a CUDA device, but the device is {device.type}"
-    if dtype == torch.float64:
-        return "Transformer Engine has no fp64"
-    return (
-        None
-        if find_spec("transformer_engine")
-        else f"Transformer Engine is not installed; {INSTALL}"
-    )
+from megatron.kernels.libraries import INSTALL_TRANSFORMER_ENGINE
 
 
 def load() -> None:
@@ -39,7 +24,7 @@ def load() -> None:
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ValueError(
             f"Transformer Engine is installed but does not load ({type(error).__name__}: {error}); "
-            f"{INSTALL}, or use --transformer-impl local"
+            f"{INSTALL_TRANSFORMER_ENGINE}, or use --transformer-impl local"
         ) from None
 
 
@@ -137,6 +122,17 @@ class TransformerEngine:
                 reduce_amax=group is not None,
             )
         return te.autocast(enabled=True, recipe=made, amax_reduction_group=group)
+
+
+def build(accumulate: bool, precision: PrecisionConfig) -> TransformerEngine:
+    """Transformer Engine for --transformer-impl and the FP8 of the command line. Raises ValueError
+    as `load`."""
+    load()
+    p = precision
+    if p.fp8 is None:
+        return TransformerEngine(accumulate)
+    fp8 = Fp8(p.fp8, p.fp8_recipe, p.fp8_margin, p.fp8_amax_history_len, p.fp8_amax_compute_algo)
+    return TransformerEngine(accumulate, fp8)
 
 
 class Linear(nn.Module):

@@ -7,11 +7,13 @@ as if there were one device: what is parallel hides in the layers' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
@@ -26,7 +28,6 @@ from megatron.model.layer import Decoder, Recompute
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.fp8 import LayerScaling
 from megatron.parallel.layers import ColumnParallelLinear
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
@@ -90,7 +91,10 @@ class GPTModel(nn.Module):
         )
         kernels = kernels or Kernels()
         ours = precision.fp8 is not None and kernels.transformer_engine is None
-        scaling = (lambda name: LayerScaling(name, precision, ctx, device)) if ours else None
+        scaling = None
+        if ours:
+            make = optional.load("megatron.parallel.fp8").LayerScaling
+            scaling = partial(make, precision=precision, ctx=ctx, device=device)
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
         self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None

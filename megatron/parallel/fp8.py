@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.fp8 import FORMATS, fitting_scale
+from megatron.kernels.fp8 import FORMATS, fitting_scale, linear_fp8
+from megatron.kernels.linear import TpComm
 from megatron.parallel.collectives import all_reduce, all_reduce_
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import Sharding
@@ -47,6 +48,19 @@ class LayerScaling:
         self.largest = [torch.finfo(self.formats[i // 2]).max for i in range(_TENSORS)]
         self.state = torch.zeros(_TENSORS, 1 + precision.fp8_amax_history_len, device=device)
         self.seen = torch.zeros(_TENSORS, device=device)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        accumulate_into: torch.Tensor | None,
+        tp_comm: TpComm | None,
+    ) -> torch.Tensor:
+        """The layer itself, as `kernels.fp8.linear_fp8`."""
+        return linear_fp8(
+            x, weight, bias, scaling=self, accumulate_into=accumulate_into, tp_comm=tp_comm
+        )
 
     def forward(self, amax: torch.Tensor, training: bool) -> torch.Tensor:
         """Scales [2] of input and weight, whose local maxima are `amax` [2]."""

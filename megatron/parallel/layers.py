@@ -6,7 +6,7 @@ parallelism). With one tensor-parallel rank every collective here is the identit
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,9 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.fp8 import LayerScaling
+
+if TYPE_CHECKING:
+    from megatron.parallel.fp8 import LayerScaling
 
 
 def _linear(
@@ -45,9 +47,7 @@ def _linear(
         bias = bias.flatten()
         bias_main_grad = None if bias_main_grad is None else bias_main_grad.flatten()
     if scaling is not None:
-        return functional.linear_fp8(
-            x, weight, bias, scaling=scaling, accumulate_into=main_grad, tp_comm=tp_comm
-        )
+        return scaling.linear(x, weight, bias, main_grad, tp_comm)
     return functional.linear(
         x,
         weight,

@@ -22,7 +22,6 @@ from megatron.optimizer.scaler import build_grad_scaler
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.fp8 import delayed_scaling
 from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.sharding import counts_in_norm, init_parameters
 from megatron.timers import Timers
@@ -203,7 +202,9 @@ def build_run(
         tokenizer.identity(),
         spikes=SpikePolicy(config.spikes.spike_action),
         recorder=build_recorder(config, runtime),
-        fp8=delayed_scaling(model, p, ctx),
+        fp8=optional.load("megatron.parallel.fp8").delayed_scaling(model, p, ctx)
+        if p.fp8
+        else None,
     )
 
 

@@ -16,7 +16,6 @@ from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scheduler import OptimizerParamScheduler
 from megatron.parallel.collectives import all_reduce_
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.fp8 import DelayedScaling
 from megatron.parallel.pipeline import Pipeline
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
@@ -29,6 +28,7 @@ from megatron.training.spikes.policy import SpikePolicy
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
     from megatron.data.ledger import Recorder
+    from megatron.parallel.fp8 import DelayedScaling
 
 # The timers of a step that measure a rank's own work, without waiting for other ranks (but for
 # tensor and context parallelism, whose collectives are part of a layer).

@@ -431,7 +431,7 @@ def transformer_engine() -> list[ModuleType]:
 def pretend_cuda() -> None:
     """For a process of a test's own: all libraries are there, and a CPU counts as a device they run
     on."""
-    from megatron.kernels import transformer_engine as adapter
+    from megatron.kernels import select
 
     install(*transformer_engine(), *flash_attn(), *apex())
-    adapter.unavailable_reason = lambda device, dtype: None
+    select.transformer_engine_unavailable_reason = lambda device, dtype: None

@@ -45,7 +45,7 @@ def on(dtype: torch.dtype = torch.float32, **flags) -> dict[str, str]:
 def everything(libraries, monkeypatch):  # noqa: F811
     """All libraries are there, and a CPU counts as a device they run on."""
     for name, module in (
-        ("unavailable_reason", transformer_engine),
+        ("transformer_engine_unavailable_reason", select),
         ("unavailable_reason", flash_attention),
         ("unavailable_reason", apex),
         ("gradient_unavailable_reason", apex),
@@ -190,8 +190,7 @@ def test_what_was_asked_for_reaches_the_layers(everything):
     ],
 )
 def test_a_missing_library_is_one_error_with_what_to_install(monkeypatch, flags, words):
-    for module in (transformer_engine, libraries):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
     libraries.load_problem.cache_clear()
     with pytest.raises(ValueError) as error:
         select.check_requested(CUDA, torch.bfloat16, config_from(Config, SHAPE | flags))

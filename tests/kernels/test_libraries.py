@@ -198,12 +198,15 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
     ("call", "words"),
     [
         (
-            lambda: transformer_engine.unavailable_reason(CUDA, torch.bfloat16),
-            f"not installed; {transformer_engine.INSTALL}",
+            lambda: load_problems.transformer_engine_unavailable_reason(CUDA, torch.bfloat16),
+            f"not installed; {load_problems.INSTALL_TRANSFORMER_ENGINE}",
         ),
-        (lambda: transformer_engine.unavailable_reason(CUDA, torch.float64), "no fp64"),
         (
-            lambda: transformer_engine.unavailable_reason(CPU, torch.bfloat16),
+            lambda: load_problems.transformer_engine_unavailable_reason(CUDA, torch.float64),
+            "no fp64",
+        ),
+        (
+            lambda: load_problems.transformer_engine_unavailable_reason(CPU, torch.bfloat16),
             "needs a CUDA device, but the device is cpu",
         ),
         (
@@ -230,8 +233,7 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
     ],
 )
 def test_what_keeps_a_library_from_running(monkeypatch, call, words):
-    for module in (transformer_engine, load_problems):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(load_problems, "find_spec", lambda name: None)
     load_problems.load_problem.cache_clear()
     assert words in call()
     load_problems.load_problem.cache_clear()
@@ -250,7 +252,7 @@ def test_a_library_whose_extension_does_not_load_is_not_there(monkeypatch, tmp_p
 
 
 def test_libraries_that_are_there_may_run(libraries):
-    assert transformer_engine.unavailable_reason(CUDA, torch.bfloat16) is None
+    assert load_problems.transformer_engine_unavailable_reason(CUDA, torch.bfloat16) is None
     assert flash_attention.unavailable_reason(CUDA, torch.float16, 128) is None
     assert apex.unavailable_reason(CUDA, torch.float32) is None
     assert apex.gradient_unavailable_reason(CUDA, torch.bfloat16, torch.float32) is None

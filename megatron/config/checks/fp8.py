@@ -12,8 +12,6 @@ MULTIPLE = 16  # of both inner dimensions of an FP8 GEMM
 def rule(f: Facts) -> Iterator[str]:
     """One line for each size of a rank's GEMMs that 16 does not divide, and for what fp8 cannot
     go with."""
-    if f["fp8"] is None:
-        return
     if f["fp64"]:
         yield (
             f"{f.say('fp8')}: rounds to FP8, which --fp64 is there to avoid; omit one of them "

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 
 from megatron import optional
 from megatron.config.checks import ddp as check_ddp
-from megatron.config.checks import fp8 as check_fp8
 from megatron.config.checks import kernels as check_kernels
 from megatron.config.checks import layout as check_layout
 from megatron.config.checks import low_precision as check_low_precision
@@ -794,13 +793,18 @@ def _experts(f: Facts) -> Iterator[str]:
         )
 
 
+def _fp8(f: Facts) -> Iterator[str]:
+    if f["fp8"] is not None:
+        yield from optional.load("megatron.config.checks.fp8").rule(f)
+
+
 _RULES = (
     _required,
     _ranges,
     _experts,
     _shape,
     _precision,
-    check_fp8.rule,
+    _fp8,
     check_low_precision.rule,
     check_layout.rule,
     check_packed.rule,
