@@ -141,7 +141,9 @@ class HFExport:
 class MegatronImport:
     """megatron-import."""
 
-    source: Path = path_of("SOURCE", "Megatron-LM's directory with mp_rank_XX folders")
+    source: Path = path_of(
+        "SOURCE", "Megatron-LM's run directory or iter_XXXXXXX (mp_rank_XX folders or torch_dist)"
+    )
     target: Path = path_of("DIR", "run directory to create")
     args: Path | None = arg(
         None,
@@ -295,7 +297,7 @@ COMMANDS = {
         "write a Hugging Face folder of a checkpoint of any layout", HFExport, finish
     ),
     "megatron-import": Command(
-        "make a run directory of a Megatron-LM checkpoint (mp_rank_XX, any TP x PP)",
+        "make a run directory of a Megatron-LM checkpoint (mp_rank_XX or torch_dist, any TP x PP)",
         MegatronImport,
         finish,
     ),

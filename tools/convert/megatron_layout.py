@@ -1,5 +1,5 @@
 """megatron-import and megatron-export: Megatron-LM's mp_rank_XX folders (--ckpt-format torch), at
-any TP x PP."""
+any TP x PP; megatron-import also of torch_dist checkpoints."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from megatron.config.plan.parameters import (
     stage_table,
 )
 from megatron.config.tree import Config
+from tools.convert import torch_dist
 from tools.convert.hf_files import new_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
@@ -54,9 +55,8 @@ class Part:
         return self.file.header(self.path)
 
 
-def find_ranks(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
-    """(the checkpoint's folder, {(tp rank, pp rank): file}) of a run directory or an iter_XXXXXXX /
-    release folder."""
+def checkpoint_folder(source: Path) -> Path:
+    """The checkpoint's folder, of a run directory or an iter_XXXXXXX / release folder."""
     tracker = source / TRACKER
     if tracker.is_file():
         word = tracker.read_text(encoding="utf-8", errors="replace").strip()
@@ -65,19 +65,25 @@ def find_ranks(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
                 f"{tracker} holds {word[:40]!r}, neither an iteration nor release"
             )
         source = source / (word if word == "release" else f"iter_{int(word):07d}")
+    return source
+
+
+def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
+    """{(tp rank, pp rank): file} of a checkpoint's folder."""
     found = {}
     for path in sorted(source.iterdir()) if source.is_dir() else []:
         match = _RANK.fullmatch(path.name)
         if match and match[3]:
             raise ConversionError(
-                f"{path}: the third number is an expert-parallel rank; experts are not converted"
+                f"{path}: the third number is an expert-parallel rank; experts are converted from "
+                "--ckpt-format torch_dist alone"
             )
         if match:
             found[int(match[1]), int(match[2] or 0)] = path / FILE
     if not found:
         raise ConversionError(
-            f"{source}: holds no mp_rank_XX folders; a checkpoint of --ckpt-format torch_dist "
-            "must be converted in Megatron-LM (--ckpt-convert-format torch) first"
+            f"{source}: holds neither mp_rank_XX folders nor the {torch_dist.METADATA} of "
+            "--ckpt-format torch_dist"
         )
     tp, pp = (1 + max(numbers) for numbers in zip(*found, strict=True))
     missing = [
@@ -92,7 +98,7 @@ def find_ranks(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
             f"{source}: missing or without {FILE}: {', '.join(missing)}, of {tp} tensor x {pp} "
             "pipeline ranks"
         )
-    return source, found
+    return found
 
 
 class MegatronCheckpoint:
@@ -100,7 +106,8 @@ class MegatronCheckpoint:
     rank."""
 
     def __init__(self, source: Path, unpickler: Unpickler):
-        self.source, ranks = find_ranks(source)
+        self.source = source
+        ranks = find_ranks(source)
         self.tp, self.pp = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
         self.files = {rank: unpickler.read(path, ("model",)) for rank, path in ranks.items()}
         first = self.files[0, 0].values
@@ -115,6 +122,34 @@ class MegatronCheckpoint:
         self.copies: dict[str, list[Part]] = {}
         for tp in range(self.tp):
             self._sort(tp)
+
+    @property
+    def layout(self) -> str:
+        """What it is, for the report."""
+        return f"{self.tp} tensor x {self.pp} pipeline ranks"
+
+    def vocabulary_rows(self) -> int:
+        """Rows of the word embedding, with padding."""
+        embedding = self.parts.get(WORD_EMBEDDING)
+        if not embedding:
+            raise ConversionError(f"{self.source}: {WORD_EMBEDDING} is missing")
+        return sum(part.header[1][0] for part in embedding)
+
+    def weights(self, table: Mapping[str, ParameterSpec], model: ModelConfig) -> list[Incoming]:
+        """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
+        if model.num_experts is not None:
+            raise ConversionError(
+                f"{self.source}: num_experts {model.num_experts} cannot be represented here: "
+                "experts are converted from --ckpt-format torch_dist alone"
+            )
+        _check(self, table, model)
+        _check_copies(self)
+        return [
+            Incoming(
+                name, self.parts[name][0].header[0], spec.shape, _Merged(spec, self.parts[name])
+            )
+            for name, spec in table.items()
+        ]
 
     def _sort(self, tp: int) -> None:
         """Note where the tensors of this tensor rank lie, layers under their global numbers."""
@@ -234,15 +269,18 @@ def megatron_import(
     tokenizer: bool = True,
     vocab_size: int | None = None,
 ) -> str:
-    """Make a run directory of a Megatron-LM checkpoint. `args_file`: flags that count more than its
-    arguments; without `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say
-    of it."""
+    """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders or torch_dist.
+    `args_file`: flags that count more than its arguments; without `tokenizer` ids are plain
+    numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
     with (
         tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder,
         Unpickler(Path(folder)) as unpickler,
     ):
-        there = MegatronCheckpoint(source, unpickler)
+        found = checkpoint_folder(source)
+        sharded = (found / torch_dist.METADATA).is_file()
+        kind = torch_dist.TorchDistCheckpoint if sharded else MegatronCheckpoint
+        there = kind(found, unpickler)
         given = (
             parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"])
             if args_file
@@ -253,19 +291,9 @@ def megatron_import(
         model = ModelConfig(
             **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
         )
-        embedding = there.parts.get(WORD_EMBEDDING)
-        if not embedding:
-            raise ConversionError(f"{there.source}: {WORD_EMBEDDING} is missing")
-        rows = sum(part.header[1][0] for part in embedding)
+        rows = there.vocabulary_rows()
         table = {spec.name: spec for spec in parameter_table(model, rows, rows)}
-        _check(there, table, model)
-        _check_copies(there)
-        weights = [
-            Incoming(
-                name, there.parts[name][0].header[0], spec.shape, _Merged(spec, there.parts[name])
-            )
-            for name, spec in table.items()
-        ]
+        weights = there.weights(table, model)
         if not tokenizer or "tokenizer_type" not in flags:
             flags = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size or rows}
         elif flags["tokenizer_type"] == "NullTokenizer":
@@ -275,8 +303,8 @@ def megatron_import(
             }
         written = write_checkpoint(target, model, weights, rows, "megatron", [], flags=flags)
         return (
-            f"{written}: {len(weights)} tensors from {there.tp} tensor x {there.pp} pipeline "
-            f"ranks, tokenizer {flags['tokenizer_type']}"
+            f"{written}: {len(weights)} tensors from {there.layout}, tokenizer "
+            f"{flags['tokenizer_type']}"
         )
 
 

@@ -20,7 +20,8 @@ from tools.convert.links import ConversionError
 # Arguments of theirs that change what is computed and have no flag here: name -> values under which
 # nothing changes.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None,),
+    "moe_apply_probs_on_input": (None, False),
+    "moe_latent_size": (None,),
     "multi_latent_attention": (None, False),
     "window_size": (None,),
     "softmax_type": (None, "vanilla"),
@@ -116,6 +117,11 @@ def flags_from(args: Mapping[str, Any], source: str) -> dict[str, Any]:
         if args.get(name) not in neutral
     ]
     flags = {f.name: args[f.name] for f in fields(ModelConfig) if args.get(f.name) is not None}
+    frequency = flags.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        flags["moe_layer_freq"] = str(frequency)
+    if flags.get("moe_token_dispatcher_type") == "flex":
+        flags["moe_token_dispatcher_type"] = "alltoall"
     if flags.get("position_embedding_type", "rope") not in _POSITIONS:
         problems.append(
             f"{source}: position_embedding_type {flags['position_embedding_type']!r} cannot be "

@@ -20,6 +20,7 @@ from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
 from megatron.checkpoint.tensor_slices import whole
 from megatron.config.model import ModelConfig
+from megatron.config.plan.parameters import EXPERT_BIAS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
@@ -259,7 +260,8 @@ def write_checkpoint(
         more = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
         if not any(copies.iterdir()):
             copies.rmdir()
-        formats = {weight.dtype for weight in weights}
+        # untrained tensors, such as expert biases, are fp32 in every precision
+        formats = {weight.dtype for weight in weights if not weight.name.endswith(EXPERT_BIAS)}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
         config = config_from(Config, {**vars(model), **precision, **flags, **more})
         progress = Progress(sum(one.bytes for one in weights))

@@ -67,6 +67,12 @@ class Unpickler:
         self._files.append(file)
         return TorchFile(path, file, json.loads(values.read_text(encoding="utf-8")))
 
+    def index(self, folder: Path) -> dict[str, Any]:
+        """Where the tensors of a torch.distributed.checkpoint folder are; see `index` there."""
+        _, table = self._names()
+        self._ask(folder, "index", folder, table)
+        return json.loads(table.read_text(encoding="utf-8"))
+
     def write(
         self,
         path: Path,

@@ -6,6 +6,7 @@ with the file:
 
     ["read", "FILE.pt", "OUT.safetensors", "OUT.json", "PREFIX", ...]
     ["write", "IN.safetensors", "IN.json", "FILE.pt"]
+    ["index", "FOLDER", "OUT.json"]
 
 No name in a pickle leads to anything but the stand-ins below: `find_class` imports nothing, and a
 name that is not listed ends the program. Storages are read straight from the archive, by name and
@@ -14,7 +15,8 @@ direction, for files that Megatron-LM shall read.
 
 read: tensors whose path in the nested dicts, joined by dots, begins with a PREFIX go to
 OUT.safetensors under that path; plain values (numbers, texts, lists; a Namespace is a dict) go to
-OUT.json. Source of the layout: torch.serialization.
+OUT.json. index: where the tensors of a torch.distributed.checkpoint folder are in its files goes to
+OUT.json. Source of the layouts: torch.serialization, torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import pickle
 import re
+import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -31,7 +35,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -41,6 +45,8 @@ from megatron.small_files import open_regular
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, length of name and extra
 # of the root: they hold tensors, and no plain values that count
 _LARGE = re.compile(r"model\d*|optimizer")
 
@@ -87,6 +93,23 @@ class Namespace:
         self.values = state if isinstance(state, dict) else {}
 
 
+class Properties:
+    """Stands for torch.distributed.checkpoint's TensorProperties."""
+
+    dtype: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0]
+
+
+class Tensor(Namespace):
+    """Stands for its TensorStorageMetadata: properties, size, chunks."""
+
+
+class Object(Namespace):
+    """Stands for its BytesStorageMetadata."""
+
+
 class Table(dict):
     """Stands for collections.OrderedDict; a state dict's notes on it (_metadata) are dropped."""
 
@@ -128,6 +151,7 @@ _STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+_DCP = "torch.distributed.checkpoint."
 _DTYPES = (
     "float64",
     "float32",
@@ -162,11 +186,21 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy._core.multiarray", "_reconstruct"): Opaque,
     ("numpy.core.multiarray", "scalar"): Opaque,
     ("numpy._core.multiarray", "scalar"): Opaque,
+    (_DCP + "metadata", "Metadata"): Namespace,
+    (_DCP + "metadata", "TensorStorageMetadata"): Tensor,
+    (_DCP + "metadata", "BytesStorageMetadata"): Object,
+    (_DCP + "metadata", "TensorProperties"): Properties,
+    (_DCP + "metadata", "ChunkStorageMetadata"): Namespace,
+    (_DCP + "metadata", "MetadataIndex"): Namespace,
+    (_DCP + "metadata", "StorageMeta"): Opaque,
+    (_DCP + "metadata", "_MEM_FORMAT_ENCODING"): Opaque,
+    (_DCP + "filesystem", "_StorageInfo"): Namespace,
+    ("torch.serialization", "_get_layout"): Opaque,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     **{("torch", name): f"torch.{name}" for name in _DTYPES},
 }
-# enumerations in arguments; nothing is imported
-_OPAQUE_MODULES = ("megatron.", "transformer_engine.")
+# enumerations in arguments, plans of saving in metadata; nothing is imported
+_OPAQUE_MODULES = ("megatron.", "transformer_engine.", _DCP + "planner")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -199,13 +233,65 @@ class _Unpickler(pickle.Unpickler):
         return Storage(dtype, key, numel)
 
 
+def unpickle(data: bytes | bytearray) -> Any:
+    """The stand-ins that a pickle makes."""
+    try:
+        return _Unpickler(io.BytesIO(data), encoding="utf-8").load()
+    except Refused:
+        raise
+    # a stand-in called with what it cannot take, a broken pickle: always the file's fault
+    except Exception as error:
+        raise Refused(
+            f"its pickle cannot be read ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
+
+
+class Section(io.RawIOBase):
+    """Some bytes of an open file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int):
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of any file."""
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise ValueError("a negative position")
+        return self._at
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """As of any file."""
+        size = max(0, min(len(buffer), self._length - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(size)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
 class TorchFile:
     """An open file of torch.save's zip layout: `tree`, the unpickled stand-ins, and the tensors'
     bytes."""
 
-    def __init__(self, path: Path):
+    def __init__(self, file: Any):
+        self._file = file
         try:
-            self._zip = zipfile.ZipFile(open_regular(path))
+            self._zip = zipfile.ZipFile(file)
         except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise Refused(
                 f"is not a zip file as torch.save writes it since version 1.6 ({error}); load an "
@@ -222,15 +308,7 @@ class TorchFile:
         if order in self._names and self._bytes(order, 16) != b"little":
             raise Refused("was written on a big-endian machine, which is not read")
         data = self._bytes(pickles[0], MAX_PICKLE_BYTES)
-        try:
-            self.tree = _Unpickler(io.BytesIO(data), encoding="utf-8").load()
-        except Refused:
-            raise
-        # a stand-in called with what it cannot take, a broken pickle: always the file's fault
-        except Exception as error:
-            raise Refused(
-                f"its pickle cannot be read ({type(error).__name__}: {str(error)[:200]})"
-            ) from None
+        self.tree = unpickle(data)
 
     def _bytes(self, name: str, limit: int) -> bytearray:
         """A member that is stored plain and no longer than `limit`."""
@@ -264,6 +342,18 @@ class TorchFile:
             )
         return name
 
+    def locate(self, place: TensorPlace) -> tuple[int, int]:
+        """(where the data of a tensor begins in the file, its CRC-32)."""
+        info = self._zip.getinfo(self.check(place))
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise Refused(f"its member {info.filename} is compressed")
+        self._file.seek(info.header_offset)
+        header = self._file.read(_LOCAL_HEADER.size)
+        if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
+            raise Refused(f"its member {info.filename} has no header; the file is damaged")
+        _, name, extra = _LOCAL_HEADER.unpack(header)
+        return info.header_offset + len(header) + name + extra, info.CRC
+
     def tensor(self, place: TensorPlace) -> torch.Tensor:
         """The numbers of a tensor."""
         storage = place.storage
@@ -273,6 +363,14 @@ class TorchFile:
         return torch.frombuffer(data, dtype=storage.dtype).as_strided(
             place.shape, place.stride, place.offset
         )
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file, open."""
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise Refused(f"cannot be read ({error.strerror})") from None
 
 
 def leaves(tree: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, TensorPlace]]:
@@ -303,7 +401,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 def read(source: Path, tensors: Path, values: Path, prefixes: list[str]) -> None:
     """See the head of this file."""
-    file = TorchFile(source)
+    file = TorchFile(_opened(source))
     entries = []
     found: set[str] = set()
     for name, place in leaves(file.tree):
@@ -328,6 +426,95 @@ def read(source: Path, tensors: Path, values: Path, prefixes: list[str]) -> None
     values.write_text(json.dumps(plain(kept)), encoding="utf-8")
 
 
+def _numbers(value: Any) -> list[int]:
+    """A shape or an offset."""
+    if not isinstance(value, (list, tuple)) or not all(
+        type(number) is int and 0 <= number < 1 << 48 for number in value
+    ):
+        raise Refused(f"{METADATA} has a shape or offset that makes no sense")
+    return list(value)
+
+
+def _dict_of(value: Any, name: str) -> dict:
+    """A dict among the values of a stand-in."""
+    values = value.values if isinstance(value, Namespace) else {}
+    if not isinstance(values.get(name), dict):
+        raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
+    return values[name]
+
+
+def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str, sizes: list[int]):
+    """{file, start, crc} of one part of a tensor, which torch.save has written into a larger
+    file."""
+    name = info.values.get("relative_path")
+    if info.values.get("transform_descriptors"):
+        raise Refused("its tensors are compressed or encrypted, which is not read")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name):
+        raise Refused(f"{METADATA} names the file {name!r}, which is not a file of this folder")
+    place = _numbers([info.values.get("offset"), info.values.get("length")])
+    if name not in files:
+        files[name] = _opened(folder / name)
+    file = TorchFile(Section(files[name], *place))
+    tensor = file.tree
+    if not isinstance(tensor, TensorPlace):
+        raise Refused("is not a tensor")
+    shape = list(tensor.shape)
+    steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    plain = all(
+        size == 1 or step == want
+        for size, step, want in zip(shape, tensor.stride, steps, strict=True)
+    )
+    whole = tensor.offset == 0 and tensor.storage.numel == prod(shape)
+    if shape != sizes or str(tensor.storage.dtype) != dtype or not plain or not whole:
+        raise Refused(
+            f"has {tensor.storage.dtype} of shape {shape}; {METADATA} says {dtype} of shape {sizes}"
+        )
+    start, crc = file.locate(tensor)
+    return {"file": name, "start": place[0] + start, "crc": crc}
+
+
+def index(folder: Path, target: Path) -> None:
+    """See the head of this file. OUT.json: {"tensors": {name: {"dtype", "shape", "chunks":
+    [{"offsets", "sizes", "file", "start", "crc"}]}}, "objects": [name]}."""
+    with _opened(folder / METADATA) as file:
+        data = file.read(MAX_PICKLE_BYTES + 1)
+    if len(data) > MAX_PICKLE_BYTES:
+        raise Refused(f"{METADATA} has more than {MAX_PICKLE_BYTES} bytes")
+    metadata = unpickle(data)
+    places = {}
+    for key, info in _dict_of(metadata, "storage_data").items():
+        if not isinstance(key, Namespace) or not isinstance(info, Namespace):
+            raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
+        offset = key.values.get("offset")
+        fqn = key.values.get("fqn")
+        places[str(fqn), None if offset is None else tuple(_numbers(offset))] = info
+    tensors: dict[str, Any] = {}
+    objects = []
+    files: dict[str, BinaryIO] = {}
+    for name, entry in _dict_of(metadata, "state_dict_metadata").items():
+        if not isinstance(name, str) or not isinstance(entry, (Tensor, Object)):
+            raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
+        if isinstance(entry, Object):
+            objects.append(name)
+            continue
+        dtype = str(getattr(entry.values.get("properties"), "dtype", None))
+        chunks = []
+        for chunk in entry.values.get("chunks", ()):
+            offsets, sizes = (_numbers(chunk.values.get(word)) for word in ("offsets", "sizes"))
+            info = places.get((name, tuple(offsets)))
+            if info is None:
+                raise Refused(f"{METADATA} does not say where {name} at {offsets} is")
+            try:
+                at = _chunk(folder, files, info, dtype, sizes)
+            except Refused as wrong:
+                where = info.values.get("relative_path")
+                raise Refused(f"{where}: {name} at {offsets}: {wrong}") from None
+            chunks.append({"offsets": offsets, "sizes": sizes, **at})
+        shape = _numbers(entry.values.get("size"))
+        tensors[name] = {"dtype": dtype, "shape": shape, "chunks": chunks}
+    target.write_text(json.dumps({"tensors": tensors, "objects": objects}), encoding="utf-8")
+
+
 def write(tensors: Path, values: Path, target: Path) -> None:
     """Save a nested dict: "values" at the root, "args" as a Namespace, and each tensor at its path
     ("paths")."""
@@ -348,10 +535,15 @@ def answer(job: list[str]) -> str | None:
     try:
         if command == "read":
             read(*map(Path, paths[:3]), paths[3:])
+        elif command == "index":
+            index(*map(Path, paths))
         else:
             write(*map(Path, paths))
     except (Refused, CheckpointError, OSError) as error:
         return str(error)
+    # stand-ins at places where others belong: always the file's fault
+    except (AttributeError, TypeError, ValueError) as error:
+        return f"is not laid out as it should be ({type(error).__name__}: {str(error)[:200]})"
     return None
 
 

@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 LAYER_PREFIX = "decoder.layers."
+EXPERT_BIAS = "router.expert_bias"
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def _moe_layer(model: ModelConfig, prefix: str, layer: int, draw: Scheme) -> lis
     router = _drawn(draw("router", layer))
     table = [ParameterSpec(prefix + "router.weight", (experts, h), **router)]
     if model.moe_router_enable_expert_bias:
-        table.append(ParameterSpec(prefix + "router.expert_bias", (experts,), trained=False))
+        table.append(ParameterSpec(prefix + EXPERT_BIAS, (experts,), trained=False))
     for spec in _mlp(model, prefix + "experts.", model.expert_ffn, layer, draw):
         splits = (("ep", 0), *((axis, dim + 1) for axis, dim in spec.splits))
         table.append(replace(spec, shape=(experts, *spec.shape), splits=splits))
