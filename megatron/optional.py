@@ -18,6 +18,13 @@ MODULES = {
     "megatron.config.checks.fp8": "--fp8-format",
     "megatron.kernels.transformer_engine": "--transformer-impl transformer_engine",
     "megatron.parallel.fp8": "--fp8-format",
+    "megatron.config.checks.packed": "--packed-samples",
+    "megatron.config.plan.batch_ramps": "--rampup-batch-size, --rampup-micro-batches, "
+    "--step-batch-size-schedule",
+    "megatron.config.plan.pipeline_layout": "--pipeline-model-parallel-layout",
+    "megatron.config.plan.zero_partition": "--zero-partition whole-params",
+    "megatron.optimizer.scaler": "--fp16 or --loss-scale",
+    "megatron.training.logging.subset_metrics": "--log-subsets, --log-format internlm",
     "megatron.model.moe": "--num-experts",
     "megatron.training.routers": "--num-experts",
     "megatron.config.skip_flags": "--train-range-to-skip, --iterations-to-skip",

@@ -5,16 +5,20 @@ It reads `.main_grad` and `.sharding` of the parameters; reductions over other r
 as functions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads, moments
 from megatron.optimizer.param_groups import build_param_groups
-from megatron.optimizer.scaler import GradScaler
+
+if TYPE_CHECKING:
+    from megatron.optimizer.scaler import GradScaler
 
 # What --embed-grad-scale applies to: the tables behind an embedding's output, and the output layer.
 EMBEDDINGS = (

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron import optional
 from megatron.config.plan import buckets as flat_buckets
-from megatron.config.plan.zero_partition import whole_parameters
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_,
@@ -75,17 +75,19 @@ class GradBuffers:
         params = [p for p in params if p.requires_grad]
         self._ctx = ctx
         sharded = ctx.shard.size > 1
+        partition = None
+        if whole_params and sharded:
+            zero_partition = optional.load("megatron.config.plan.zero_partition")
+            partition = zero_partition.whole_parameters(
+                [p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size
+            )
         layout = flat_buckets.lay_out(
             [p.numel() for p in params],
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
             bucket_size=bucket_size,
             shards=ctx.shard.size,
             itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
-            partition=whole_parameters(
-                [p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size
-            )
-            if whole_params and sharded
-            else None,
+            partition=partition,
             experts=[ctx.ep.size > 1 and p.sharding.replicas == "experts" for p in params],
             expert_shards=ctx.experts.shard.size,
         )

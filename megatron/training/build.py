@@ -18,7 +18,6 @@ from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
-from megatron.optimizer.scaler import build_grad_scaler
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -166,7 +165,9 @@ def build_run(
     optimizer = MixedPrecisionOptimizer(
         buffers.owned,
         config.optimizer,
-        grad_scaler=build_grad_scaler(p),
+        grad_scaler=optional.load("megatron.optimizer.scaler").build_grad_scaler(p)
+        if p.fp16 or p.loss_scale is not None
+        else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         counts=lambda q: counts_in_norm(q.sharding, ctx),

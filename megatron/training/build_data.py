@@ -18,7 +18,6 @@ from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.run import Run
 
 
@@ -89,7 +88,8 @@ def build_data(
     )
     train, valid, test = source_of(d).build(d, request, rows)
     if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
-        run.rows = SubsetMetrics(
+        subset_metrics = optional.load("megatron.training.logging.subset_metrics")
+        run.rows = subset_metrics.SubsetMetrics(
             subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples
         )
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []

@@ -21,7 +21,6 @@ from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
-from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.skipping.history import SkipHistory
 from megatron.training.spikes.policy import SpikePolicy
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
     from megatron.data.ledger import Recorder
     from megatron.parallel.fp8 import DelayedScaling
+    from megatron.training.logging.subset_metrics import SubsetMetrics
 
 # The timers of a step that measure a rank's own work, without waiting for other ranks (but for
 # tensor and context parallelism, whose collectives are part of a layer).

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -20,9 +20,11 @@ from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
-from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.run import Run
 from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
+
+if TYPE_CHECKING:
+    from megatron.training.logging.subset_metrics import SubsetMetrics
 
 # (loss sum, number of tokens), or with metrics by name (loss sum, number of tokens, metrics); of a
 # chunk of the model before the last, hidden states.

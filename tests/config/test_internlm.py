@@ -8,7 +8,8 @@ import torch
 from megatron.arguments import config_from
 from megatron.config.checks.rules import problems
 from megatron.config.model import ModelConfig
-from megatron.config.plan.batch_size import build_batch_size_schedule, micro_batch_steps
+from megatron.config.plan.batch_ramps import micro_batch_steps
+from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config

@@ -35,18 +35,6 @@ _APART = (
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each."""
-    if not f["packed_samples"]:
-        if f["dummy_data"] is not None:
-            yield (
-                f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add "
-                "--packed-samples [flag-needs-other-flag]"
-            )
-        if f["log_accuracy"] and not (f["log_subsets"] or f["log_format"] == "internlm"):
-            yield (
-                "--log-accuracy: is counted by subset of the data; add --log-subsets, or leave it "
-                "out [flag-needs-other-flag]"
-            )
-        return
     for name, off, why in _APART:
         if f[name] != off:
             yield (

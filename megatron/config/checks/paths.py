@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron import optional
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
-from megatron.config.checks import packed as check_packed
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
@@ -360,7 +360,10 @@ def _corpora(d: DataConfig) -> Iterator[str]:
                 )
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
-                found = check_packed.word_problems(flag, prefix) if d.packed_samples else None
+                found = None
+                if d.packed_samples:
+                    packed = optional.load("megatron.config.checks.packed")
+                    found = packed.word_problems(flag, prefix)
                 yield from _corpus(flag, prefix, len(words)) if found is None else found
 
 

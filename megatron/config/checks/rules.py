@@ -15,7 +15,6 @@ from megatron.config.checks import ddp as check_ddp
 from megatron.config.checks import kernels as check_kernels
 from megatron.config.checks import layout as check_layout
 from megatron.config.checks import low_precision as check_low_precision
-from megatron.config.checks import packed as check_packed
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule
@@ -798,6 +797,22 @@ def _fp8(f: Facts) -> Iterator[str]:
         yield from optional.load("megatron.config.checks.fp8").rule(f)
 
 
+def _packed(f: Facts) -> Iterator[str]:
+    if f["packed_samples"]:
+        yield from optional.load("megatron.config.checks.packed").rule(f)
+        return
+    if f["dummy_data"] is not None:
+        yield (
+            f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add "
+            "--packed-samples [flag-needs-other-flag]"
+        )
+    if f["log_accuracy"] and not (f["log_subsets"] or f["log_format"] == "internlm"):
+        yield (
+            "--log-accuracy: is counted by subset of the data; add --log-subsets, or omit "
+            "it [flag-needs-other-flag]"
+        )
+
+
 _RULES = (
     _required,
     _ranges,
@@ -807,7 +822,7 @@ _RULES = (
     _fp8,
     check_low_precision.rule,
     check_layout.rule,
-    check_packed.rule,
+    _packed,
     _run,
     _schedule,
     _loop,

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.config.plan.zero_partition import Partition
+if TYPE_CHECKING:
+    from megatron.config.plan.zero_partition import Partition
+
 
 ALIGN_BYTES = 64
 # Megatron's max(40e6, 1e6 x ranks): smaller buckets are all latency on many ranks

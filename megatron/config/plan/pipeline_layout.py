@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from megatron.config.plan.stages import CHUNKS, Split
+from megatron.config.plan.stages import CHUNKS, LAYOUT, Split
 
-LAYOUT = "--pipeline-model-parallel-layout"
 MOST_SYMBOLS = 100_000
 _WORDS = {"E": "the embedding", "t": "a transformer layer", "L": "the loss"}
 

@@ -21,11 +21,11 @@ from megatron.config.plan.parameters import (
     parameter_table,
     stage_table,
 )
-from megatron.config.plan.pipeline_layout import LAYOUT, parse_layout
 from megatron.config.plan.stages import (
     EMBEDDING,
     FIRST,
     LAST,
+    LAYOUT,
     LOSS,
     PER_CHUNK,
     Split,
@@ -33,7 +33,6 @@ from megatron.config.plan.stages import (
     split_layers,
     split_with_ends,
 )
-from megatron.config.plan.zero_partition import whole_parameters
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 
@@ -189,7 +188,7 @@ def layer_split(config: Config) -> Split:
     counted = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split)
     _only_one_split(p)
     if p.pipeline_model_parallel_layout is not None:
-        return parse_layout(
+        return optional.load("megatron.config.plan.pipeline_layout").parse_layout(
             p.pipeline_model_parallel_layout,
             layers,
             stages,
@@ -308,7 +307,8 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     shapes = [spec.local_shape(axes) for spec in table]
     partition = None
     if p.zero_partition == "whole-params" and parts > 1:
-        partition = whole_parameters([spec.name for spec in table], shapes, parts)
+        zero_partition = optional.load("megatron.config.plan.zero_partition")
+        partition = zero_partition.whole_parameters([spec.name for spec in table], shapes, parts)
     itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
     return buckets.lay_out(
         [math.prod(shape) for shape in shapes],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 Split = tuple[tuple[range, ...], ...]
 
+LAYOUT = "--pipeline-model-parallel-layout"
 FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from megatron.config.plan.batch_size import build_batch_size_schedule, parse_step_schedule
+from megatron.config.plan.batch_ramps import parse_step_schedule
+from megatron.config.plan.batch_size import build_batch_size_schedule
 from tests.problems import assert_problem, raises
 
 GOLDEN_RAMP = {
