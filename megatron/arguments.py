@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import math
 import re
 import shlex
 import textwrap
@@ -425,11 +424,8 @@ class Parsed:
 
 def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     """Read a command line as far as it can be read. What an @FILE says is read first, so that typed
-    flags win; a parser with positional values takes no @FILE."""
+    flags win."""
     parsed = Parsed()
-    if parser.takes_words:
-        _parse_with_words(parser, list(argv), parsed)
-        return parsed
     from_files = []
     typed = []
     for word in argv:
@@ -449,71 +445,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             at for at, word in enumerate(words) if at == 0 or (word[:1] == "-" and is_flag(word))
         ]
         for start, end in itertools.pairwise([*starts, len(words)]):
-            _take(parser, words[start:end], seen, parsed)
+            take(parser, words[start:end], seen, parsed)
     return parsed
-
-
-def _parse_with_words(parser: Parser, argv: list[str], parsed: Parsed) -> None:
-    """The same, where values may stand without a flag."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    words = argv[:end]
-    rest = argv[end + 1 :]
-    loose = []
-    at = 0
-    seen = {}
-    while at < len(words):
-        stop = at + 1
-        if not is_flag(words[at]):
-            loose.append(words[at])
-        else:
-            most = _most_values(parser, words[at])
-            while stop < len(words) and stop - at <= most and not is_flag(words[stop]):
-                stop += 1
-            _take(parser, words[at:stop], seen, parsed)
-        at = stop
-    if parser.after_dashes is None:
-        loose += rest
-    elif end < len(argv):
-        parsed.typed[parser.after_dashes.name] = tuple(rest)
-    for flag in parser.positionals:
-        take = len(loose) if flag.kind == "list" else 1
-        if loose:
-            _convert(flag, flag.spelling, loose[:take], parsed)
-            loose = loose[take:]
-    if loose and not parsed.problems:
-        parsed.problems.append(
-            f"{' '.join(loose)!r}: not expected; {parser.usage()} [value-not-expected]"
-        )
-
-
-def _most_values(parser: Parser, word: str) -> float:
-    """How many of the words after a flag can be its values. Of an unknown flag all, so that none is
-    taken for another's."""
-    spelling, equals, _ = word.partition("=")
-    flag = parser.find(spelling)
-    if (
-        equals
-        or spelling in ("-h", "--help", "--version")
-        or flag
-        and flag.kind in ("switch", "off")
-    ):
-        return 0
-    if flag is None:
-        return math.inf
-    return 1 if flag.kind == "value" else flag.nargs if isinstance(flag.nargs, int) else math.inf
-
-
-def missing(parser: Parser, parsed: Parsed) -> list[str]:
-    """A line for each value that must be given and is not. After an unknown flag nobody knows what
-    its values were."""
-    absent = [
-        flag
-        for flag in parser.flags
-        if flag.required and flag.name not in parsed.typed.keys() | parsed.broken
-    ]
-    if parsed.unread_file or any(line.startswith("unknown flag") for line in parsed.problems):
-        absent = []
-    return [f"{flag.spelling} is missing: {flag.help} [flag-missing]" for flag in absent]
 
 
 def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
@@ -524,7 +457,7 @@ def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     return parsed.typed
 
 
-def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: Parsed) -> None:
+def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: Parsed) -> None:
     """One flag and the words up to the next one."""
     spelling, equals, value = words[0].partition("=")
     values = [value] * bool(equals) + words[1:]
@@ -548,7 +481,7 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
             _unknown(parser, spelling, parsed)
         return
     before = parsed.typed.get(flag.name, ())
-    if not _convert(flag, spelling, values, parsed):
+    if not convert(flag, spelling, values, parsed):
         return
     if flag.extend:
         parsed.typed[flag.name] = before + parsed.typed[flag.name]
@@ -560,7 +493,7 @@ def _take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: 
     seen[flag.name] = values
 
 
-def _convert(flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
+def convert(flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
     """Note the value that the words spell, or what is wrong with them; whether they spell one."""
     try:
         parsed.typed[flag.name] = flag.convert(words)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint import store
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.training import loop
 from megatron.training.run import Services
 from tests.forkrun import ROOT, RanksFailed, run_ranks

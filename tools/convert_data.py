@@ -25,10 +25,11 @@ from typing import Literal
 import numpy as np
 
 from megatron.arguments import arg
-from megatron.data.indexed_dataset import IndexedDatasetBuilder, idx_path
+from megatron.data.indexed_dataset import idx_path
 from megatron.data.packed.documents import Documents
 from megatron.data.packed.internlm_files import JsonlTokens, JsonlWriter, meta_path, token_files
 from megatron.data.pair_checksums import write_sums
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import Command, run_command
 from tools.shared.progress import Progress

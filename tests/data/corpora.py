@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.build import Splits
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.plan_table import Row
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.request import DataRequest
 from megatron.data.sources import source_of
 

@@ -23,7 +23,8 @@ import numpy as np
 import pytest
 
 from megatron.data.gpt_dataset import GPTDataset, open_corpus
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.samples import Samples
 from tests.load_tool import load_tool
 

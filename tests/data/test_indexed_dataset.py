@@ -12,12 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import (
-    CODES,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    optimal_dtype,
-)
+from megatron.data.indexed_dataset import CODES, IndexedDataset
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder, optimal_dtype
 from tests.data.corpora import write_corpus
 from tests.forkrun import run_ranks
 

@@ -14,8 +14,9 @@ import pytest
 from megatron.data.blend.blended_dataset import BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, open_corpus
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.pair_checksums import write_sums
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata
 from tests.load_tool import load_tool
 

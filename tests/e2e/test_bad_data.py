@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.training import loop
 from tests.data.vocabularies import MERGES, write_bpe
 from tests.e2e.programs import fork_program

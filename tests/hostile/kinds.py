@@ -24,9 +24,9 @@ from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file,
 from megatron.data.chat.templates import find_template
 from megatron.data.gpt_dataset import GPTDataset, open_corpus
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.ledger import Ledger, read_ledger
 from megatron.data.pair_checksums import write_sums
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.training.launch.control_file import ControlFile

@@ -18,7 +18,8 @@ from megatron.data.blend.blended_dataset import (
     split_range,
 )
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder, optimal_dtype
 from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 pytestmark = [

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger, read_ledger, tokens_hash
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.data.corpora import write_corpus
 from tests.data.packed.packed_files import write_lines
 from tests.forkrun import ROOT

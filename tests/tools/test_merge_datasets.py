@@ -13,14 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_dataset import (
-    HEADER,
-    MAGIC,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    bin_path,
-    idx_path,
-)
+from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.data.corpora import write_corpus
 from tests.load_tool import exit_code, load_tool
 from tools.shared import progress

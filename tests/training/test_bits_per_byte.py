@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.build import ByteTokenizer
 from megatron.data.tokenizers.metadata import describe
 from megatron.inference.load_model import open_trained_model

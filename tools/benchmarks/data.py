@@ -45,7 +45,7 @@ import numpy as np
 root, source, prefix, vocab, merges, workers = sys.argv[1:]
 sys.path.insert(0, root)
 from megatron.data.tokenizers import gpt2_bpe
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 vocabulary = gpt2_bpe.read_vocabulary(vocab)
 engine = Tokenizer(models.BPE(vocab=vocabulary, merges=gpt2_bpe.read_merges(merges)))
 engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

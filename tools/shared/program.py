@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
 from megatron import interrupt
-from megatron.arguments import Parser, flags_of_group, missing, parse
+from megatron.arguments import Parser, flags_of_group, parse
 from megatron.version import version_line
+from tools.shared.positional import missing, parse_words
 
 Options = TypeVar("Options")
 
@@ -38,7 +39,7 @@ def read(
     parser = Parser(
         flags.values(), prog=prog, description=description, sections={"options": "Options"}
     )
-    parsed = parse(parser, argv)
+    parsed = parse_words(parser, argv) if parser.takes_words else parse(parser, argv)
     if parsed.help:
         _print(parser.help())
         raise SystemExit(0)

@@ -26,9 +26,9 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder
 from megatron.data.chat.messages import Message, conversation_of
 from megatron.data.chat.templates import ChatTemplate
-from megatron.data.indexed_dataset import optimal_dtype
 from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
+from megatron.data.preprocess.dataset_writer import optimal_dtype
 from megatron.data.preprocess.jsonl import record_of, texts_of, texts_under
 from megatron.data.preprocess.readers import Block
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from

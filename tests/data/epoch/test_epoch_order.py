@@ -173,7 +173,7 @@ def test_splits_are_those_of_megatrons_order(tmp_path):
 
 
 def test_documents_are_counted_where_some_have_several_sequences_or_none(tmp_path):
-    from megatron.data.indexed_dataset import IndexedDatasetBuilder
+    from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 
     with IndexedDatasetBuilder(tmp_path / "a") as builder:
         for lengths in ([3, 4], [], [5], [1, 1, 1], [], [9]):

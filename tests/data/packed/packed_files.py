@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.data.corpora import build_datasets, data_flags
 
 

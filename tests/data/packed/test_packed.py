@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from megatron.data.data_order import data_order_differences, data_order_fingerprint
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.packed import packed_dataset
 from megatron.data.packed.build import open_files
 from megatron.data.packed.internlm_dummy import DummySamples
 from megatron.data.packed.internlm_files import JsonlTokens
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from tests.data.packed.packed_files import Listed, build, write_lines, write_pair

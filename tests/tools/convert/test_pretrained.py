@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.indexed_dataset import IndexedDatasetBuilder
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.inference.engine import Engine, Request
 from megatron.inference.load_model import open_trained_model
 from megatron.inference.sampling import Sampling
