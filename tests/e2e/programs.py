@@ -37,21 +37,36 @@ PLACES = (
 )
 
 
-DYING = '''"""pretrain_gpt.py whose rank 1 is killed in the first attempts, once it has trained a while."""
+DYING = '''"""pretrain_gpt.py of which one rank is killed in each of the first attempts."""
 import glob, os, runpy, signal
 from megatron.training import loop
+from megatron.training.checkpointing import save
+from megatron.training.launch import initialize
 
-real = loop.train_step
-steps = []
+def kill_at(module, name, rank, at):
+    real = getattr(module, name)
+    calls = []
 
-def step(*args, **kwargs):
-    steps.append(1)
-    if len(steps) == 3 and os.environ["RANK"] == "1" and len(glob.glob("killed.*")) < {kills}:
-        open(f"killed.{{os.getpid()}}", "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
+    def wrong(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at and os.environ["RANK"] == str(rank):
+            open(f"killed.{{os.getpid()}}", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
 
-loop.train_step = step
+    setattr(module, name, wrong)
+
+kills = {kills!r}
+places = {{
+    "start": (initialize, "connect"),
+    "group": (initialize, "initialize"),
+    "step": (loop, "train_step"),
+    "save": (save, "save_checkpoint"),
+}}
+attempt = len(glob.glob("killed.*"))
+if attempt < len(kills):
+    place, rank, at = kills[attempt]
+    kill_at(*places[place], rank, at)
 runpy.run_path({script!r}, run_name="__main__")
 '''
 
@@ -148,10 +163,12 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def write_dying(path: Path, kills: int) -> None:
-    """A program for torchrun --max-restarts: rank 1 is killed in its third step, so many times, and
-    leaves a file killed.PID each time. The script's folder belongs on PYTHONPATH."""
-    path.write_text(DYING.format(script=SCRIPT, kills=kills))
+def write_dying(path: Path, kills: Sequence[tuple[str, int, int]]) -> None:
+    """A program for torchrun --max-restarts: in each of the first attempts the rank of a triple
+    (place, rank, n) is killed, when it comes for the n-th time to the place: `start` (before it
+    has met the others), `group` (before the process groups), `step` or `save`. It leaves a file
+    killed.PID each time. The script's folder belongs on PYTHONPATH."""
+    path.write_text(DYING.format(script=SCRIPT, kills=list(kills)))
 
 
 def left_in(folder: Path) -> list[int]:

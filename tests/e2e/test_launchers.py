@@ -505,30 +505,38 @@ def test_a_rank_killed_under_torchrun(folder, rank):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    "how", [["--master-port", "free"], ["--standalone"]], ids=["port", "standalone"]
+    "how",
+    [["--master-port", "free"], ["--standalone"], ["--standalone", "--nnodes", "1:2"]],
+    ids=["port", "standalone", "elastic"],
 )
-def test_torchrun_restarts(folder, two_ranks, how):
-    """--max-restarts: a rank is killed three times, and the fourth attempt trains to the end from
-    the checkpoint.
+def test_torchrun_restarts(folder, how, tmp_path_factory):
+    """--max-restarts: a rank is killed in each of four attempts, and the fifth trains to the end
+    from the newest checkpoint, with the weights of a run that nobody disturbed.
 
     The agent's store outlives the attempts, with the addresses of dead processes.
     """
-    write_dying(folder / "wrapper.py", kills=3)
+    kills = [("step", 1, 3), ("start", 0, 1), ("save", 0, 2), ("step", 0, 4)]
+    write_dying(folder / "wrapper.py", kills)
     words = [
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
         "2",
         "--max-restarts",
-        "3",
+        "4",
         *(str(free_port()) if word == "free" else word for word in how),
         str(folder / "wrapper.py"),
-        *argv(folder, 12, "--metrics-file", "metrics.jsonl"),
+        *argv(folder, 14, "--metrics-file", "metrics.jsonl"),
     ]
     program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
-    assert program.end(200) == 0, program.err
+    assert program.end(400) == 0, program.err
     assert (
-        store.latest(folder / "save") == 12
-        and len(list(folder.glob("killed.*"))) == 3
+        store.latest(folder / "save") == 14
+        and len(list(folder.glob("killed.*"))) == len(kills)
         and not left_in(folder)
     )
+    undisturbed = tmp_path_factory.mktemp("undisturbed")
+    write_text(undisturbed / "text", 260)
+    one = spawn(undisturbed, [*RUN, str(free_port())], 14)
+    assert one.end(200) == 0, one.err
+    same_tensors(Finished(folder, 1).tensors(), Finished(undisturbed, 1).tensors())

@@ -166,7 +166,7 @@ def test_torchrun_in_srun(cluster, folder, two_ranks):
 def test_torchrun_restarts_on_two_nodes(cluster, folder):
     """A rank is killed twice. The two agents count restarts differently: one sees a failure, the
     other may see that the first waits for it."""
-    write_dying(folder / "wrapper.py", kills=2)
+    write_dying(folder / "wrapper.py", [("step", 1, 3)] * 2)
     torchrun = [
         "-m",
         "torch.distributed.run",

@@ -103,8 +103,8 @@ def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
     Operations on it wait for `limit` at most, connections about a minute. Without torchrun it is at
     `host` and `port`. torchrun's own store is there otherwise, and outlives the ranks that it
     restarts (--max-restarts), with the addresses of dead ones: from it only the address of rank 0's
-    store is read, until that one answers. Raises ValueError where rank 0 cannot listen, or does not
-    answer.
+    store is read, until one answers that this rank has not joined yet. Raises ValueError where rank
+    0 cannot listen, or does not answer.
     """
     here = launcher.info()
     agent = launcher.agent_has_store()
@@ -169,8 +169,12 @@ def _serve_attempt(agent: dist.Store, host: str, port: int) -> dist.TCPStore:
 
 
 def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
-    """Rank 0's store for this attempt. Until rank 0 has come again, its last address leads nowhere,
-    or to a stranger."""
+    """Rank 0's store for this attempt.
+
+    Until rank 0 was restarted, its last address leads nowhere, to another program, or (agents
+    restart their ranks at different times) to the rank 0 of the attempt before, which still runs:
+    a rank joins a store once.
+    """
     deadline = time.monotonic() + seconds
     while True:
         address, port, token = json.loads(agent.get("store of rank 0"))
@@ -178,7 +182,8 @@ def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
             with contextlib.suppress(dist.DistError):
                 store = _store_at(address, port, False, STRANGERS_ANSWER_WITHIN)
                 if store.check(["token"]) and store.get("token").decode() == token:
-                    return store
+                    if store.add(f"rank {launcher.rank()} joined", 1) == 1:
+                        return store
         if time.monotonic() > deadline:
             raise ValueError(
                 f"rank 0's store at {address}, port {port}: no answer for {seconds:.0f} seconds; "
