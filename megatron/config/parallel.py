@@ -87,6 +87,12 @@ class ParallelConfig:
         help="expert-parallel size (EP): number of data- and context-parallel ranks that share the "
         "experts of each MoE layer",
     )
+    expert_tensor_parallel_size: int | None = arg(
+        None,
+        dump=False,
+        help="expert-tensor-parallel size (ETP): number of ranks that share each expert by width "
+        "(default: --tensor-model-parallel-size)",
+    )
     sequence_parallel: bool = arg(
         False,
         help="sequence parallelism (SP): split norms and dropout along the sequence over the"
@@ -140,3 +146,20 @@ class ParallelConfig:
     local_rank: int | None = arg(
         None, help="rank on this node; set by the launcher", alias=("--local_rank",)
     )
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """Ranks that share each expert by width."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold all experts once."""
+        return self.expert_model_parallel_size * self.expert_tensor_parallel
+
+    @property
+    def folds_experts(self) -> bool:
+        """Do other ranks hold the same experts than hold the same of all other weights?"""
+        return self.expert_ranks != self.tensor_model_parallel_size or (
+            self.expert_model_parallel_size > 1
+        )

@@ -104,7 +104,7 @@ class GPTModel(nn.Module):
         self.output_layer = self._build_output_layer(model, params) if last else None
         self._use(kernels)
         self._check(
-            count_parameters(table, {"tp": ctx.tp.size, "ep": ctx.ep.size}),
+            count_parameters(table, {"tp": ctx.tp.size, "ep": ctx.ep.size, "etp": ctx.etp.size}),
             {spec.name for spec in table},
         )
 

@@ -321,7 +321,7 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts, each split over tensor-parallel ranks as a dense one is."""
+    """The MLPs of all experts, each split over etp as a dense one is over tp."""
 
     def __init__(self, model: ModelConfig, params: ParameterFactory):
         super().__init__()
@@ -361,9 +361,9 @@ class MoELayer(nn.Module):
     """The experts that the router selects for a token, weighted by its probabilities, plus the
     shared expert. Without a capacity no token is dropped.
 
-    Experts are split over ep and, as dense MLPs are, over tp. All tokens of a tensor-parallel
-    group go to each of its ranks. From there either copies of tokens go to the ranks that have
-    their experts (all-to-all), or all tokens to all ranks (all-gather).
+    Experts are split over ep and, as dense MLPs are over tp, over etp. All tokens of an
+    expert-tensor-parallel group go to each of its ranks. From there either copies of tokens go to
+    the ranks that have their experts (all-to-all), or all tokens to all ranks (all-gather).
     """
 
     def __init__(
@@ -371,6 +371,7 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         self.ctx = ctx
+        self.own_tokens = ctx.sequence_parallel or ctx.tp.size == 1
         self.topk = model.moe_router_topk
         self.num_experts = model.num_experts
         self.exchange = model.moe_token_dispatcher_type == "alltoall" and ctx.ep.size > 1
@@ -389,12 +390,13 @@ class MoELayer(nn.Module):
 
     def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""
-        tp = self.ctx.tp
+        etp = self.ctx.etp
         compute = self.by_all_to_all if self.exchange else self.by_all_gather
-        if self.ctx.sequence_parallel:
-            x = gather_sequence(x, tp)
-            probs = gather_sequence(probs, tp)
-            return scatter_sequence(compute(x, probs, all_gather(experts, tp)), tp)
+        if self.own_tokens:
+            x = gather_sequence(x, etp)
+            probs = gather_sequence(probs, etp)
+            return scatter_sequence(compute(x, probs, all_gather(experts, etp)), etp)
+        tp = self.ctx.tp  # etp has the same ranks
         return reduce_from(compute(copy_to(x, tp), copy_to(probs, tp), experts), tp)
 
     def by_all_gather(

@@ -50,9 +50,10 @@ class ParallelContext:
     in each), optimizer (tp x pp x shard: the ranks that together hold one whole state). Without it
     every rank is an instance of its own.
 
-    Experts are split over ep, consecutive ranks of dp_cp. The ranks that hold the same experts are
-    `experts`, Replicas as `dense` is of all other weights. With ep above 1 the optimizer's axis is
-    the world.
+    Experts are split over ep and, by width, over etp. All ranks of a pipeline stage are folded once
+    more for them: rank in the stage = etp + ETP * (ep + EP * replica). The ranks that hold the same
+    experts are `experts`, Replicas as `dense` is of all other weights. Where the two are not the
+    same (EP above 1, or ETP not TP) the optimizer's axis is the world.
     """
 
     def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
@@ -78,17 +79,21 @@ class ParallelContext:
         self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
         self.world = self._axis("world", grid.flatten(), 0)
         self._cut_into_instances(grid.flatten(1, 2), config)
-        self._split_experts(grid.flatten(1, 2), config)
+        self._split_experts(grid.flatten(1), config)
 
     def _split_experts(self, grid: torch.Tensor, config: ParallelConfig) -> None:
-        """ep and the replicas of experts, of a grid [pp, dp x cp, tp]."""
+        """etp, ep and the replicas of experts, of a grid [pp, dp x cp x tp]."""
         ep = config.expert_model_parallel_size
+        etp = config.expert_tensor_parallel
         self.dense = self.experts = Replicas(self.dp_cp, self.shard, self.instances)
         self.ep = Axis("ep", ranks=(self.rank,))
-        if ep == 1:
+        self.etp = self.tp
+        if not config.folds_experts:
             return
-        assert grid.shape[1] % ep == 0, "config/checks/moe.py refuses this"
-        grid = grid.unflatten(1, (-1, ep))
+        assert grid.shape[1] % (etp * ep) == 0, "config/checks/moe.py refuses this"
+        grid = grid.unflatten(1, (-1, ep, etp))
+        if etp != self.tp.size:
+            self.etp = self._axis("etp", grid, 3)
         self.ep = self._axis("ep", grid, 2)
         data = self._axis("experts", grid, 1)
         shard = Axis("alone", ranks=(self.rank,))

@@ -88,7 +88,9 @@ class GradBuffers:
             shards=ctx.shard.size,
             itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
             partition=partition,
-            experts=[ctx.ep.size > 1 and p.sharding.replicas == "experts" for p in params],
+            experts=[
+                ctx.experts is not ctx.dense and p.sharding.replicas == "experts" for p in params
+            ],
             expert_shards=ctx.experts.shard.size,
         )
         self._uneven = whole_params and sharded
@@ -111,7 +113,11 @@ class GradBuffers:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self.owned = _owned(params, layout.spans(ctx.shard.rank)) if sharded else params
+        self.owned = (
+            _owned(params, layout.spans(ctx.shard.rank, ctx.experts.shard.rank))
+            if sharded
+            else params
+        )
         self._overlap_gather = overlap_param_gather
         self._fp32_accumulation = fp32_accumulation
         # gradients still to come, when they are counted

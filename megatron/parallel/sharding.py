@@ -64,14 +64,15 @@ def is_primary_copy(sharding: Sharding, ctx: ParallelContext) -> bool:
 
     (Which of the data-parallel replicas writes is the caller's business: they hold the same.)
     """
-    copies = {"tp", *sharding.partial} - {axis for axis, _ in sharding.splits}
+    split = {axis for axis, _ in sharding.splits}
+    copies = {"tp", *sharding.partial} - split if "etp" not in split else set()
     return all(getattr(ctx, axis).rank == 0 for axis in copies)
 
 
 def counts_in_norm(sharding: Sharding, ctx: ParallelContext) -> bool:
-    """Is this the copy that counts among the ranks of the optimizer's axis? With expert parallelism
-    those are all ranks, and replicas count once."""
-    once = ctx.ep.size == 1 or ctx.replicas(sharding.replicas).instances.rank == 0
+    """Is this the copy that counts among the ranks of the optimizer's axis? Where other
+    ranks hold the same experts than the rest, those are all ranks, and replicas count once."""
+    once = ctx.experts is ctx.dense or ctx.replicas(sharding.replicas).instances.rank == 0
     return once and is_primary_copy(sharding, ctx)
 
 

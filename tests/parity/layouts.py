@@ -10,6 +10,7 @@ from tests.runs import NO_DROPOUT, SMALL, with_flags
 TP = "--tensor-model-parallel-size"
 SP = "--sequence-parallel"
 EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
 A2A = ("--moe-token-dispatcher-type", "alltoall")
 CP = "--context-parallel-size"
 GATHER = ("--cp-comm-type", "all_gather")
@@ -154,6 +155,12 @@ CASES = {
     ),
     "ep2 tp2 dp2, all-gather, experts, capacity": Case(
         (*MOE, *CAPACITY), 4, (EP, "2", TP, "2"), steps=10
+    ),
+    "etp1 ep2 tp2 sp, all-to-all, experts": Case(
+        MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP), steps=10
+    ),
+    "etp2 dp2, experts, distributed optimizer, overlap": Case(
+        EP_MOE, 2, (ETP, "2", *OVERLAP), steps=10
     ),
     "ep2 cp2 tp2 sp, experts, sinkhorn": Case(
         (
@@ -302,6 +309,33 @@ CAMPAIGN = {
     ),
     "ep2 tp2 cp2 pp2, experts, stages numbered before replicas": Case(
         EP_MOE, 8, (EP, "2", TP, "2", CP, "2", PP, "2", "--use-tp-pp-dp-mapping"), steps=10
+    ),
+    "etp1 ep4 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts": Case(
+        EP_MOE, 4, (ETP, "1", EP, "4", *A2A, TP, "2", SP, *OVERLAP)
+    ),
+    "etp1 tp2 sp dp2, distributed optimizer, experts": Case(
+        EP_MOE, 4, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
+    ),
+    "etp2 ep2 dp4, all-to-all, distributed optimizer, experts": Case(
+        EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
+    ),
+    "etp2 ep2 dp8, all-gather, distributed optimizer in 2 instances, overlap, experts": Case(
+        (*EP_MOE, "--micro-batch-size", "1"),
+        8,
+        (ETP, "2", EP, "2", *OVERLAP, *INSTANCES),
+        steps=10,
+    ),
+    "etp4 tp2 sp cp2, experts, full recompute": Case(
+        EP_MOE, 4, (ETP, "4", TP, "2", SP, CP, "2"), only=FULL
+    ),
+    "etp1 ep2 tp2 sp cp2 pp2 vpp2, all-to-all, experts": Case(
+        DEEP_MOE,
+        8,
+        (ETP, "1", EP, "2", *A2A, TP, "2", SP, CP, "2", PP, "2", CHUNKS, "2"),
+        steps=10,
+    ),
+    "etp1 ep2 tp2 sp dp2 pp2, experts, stages numbered before replicas": Case(
+        EP_MOE, 8, (ETP, "1", EP, "2", TP, "2", SP, PP, "2", "--use-tp-pp-dp-mapping"), steps=10
     ),
     "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -34,6 +35,7 @@ TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
 A2A = ("--moe-token-dispatcher-type", "alltoall")
 EP = "--expert-model-parallel-size"
+ETP = "--expert-tensor-parallel-size"
 CP = "--context-parallel-size"
 SP = "--sequence-parallel"
 SHARDED = ("--use-distributed-optimizer",)
@@ -332,6 +334,8 @@ MORE = {
         ),
         {},
     ),
+    "experts, etp1 tp2 sp dp2": Case(4, (ETP, "1", TP, "2", SP, *SHARDED, *EXPERTS), {}),
+    "experts, etp2 ep2 dp4, all-to-all": Case(4, (ETP, "2", EP, "2", *A2A, *SHARDED, *EXPERTS), {}),
     "experts, ep2 tp2 sp dp4": Case(
         8, (EP, "2", TP, "2", SP, *SHARDED, "--overlap-grad-reduce", *EXPERTS), {}
     ),
@@ -488,6 +492,9 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
     place = rank // tp % replicas
     part = rank % tp
     ep = axes["ep"]
+    etp = axes["etp"]
+    fold = ep * etp
+    here = place * tp + part
     assert axes["optimizer"] in (world, tp * axes["pp"] * axes["shard"])
 
     def among(axis: str) -> tuple[int, ...]:
@@ -495,17 +502,23 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
         pipeline."""
         first = place - place % axes["shard"]
         shard = range(first, first + axes["shard"])
+        share = range(tp * first, tp * (first + axes["shard"]))
+
+        def folded(ranks: Iterable[int]) -> list[tuple[int, int, int]]:
+            return [(stage, i // tp, i % tp) for i in ranks]
+
         found = {
             "tp": [(stage, place, i) for i in range(tp)],
             "shard": [(stage, i, part) for i in shard],
-            "ep": [(stage, place - place % ep + i, part) for i in range(ep)],
-            "expert_shard": [(stage, i, part) for i in shard if i % ep == place % ep],
-            "expert_instances": [
-                (stage, i, part)
-                for i in range(replicas)
-                if i % ep == place % ep
-                and (i - first) % axes["shard"] // ep == (place - first) // ep
-            ],
+            "ep": folded(here - here % fold + here % etp + i * etp for i in range(ep)),
+            "etp": folded(here - here % etp + i for i in range(etp)),
+            "expert_shard": folded(i for i in share if i % fold == here % fold),
+            "expert_instances": folded(
+                i
+                for i in range(tp * replicas)
+                if i % fold == here % fold
+                and (i - share[0]) % len(share) // fold == (here - share[0]) // fold
+            ),
             "dp": [(stage, i, part) for i in range(place % axes["cp"], replicas, axes["cp"])],
             "cp": [(stage, place - place % axes["cp"] + i, part) for i in range(axes["cp"])],
             "instances": [
@@ -515,7 +528,7 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
             "optimizer": [
                 (i, j, k)
                 for i in range(axes["pp"])
-                for j in (range(replicas) if ep > 1 else shard)
+                for j in (range(replicas) if p.folds_experts else shard)
                 for k in range(tp)
             ],
             "world": [

@@ -27,6 +27,7 @@ from tests.parity.layouts import (
     DROPOUT,
     EP,
     EP_MOE,
+    ETP,
     EXACT,
     FULL,
     GATHER,
@@ -413,6 +414,22 @@ def test_experts_saved_with_expert_parallelism_resume_in_any_layout(data, tmp_pa
     train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
     layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (EP, "4", *A2A, *OVERLAP)))
     go_on(one, flags, tmp_path / "two/save", "data 2 x tensor 1 x pipeline 1 x context 1", layouts)
+
+
+@pytest.mark.campaign
+def test_experts_saved_with_expert_tensor_parallelism_resume_in_any_layout(data, tmp_path):
+    """Saved at ETP 1 of TP 2 with the distributed optimizer: resumed in one process, at ETP 2 x
+    EP 2, and at ETP 4."""
+    flags = argv(data, EP_MOE, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    layout = ("--exit-interval", "4", ETP, "1", TP, "2", SP, *DISTRIBUTED)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
+    layouts = (
+        (1, ()),
+        (4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)),
+        (4, (ETP, "4", TP, "2", SP)),
+    )
+    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
 
 
 @pytest.mark.campaign

@@ -88,7 +88,7 @@ BUGS = {
     ),
     "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
         "megatron.config.plan.parameters.ParameterSpec.partial_axes",
-        "sequence_parallel and 'tp' not in dict(self.splits)",
+        "sequence_parallel and not {'tp', 'etp'} & dict(self.splits).keys()",
         "False",
         f"{LAYOUTS}[{SEQUENCE}]",
     ),
@@ -211,6 +211,18 @@ BUGS = {
         "bucket = self._buckets[self._next]\n"
         "self.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.place.experts else 1",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
+    ),
+    "expert-tensor parallelism doubles gradients": Bug(
+        "megatron.model.moe.MoELayer.route",
+        "gather_sequence(x, etp)",
+        "all_gather(x, etp)",
+        f"{LAYOUTS}[etp2 dp2, experts, distributed optimizer, overlap]",
+    ),
+    "experts of all but one tensor-parallel rank omitted from norm and checkpoint": Bug(
+        "megatron.parallel.sharding.is_primary_copy",
+        "{'tp', *sharding.partial} - split if 'etp' not in split else set()",
+        "{'tp', *sharding.partial} - split",
+        f"{LAYOUTS}[etp1 ep2 tp2 sp, all-to-all, experts]",
     ),
     "copies of tokens mixed up between experts": Bug(
         "megatron.model.moe.MoELayer.by_all_to_all",
@@ -390,7 +402,7 @@ BUGS = {
         f"{LAYOUTS}[{TWICE}]",
     ),
     "a shard begins one alignment late": Bug(
-        "megatron.config.plan.buckets.Layout.spans",
+        "megatron.config.plan.buckets.Layout._spans",
         "low - self.starts[number]",
         "low + 8 - self.starts[number]",
         f"{LAYOUTS}[{SHARDS}]",

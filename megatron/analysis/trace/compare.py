@@ -18,6 +18,7 @@ from megatron.parallel.simulated_group import Message
 PARALLELISM = {
     "tp": "tp",
     "ep": "ep",
+    "etp": "tp",
     "cp": "cp",
     "pp": "pp",
     "pp_gradients": "pp",

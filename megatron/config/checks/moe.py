@@ -40,26 +40,39 @@ def rule(f: Facts) -> Iterator[str]:
 
 
 def _expert_parallel(f: Facts) -> Iterator[str]:
-    """Experts, and the ranks that see other data, must be multiples of it."""
-    ep = f["expert_model_parallel_size"]
+    """Experts, and the ranks of a pipeline stage, must be multiples of EP and of EP x ETP."""
+    p = f.config.parallel
+    ep = p.expert_model_parallel_size
+    etp = p.expert_tensor_parallel
     said = f.say("expert_model_parallel_size")
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    if not f.ok("expert_model_parallel_size", *names) or ep == 1:
+    if not f.ok("expert_model_parallel_size", *names) or not p.folds_experts:
         return
+    if f["expert_tensor_parallel_size"] is not None:
+        if not f.ok("expert_tensor_parallel_size"):
+            return
+        if ep == 1 or etp != p.tensor_model_parallel_size:
+            said = f.say("expert_tensor_parallel_size")
     if f.ok("num_experts") and f["num_experts"] % ep:
         yield (
-            f"{said}: {f.say('num_experts')} is not a multiple of it; use a divisor "
-            "[expert-parallel-does-not-divide-experts]"
+            f"{f.say('expert_model_parallel_size')}: {f.say('num_experts')} is not a multiple of "
+            "it; use a divisor [expert-parallel-does-not-divide-experts]"
         )
-    ranks = data_ranks(f.config.parallel, f.world_size)
+    if etp != p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
+        yield (
+            f"{said}: differs from {f.say('tensor_model_parallel_size')}, whose ranks have the "
+            "same tokens; add --sequence-parallel [expert-tensor-parallel-needs-sequence-parallel]"
+        )
+    ranks = data_ranks(p, f.world_size) * p.tensor_model_parallel_size
     parts = 1
     if f["use_distributed_optimizer"] and f.ok("num_distributed_optimizer_instances"):
         parts = f["num_distributed_optimizer_instances"]
-    if ranks % (ep * parts):
+    if ranks % (p.expert_ranks * parts):
         each = f" in each of {parts} optimizer instances" if parts > 1 else ""
         yield (
-            f"{said}: the {ranks // parts} data- and context-parallel ranks{each} are not a "
-            "multiple of it; use a divisor, or more ranks [expert-parallel-does-not-divide-ranks]"
+            f"{said}: the {ranks // parts} ranks of a pipeline stage{each} are not a multiple of "
+            f"expert-parallel x expert-tensor-parallel size {ep} x {etp}; use a divisor, or more "
+            "ranks [expert-parallel-does-not-divide-ranks]"
         )
 
 
@@ -171,15 +184,17 @@ def _layers(f: Facts) -> Iterator[str]:
 
 
 def _widths(f: Facts) -> Iterator[str]:
-    tp = f["tensor_model_parallel_size"]
     if f["moe_shared_expert_gate"] and not f["moe_shared_expert_intermediate_size"]:
         yield (
             "--moe-shared-expert-gate: there is no shared expert; give "
             "--moe-shared-expert-intermediate-size [flag-needs-other-flag]"
         )
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if f.ok(name, "tensor_model_parallel_size") and f[name] % tp:
+    tp = "tensor_model_parallel_size"
+    etp = tp if f["expert_tensor_parallel_size"] is None else "expert_tensor_parallel_size"
+    of_experts = "ffn_hidden_size" if f["moe_ffn_hidden_size"] is None else "moe_ffn_hidden_size"
+    for name, size in ((of_experts, etp), ("moe_shared_expert_intermediate_size", tp)):
+        if f.ok(name, size) and f[name] % f[size]:
             yield (
-                f"{f.say(name)}: not a multiple of {f.say('tensor_model_parallel_size')}; use "
-                f"{(f[name] // tp + 1) * tp} [tensor-parallel-does-not-divide-experts]"
+                f"{f.say(name)}: not a multiple of {f.say(size)}; use "
+                f"{(f[name] // f[size] + 1) * f[size]} [tensor-parallel-does-not-divide-experts]"
             )

@@ -26,6 +26,7 @@ _AT_LEAST_ONE = (
     "num_query_groups seq_length max_position_embeddings rotary_base "
     "rotary_seq_len_interpolation_factor make_vocab_size_divisible_by tensor_model_parallel_size "
     "pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
+    "expert_tensor_parallel_size "
     "microbatch_group_size_per_vp_stage "
     "ddp_bucket_size ddp_num_buckets num_distributed_optimizer_instances "
     "distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
@@ -154,7 +155,8 @@ _NEEDED = (
         "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
-        "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps",
+        "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps "
+        "expert_tensor_parallel_size",
         "--num-experts",
         lambda v: v["num_experts"],
     ),

@@ -205,7 +205,6 @@ deepspeed_activation_checkpointing=False contigious_checkpointing=False
   synchronize_each_layer=False profile_backward=False
   | it steers DeepSpeed's recomputation; --recompute-granularity requests it here
 ds_inference=False | DeepSpeed is not used
-expert_tensor_parallel_size= | experts are split over the tensor-parallel ranks
 abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
   use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
   moe_permute_fusion=False moe_router_fusion=False moe_shared_expert_overlap=False

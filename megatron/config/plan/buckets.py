@@ -3,7 +3,8 @@ data-parallel rank owns, as integers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,16 +61,19 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of the optimizer's state. Those of a bucket of experts are
-        fewer: each of its ranges belongs to consecutive ones."""
-        return max(bucket.shards for bucket in self.buckets)
+        """Ranks whose shares of the optimizer's state differ. Each range of a bucket belongs to as
+        many consecutive ones."""
+        return math.lcm(*(bucket.shards for bucket in self.buckets))
 
-    def spans(self, rank: int) -> list[tuple[int, int]]:
-        """By parameter, the range of its own elements that shard `rank` updates; (0, 0) for nothing
-        of it."""
+    def spans(self, rank: int, expert_rank: int = 0) -> list[tuple[int, int]]:
+        """By parameter, the range of its own elements that shard `rank`, of experts `expert_rank`,
+        updates; (0, 0) for nothing of it."""
+        return self._spans(lambda bucket: expert_rank if bucket.experts else rank)
+
+    def _spans(self, rank_of: Callable[[Bucket], int]) -> list[tuple[int, int]]:
         found = [(0, 0)] * len(self.sizes)
         for bucket in self.buckets:
-            low, high = bucket.shard(rank * bucket.shards // self.shards)
+            low, high = bucket.shard(rank_of(bucket))
             for number in bucket.members:
                 start = max(low - self.starts[number], 0)
                 stop = min(high - self.starts[number], self.sizes[number])
@@ -79,8 +83,11 @@ class Layout:
 
     def elements(self) -> list[int]:
         """How many elements each shard updates."""
-        ranks = range(self.shards)
-        return [sum(stop - start for start, stop in self.spans(rank)) for rank in ranks]
+        shards = self.shards
+        return [
+            sum(stop - start for start, stop in self._spans(lambda b, r=r: r * b.shards // shards))
+            for r in range(shards)
+        ]
 
 
 def lay_out(

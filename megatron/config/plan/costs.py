@@ -30,6 +30,9 @@ class Sizes:
         self.sequence = p.sequence_parallel and self.tp > 1
         self.tokens = m.seq_length // self.cp * config.training.micro_batch_size
         self.rows = self.tokens // self.tp if self.sequence else self.tokens
+        self.etp = p.expert_tensor_parallel
+        own_tokens = self.sequence or self.tp == 1
+        self.expert_tokens = self.rows * self.etp if own_tokens else self.tokens
         self.item = BYTES[config.precision.params_dtype]
         self.wide = max(4, self.item)
         self.residual = self.wide if m.fp32_residual_connection else self.item
@@ -96,14 +99,15 @@ class Sizes:
         """
         m = self.config.model
         if not m.is_moe_layer(layer):
-            return self.tokens * self._width(m.ffn)
+            return self.tokens * self._width(m.ffn // self.tp)
         # of all experts, as many tokens go to each rank
-        copies = self.tokens * m.moe_router_topk
-        inner = self._width(m.expert_ffn) + self.item * m.expert_ffn // self.tp
+        copies = self.expert_tokens * m.moe_router_topk
+        width = m.expert_ffn // self.etp
+        inner = self._width(width) + self.item * width
         kept = copies * (self.hidden * self.item + inner + 3 * IDS)
         kept += self.rows * m.num_experts * 3 * self.wide
         if m.moe_shared_expert_intermediate_size:
-            kept += self.tokens * self._width(m.moe_shared_expert_intermediate_size)
+            kept += self.tokens * self._width(m.moe_shared_expert_intermediate_size // self.tp)
         return kept
 
     def _width(self, ffn: int) -> int:
@@ -115,7 +119,7 @@ class Sizes:
             "swiglu": 3 if runs else 4,
             "geglu": 5 if self.on_cpu and not self.native else 4,
         }.get(m.activation, 2)
-        return self.item * widths * (ffn // self.tp)
+        return self.item * widths * ffn
 
     def layer(self, number: int) -> int:
         """All that a layer keeps: both norms' inputs and results, and the two blocks."""

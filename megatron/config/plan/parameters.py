@@ -41,7 +41,7 @@ class ParameterSpec:
     def partial_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over which the gradients of copies are summed: `partial` and, with sequence
         parallelism, tp unless it is split over tp: each copy then sees part of the tokens."""
-        whole = sequence_parallel and "tp" not in dict(self.splits)
+        whole = sequence_parallel and not {"tp", "etp"} & dict(self.splits).keys()
         return tuple(dict.fromkeys((*self.partial, *("tp",) * whole)))
 
     @property
@@ -253,7 +253,7 @@ def _moe_layer(model: ModelConfig, prefix: str, layer: int, draw: Scheme) -> lis
     if model.moe_router_enable_expert_bias:
         table.append(ParameterSpec(prefix + EXPERT_BIAS, (experts,), trained=False))
     for spec in _mlp(model, prefix + "experts.", model.expert_ffn, layer, draw):
-        splits = (("ep", 0), *((axis, dim + 1) for axis, dim in spec.splits))
+        splits = (("ep", 0), *(("etp", dim + 1) for _, dim in spec.splits))
         table.append(replace(spec, shape=(experts, *spec.shape), splits=splits))
     shared = model.moe_shared_expert_intermediate_size
     if shared:

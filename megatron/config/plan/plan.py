@@ -270,7 +270,11 @@ def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
     """Parameters on each tensor-parallel rank of a pipeline stage, padded vocabulary rows
     included."""
     p = config.parallel
-    axes = {"tp": p.tensor_model_parallel_size, "ep": p.expert_model_parallel_size}
+    axes = {
+        "tp": p.tensor_model_parallel_size,
+        "ep": p.expert_model_parallel_size,
+        "etp": p.expert_tensor_parallel,
+    }
     return count_parameters(plan.parameters_of(stage), axes)
 
 
@@ -292,10 +296,10 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     """The layout of the parameters of a rank of that stage in its flat buffers."""
     p = config.parallel
-    ep = p.expert_model_parallel_size
     axes = {
         "tp": p.tensor_model_parallel_size,
-        "ep": ep,
+        "ep": p.expert_model_parallel_size,
+        "etp": p.expert_tensor_parallel,
         "ends": min(2, p.pipeline_model_parallel_size),
     }
 
@@ -317,7 +321,7 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
         shards=parts,
         itemsize=itemsize,
         partition=partition,
-        experts=[ep > 1 and "ep" in dict(spec.splits) for spec in table],
+        experts=[p.folds_experts and "ep" in dict(spec.splits) for spec in table],
         expert_shards=expert_shards(config, plan),
     )
 
@@ -332,7 +336,8 @@ def shards(config: Config, plan: Plan) -> int:
 def expert_shards(config: Config, plan: Plan) -> int:
     """The same of the weights of experts."""
     parts = shards(config, plan)
-    return parts // config.parallel.expert_model_parallel_size if parts > 1 else 1
+    p = config.parallel
+    return parts * p.tensor_model_parallel_size // p.expert_ranks if parts > 1 else 1
 
 
 def bytes_per_rank(
@@ -353,11 +358,7 @@ def bytes_per_rank(
         layout = flat_layout(config, plan, stage)
         if shard is None and config.parallel.zero_partition == "even":
             shard = 0  # the others have as much, or less by what is padding
-        owned = (
-            max(layout.elements())
-            if shard is None
-            else sum(stop - start for start, stop in layout.spans(shard))
-        )
+        owned = max(layout.elements()) if shard is None else layout.elements()[shard]
     o = config.optimizer
     keys = ("exp_avg", "exp_avg_sq") if o.optimizer == "adam" else ("momentum",)
     if o.optimizer == "sgd" and not o.sgd_momentum:

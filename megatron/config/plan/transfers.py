@@ -50,11 +50,11 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
     tp = p.tensor_model_parallel_size
     pp = p.pipeline_model_parallel_size
     shard = shards(config, plan)
-    ep = p.expert_model_parallel_size
     expert_shard = expert_shards(config, plan)
     return {
         "tp": tp,
-        "ep": ep,
+        "ep": p.expert_model_parallel_size,
+        "etp": p.expert_tensor_parallel,
         "cp": p.context_parallel_size,
         "dp": plan.data_parallel_size,
         "pp": pp,
@@ -63,8 +63,8 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
         "shard": shard,
         "instances": replicas // shard,
         "expert_shard": expert_shard,
-        "expert_instances": replicas // ep // expert_shard,
-        "optimizer": plan.world_size if ep > 1 else tp * pp * shard,
+        "expert_instances": replicas * tp // p.expert_ranks // expert_shard,
+        "optimizer": plan.world_size if p.folds_experts else tp * pp * shard,
         "world": plan.world_size,
     }
 
@@ -101,7 +101,7 @@ def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
     dp has all that concerns gradients and weights of replicas, pp the tied embedding too; numbers
     of a few bytes that all ranks sum (losses, norms) are omitted.
     """
-    names = {"ends": "pp", "pp_gradients": "pp"} | dict.fromkeys(
+    names = {"ends": "pp", "pp_gradients": "pp", "etp": "tp"} | dict.fromkeys(
         ("shard", "instances", "expert_shard", "expert_instances"), "dp"
     )
     axes = axis_sizes(config, plan)
@@ -174,8 +174,8 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
     All-to-all sends a token once for each of its experts, here as many to each rank.
     """
     m = config.model
-    copies = sizes.tokens * m.moe_router_topk
-    whole = sizes.tokens * sizes.hidden * sizes.item
+    copies = sizes.expert_tokens * m.moe_router_topk
+    whole = sizes.expert_tokens * sizes.hidden * sizes.item
     probs = copies * sizes.wide
     numbers = copies * IDS
     found = []
@@ -192,10 +192,11 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
         rows = selections * sizes.tokens * m.num_experts * sizes.wide
         found += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
         found += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
-    if sizes.sequence:
+    if sizes.sequence or sizes.tp == 1:
+        axis = "tp" if sizes.etp == sizes.tp else "etp"
         found += [
-            Transfer("tp", "all-gather", 4, 2 * whole + probs + numbers),
-            Transfer("tp", "reduce-scatter", 3, 2 * whole + probs),
+            Transfer(axis, "all-gather", 4, 2 * whole + probs + numbers),
+            Transfer(axis, "reduce-scatter", 3, 2 * whole + probs),
         ]
     else:
         found += [Transfer("tp", "all-reduce", 3, 2 * whole + probs)]
