@@ -232,6 +232,35 @@ class InternLMImport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Upcycle:
+    """upcycle."""
+
+    source: Path = path_of("DIR", "run directory of a dense model, or an iter_XXXXXXX in it")
+    target: Path = path_of("TARGET", "run directory to create")
+    num_experts: int = arg(help="number of experts of each MoE layer")
+    moe_router_topk: int = arg(2, help="number of experts that compute each token")
+    moe_layer_freq: str = arg(
+        "1",
+        help="which layers become MoE layers: N for layers 0, N, 2N ..., or a pattern of 0 (dense) "
+        "and 1 (MoE) such as [0]*1+[1]*26",
+    )
+    ckpt_step: int | None = step_option()
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.upcycle import upcycle
+
+        return upcycle(
+            self.source,
+            self.target,
+            step=self.ckpt_step,
+            num_experts=self.num_experts,
+            moe_router_topk=self.moe_router_topk,
+            moe_layer_freq=self.moe_layer_freq,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspect:
     """inspect."""
 
@@ -307,6 +336,11 @@ COMMANDS = {
     "internlm-import": Command(
         "make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
         InternLMImport,
+        finish,
+    ),
+    "upcycle": Command(
+        "make a mixture of experts of a dense checkpoint: each expert is a copy of the MLP",
+        Upcycle,
         finish,
     ),
     "inspect": Command("print what a checkpoint or a Hugging Face folder holds", Inspect, finish),

@@ -1,0 +1,135 @@
+"""upcycle: make a mixture of experts of a dense checkpoint (Komatsuzaki et al. 2022). Every expert
+begins as a copy of its layer's MLP, the router with initial values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.moe import parse_layer_pattern
+from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec, parameter_table
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import draw_values, parameter
+from tools.convert.hf_files import new_folder, side_files
+from tools.convert.links import ConversionError
+from tools.convert.native import Incoming, Ours, write_checkpoint
+
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Makes the matrices of all experts of a layer: one tensor as often as there are experts."""
+
+    ours: Ours
+    name: str
+    count: int
+
+    def __call__(self) -> torch.Tensor:
+        one = self.ours.reader.read(self.name)
+        return one.unsqueeze(0).expand(self.count, *one.shape).contiguous()
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Makes the initial values of a parameter."""
+
+    spec: ParameterSpec
+    seed: int
+    dtype: torch.dtype
+
+    def __call__(self) -> torch.Tensor:
+        ctx = ParallelContext(ParallelConfig())
+        sharding = parameter(self.spec, ctx, torch.float32, "meta").sharding
+        return draw_values(sharding, self.seed).to(self.dtype)
+
+
+def _with_experts(model: ModelConfig, source: Path, **flags: Any) -> ModelConfig:
+    """The architecture with experts. Raises ConversionError where it cannot be."""
+    experts, topk = flags["num_experts"], flags["moe_router_topk"]
+    problems = []
+    if model.num_experts is not None:
+        problems.append(f"{source}: has experts already; give a dense checkpoint")
+    if model.mlp_bias:
+        problems.append(f"{source}: its MLPs have biases, which experts have not")
+    if experts < 2:
+        problems.append(f"--num-experts {experts}: must be at least 2")
+    if not 2 <= topk <= experts:
+        problems.append(
+            f"--moe-router-topk {topk}: must be from 2 to --num-experts {experts}; the softmax "
+            "over one selected expert is always 1, and the router would not learn"
+        )
+    frequency = flags["moe_layer_freq"]
+    try:
+        layers = model.num_layers
+        if not (frequency.isdigit() and int(frequency)):
+            layers = len(parse_layer_pattern(frequency))
+        if layers != model.num_layers:
+            problems.append(
+                f"--moe-layer-freq {frequency}: names {layers} layers, the model has "
+                f"{model.num_layers}"
+            )
+    except ValueError as error:
+        problems.append(f"--moe-layer-freq {frequency}: {error}; write for example [0]*1+[1]*26")
+    if problems:
+        raise ConversionError("\n".join(problems))
+    changed = replace(model, **flags)
+    if not changed.moe_layers:
+        raise ConversionError(f"--moe-layer-freq {frequency}: no layer has experts")
+    return changed
+
+
+def _tokenizer(ours: Ours) -> tuple[dict[str, Any] | None, list[Path]]:
+    """(its flags, files to copy): those of an imported model are found among the copies."""
+    data = ours.config.data
+    flags = {field.name: getattr(data, field.name) for field in fields(TokenizerConfig)}
+    if ours.base_folder and flags["tokenizer_type"] != "NullTokenizer":
+        return None, side_files(ours.base_folder)
+    return {name: value for name, value in flags.items() if value is not None}, []
+
+
+def upcycle(source: Path, target: Path, *, step: int | None = None, **flags: Any) -> str:
+    """Make a run directory of a dense checkpoint with experts: `flags` are num_experts,
+    moe_router_topk and moe_layer_freq. Returns what to say of it."""
+    new_folder(target)
+    with Ours(source, step) as ours:
+        model = _with_experts(ours.model, source, **flags)
+        rows = ours.reader.shape(WORD_EMBEDDING)[0]
+        dtype = ours.reader.dtype(WORD_EMBEDDING)
+        weights = []
+        held = set(ours.weights())
+        for spec in parameter_table(model, rows, rows):
+            name = spec.name.replace(_EXPERTS, ".mlp.")
+            if name in held:
+                copies = _Copies(ours, name, model.num_experts)
+                make = copies if _EXPERTS in spec.name else _Read(ours, name)
+                weights.append(Incoming(spec.name, ours.reader.dtype(name), spec.shape, make))
+            else:
+                drawn = _Drawn(spec, ours.config.training.seed, dtype)
+                weights.append(Incoming(spec.name, dtype, spec.shape, drawn))
+        tokenizer, files = _tokenizer(ours)
+        family = ours.base.get("model_type", "")
+        written = write_checkpoint(target, model, weights, rows, family, files, flags=tokenizer)
+        count = sum(torch.Size(weight.shape).numel() for weight in weights)
+    return (
+        f"{written}: {model.num_experts} experts in {len(model.moe_layers)} of {model.num_layers} "
+        f"layers, top {model.moe_router_topk}, {count:,} parameters; iteration 0, without "
+        "optimizer state"
+    )
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Reads one of our tensors."""
+
+    ours: Ours
+    name: str
+
+    def __call__(self) -> torch.Tensor:
+        return self.ours.reader.read(self.name)
