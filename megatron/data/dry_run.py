@@ -9,15 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron.data.blend.blended_dataset import (
-    SPLITS,
-    Blend,
-    normalize,
-    parse_split,
-    split_range,
-)
 from megatron.data.blend.members import draws, members_of, read_in, samples_of_epoch, weights_of
 from megatron.data.blend.paths import expand
+from megatron.data.blend.splits import SPLITS, Blend, normalize, parse_split, split_range
 from megatron.data.build import DEFAULT_SPLIT, DataFlags, read_blends
 from megatron.data.epoch.token_files import (
     Part,

@@ -12,7 +12,6 @@ import numpy as np
 from megatron import log
 from megatron.data.index_cache import IndexArrays, IndexCache
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
-from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import Piece, check_document
 
@@ -468,31 +467,3 @@ class MockGPTDataset(GPTDataset):
     def plan_rows(self, size: int | None) -> list[Row]:
         """No row: no file is read."""
         return []
-
-
-def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
-    """Open a pair for training, announced in the log; with `vocab_size` the ids at its head must
-    fit it.
-
-    Raises ValueError for a pair of floats and for token ids outside the vocabulary.
-    """
-    corpus = IndexedDataset(prefix, announce=True)
-    if corpus.dtype.kind not in "iu":
-        raise ValueError(
-            f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it "
-            "[data-not-token-ids]"
-        )
-    _ = corpus.order_sha256  # compares the index with its checksum
-    if vocab_size is not None:
-        low, high = corpus.id_range()
-        if low < 0:
-            raise ValueError(
-                f"{prefix}.bin: holds ids below 0, which are tokens without loss (chat data); "
-                "train on it with --packed-samples [token-id-out-of-range]"
-            )
-        if high >= vocab_size:
-            raise ValueError(
-                f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "
-                "give the tokenizer it was preprocessed with [token-id-out-of-range]"
-            )
-    return corpus

@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 
 from megatron import optional
 from megatron.config.data import DataConfig
-from megatron.data.build import Splits, build_in_megatron_order, build_mock
-from megatron.data.dry_run import rows_in_megatron_order
+from megatron.data.build import Splits, build_mock
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 
@@ -44,11 +43,12 @@ class MegatronOrder:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        return build_in_megatron_order(data, request, rows)
+        megatron_order = optional.load("megatron.data.megatron_order")
+        return megatron_order.build_in_megatron_order(data, request, rows)
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """See `DataSource`."""
-        return rows_in_megatron_order(data, request)
+        return optional.load("megatron.data.dry_run").rows_in_megatron_order(data, request)
 
 
 class EpochOrder:

@@ -9,7 +9,6 @@ from megatron import log, optional
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.build import check_tokenizer
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
@@ -73,8 +72,9 @@ def build_data(
             run.progress.consumed_train_samples,
             d.continue_data_mix,
         )
-    if not d.packed_samples:
-        check_tokenizer(d, tokenizer.identity())
+    if not (d.packed_samples or d.mock_data):
+        megatron_order = optional.load("megatron.data.megatron_order")
+        megatron_order.check_tokenizer(d, tokenizer.identity())
     request = DataRequest(
         sizes=sizes,
         sequence_length=config.model.seq_length,

@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron import launcher
+from megatron import launcher, optional
 from megatron.arguments import Problems, config_from, parse, read_words
 from megatron.config import architecture, command_line
 from megatron.config.checkpoint import CheckpointConfig
@@ -24,8 +24,6 @@ from megatron.config.checks.paths import newest_with_good_args, vouched_file
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
-from megatron.data.build import check_tokenizer
-from megatron.data.dry_run import Shortage, check_ids, read_splits, shortages
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
@@ -33,6 +31,9 @@ from megatron.training.checkpointing.resume_checks import (
     vocabulary_problem,
 )
 from megatron.training.schedule import build_scheduler
+
+if TYPE_CHECKING:
+    from megatron.data.dry_run import Shortage
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
@@ -78,7 +79,8 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
     targets = plan.targets
     if d.mock_data or d.dummy_data or d.packed_samples:
         return []
-    splits = read_splits(
+    dry_run = optional.load("megatron.data.dry_run")
+    splits = dry_run.read_splits(
         d,
         [
             targets.train,
@@ -86,12 +88,13 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
             targets.test,
         ],
     )
-    short = shortages(splits, config.model.seq_length) if d.data_order == "megatron" else []
+    short = dry_run.shortages(splits, config.model.seq_length) if d.data_order == "megatron" else []
     found = [_shortage(config, plan, one) for one in short if _runs_out(config, one.split)]
     try:
         if tokenizer is not None:
-            check_tokenizer(d, tokenizer.identity())
-            check_ids(splits, tokenizer.vocab_size)
+            megatron_order = optional.load("megatron.data.megatron_order")
+            megatron_order.check_tokenizer(d, tokenizer.identity())
+            dry_run.check_ids(splits, tokenizer.vocab_size)
     except ValueError as error:
         found.append(str(error))
     return found

@@ -25,8 +25,8 @@ from megatron.checkpoint import lock, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checksums import crc32
 from megatron.config import command_line
-from megatron.data.gpt_dataset import open_corpus
 from megatron.data.index_cache import IndexCache
+from megatron.data.megatron_order import open_corpus
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.training.checkpointing import load, save, saved_args
 from megatron.training.launch.control_file import ControlFile

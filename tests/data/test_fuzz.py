@@ -22,8 +22,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.gpt_dataset import GPTDataset, open_corpus
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.megatron_order import open_corpus
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.samples import Samples
 from tests.load_tool import load_tool

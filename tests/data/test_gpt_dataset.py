@@ -10,18 +10,18 @@ import pickle
 import numpy as np
 import pytest
 
-from megatron.data.blend.blended_dataset import parse_split
+from megatron.data.blend.splits import parse_split
 from megatron.data.gpt_dataset import (
     GPTDataset,
     MockGPTDataset,
     MockSequences,
     build_indices,
     describe,
-    open_corpus,
     plan_epochs,
 )
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.megatron_order import open_corpus
 from tests.data.corpora import LENGTHS, write_corpus
 
 # requested samples -> epochs, samples, separate last epoch, document_index, sample_index,

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from megatron.data.blend.blended_dataset import BlendedDataset
-from megatron.data.gpt_dataset import GPTDataset, open_corpus
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.megatron_order import open_corpus
 from megatron.data.pair_checksums import write_sums
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata

@@ -22,9 +22,10 @@ from megatron.config import command_line
 from megatron.config.megatron_compat.deepspeed import read_deepspeed
 from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
-from megatron.data.gpt_dataset import GPTDataset, open_corpus
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.ledger import Ledger, read_ledger
+from megatron.data.megatron_order import open_corpus
 from megatron.data.pair_checksums import write_sums
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata

@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from megatron.data import index_helpers
-from megatron.data.blend.blended_dataset import (
-    BlendedDataset,
-    parse_blend,
-    parse_split,
-    split_range,
-)
+from megatron.data.blend.blended_dataset import BlendedDataset, parse_blend
+from megatron.data.blend.splits import parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder, optimal_dtype

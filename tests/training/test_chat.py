@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data.gpt_dataset import open_corpus
+from megatron.data.megatron_order import open_corpus
 from megatron.data.tokenizers.build import ByteTokenizer
 from megatron.inference.load_model import open_trained_model
 from megatron.training.batch import BatchRules, MicroBatch, make_batch

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from megatron import log
+from megatron.data.blend.splits import SPLITS, Blend, normalize
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
 from megatron.data.index_cache import IndexArrays, IndexCache
 from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
@@ -21,56 +21,12 @@ from megatron.small_files import parse_json, read_text
 
 LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
-SPLITS = ("train", "valid", "test")
 EPOCHS = "epochs:"
-# prefixes, and weights (or EpochCounts) if the user gave any
-Blend = tuple[list[str], list[float] | None]
-SplitMatrix = list[tuple[float, float] | None]
 
 
 class EpochCounts(list):
     """How often each data set is read: what a blend has in the place of weights where the user
     wrote `epochs:`."""
-
-
-def parse_split(split: str) -> SplitMatrix:
-    """`--split 949,50,1` as the part of the sequences each of train, valid, test gets, None for an
-    empty one.
-
-    Bounds are running sums of the normalized shares from an int 0 (Megatron's cache keys show it).
-    Missing shares are
-    0. Raises ValueError for anything but one to three non-negative numbers with a positive sum.
-    """
-    words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
-    try:
-        shares = [float(word) for word in words]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= s < math.inf for s in shares) or sum(shares) == 0:
-        raise ValueError(
-            f"--split {split}: must be up to three shares of train, valid and test, such as "
-            "949,50,1 [split-malformed]"
-        )
-    shares = normalize(shares + [0.0] * (3 - len(shares)))
-    bounds: list[float] = [0]
-    for share in shares:
-        bounds.append(bounds[-1] + share)
-    return [
-        (low, high) if high > low else None
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
-
-
-def split_range(part: tuple[float, float], sequences: int) -> range:
-    """The sequences of one split: both bounds rounded half to even, as Megatron rounds them."""
-    return range(int(round(part[0] * float(sequences))), int(round(part[1] * float(sequences))))
-
-
-def normalize(weights: Sequence[float]) -> list[float]:
-    """Divide by the float64 sum, with numpy's order of summation (megatron-core's numbers to the
-    last bit)."""
-    values = np.array(weights, np.float64)
-    return (values / np.sum(values)).tolist()
 
 
 def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:

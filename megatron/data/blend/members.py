@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data import index_helpers
-from megatron.data.blend.blended_dataset import Blend, EpochCounts, normalize
+from megatron.data.blend.blended_dataset import EpochCounts
 from megatron.data.blend.paths import expand
+from megatron.data.blend.splits import Blend, normalize
 
 # Draws of a blend that are counted one by one; beyond, each data set's share of them is close
 # enough for a table.

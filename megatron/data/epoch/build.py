@@ -7,15 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron import log
-from megatron.data.blend.blended_dataset import (
-    SPLITS,
-    Blend,
-    EpochCounts,
-    SplitMatrix,
-    normalize,
-    parse_split,
-)
+from megatron.data.blend.blended_dataset import EpochCounts
 from megatron.data.blend.paths import expand
+from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, normalize, parse_split
 from megatron.data.build import DEFAULT_SPLIT, LOGGER, Blends, DataFlags, Splits, build_splits
 from megatron.data.dry_run import SplitFiles, read_splits
 from megatron.data.epoch.epoch_dataset import EpochBlend, EpochDataset

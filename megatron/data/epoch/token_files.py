@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.blend.blended_dataset import split_range
+from megatron.data.blend.splits import split_range
 from megatron.data.indexed_dataset import (
     DTYPES,
     HEADER,

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megatron.data.blend.blended_dataset import SPLITS
 from megatron.data.blend.paths import expand
+from megatron.data.blend.splits import SPLITS
 from megatron.data.build import DataFlags, read_blends
 from megatron.data.indexed_dataset import idx_path
 from megatron.data.packed.documents import Documents

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checks import paths as check_paths
-from megatron.data.blend.blended_dataset import parse_blend, parse_split
+from megatron.data.blend.blended_dataset import parse_blend
+from megatron.data.blend.splits import parse_split
 from tests.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
 

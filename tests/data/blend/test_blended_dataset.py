@@ -13,13 +13,11 @@ import pytest
 from megatron.data.blend.blended_dataset import (
     BlendedDataset,
     blend_sizes,
-    normalize,
     parse_blend,
-    parse_split,
     read_blend_file,
     read_split_blends,
-    split_range,
 )
+from megatron.data.blend.splits import normalize, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset

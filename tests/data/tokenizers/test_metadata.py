@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.build import check_tokenizer
+from megatron.data.megatron_order import check_tokenizer
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.build import NullTokenizer
 from megatron.data.tokenizers.metadata import describe, fingerprint

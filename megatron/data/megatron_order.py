@@ -1,0 +1,191 @@
+"""Builds the data sets of `--data-order megatron`: .bin/.idx pairs and blends of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron import log
+from megatron.data.blend.blended_dataset import BlendedDataset, blend_sizes
+from megatron.data.blend.members import Member, members_of, read_in, weights_of
+from megatron.data.blend.paths import expand
+from megatron.data.blend.splits import SPLITS, SplitMatrix, split_range
+from megatron.data.build import (
+    DEFAULT_SPLIT,
+    Blends,
+    Builder,
+    DataFlags,
+    Splits,
+    build_splits,
+    read_blends,
+)
+from megatron.data.gpt_dataset import GPTDataset, TokenSequences
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest, number_needed
+from megatron.data.sample_lookup import Dataset
+from megatron.data.tokenizers import metadata as provenance
+
+
+def build_in_megatron_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+    """The data sets of `--data-order megatron`."""
+
+    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+        builder = _FileBuilder(data, request)
+        if isinstance(blends, tuple):
+            found = builder.one_source(members_of(blends), sizes)
+        else:
+            found = builder.one_source_per_split(
+                [blend and members_of(blend) for blend in blends], sizes
+            )
+        for dataset, size in zip(found, sizes, strict=True):
+            rows.extend([] if dataset is None else dataset.plan_rows(size))
+        return found
+
+    return build_splits(data, request, rows, make)
+
+
+class _FileBuilder(Builder):
+    """Data sets of pairs."""
+
+    def one_source(
+        self, members: Sequence[Member], sizes: Sequence[int | None]
+    ) -> tuple[Dataset | None, ...]:
+        """All splits from the same data, each a part of every corpus."""
+        matrix = self.set_split(self.data.split or DEFAULT_SPLIT)
+        wanted = [None if size == 0 else part for part, size in zip(matrix, sizes, strict=True)]
+        if len(members) == 1 and members[0].weight is None:
+            return self._alone(members[0], wanted, sizes)
+        return self._blend(members, wanted, sizes)
+
+    def one_source_per_split(
+        self, blends: Sequence[Sequence[Member] | None], sizes: Sequence[int | None]
+    ) -> tuple[Dataset | None, ...]:
+        """Each split from its own data, all of it."""
+        found: list[Dataset | None] = []
+        for number, (members, size) in enumerate(zip(blends, sizes, strict=True)):
+            if members is None or size == 0:
+                found.append(None)
+                continue
+            wanted: SplitMatrix = [
+                (0.0, 1.0) if place == number else None for place in range(len(SPLITS))
+            ]
+            make = self._alone if len(members) == 1 else self._blend
+            found.append(make(members[0] if len(members) == 1 else members, wanted, sizes)[number])
+        return tuple(found)
+
+    def _alone(
+        self, member: Member, wanted: SplitMatrix, sizes: Sequence[int | None]
+    ) -> tuple[GPTDataset | None, ...]:
+        """The wanted splits of one corpus that is no blend."""
+        corpus = open_corpus(member.prefix, self.vocab_size)
+        cache = self._cache(member.prefix)
+        return tuple(
+            None if part is None else self.dataset(GPTDataset, corpus, part, size, name, cache)
+            for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
+        )
+
+    def _blend(
+        self, members: Sequence[Member], wanted: SplitMatrix, sizes: Sequence[int | None]
+    ) -> tuple[Dataset | None, ...]:
+        """Blended datasets of the wanted splits."""
+        corpora = [open_corpus(member.prefix, self.vocab_size) for member in members]
+        return tuple(
+            None if part is None else self._blend_split(members, corpora, part, size, name)
+            for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
+        )
+
+    def _blend_split(
+        self,
+        members: Sequence[Member],
+        corpora: Sequence[TokenSequences],
+        part: tuple[float, float],
+        size: int | None,
+        name: str,
+    ) -> BlendedDataset:
+        """One split of a blend, with megatron-core's sizes.
+
+        With weights a split has sum(ceil(size * weight)) samples and each corpus a surplus;
+        without, each corpus is built for one epoch and weighs its length, and the blend is no
+        longer than all of them together.
+        """
+        tokens = [_tokens(corpus, split_range(part, len(corpus))) for corpus in corpora]
+        numbers = read_in(name, members, tokens, self.sequence_length)
+        if len(numbers) < len(members):
+            small = len(members) - len(numbers)
+            log.print_rank_0(
+                f" > {name}: {small} of {len(members)} pairs are too small for a sample and are "
+                "omitted"
+            )
+        read = [members[n] for n in numbers]
+        surplus = self.data.mid_level_dataset_surplus
+        built = [None] * len(read)
+        weights = None
+        if read[0].weight is not None:
+            weights = weights_of(
+                read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers]
+            )
+            used, built = blend_sizes(weights, number_needed(size, name), surplus)
+            size = sum(used)
+        datasets = [
+            self.dataset(GPTDataset, corpora[n], part, count, name, self._cache(member.prefix))
+            for n, member, count in zip(numbers, read, built, strict=True)
+        ]
+        if weights is None:
+            weights = [len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, sum(weights))
+        cache = self.data.data_cache_path and IndexCache(
+            self.data.data_cache_path, "--data-cache-path"
+        )
+        return BlendedDataset(datasets, weights, size, cache=cache or None, surplus=surplus)
+
+    def _cache(self, prefix: str) -> IndexCache:
+        if self.data.data_cache_path:
+            return IndexCache(self.data.data_cache_path, "--data-cache-path")
+        return IndexCache(os.path.join(prefix, "cache", "GPTDataset_indices"))
+
+
+def _tokens(corpus: TokenSequences, sequences: range) -> int:
+    """Tokens of some sequences."""
+    return int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+
+
+def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
+    """Open a pair for training, announced in the log; with `vocab_size` the ids at its head must
+    fit it.
+
+    Raises ValueError for a pair of floats and for token ids outside the vocabulary.
+    """
+    corpus = IndexedDataset(prefix, announce=True)
+    if corpus.dtype.kind not in "iu":
+        raise ValueError(
+            f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it "
+            "[data-not-token-ids]"
+        )
+    _ = corpus.order_sha256  # compares the index with its checksum
+    if vocab_size is not None:
+        low, high = corpus.id_range()
+        if low < 0:
+            raise ValueError(
+                f"{prefix}.bin: holds ids below 0, which are tokens without loss (chat data); "
+                "train on it with --packed-samples [token-id-out-of-range]"
+            )
+        if high >= vocab_size:
+            raise ValueError(
+                f"{prefix}.bin: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; "
+                "give the tokenizer it was preprocessed with [token-id-out-of-range]"
+            )
+    return corpus
+
+
+def check_tokenizer(data: DataFlags, identity: Mapping[str, object]) -> None:
+    """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see
+    `Tokenizer.identity`)."""
+    blends = read_blends(data)
+    for blend in blends if isinstance(blends, list) else [blends]:
+        for word in blend[0] if blend else ():
+            for prefix in expand(word):
+                provenance.check(prefix, identity)
