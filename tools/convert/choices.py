@@ -3,7 +3,11 @@ is immediate."""
 
 from __future__ import annotations
 
-# Keys of tools/convert/families.py's FAMILIES.
-FAMILY_NAMES = ("gpt2", "internlm", "internlm2", "llama", "mistral", "qwen2", "qwen3")
+# Keys of tools/convert/family_table.py's FAMILIES.
+FAMILY_NAMES = (
+    *("arcee", "ernie4_5", "glm", "gpt2", "gpt_bigcode", "helium", "internlm", "internlm2"),
+    *("internlm3", "jais2", "llama", "ministral", "mistral", "nemotron", "persimmon", "phi3"),
+    *("qwen2", "qwen3", "seed_oss", "stablelm", "starcoder2"),
+)
 # (up matrix, down matrix) of InternLM's feed-forward layers.
 MLP_ORDERS = {"w2-up": ("w2", "w3"), "w2-down": ("w3", "w2")}

@@ -40,7 +40,9 @@ DROPOUTS = (
     "embedding_dropout",
     "hidden_dropout",
     "hidden_dropout_prob",
+    "classifier_dropout",
     "resid_pdrop",
+    "residual_dropout",
 )
 _MISSING = object()
 

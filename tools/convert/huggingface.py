@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tools.convert.config_keys import Keys
-from tools.convert.families import FAMILIES, Family, config_for, fitting, notes_on, read_config
+from tools.convert.families import config_for, fitting, notes_on, read_config
+from tools.convert.family_table import FAMILIES, Family
 from tools.convert.hf_files import CONFIG, HFFolder, Outgoing, new_folder, side_files, write_folder
 from tools.convert.links import ConversionError, Header, Link, check, links_of
 from tools.convert.native import Incoming, Ours, write_checkpoint

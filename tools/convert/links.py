@@ -63,7 +63,16 @@ FUSED_QKV = Transform(
     lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
     lambda parts, m: _join_qkv(_matrix_t(parts[0]).split(_heads(m)), m),
 )
+# The same as rows (Phi-3).
+FUSED_QKV_ROWS = Transform(
+    lambda x, m: [torch.cat(_split_qkv(x, m))],
+    lambda parts, m: _join_qkv(parts[0].split(_heads(m)), m),
+)
 GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
+# Gate and up matrix one behind the other as rows of one matrix.
+FUSED_GATE_UP = Transform(
+    lambda x, m: [x.flatten(0, 1)], lambda parts, m: parts[0].unflatten(0, (2, -1))
+)
 
 Names = Mapping[str, tuple[tuple[str, ...], Transform]]
 

@@ -7,6 +7,7 @@ import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from megatron.training.checkpointing.saved_args import saved_config
 
 VOCAB = 61
 POSITIONS = 32
+IDS = torch.randint(0, VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
 _LLAMA = dict(
     vocab_size=VOCAB,
     hidden_size=64,
@@ -96,9 +98,31 @@ def configs(transformers):
     }
 
 
+# What the tiny model of a family has instead of or besides _LLAMA; None: not this key.
+_SIZES: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": {"num_key_value_heads": None, "intermediate_size": None},
+    "helium": {"head_dim": 16},
+    "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "persimmon": {"num_key_value_heads": None},
+}
+# Families that transformers has only as remote code.
+REMOTE = ("internlm", "internlm2", "internlm3")
+
+
+def default_config(transformers, family: str):
+    """(class of the model, transformers' default configuration of the family with tiny sizes)."""
+    kind = transformers.AutoConfig.for_model(family).__class__
+    changes = _SIZES.get(family, {})
+    removed = {key for key, value in changes.items() if value is None}
+    config = kind(**{key: v for key, v in (_LLAMA | changes).items() if key not in removed})
+    return transformers.AutoModelForCausalLM._model_mapping[kind], config
+
+
 def make(transformers, name: str, folder: Path):
-    """The model of this name with weights, norms and biases that all matter, saved in `folder`."""
-    kind, config = configs(transformers)[name]
+    """The model of this name with weights, norms and biases that all matter, saved in `folder`: one
+    of `configs`, or a family's default configuration."""
+    known = configs(transformers)
+    kind, config = known[name] if name in known else default_config(transformers, name)
     model = kind(config).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -106,6 +130,20 @@ def make(transformers, name: str, folder: Path):
             p += 0.1 * torch.randn(p.shape, generator=generator)
     model.save_pretrained(folder)
     return model
+
+
+def same_model(transformers, model, folder: Path) -> None:
+    """The folder holds this model: every tensor bit for bit, and what transformers makes of its
+    config.json."""
+    back = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(back) is type(model)
+    ours = back.state_dict()
+    theirs = model.state_dict()
+    assert ours.keys() == theirs.keys()
+    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    assert not different, different
+    with torch.no_grad():
+        assert torch.equal(back(IDS).logits, model(IDS).logits)
 
 
 def edit_config(folder: Path, **changes) -> None:

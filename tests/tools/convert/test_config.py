@@ -19,7 +19,7 @@ from tests.load_tool import load_tool
 from tests.tools.convert.hf_models import edit_config, make, rewrite_on_ranks
 from tools.convert import huggingface, verification
 from tools.convert.config_keys import Keys
-from tools.convert.families import FAMILIES, read_config
+from tools.convert.families import read_config
 from tools.convert.links import ConversionError
 
 transformers = pytest.importorskip("transformers")
@@ -104,13 +104,14 @@ def test_heads_that_rotate_in_part_are_refused_where_transformers_has_none(famil
     assert ours(table_of(family, partial_rotary_factor=1.0)).rotary_percent == 1.0
 
 
-def test_a_model_that_rotates_in_part_is_no_model_of_any_family(tool, tmp_path, capsys):
+def test_a_model_that_rotates_in_part_is_no_model_of_families_that_do_not(tool, tmp_path, capsys):
     make(transformers, "llama", tmp_path / "hf")
     assert (
         tool.main(["hf-import", str(tmp_path / "hf"), str(tmp_path / "ours"), "--no-verify"]) == 0
     )
     rewrite_on_ranks(tmp_path / "ours", tmp_path / "part", tp=1, pp=1, rotary_percent=0.5)
-    for words in ([], *(["--family", family] for family in FAMILIES)):
+    for family in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "internlm", "internlm2"):
+        words = ["--family", family]
         capsys.readouterr()
         assert (
             tool.main(["hf-export", str(tmp_path / "part"), str(tmp_path / "back"), *words]) == 1

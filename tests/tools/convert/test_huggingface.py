@@ -11,18 +11,18 @@ import torch
 from megatron.inference.load_model import open_trained_model
 from tests.load_tool import load_tool
 from tests.tools.convert.hf_models import (
-    POSITIONS,
+    IDS,
     VOCAB,
     configs,
     edit_config,
     make,
     rewrite_on_ranks,
+    same_model,
 )
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.peers
-IDS = torch.randint(0, VOCAB, (2, POSITIONS), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -49,56 +49,6 @@ def convert(tool, capfd):
 def logits_of(folder) -> torch.Tensor:
     with torch.no_grad():
         return open_trained_model(str(folder), device="cpu").model(IDS)
-
-
-def same_model(model, folder) -> None:
-    """The folder holds this model: every tensor bit for bit, and what transformers makes of its
-    config.json."""
-    back = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(back) is type(model)
-    ours = back.state_dict()
-    theirs = model.state_dict()
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not different, different
-    with torch.no_grad():
-        assert torch.equal(back(IDS).logits, model(IDS).logits)
-
-
-QUICK = ("gpt2", "llama", "qwen2 tied", "qwen3")
-NAMES = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign)
-    for name in configs(transformers)
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_both_ways_and_from_four_ranks(name, tmp_path, convert):
-    model = make(transformers, name, tmp_path / "hf")
-    convert("hf-import", tmp_path / "hf", tmp_path / "ours")
-    with torch.no_grad():
-        expected = model(IDS).logits
-    assert expected.std() > 0.3
-    torch.testing.assert_close(logits_of(tmp_path / "ours"), expected, rtol=0, atol=1e-5)
-    convert("hf-export", tmp_path / "ours", tmp_path / "back")
-    same_model(model, tmp_path / "back")
-    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=2, pp=2)
-    torch.testing.assert_close(logits_of(tmp_path / "ranks"), expected, rtol=0, atol=1e-5)
-    # This copy does not know where the model came from: the family and all of config.json follow
-    # from our flags.
-    family = (
-        [] if name.partition(" ")[0] in ("gpt2", "llama", "qwen2", "qwen3") else ["--family", name]
-    )
-    convert(
-        "hf-export",
-        tmp_path / "ranks",
-        tmp_path / "from_ranks",
-        "--max-shard-size",
-        "40KB",
-        *family,
-    )
-    assert len(list((tmp_path / "from_ranks").glob("*.safetensors"))) > 5
-    same_model(model, tmp_path / "from_ranks")
 
 
 def test_internlm_is_a_llama_with_attention_biases(tmp_path, convert):
@@ -138,7 +88,7 @@ def test_internlm_is_a_llama_with_attention_biases(tmp_path, convert):
             logits_of(tmp_path / "ours"), model(IDS).logits, rtol=0, atol=1e-5
         )
     convert("hf-export", tmp_path / "ours", tmp_path / "as_llama", "--family", "llama")
-    same_model(model, tmp_path / "as_llama")
+    same_model(transformers, model, tmp_path / "as_llama")
     convert("hf-export", tmp_path / "ours", tmp_path / "back")
     back = safetensors.load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == state.keys() and all(
@@ -278,7 +228,7 @@ def test_a_tied_model_may_hold_its_embedding_twice_but_not_something_else(tmp_pa
     )
     convert("hf-import", tmp_path / "hf", tmp_path / "ours")
     convert("hf-export", tmp_path / "ours", tmp_path / "back")
-    same_model(model, tmp_path / "back")
+    same_model(transformers, model, tmp_path / "back")
     edit_tensors(tmp_path / "hf", lambda s: s["lm_head.weight"].__setitem__((3, 3), 9.0))
     errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
     assert "lm_head.weight is not model.embed_tokens.weight" in errors
@@ -295,7 +245,7 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
     edit_tensors(tmp_path / "hf", old)
     convert("hf-import", tmp_path / "hf", tmp_path / "ours")
     convert("hf-export", tmp_path / "ours", tmp_path / "back")
-    same_model(model, tmp_path / "back")
+    same_model(transformers, model, tmp_path / "back")
 
 
 @pytest.mark.parametrize(
@@ -346,6 +296,11 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
             "layer_types",
         ),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual true"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm true"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling"),
+        ("starcoder2", {"sliding_window": 8}, "give --max-position-embeddings 8"),
+        ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function "relu"'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
     ],
@@ -488,7 +443,7 @@ def test_a_tokenizer_with_fewer_ids_than_the_embedding_has_rows(tmp_path, conver
             trained.model(ids), model(ids).logits[..., :50], rtol=0, atol=1e-5
         )
     convert("hf-export", tmp_path / "ours", tmp_path / "back")
-    same_model(model, tmp_path / "back")
+    same_model(transformers, model, tmp_path / "back")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
     words |= {f"more{number}": number for number in range(50, 70)}

@@ -1,0 +1,129 @@
+"""Every family of Hugging Face models against transformers: import, logits, gradients, export, and
+the same from a checkpoint of 2 x 2 ranks. Writes the table in docs/families.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megatron.inference.load_model import TrainedModel, open_trained_model
+from tests.forkrun import ROOT
+from tests.tools.convert.hf_models import (
+    IDS,
+    REMOTE,
+    VOCAB,
+    configs,
+    make,
+    rewrite_on_ranks,
+    same_model,
+)
+from tools.convert.choices import FAMILY_NAMES
+from tools.convert.family_table import FAMILIES
+from tools.convert.huggingface import hf_export, hf_import
+from tools.convert.links import links_of
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+pytestmark = pytest.mark.peers
+
+PAGE = ROOT / "docs/families.md"
+HEAD = """# Hugging Face families: measured
+
+Largest absolute difference of the logits, and of the gradients relative to each tensor's largest value, between this suite
+and transformers {version} with the same weights (float32, tiny models of transformers' default configuration of each
+family, scaled to width 64 and 4 layers; cross-entropy of random token ids).
+
+For every row the test also exports the model and requires all tensors, bit for bit, and the logits of transformers to be
+the original ones: from the imported checkpoint, and from a checkpoint written by 4 ranks (tensor parallelism 2, pipeline
+parallelism 2). internlm, internlm2 and internlm3 are remote code, which transformers does not contain; the first two are
+compared with Llama models of the same weights in tests/tools/convert/test_huggingface.py.
+
+`pytest tests/tools/convert/test_families.py` writes this page.
+
+| family | class | parameters | logits | gradients |
+|---|---|---|---|---|
+"""
+ROW = "| {} | {} | {:,} | {:.0e} | {:.0e} |\n"
+KNOWN = [name for name in FAMILIES if name not in REMOTE]
+OTHERS = [name for name in configs(transformers) if name not in KNOWN]
+QUICK = ("gpt2", "llama", "qwen2 tied", "qwen3", "phi3", "glm")
+SHARD = 40_000
+
+Table = dict[str, tuple[str, int, float, float]]
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    """The row of each family; those of all families make the page."""
+    found: Table = {}
+    yield found
+    if found.keys() >= set(KNOWN):
+        rows = "".join(ROW.format(name, *found[name]) for name in sorted(KNOWN))
+        PAGE.write_text(HEAD.format(version=transformers.__version__) + rows)
+
+
+def opened(folder: Path) -> TrainedModel:
+    return open_trained_model(str(folder), device="cpu")
+
+
+def gradients(trained: TrainedModel, theirs: torch.nn.Module, family: str) -> float:
+    """The largest difference of their gradients, relative to each tensor's largest one, after
+    carrying ours to their names."""
+    labels = IDS.roll(1, 1)
+    ours = trained.model.requires_grad_(True)
+    ours(IDS, labels=labels).mean().backward()
+    cross_entropy(theirs(IDS).logits.flatten(0, 1), labels.flatten()).backward()
+    mine = {name: p.grad for name, p in ours.named_parameters()}
+    found = dict(theirs.named_parameters())
+    worst = 0.0
+    for link in links_of(trained.config.model, VOCAB, FAMILIES[family].names):
+        whole = mine.pop(link.ours)[: link.shape[0]]
+        for name, grad in zip(link.theirs, link.split(whole), strict=True):
+            expected = found.pop(name).grad
+            largest = expected.abs().max().clamp(min=1e-6)
+            worst = max(worst, ((grad - expected).abs().max() / largest).item())
+    assert not mine and not {name for name in found if found[name].grad is not None}
+    return worst
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.campaign)
+        for name in (*KNOWN, *OTHERS)
+    ],
+)
+def test_a_family_is_the_model_of_transformers(name, table, tmp_path):
+    family = name.partition(" ")[0]
+    model = make(transformers, name, tmp_path / "hf")
+    hf_import(tmp_path / "hf", tmp_path / "ours", tokenizer=False)
+    ours = opened(tmp_path / "ours")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        logits = (ours.model(IDS) - expected).abs().max().item()
+    assert expected.std() > 0.3
+    assert logits < 1e-5
+    worst = gradients(ours, model, family)
+    assert worst < 1e-4
+
+    hf_export(tmp_path / "ours", tmp_path / "back", shard_bytes=SHARD)
+    same_model(transformers, model, tmp_path / "back")
+    rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=2, pp=2)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            opened(tmp_path / "ranks").model(IDS), expected, rtol=0, atol=1e-5
+        )
+    # This copy does not know where the model came from: all of config.json follows from our flags.
+    hf_export(tmp_path / "ranks", tmp_path / "from_ranks", family=family, shard_bytes=SHARD)
+    assert len(list((tmp_path / "from_ranks").glob("*.safetensors"))) > 5
+    same_model(transformers, model, tmp_path / "from_ranks")
+    count = sum(p.numel() for p in model.parameters())
+    table[name] = type(model).__name__, count, logits, worst
+
+
+def test_the_command_line_names_every_family():
+    assert sorted(FAMILIES) == list(FAMILY_NAMES)

@@ -1,0 +1,564 @@
+"""The families of Hugging Face models that are converted, one entry each: names of tensors, and
+config.json <-> flags.
+
+docs/convert.md explains how to add one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.model import ModelConfig
+from tools.convert.config_keys import Keys
+from tools.convert.dialect import Dialect, Flags, Key, read_dropout
+from tools.convert.links import (
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    FUSED_QKV_ROWS,
+    GATE_UP,
+    QKV,
+    SAME,
+    TRANSPOSED,
+    Names,
+    Transform,
+)
+
+# Our parameters of a layer.
+_LAYER = "decoder.layers.{}."
+_ATTENTION = _LAYER + "self_attention."
+_INPUT_NORM = _LAYER + "input_layernorm"
+_QKV = _ATTENTION + "linear_qkv"
+_PROJ = _ATTENTION + "linear_proj"
+_MLP_NORM = _LAYER + "pre_mlp_layernorm"
+_FC1 = _LAYER + "mlp.linear_fc1"
+_FC2 = _LAYER + "mlp.linear_fc2"
+_FINAL_NORM = "decoder.final_layernorm"
+_WINDOW = 4096  # sliding_window of mistral, qwen2 and qwen3 where the key is missing
+_FIRST_WINDOW_LAYER = 28  # and max_window_layers of qwen2 and qwen3
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: its model_type and class in config.json, its names, and the two directions of its
+    configuration.
+
+    `buffers` are tensors that old files hold and that follow from the configuration. `optional` may
+    stand before every name or be missing.
+    """
+
+    model_type: str
+    architecture: str
+    names: Names
+    read: Callable[[Keys], Flags]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    buffers: re.Pattern[str]
+    optional: str = ""
+
+
+def _llama_names(gated: bool = True, **changes: str | tuple[tuple[str, ...], Transform]) -> Names:
+    """Llama's names, which most families have; `changes` are other names of some of our parameters
+    (a plain name: the same tensor). Without `gated` the MLP has an up and a down matrix."""
+    at = "model.layers.{}."
+    qkv = tuple(f"{at}self_attn.{x}_proj" for x in "qkv")
+    gate_up = ((at + "mlp.gate_proj", at + "mlp.up_proj"), GATE_UP)
+    table = {
+        "embedding.word_embeddings": "model.embed_tokens",
+        _INPUT_NORM: at + "input_layernorm",
+        _QKV: (qkv, QKV),
+        _ATTENTION + "q_layernorm": at + "self_attn.q_norm",
+        _ATTENTION + "k_layernorm": at + "self_attn.k_norm",
+        _PROJ: at + "self_attn.o_proj",
+        _MLP_NORM: at + "post_attention_layernorm",
+        _FC1: gate_up if gated else at + "mlp.up_proj",
+        _FC2: at + "mlp.down_proj",
+        _FINAL_NORM: "model.norm",
+        "output_layer": "lm_head",
+    } | changes
+    return {
+        ours: ((theirs,), SAME) if isinstance(theirs, str) else theirs
+        for ours, theirs in table.items()
+    }
+
+
+def _internlm2_names() -> Names:
+    """InternLM2 keeps queries, keys and values by query group, as we do; w1 is the gate, w3 the up
+    matrix."""
+    at = "model.layers.{}."
+    return _llama_names(
+        **{
+            "embedding.word_embeddings": "model.tok_embeddings",
+            "output_layer": "output",
+            _INPUT_NORM: at + "attention_norm",
+            _MLP_NORM: at + "ffn_norm",
+            _QKV: at + "attention.wqkv",
+            _PROJ: at + "attention.wo",
+            _FC1: ((at + "feed_forward.w1", at + "feed_forward.w3"), GATE_UP),
+            _FC2: at + "feed_forward.w2",
+        }
+    )
+
+
+def _neox_names(base: str, attention: str, final_norm: str, **changes: str) -> Names:
+    """GPT-NeoX keeps queries, keys and values of each head together, as we do."""
+    at = base + "layers.{}."
+    return _llama_names(
+        **{
+            _INPUT_NORM: at + "input_layernorm",
+            _QKV: f"{at}{attention}.query_key_value",
+            _PROJ: f"{at}{attention}.dense",
+            _ATTENTION + "q_layernorm": f"{at}{attention}.q_layernorm",
+            _ATTENTION + "k_layernorm": f"{at}{attention}.k_layernorm",
+            _MLP_NORM: at + "post_attention_layernorm",
+            _FC1: at + "mlp.dense_h_to_4h",
+            _FC2: at + "mlp.dense_4h_to_h",
+            _FINAL_NORM: base + final_norm,
+        }
+        | changes
+    )
+
+
+def _gpt2_names(qkv: Transform = FUSED_QKV, matrix: Transform = TRANSPOSED) -> Names:
+    """GPT-2's matrices are [in, out]."""
+    at = "transformer.h.{}."
+    return {
+        "embedding.word_embeddings": (("transformer.wte",), SAME),
+        "embedding.position_embeddings": (("transformer.wpe",), SAME),
+        _INPUT_NORM: ((at + "ln_1",), SAME),
+        _QKV: ((at + "attn.c_attn",), qkv),
+        _PROJ: ((at + "attn.c_proj",), matrix),
+        _MLP_NORM: ((at + "ln_2",), SAME),
+        _FC1: ((at + "mlp.c_fc",), matrix),
+        _FC2: ((at + "mlp.c_proj",), matrix),
+        _FINAL_NORM: (("transformer.ln_f",), SAME),
+        "output_layer": (("lm_head",), SAME),
+    }
+
+
+# --- config.json -> flags
+
+
+def _read_gpt2(keys: Keys, usual: str = "gelu_new") -> Flags:
+    """`usual`: the activation where the key is missing."""
+    activations = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu": False}
+    activation = keys.take("activation_function", usual, str)
+    if activation not in activations:
+        keys.refuse("activation_function", activation, f"one of {', '.join(activations)} is")
+    keys.must_be(
+        "scale_attn_weights", True, why="scores are always divided by the root of the head's width"
+    )
+    keys.must_be(
+        "scale_attn_by_inverse_layer_idx", False, why="scores are not divided by the layer's number"
+    )
+    keys.must_be("add_cross_attention", False, why="there is no encoder")
+    width = keys.take("n_embd")
+    positions = keys.take("n_positions")
+    return {
+        "num_layers": keys.take("n_layer"),
+        "hidden_size": width,
+        "num_attention_heads": keys.take("n_head"),
+        "ffn_hidden_size": keys.take("n_inner", 4 * width),
+        "seq_length": positions,
+        "max_position_embeddings": positions,
+        "norm_epsilon": keys.take("layer_norm_epsilon", 1e-5, (float, int)),
+        "bias_gelu_fusion": activations.get(activation, True),
+        "untie_embeddings_and_output_weights": not keys.take("tie_word_embeddings", True, bool),
+        "attention_dropout": keys.take("attn_pdrop", 0.1, (float, int)),
+        "hidden_dropout": read_dropout(keys, ("resid_pdrop", "embd_pdrop"), 0.1),
+    }
+
+
+def _read_bigcode(keys: Keys) -> Flags:
+    """GPT-2 with one head of keys and values (multi_query), or as many as heads; in both its rows
+    of queries, keys and values are in our order."""
+    flags = _read_gpt2(keys, "gelu_pytorch_tanh")
+    heads = flags["num_attention_heads"]
+    groups = 1 if keys.take("multi_query", True, bool) else heads
+    keys.must_be("num_key_value_heads", groups, why="multi_query determines it")
+    for name in ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"):
+        keys.take(name, True, bool)
+    return flags | {"group_query_attention": groups != heads, "num_query_groups": groups}
+
+
+def _no_window(
+    keys: Keys, flags: Flags, used: bool = True, first: int = 0, absent: int | None = _WINDOW
+) -> Flags:
+    """Refuse a sliding window shorter than the longest sequence, in any layer from `first` on
+    (layer_types counts more); a missing one is `absent`, and null is none."""
+    window = keys.take("sliding_window", None, int, absent=absent)
+    window = window if used else None
+    types = keys.take("layer_types", [], list)
+    positions = flags["max_position_embeddings"]
+    layers = flags["num_layers"]
+    slides = (
+        any(kind != "full_attention" for kind in types)
+        if types
+        else window is not None and first < layers
+    )
+    if slides and window is None:
+        keys.refuse("layer_types", sorted(set(types)), "every layer has full attention")
+    elif slides and window < positions:
+        keys.refuse(
+            "sliding_window",
+            window,
+            f"attention reaches over all {positions} positions; up to {window} the model "
+            f"is the same: give --max-position-embeddings {window}",
+        )
+    return flags
+
+
+def _optional_window(keys: Keys, flags: Flags) -> Flags:
+    return _no_window(keys, flags, absent=None)
+
+
+def _phi3_window(keys: Keys, flags: Flags) -> Flags:
+    """original_max_position_embeddings matters to the scaling type longrope alone, which is
+    refused."""
+    keys.take("original_max_position_embeddings", 1)
+    return _optional_window(keys, flags)
+
+
+def _qwen_window(keys: Keys, flags: Flags) -> Flags:
+    """As transformers: layers from max_window_layers on have the window, if use_sliding_window says
+    so."""
+    used = keys.take("use_sliding_window", False, bool)
+    return _no_window(
+        keys, flags, used, keys.take("max_window_layers", _FIRST_WINDOW_LAYER, (int,))
+    )
+
+
+def _internlm_rotary(keys: Keys) -> None:
+    rotary = keys.take("rotary", {}, dict)
+    if rotary.get("type", "dynamic") not in ("dynamic", "origin"):
+        keys.refuse("rotary", rotary, "the types dynamic and origin can be")
+    if "base" in rotary:
+        keys.table = keys.table | {"rope_theta": rotary["base"]}
+
+
+# --- flags -> config.json
+
+
+def _write_gpt2(m: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_layer": m.num_layers,
+        "n_embd": m.hidden_size,
+        "n_head": m.num_attention_heads,
+        "n_inner": m.ffn,
+        "n_positions": m.max_position_embeddings or m.seq_length,
+        "layer_norm_epsilon": m.norm_epsilon,
+        "activation_function": "gelu" if m.activation == "gelu (erf)" else "gelu_new",
+        "tie_word_embeddings": m.tied,
+        "initializer_range": m.init_method_std,
+        "attn_pdrop": m.attention_dropout,
+        "resid_pdrop": m.hidden_dropout,
+        "embd_pdrop": m.hidden_dropout,
+    }
+
+
+def _write_bigcode(m: ModelConfig) -> dict[str, Any]:
+    """The MLP's tanh GELU is gelu_pytorch_tanh there."""
+    config = _write_gpt2(m) | {"multi_query": m.query_groups == 1}
+    if config["activation_function"] == "gelu_new":
+        config["activation_function"] = "gelu_pytorch_tanh"
+    return config
+
+
+# --- the families
+
+_RMS_NORM: Flags = {"normalization": "RMSNorm"}
+_LAYER_NORM: Flags = {"normalization": "LayerNorm"}
+_INTERLEAVED: Flags = {"rotary_interleaved": True}
+_QKV_BIAS = ("add_qkv_bias",)
+_ATTENTION_BIASES = (*_QKV_BIAS, "add_attention_output_bias")
+_ALL_BIASES = (*_ATTENTION_BIASES, "add_mlp_bias")
+_ATTENTION_BIAS = Key("attention_bias", False, _ATTENTION_BIASES)
+_MLP_BIAS = Key("mlp_bias", False, ("add_mlp_bias",))
+_NO_PARALLEL = (False, "attention and MLP run one behind the other")
+_GATE_UP_ROWS = (("model.layers.{}.mlp.gate_up_proj",), FUSED_GATE_UP)
+_ROTARY = re.compile(
+    r"model\.layers\.\d+\.(self_attn|attention)\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
+_MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
+
+
+def _like_llama(model_type: str, architecture: str, names: Names, dialect: Dialect) -> Family:
+    return Family(model_type, architecture, names, dialect.read, dialect.write, _ROTARY)
+
+
+def _wide_window(m: ModelConfig) -> dict[str, Any]:
+    """transformers makes masks with the window also where no layer has it, so there must be one."""
+    positions = m.max_position_embeddings or m.seq_length
+    return {"sliding_window": positions, "layer_types": ["full_attention"] * m.num_layers}
+
+
+def _no_window_used(m: ModelConfig) -> dict[str, Any]:
+    return {"use_sliding_window": False, "sliding_window": None}
+
+
+_QWEN_FIXED = {"use_mrope": (False, "positions are one number")}
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            "gpt2",
+            "GPT2LMHeadModel",
+            _gpt2_names(),
+            _read_gpt2,
+            _write_gpt2,
+            _MASKS,
+            "transformer.",
+        ),
+        _like_llama(
+            "llama",
+            "LlamaForCausalLM",
+            _llama_names(),
+            Dialect(keys=(_ATTENTION_BIAS, _MLP_BIAS)),
+        ),
+        _like_llama(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            _llama_names(),
+            Dialect(
+                flags=_RMS_NORM | {"add_qkv_bias": True},
+                kv_heads=32,
+                fixed=_QWEN_FIXED,
+                last=_qwen_window,
+                written=_no_window_used,
+            ),
+        ),
+        _like_llama(
+            "qwen3",
+            "Qwen3ForCausalLM",
+            _llama_names(),
+            Dialect(
+                flags=_RMS_NORM | {"qk_layernorm": True},
+                keys=(_ATTENTION_BIAS,),
+                kv_heads=32,
+                head_dim=128,
+                last=_qwen_window,
+                written=_no_window_used,
+            ),
+        ),
+        _like_llama(
+            "mistral",
+            "MistralForCausalLM",
+            _llama_names(),
+            Dialect(kv_heads=8, last=_no_window, written=lambda m: {"sliding_window": None}),
+        ),
+        _like_llama(
+            "internlm",
+            "InternLMForCausalLM",
+            _llama_names(),
+            Dialect(
+                keys=(Key("bias", True, _ATTENTION_BIASES),),
+                first=_internlm_rotary,
+                written=lambda m: {"rotary": {"base": m.rotary_base, "type": "dynamic"}},
+                omitted=(
+                    "head_dim num_key_value_heads rope_theta rope_scaling rope_parameters"
+                ).split(),
+            ),
+        ),
+        _like_llama(
+            "internlm2",
+            "InternLM2ForCausalLM",
+            _internlm2_names(),
+            Dialect(
+                keys=(Key("bias", True, _ATTENTION_BIASES),),
+                omitted=("head_dim", "rope_parameters"),
+            ),
+        ),
+        _like_llama(
+            "internlm3",
+            "InternLM3ForCausalLM",
+            _llama_names(),
+            Dialect(
+                keys=(
+                    Key("qkv_bias", False, _QKV_BIAS),
+                    Key("bias", False, ("add_attention_output_bias", "add_mlp_bias")),
+                ),
+                omitted=("rope_parameters",),
+            ),
+        ),
+        _like_llama(
+            "phi3",
+            "Phi3ForCausalLM",
+            _llama_names(
+                **{
+                    _QKV: (("model.layers.{}.self_attn.qkv_proj",), FUSED_QKV_ROWS),
+                    _FC1: _GATE_UP_ROWS,
+                }
+            ),
+            Dialect(
+                epsilon=("rms_norm_eps", 1e-5),
+                own_head_dim=False,
+                partial=1.0,
+                dropouts=("resid_pdrop", "embd_pdrop"),
+                last=_phi3_window,
+                written=lambda m: {"sliding_window": None},
+            ),
+        ),
+        _like_llama(
+            "seed_oss",
+            "SeedOssForCausalLM",
+            _llama_names(),
+            Dialect(
+                keys=(
+                    Key("attention_bias", True, _QKV_BIAS),
+                    Key("attention_out_bias", False, ("add_attention_output_bias",)),
+                    _MLP_BIAS,
+                ),
+                kv_heads=8,
+                head_dim=128,
+                dropouts=("residual_dropout",),
+            ),
+        ),
+        _like_llama(
+            "starcoder2",
+            "Starcoder2ForCausalLM",
+            _llama_names(
+                gated=False,
+                **{
+                    _FC1: "model.layers.{}.mlp.c_fc",
+                    _FC2: "model.layers.{}.mlp.c_proj",
+                },
+            ),
+            Dialect(
+                flags=_LAYER_NORM,
+                keys=(Key("use_bias", True, _ALL_BIASES),),
+                activations=("gelu_pytorch_tanh", "gelu_new", "gelu"),
+                epsilon=("norm_epsilon", 1e-5),
+                kv_heads=2,
+                tied=True,
+                dropouts=("residual_dropout", "embedding_dropout"),
+                last=_optional_window,
+                written=lambda m: {"sliding_window": None},
+            ),
+        ),
+        _like_llama(
+            "nemotron",
+            "NemotronForCausalLM",
+            _llama_names(gated=False),
+            Dialect(
+                flags=_LAYER_NORM | {"apply_layernorm_1p": True},
+                keys=(_ATTENTION_BIAS, _MLP_BIAS),
+                activations=("relu2",),
+                epsilon=("norm_eps", 1e-5),
+                partial=0.5,
+            ),
+        ),
+        _like_llama(
+            "stablelm",
+            "StableLmForCausalLM",
+            _llama_names(),
+            Dialect(
+                flags=_LAYER_NORM,
+                keys=(Key("use_qkv_bias", False, _QKV_BIAS),),
+                fixed={
+                    "use_parallel_residual": _NO_PARALLEL,
+                    "qk_layernorm": (False, "each head has norm weights of its own there"),
+                },
+                epsilon=("layer_norm_eps", 1e-5),
+                kv_heads=32,
+                own_head_dim=False,
+                partial=0.25,
+                dropouts=("hidden_dropout",),
+            ),
+        ),
+        _like_llama(
+            "glm",
+            "GlmForCausalLM",
+            _llama_names(**{_FC1: _GATE_UP_ROWS}),
+            Dialect(
+                flags=_RMS_NORM | _INTERLEAVED,
+                keys=(Key("attention_bias", False, _QKV_BIAS),),
+                epsilon=("rms_norm_eps", 1.5625e-07),
+                kv_heads=2,
+                head_dim=128,
+                partial=0.5,
+            ),
+        ),
+        _like_llama(
+            "helium",
+            "HeliumForCausalLM",
+            _llama_names(),
+            Dialect(
+                flags=_RMS_NORM | _INTERLEAVED,
+                keys=(Key("attention_bias", False, _QKV_BIAS), _MLP_BIAS),
+                epsilon=("rms_norm_eps", 1e-8),
+                kv_heads=20,
+                head_dim=128,
+                theta=100000,
+            ),
+        ),
+        _like_llama(
+            "ernie4_5",
+            "Ernie4_5ForCausalLM",
+            _llama_names(),
+            Dialect(
+                flags=_RMS_NORM | _INTERLEAVED,
+                keys=(Key("use_bias", False, _ALL_BIASES),),
+                epsilon=("rms_norm_eps", 1e-5),
+                kv_heads=2,
+                head_dim=128,
+                theta=500000,
+                tied=True,
+            ),
+        ),
+        _like_llama(
+            "ministral",
+            "MinistralForCausalLM",
+            _llama_names(),
+            Dialect(kv_heads=8, last=_no_window, written=_wide_window),
+        ),
+        _like_llama(
+            "arcee",
+            "ArceeForCausalLM",
+            _llama_names(gated=False),
+            Dialect(
+                keys=(_ATTENTION_BIAS, _MLP_BIAS),
+                activations=("relu2",),
+                epsilon=("rms_norm_eps", 1e-5),
+            ),
+        ),
+        _like_llama(
+            "jais2",
+            "Jais2ForCausalLM",
+            _llama_names(gated=False),
+            Dialect(
+                flags=_LAYER_NORM,
+                keys=(
+                    Key("attention_bias", True, _ATTENTION_BIASES),
+                    Key("mlp_bias", True, ("add_mlp_bias",)),
+                ),
+                activations=("relu2",),
+                epsilon=("layer_norm_eps", 1e-5),
+            ),
+        ),
+        _like_llama(
+            "persimmon",
+            "PersimmonForCausalLM",
+            _neox_names("model.", "self_attn", "final_layernorm"),
+            Dialect(
+                flags=_LAYER_NORM | dict.fromkeys(_ALL_BIASES, True),
+                keys=(Key("qk_layernorm", True, ("qk_layernorm",)),),
+                activations=("relu2",),
+                epsilon=("layer_norm_eps", 1e-5),
+                grouped=False,
+                own_head_dim=False,
+                partial=0.5,
+                dropouts=("hidden_dropout",),
+            ),
+        ),
+        Family(
+            "gpt_bigcode",
+            "GPTBigCodeForCausalLM",
+            _gpt2_names(SAME, SAME),
+            _read_bigcode,
+            _write_bigcode,
+            _MASKS,
+        ),
+    )
+}
