@@ -128,6 +128,20 @@ def started_async_writer(line):
     return optional.load("megatron.checkpoint.async_writer").started()
 
 
+def opened_eval_tasks(line):
+    """--eval-tasks, read and checked; None without it. Raises ValueError where that fails."""
+    if not line.config.training.eval_tasks:
+        return None
+    try:
+        module = optional.load("megatron.analysis.eval_tasks")
+    except ImportError as error:
+        raise ValueError(
+            f"--eval-tasks needs the package lm-eval ({error}): pip install lm-eval, or omit the "
+            "flag [package-missing]"
+        ) from None
+    return module.EvalTasks(line.config.training.eval_tasks)
+
+
 def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=None) -> None:
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer`
     of --async-save."""
@@ -148,6 +162,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     initialize.set_max_connections(config)
     backend = default_backend(line.config.training.device)
     short = config.logging.is_short
+    eval_tasks = opened_eval_tasks(line)
     rendezvous = initialize.connect(config, signals)
     if not short:
         for text in optional.load("megatron.config.megatron_compat.argument_dump").start_lines(
@@ -186,7 +201,8 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     if short:
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
-    loop.pretrain(run, data, forward_step, log, STARTED)
+    hooks = [eval_tasks.hook(run, tokenizer, log)] if eval_tasks else []
+    loop.pretrain(run, data, forward_step, log, STARTED, hooks)
     initialize.finish(rendezvous)
 
 

@@ -53,6 +53,7 @@ MODULES = {
     "megatron.training.skipping.skip_plan": "flags that skip iterations, --load, or skips.jsonl",
     "megatron.training.weight_check": "--check-weight-hash-across-dp-replicas-interval",
     "megatron.analysis.trace.dry_run": "--trace",
+    "megatron.analysis.eval_tasks": "--eval-tasks",
     "megatron.parallel.ring_attention": "--context-parallel-size above 1",
     "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",
     "megatron.checkpoint.async_writer": "--async-save",

@@ -6,19 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import lm_eval
 import lm_eval.models  # noqa: F401 (its own models; it does this only while none is registered)
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.tasks import TaskManager
 
 from megatron.analysis.perplexity import Window, score, windows
 from megatron.data.chat.encode import ChatEncoder, template_for
 from megatron.data.chat.messages import checked
+from megatron.data.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine, Request
 from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
+from megatron.model.gpt import GPTModel
 
 NAME = "megatron_gpt"
+DEVICES = ("auto", "cpu", "cuda", "xpu")
+LM_EVAL_DEVICE = "cuda:0"  # what the lm_eval command gives without --device, GPU or not
 FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
@@ -38,7 +44,7 @@ class MegatronGPT(TemplateLM):
         ckpt_step: int | None = None,
         batch_size: int | str = 8,
         max_batch_size: int | None = None,
-        device: str = "auto",
+        device: str | None = None,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
@@ -51,20 +57,35 @@ class MegatronGPT(TemplateLM):
             raise ValueError(f"--model_args: {NAME} has no argument {', '.join(unknown)}")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"--batch_size {batch_size}: {NAME} takes a number, 1 or more")
+        if device in (None, LM_EVAL_DEVICE):
+            device = "auto"
+        if device not in DEVICES:
+            raise ValueError(f"--device {device}: {NAME} takes {', '.join(DEVICES)}")
         self._where = (str(checkpoint), ckpt_step, files, device)
         trained = self._load()
-        self._model = trained.model
-        self._tokens = trained.tokenizer
+        self.use(trained.model, trained.tokenizer, int(batch_size), max_length, add_bos_token)
         self._tokenizer_folder = trained.config.data.tokenizer_model
         self._template_name = chat_template
-        self.batch_size = int(batch_size)
-        self.max_length = max_length or trained.model.max_positions
         self.max_gen_toks = max_gen_toks
         self._engine: Engine | None = None
+
+    def use(
+        self,
+        model: GPTModel,
+        tokenizer: Tokenizer,
+        batch_size: int,
+        max_length: int | None = None,
+        add_bos_token: bool | None = None,
+    ) -> None:
+        """Score with this model; the defaults are those of the model arguments."""
+        self._model = model
+        self._tokens = tokenizer
+        self.batch_size = batch_size
+        self.max_length = max_length or model.max_positions
         if add_bos_token is None:
-            add_bos_token = self._tokens.tokenize("a")[:1] == [self._tokens.bos]
+            add_bos_token = tokenizer.tokenize("a")[:1] == [tokenizer.bos]
         self._add_bos = add_bos_token
-        if self._tokens.eod is None:
+        if tokenizer.eod is None:
             raise ValueError("the tokenizer has no end-of-document token, which ends an answer")
 
     def _load(self) -> TrainedModel:
@@ -191,3 +212,21 @@ def before(text: str, stop: Iterable[str]) -> str:
         if end:
             text = text.partition(end)[0]
     return text
+
+
+def read_tasks(file: str) -> dict[str, Any]:
+    """The tasks of a YAML file by name, with their data. Raises what lm-eval raises."""
+    return TaskManager(include_defaults=False).load([file])["tasks"]
+
+
+def task_scores(model: MegatronGPT, tasks: dict[str, Any]) -> dict[str, float]:
+    """The scores of such tasks, by task/metric."""
+    found = lm_eval.evaluate(
+        model, {"tasks": tasks, "groups": {}}, bootstrap_iters=0, log_samples=False
+    )
+    return {
+        f"{task}/{metric.removesuffix(',none')}": float(value)
+        for task, values in found["results"].items()
+        for metric, value in values.items()
+        if isinstance(value, float) and "_stderr" not in metric
+    }

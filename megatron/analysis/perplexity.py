@@ -102,6 +102,8 @@ def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
     """Shorter windows are padded at their end, which causal attention does not see."""
     device = next(model.parameters()).device
     size = max(len(window.inputs) for window in batch)
+    if model.ctx.sequence_parallel:
+        size += -size % model.ctx.tp.size
     tokens = torch.zeros(len(batch), size, dtype=torch.long)
     labels = torch.zeros_like(tokens)
     for row, window in enumerate(batch):

@@ -72,6 +72,15 @@ class TrainingConfig:
         help="no validation before this iteration, except the one after training (default: the "
         "first is after --eval-interval iterations)",
     )
+    eval_tasks: tuple[str, ...] = arg(
+        (),
+        dump=False,
+        help="YAML files of lm-eval tasks (multiple choice or log-likelihood) whose scores are "
+        "logged every --eval-tasks-interval iterations (pip install lm-eval)",
+    )
+    eval_tasks_interval: int | None = arg(
+        None, dump=False, help="iterations between scores of --eval-tasks"
+    )
     skip_train: bool = arg(False, help="only evaluate; no training")
     exit_interval: int | None = arg(None, help="exit when the iteration is a multiple of this")
     exit_duration_in_mins: float | None = arg(None, help="exit after this many minutes")

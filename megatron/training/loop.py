@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron import log
 from megatron.data.samples import Samples
@@ -10,6 +10,7 @@ from megatron.training.agreement import Agreement, Requests
 from megatron.training.batch import MicroBatch, load_samples, training_samples
 from megatron.training.build_data import Data
 from megatron.training.evaluation import Evaluation
+from megatron.training.hook import Hook
 from megatron.training.hooks import build_hooks
 from megatron.training.launch.signals import Refusal
 from megatron.training.logging.megatron_format import datetime_line
@@ -27,7 +28,13 @@ class Trainer:
     save, time, exit; what features add to it are the hooks (hooks.py)."""
 
     def __init__(
-        self, run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float
+        self,
+        run: Run,
+        data: Data,
+        forward_step: ForwardStep,
+        lines: TrainingLog,
+        started: float,
+        hooks: Sequence[Hook] = (),
     ):
         self.run = run
         self.data = data
@@ -40,6 +47,7 @@ class Trainer:
         self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement)
         self.saving = SavePolicy(run, lines)
         self.hooks = build_hooks(run, lines, self.evaluation, self.saving, self.skipping)
+        self.hooks += hooks
         self.evaluation.hooks = self.saving.hooks = self.hooks
 
     def train(self) -> str | None:
@@ -221,10 +229,16 @@ def _finished(run: Run) -> str:
 
 
 def pretrain(
-    run: Run, data: Data, forward_step: ForwardStep, lines: TrainingLog, started: float
+    run: Run,
+    data: Data,
+    forward_step: ForwardStep,
+    lines: TrainingLog,
+    started: float,
+    hooks: Sequence[Hook] = (),
 ) -> None:
-    """The whole run after set-up: train, save, evaluate, say goodbye."""
-    trainer = Trainer(run, data, forward_step, lines, started)
+    """The whole run after set-up: train, save, evaluate, say goodbye. `hooks` follow those of
+    hooks.py."""
+    trainer = Trainer(run, data, forward_step, lines, started, hooks)
     reason: str | None = None
     if run.config.training.skip_train:
         log.print_rank_0("skipping training (--skip-train is on) ...")

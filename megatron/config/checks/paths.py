@@ -62,6 +62,11 @@ def missing(config: Config) -> list[str]:
     ):
         if path is not None:
             found += _directory_to_write(flag, path)
+    found += [
+        f"--eval-tasks {path}: no such file; give the YAML file of a task [eval-task-unreadable]"
+        for path in config.training.eval_tasks
+        if not os.path.isfile(path)
+    ]
     for flag, path in (
         ("--metrics-file", config.logging.metrics_file),
         ("--data-ledger", config.logging.data_ledger),

@@ -32,7 +32,8 @@ _AT_LEAST_ONE = (
     "distributed_timeout_minutes loss_scale_window hysteresis vocab_size lr_wsd_decay_iters "
     "lr_wsd_decay_samples lr_decay_iters lr_decay_samples micro_batch_size global_batch_size "
     "eval_micro_batch_size eval_global_batch_size "
-    "train_iters train_samples eval_interval exit_interval recompute_num_layers world_size "
+    "train_iters train_samples eval_interval eval_tasks_interval exit_interval "
+    "recompute_num_layers world_size "
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size fp8_amax_history_len profile_step_end "
     "check_weight_hash_across_dp_replicas_interval num_experts moe_router_topk "
@@ -124,6 +125,7 @@ _NEEDED = (
         "a decay (--lr-decay-style is constant)",
         lambda v: v["lr_decay_style"] != "constant",
     ),
+    ("eval_tasks_interval", "--eval-tasks", lambda v: v["eval_tasks"]),
     ("manual_gc_interval manual_gc_eval", "--manual-gc", lambda v: v["manual_gc"]),
     ("rope_scaling_factor", "--use-rope-scaling", lambda v: v["use_rope_scaling"]),
     (
@@ -686,6 +688,27 @@ def _loop(f: Facts) -> Iterator[str]:
             )
 
 
+def _eval_tasks(f: Facts) -> Iterator[str]:
+    if not f["eval_tasks"]:
+        return
+    if f["eval_tasks_interval"] is None:
+        yield (
+            f"--eval-tasks-interval is missing: {f.say('eval_tasks')} needs the iterations between "
+            "scores [flag-missing]"
+        )
+    for name, off in (
+        ("pipeline_model_parallel_size", 1),
+        ("context_parallel_size", 1),
+        ("expert_model_parallel_size", 1),
+        ("fp8", None),
+    ):
+        if f[name] != off:
+            yield (
+                f"{f.say(name)}: not supported with --eval-tasks; omit one of the two, and score "
+                "checkpoints with tools/run_lm_eval.py [flags-exclude-each-other]"
+            )
+
+
 def _profiling(f: Facts) -> Iterator[str]:
     if f["profile"] and f.ok("profile_step_start", "profile_step_end"):
         if f["profile_step_end"] <= f["profile_step_start"]:
@@ -828,6 +851,7 @@ _RULES = (
     _run,
     _schedule,
     _loop,
+    _eval_tasks,
     _spikes,
     _profiling,
     _skips,

@@ -525,6 +525,18 @@ class TrainingLog:
                 },
             )
 
+    def task_scores(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
+        """The line, the metrics and the points of the scores of --eval-tasks, by task and
+        metric."""
+        values = " | ".join(f"{name} {score:.4f}" for name, score in scores.items())
+        log.print_rank_last(f" tasks at iteration {iteration} | {values}")
+        if self._metrics:
+            row = {"iteration": iteration, "split": "tasks", "consumed_samples": samples}
+            row |= {name: _finite(score) for name, score in scores.items()}
+            self._metrics.write(json.dumps(row) + "\n")
+        for name, score in scores.items():
+            self._boards.scalar(f"tasks/{name}", score, iteration, samples)
+
     def timers(self, names: list[str] | None = None, points_at: int | None = None) -> None:
         """Print the timers block of these names (all, without names) over all ranks, and start them
         again.
