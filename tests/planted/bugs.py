@@ -148,7 +148,7 @@ def copy_tree(folder: Path, bugs: Iterable[Bug]) -> Path:
     but what it is about.
     """
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
-    for part in ("megatron", "tests"):
+    for part in ("megatron", "tests", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=ignore)
     for part in ("pretrain_gpt.py", ".pytest.ini"):
         shutil.copy2(ROOT / part, folder / part)

@@ -33,6 +33,7 @@ _PROPERTIES = {
     "add_qkv_bias": "qkv_bias",
     "add_attention_output_bias": "attention_output_bias",
     "add_mlp_bias": "mlp_bias",
+    "moe_ffn_hidden_size": "expert_ffn",
 }
 
 

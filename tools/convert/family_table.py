@@ -15,6 +15,8 @@ from megatron.config.model import ModelConfig
 from tools.convert.config_keys import Keys
 from tools.convert.dialect import Dialect, Flags, Key, read_dropout
 from tools.convert.links import (
+    EXPERTS,
+    EXPERTS_GATE_UP,
     FUSED_GATE_UP,
     FUSED_QKV,
     FUSED_QKV_ROWS,
@@ -81,6 +83,27 @@ def _llama_names(gated: bool = True, **changes: str | tuple[tuple[str, ...], Tra
         ours: ((theirs,), SAME) if isinstance(theirs, str) else theirs
         for ours, theirs in table.items()
     }
+
+
+def _moe_names(block: str, gate: str, up: str, down: str) -> Names:
+    """Llama's names, and those of router, experts and (Qwen2-MoE) the shared expert."""
+    at = "model.layers.{}."
+    expert = at + block + ".experts.{expert}."
+    shared = at + "mlp.shared_expert."
+    mlp = _LAYER + "mlp."
+    return _llama_names(
+        **{
+            mlp + "router": f"{at}{block}.gate",
+            mlp + "experts.linear_fc1": ((expert + gate, expert + up), EXPERTS_GATE_UP),
+            mlp + "experts.linear_fc2": ((expert + down,), EXPERTS),
+            mlp + "shared_experts.linear_fc1": (
+                (shared + "gate_proj", shared + "up_proj"),
+                GATE_UP,
+            ),
+            mlp + "shared_experts.linear_fc2": shared + "down_proj",
+            mlp + "shared_experts.gate_weight": at + "mlp.shared_expert_gate",
+        }
+    )
 
 
 def _internlm2_names() -> Names:
@@ -229,6 +252,43 @@ def _qwen_window(keys: Keys, flags: Flags) -> Flags:
     )
 
 
+def _ignore_aux_loss(keys: Keys) -> None:
+    """The coefficient of the auxiliary loss is a choice of each training."""
+    keys.take("output_router_logits", False, bool)
+    keys.take("router_aux_loss_coef", 0.0, (float, int))
+
+
+def _read_mixtral(keys: Keys, flags: Flags) -> Flags:
+    _ignore_aux_loss(keys)
+    noise = keys.take("router_jitter_noise", 0.0, (float, int))
+    if noise:
+        keys.notes.append(
+            f"router_jitter_noise {noise} is not used: --moe-input-jitter-eps changes the input of "
+            "routers, not that of experts"
+        )
+    return _optional_window(keys, flags)
+
+
+def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
+    """Which layers have experts, and how these are selected."""
+    _ignore_aux_loss(keys)
+    used = keys.take("use_sliding_window", False, bool)
+    if not used:  # files of transformers 5 say 0
+        keys.table = keys.table | {"sliding_window": None}
+    flags = _no_window(keys, flags, used)
+    step = keys.take("decoder_sparse_step", 1)
+    dense = keys.take("mlp_only_layers", [], list)
+    pattern = [
+        int((layer + 1) % step == 0 and layer not in dense) for layer in range(flags["num_layers"])
+    ]
+    if not any(pattern):
+        keys.refuse("mlp_only_layers", dense, "no layer has experts")
+    return flags | {
+        "moe_layer_freq": "1" if all(pattern) else str(pattern),
+        "moe_router_pre_softmax": not keys.take("norm_topk_prob", False, bool),
+    }
+
+
 def _internlm_rotary(keys: Keys) -> None:
     rotary = keys.take("rotary", {}, dict)
     if rotary.get("type", "dynamic") not in ("dynamic", "origin"):
@@ -297,6 +357,21 @@ def _no_window_used(m: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": False, "sliding_window": None}
 
 
+def _qwen_moe(m: ModelConfig) -> dict[str, Any]:
+    dense = [layer for layer in range(m.num_layers) if not m.is_moe_layer(layer)]
+    return _no_window_used(m) | {
+        "norm_topk_prob": not m.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
+
+
+def _topk(default: int) -> Key:
+    return Key("num_experts_per_tok", default, ("moe_router_topk",))
+
+
+_QWEN_EXPERTS = _moe_names("mlp", "gate_proj", "up_proj", "down_proj")
+_EXPERT_WIDTH = ("moe_ffn_hidden_size",)
 _QWEN_FIXED = {"use_mrope": (False, "positions are one number")}
 
 FAMILIES: Mapping[str, Family] = {
@@ -550,6 +625,59 @@ FAMILIES: Mapping[str, Family] = {
                 own_head_dim=False,
                 partial=0.5,
                 dropouts=("hidden_dropout",),
+            ),
+        ),
+        _like_llama(
+            "mixtral",
+            "MixtralForCausalLM",
+            _moe_names("block_sparse_moe", "w1", "w3", "w2"),
+            Dialect(
+                keys=(Key("num_local_experts", 8, ("num_experts",)), _topk(2)),
+                epsilon=("rms_norm_eps", 1e-5),
+                kv_heads=8,
+                theta=1000000,
+                last=_read_mixtral,
+                written=lambda m: {"sliding_window": None, "intermediate_size": m.expert_ffn},
+            ),
+        ),
+        _like_llama(
+            "qwen2_moe",
+            "Qwen2MoeForCausalLM",
+            _QWEN_EXPERTS,
+            Dialect(
+                flags=_RMS_NORM | {"moe_shared_expert_gate": True},
+                keys=(
+                    Key("qkv_bias", True, _QKV_BIAS),
+                    Key("num_experts", 60, ("num_experts",)),
+                    _topk(4),
+                    Key("moe_intermediate_size", 1408, _EXPERT_WIDTH),
+                    Key(
+                        "shared_expert_intermediate_size",
+                        5632,
+                        ("moe_shared_expert_intermediate_size",),
+                    ),
+                ),
+                kv_heads=16,
+                last=_read_qwen_moe,
+                written=_qwen_moe,
+            ),
+        ),
+        _like_llama(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _QWEN_EXPERTS,
+            Dialect(
+                flags=_RMS_NORM | {"qk_layernorm": True},
+                keys=(
+                    _ATTENTION_BIAS,
+                    Key("num_experts", 128, ("num_experts",)),
+                    _topk(8),
+                    Key("moe_intermediate_size", 768, _EXPERT_WIDTH),
+                ),
+                kv_heads=4,
+                renamed={"num_local_experts": "num_experts"},
+                last=_read_qwen_moe,
+                written=_qwen_moe,
             ),
         ),
         Family(

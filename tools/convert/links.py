@@ -2,8 +2,8 @@
 used exactly once.
 
 A `Names` table maps our parameter names, without `.weight` / `.bias` and with {} for the layer's
-number, to the other side's name or names. Shapes of the other side follow from ours by the
-transform.
+number, to the other side's name or names; those with {expert} stand for one of each expert. Shapes
+of the other side follow from ours by the transform.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack
 FUSED_GATE_UP = Transform(
     lambda x, m: [x.flatten(0, 1)], lambda parts, m: parts[0].unflatten(0, (2, -1))
 )
+# Experts, which have tensors of their own on the other side: one by one, as gate and up by turns.
+EXPERTS = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
+EXPERTS_GATE_UP = Transform(
+    lambda x, m: list(x.flatten(0, 1).unbind(0)),
+    lambda parts, m: torch.stack(list(parts)).unflatten(0, (-1, 2)),
+)
 
 Names = Mapping[str, tuple[tuple[str, ...], Transform]]
 
@@ -107,11 +113,18 @@ def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
     found = []
     for spec in parameter_table(model, vocab_size, vocab_size):
         stem, kind = spec.name.rsplit(".", 1)
+        if kind == "gate_weight":  # of a shared expert: a matrix of its own on the other side
+            stem, kind = spec.name, "weight"
         layer = _LAYER.fullmatch(stem)
         entry = names.get(f"{layer[1]}{{}}{layer[3]}" if layer else stem)
         if entry is None:
             raise ConversionError(f"{spec.name}: that format has no place for it")
-        theirs = tuple(f"{name.format(layer[2]) if layer else name}.{kind}" for name in entry[0])
+        templates = [
+            template.replace("{expert}", str(expert))
+            for expert in (range(spec.shape[0]) if "{expert}" in entry[0][0] else (0,))
+            for template in entry[0]
+        ]
+        theirs = tuple(f"{name.format(layer[2]) if layer else name}.{kind}" for name in templates)
         found.append(Link(spec.name, spec.shape, theirs, entry[1], model))
     return found
 

@@ -50,6 +50,7 @@ def configs(transformers):
         eos_token_id=2,
     )
     rope = {"rope_type": "default", "rope_theta": 1e6}
+    experts = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40)
     return {
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(**gpt2)),
         "gpt2 erf": (
@@ -95,6 +96,21 @@ def configs(transformers):
         "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, rope_parameters=rope)),
         "qwen2 tied": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, tie_word_embeddings=True)),
         "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config(**_LLAMA, head_dim=24, rope_parameters=rope)),
+        "qwen2_moe dense layers": (
+            t.Qwen2MoeForCausalLM,
+            t.Qwen2MoeConfig(
+                **_LLAMA | experts,
+                shared_expert_intermediate_size=48,
+                decoder_sparse_step=2,
+                norm_topk_prob=True,
+            ),
+        ),
+        "qwen3_moe dense layer": (
+            t.Qwen3MoeForCausalLM,
+            t.Qwen3MoeConfig(
+                **_LLAMA | experts, head_dim=24, norm_topk_prob=True, mlp_only_layers=[1]
+            ),
+        ),
     }
 
 
@@ -103,6 +119,13 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"num_key_value_heads": None, "intermediate_size": None},
     "helium": {"head_dim": 16},
     "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "mixtral": {"num_local_experts": 6},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {"num_experts": 12, "moe_intermediate_size": 40},
     "persimmon": {"num_key_value_heads": None},
 }
 # Families that transformers has only as remote code.
@@ -156,8 +179,8 @@ def edit_config(folder: Path, **changes) -> None:
 def rewrite_on_ranks(
     source: Path, target: Path, tp: int, pp: int, divisor: int = 8, **changes
 ) -> None:
-    """The checkpoint `source` as tp x pp ranks write it, its vocabulary padded with rows that are
-    no zeros; `changes` are flags of its args file."""
+    """The checkpoint `source` as tp x pp ranks write it (with experts, tp x ep 2 x pp), its
+    vocabulary padded with rows that are no zeros; `changes` are flags of its args file."""
     found = store.load(source)
     with found.reader() as reader:
         weights = {name: reader.read(name) for name in reader.names()}
@@ -171,10 +194,15 @@ def rewrite_on_ranks(
     temporary = target / ".iter_0000005.tmp-00000000"
     store.prepare(target, temporary)
     layers = config.model.num_layers // pp
-    for rank in range(tp * pp):
-        at = rank // tp
+    ep = 2 if config.model.num_experts else 1
+    for rank in range(tp * ep * pp):
+        at = rank // (tp * ep)
+        tensor = SimpleNamespace(rank=rank % tp, size=tp)
         ctx = SimpleNamespace(
-            tp=SimpleNamespace(rank=rank % tp, size=tp), ends=SimpleNamespace(rank=at)
+            tp=tensor,
+            etp=tensor,
+            ep=SimpleNamespace(rank=rank // tp % ep, size=ep),
+            ends=SimpleNamespace(rank=at),
         )
         stage = range(at * layers, (at + 1) * layers)
         table = stage_table(
@@ -185,7 +213,8 @@ def rewrite_on_ranks(
             sharding = parameter(spec, ctx, torch.float32, "meta").sharding
             box = local_box(sharding, ctx)
             part = weights[spec.name][tuple(slice(*pair) for pair in box)]
-            if is_primary_copy(sharding, ctx):
+            dense_copy = ctx.ep.rank > 0 and "ep" not in dict(spec.splits)
+            if is_primary_copy(sharding, ctx) and not dense_copy:
                 slices.append(TensorSlice(spec.name, spec.shape, part.dtype, box, part))
         store.write_rank_files(temporary, rank, slices, 5)
     values = {
@@ -194,5 +223,5 @@ def rewrite_on_ranks(
     args = to_args_text(
         config_from(Config, values | {"make_vocab_size_divisible_by": divisor} | changes)
     )
-    store.finish(temporary, tp * pp, RunState(iteration=5), args)
+    store.finish(temporary, tp * ep * pp, RunState(iteration=5), args)
     store.publish(target, temporary, 5)

@@ -39,7 +39,7 @@ family, scaled to width 64 and 4 layers; cross-entropy of random token ids).
 
 For every row the test also exports the model and requires all tensors, bit for bit, and the logits of transformers to be
 the original ones: from the imported checkpoint, and from a checkpoint written by 4 ranks (tensor parallelism 2, pipeline
-parallelism 2). internlm, internlm2 and internlm3 are remote code, which transformers does not contain; the first two are
+parallelism 2; models with experts: 8 ranks, also expert parallelism 2). internlm, internlm2 and internlm3 are remote code, which transformers does not contain; the first two are
 compared with Llama models of the same weights in tests/tools/convert/test_huggingface.py.
 
 `pytest tests/tools/convert/test_families.py` writes this page.
@@ -70,6 +70,35 @@ def opened(folder: Path) -> TrainedModel:
     return open_trained_model(str(folder), device="cpu")
 
 
+def by_file(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a model under the names of its files: in memory transformers has the experts of a
+    layer in one tensor, and Mixtral's other names."""
+    found = {}
+    for name, value in tensors.items():
+        layer, _, fused = name.partition(".mlp.experts.")
+        if fused == "gate_up_proj":
+            for expert, rows in enumerate(value):
+                for part, half in zip(("gate", "up"), rows.chunk(2), strict=True):
+                    found[f"{layer}.mlp.experts.{expert}.{part}_proj.weight"] = half
+        elif fused == "down_proj":
+            for expert, one in enumerate(value):
+                found[f"{layer}.mlp.experts.{expert}.down_proj.weight"] = one
+        else:
+            found[name] = value
+    return found
+
+
+MIXTRAL = (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
+
+
+def in_memory(name: str) -> str:
+    """A name of Mixtral's files as by_file has it; other names as they are."""
+    if ".block_sparse_moe." in name:
+        for theirs, usual in MIXTRAL:
+            name = name.replace(f".{theirs}.", f".{usual}.")
+    return name
+
+
 def gradients(trained: TrainedModel, theirs: torch.nn.Module, family: str) -> float:
     """The largest difference of their gradients, relative to each tensor's largest one, after
     carrying ours to their names."""
@@ -78,15 +107,16 @@ def gradients(trained: TrainedModel, theirs: torch.nn.Module, family: str) -> fl
     ours(IDS, labels=labels).mean().backward()
     cross_entropy(theirs(IDS).logits.flatten(0, 1), labels.flatten()).backward()
     mine = {name: p.grad for name, p in ours.named_parameters()}
-    found = dict(theirs.named_parameters())
+    found = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    found = by_file(found)
     worst = 0.0
     for link in links_of(trained.config.model, VOCAB, FAMILIES[family].names):
         whole = mine.pop(link.ours)[: link.shape[0]]
         for name, grad in zip(link.theirs, link.split(whole), strict=True):
-            expected = found.pop(name).grad
+            expected = found.pop(in_memory(name))
             largest = expected.abs().max().clamp(min=1e-6)
             worst = max(worst, ((grad - expected).abs().max() / largest).item())
-    assert not mine and not {name for name in found if found[name].grad is not None}
+    assert not mine and not found
     return worst
 
 

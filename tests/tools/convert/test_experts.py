@@ -1,0 +1,89 @@
+"""tools/convert_checkpoint.py with mixtures of experts of Hugging Face: damaged folders, and export
+of an upcycled model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.load_tool import load_tool
+from tests.tools.convert.hf_models import VOCAB, edit_config, make
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.peers
+IDS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The tool as a module."""
+    return load_tool("convert_checkpoint")
+
+
+@pytest.fixture
+def convert(tool, capfd):
+    """Call the tool as its command line would; it must succeed, or fail and say why."""
+
+    def call(*words, fails: bool = False) -> str:
+        capfd.readouterr()
+        code = tool.main([str(word) for word in words])
+        out, errors = capfd.readouterr()
+        assert code == int(fails), f"exit code {code}\n{out}{errors}"
+        return errors if fails else out
+
+    return call
+
+
+EXPERT = "experts.3.down_proj.weight"
+DAMAGED = {
+    "missing expert": lambda t, name: t.pop(name),
+    "wrong shape": lambda t, name: t.update({name: torch.zeros(2, 3)}),
+    "one expert more": lambda t, name: t.update({name.replace(".3.", ".6."): t[name].clone()}),
+    "wrong dtype": lambda t, name: t.update({name: t[name].half()}),
+    "quantized": lambda t, name: t.update({name: t[name].to(torch.int8)}),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_experts(case, tmp_path, convert):
+    safetensors = pytest.importorskip("safetensors.torch")
+    make(transformers, "qwen2_moe", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    name = next(name for name in tensors if name.endswith(EXPERT))
+    DAMAGED[case](tensors, name)
+    safetensors.save_file(tensors, path, {"format": "pt"})
+    said = convert("hf-import", tmp_path / "hf", tmp_path / "ours", fails=True)
+    assert ".mlp.experts." in said
+    assert not (tmp_path / "ours").exists()
+
+
+CONFIGS = {
+    "more experts": dict(num_experts=7),
+    "no experts": dict(num_experts=0),
+    "other width": dict(moe_intermediate_size=41),
+    "no layer": dict(decoder_sparse_step=9),
+    "all dense": dict(mlp_only_layers=[0, 1, 2, 3]),
+    "experts as words": dict(num_experts="six"),
+    "windows": dict(use_sliding_window=True, sliding_window=8, layer_types=None),
+    "shared expert of another width": dict(shared_expert_intermediate_size=47),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configurations_that_are_not_the_models(case, tmp_path, convert):
+    make(transformers, "qwen2_moe", tmp_path / "hf")
+    edit_config(tmp_path / "hf", **CONFIGS[case])
+    assert "error: " in convert("hf-import", tmp_path / "hf", tmp_path / "ours", fails=True)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_upcycled_models_are_exported(tmp_path, convert):
+    """A Llama that was imported, upcycled and exported as a Mixtral computes what it did."""
+    model = make(transformers, "llama", tmp_path / "hf")
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours", "--no-verify")
+    convert("upcycle", tmp_path / "ours", tmp_path / "moe", "--num-experts", 4)
+    convert("hf-export", tmp_path / "moe", tmp_path / "back", "--family", "mixtral", "--no-verify")
+    back = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "back")
+    with torch.no_grad():
+        torch.testing.assert_close(back(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
