@@ -18,6 +18,7 @@ MODULES = {
     "megatron.config.checks.fp8": "--fp8-format",
     "megatron.kernels.transformer_engine": "--transformer-impl transformer_engine",
     "megatron.parallel.fp8": "--fp8-format",
+    "megatron.config.checks.data_paths": "a flag that names files of data",
     "megatron.config.checks.packed": "--packed-samples",
     "megatron.config.plan.batch_ramps": "--rampup-batch-size, --rampup-micro-batches, "
     "--step-batch-size-schedule",

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron import log, optional
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences
-from megatron.data.index_cache import IndexCache
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_lookup import Dataset
+
+if TYPE_CHECKING:
+    from megatron.data.index_cache import IndexCache
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"

@@ -9,6 +9,9 @@ import mmap
 import os
 import resource
 import stat
+from collections.abc import Mapping
+
+import numpy as np
 
 REMEDIES = {
     errno.EIO: "its disk or network fails: copy the file to another disk, then start again from "
@@ -91,3 +94,44 @@ def read_at(file: int, path: str, start: int, count: int) -> bytes:
     if len(data) < count:
         raise ValueError(_cut_short(path, os.fstat(file).st_size, start + count))
     return data
+
+
+class IndexArrays:
+    """Index arrays by name. Those that lie in files are pickled as paths: a spawned data worker
+    maps them itself."""
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None
+    ) -> None:
+        self._arrays = dict(arrays)
+        self._files = dict(files or {})
+        self._maps = {path: _map_of(self._arrays[name]) for name, path in self._files.items()}
+
+    def check_files(self) -> None:
+        """Raise ValueError if a file that is mapped was cut short."""
+        for path, mapped in self._maps.items():
+            check_mapped(path, mapped)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def __getstate__(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        return {
+            name: array for name, array in self._arrays.items() if name not in self._files
+        }, self._files
+
+    def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
+        arrays, files = state
+        self.__init__(arrays | {name: map_array(path) for name, path in files.items()}, files)
+
+
+def map_array(path: str) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _map_of(array: np.ndarray) -> mmap.mmap:
+    """The memory map that contains an array."""
+    base = array.base
+    while not isinstance(base, mmap.mmap):
+        base = base.base
+    return base

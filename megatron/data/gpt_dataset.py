@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from megatron import log
-from megatron.data.index_cache import IndexArrays, IndexCache
+from megatron.data.file_access import IndexArrays
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
 from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import Piece, check_document
+
+if TYPE_CHECKING:
+    from megatron.data.index_cache import IndexCache
 
 LOGGER = "megatron.core.datasets.gpt_dataset"
 CACHE_FORMAT = 1  # part of every cache key: raise it when the meaning of the cached arrays changes

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import mmap
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,58 +22,17 @@ import numpy as np
 
 from megatron import log
 from megatron.checksums import block_sums, file_sum, sum_of_file
-from megatron.data.file_access import check_mapped, map_file
+from megatron.data.file_access import IndexArrays, map_array, map_file
 from megatron.small_files import read_bytes
 
 # between the description and the lines `NAME CHECKSUM` of its arrays
 CHECKSUMS = "\nchecksums:\n"
 
 
-class IndexArrays:
-    """Index arrays by name. Those that lie in files are pickled as paths: a spawned data worker
-    maps them itself."""
-
-    def __init__(
-        self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None
-    ) -> None:
-        self._arrays = dict(arrays)
-        self._files = dict(files or {})
-        self._maps = {path: _map_of(self._arrays[name]) for name, path in self._files.items()}
-
-    def check_files(self) -> None:
-        """Raise ValueError if a file that is mapped was cut short."""
-        for path, mapped in self._maps.items():
-            check_mapped(path, mapped)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def __getstate__(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        return {
-            name: array for name, array in self._arrays.items() if name not in self._files
-        }, self._files
-
-    def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
-        arrays, files = state
-        self.__init__(arrays | {name: _map_array(path) for name, path in files.items()}, files)
-
-
 def _with_checksums(description: str, sums: Mapping[str, str]) -> bytes:
     """The content of the file that completes an entry."""
     lines = "".join(f"{name} {one}\n" for name, one in sorted(sums.items()))
     return f"{description}{CHECKSUMS}{lines}".encode()
-
-
-def _map_array(path: str) -> np.ndarray:
-    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-
-
-def _map_of(array: np.ndarray) -> mmap.mmap:
-    """The memory map that contains an array."""
-    base = array.base
-    while not isinstance(base, mmap.mmap):
-        base = base.base
-    return base
 
 
 def _locked(path: str) -> int:
@@ -127,7 +85,7 @@ class IndexCache:
             sums = {name: file_sum(block_sums(map_file(path))) for name, path in files.items()}
             if text != _with_checksums(description, sums):
                 raise ValueError("its arrays differ from their checksums")
-            return IndexArrays({name: _map_array(path) for name, path in files.items()}, files)
+            return IndexArrays({name: map_array(path) for name, path in files.items()}, files)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, EOFError) as error:

@@ -4,33 +4,35 @@ machine. Reads no content but lists of paths.
 
 from __future__ import annotations
 
-import difflib
-import glob
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron import optional
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.checks import tokenizer as check_tokenizer
+from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
-from megatron.small_files import parse_json, read_text
 
 SPLITS = ("train", "valid", "test")
-EPOCHS = "epochs:"
 
 
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
     d = config.data
-    return [*_sources(d), *_order(d), *_validation(d), *_split(config), *_tokenizer(d), *_blends(d)]
+    found = [*_sources(d), *_order(d), *_validation_sets(d)]
+    if not _has_files(d):
+        return [*found, *_split(config), *_tokenizer(d)]
+    data_paths = optional.load("megatron.config.checks.data_paths")
+    found += data_paths.validation(d)
+    return [*found, *_split(config), *_tokenizer(d), *data_paths.blends(d)]
 
 
 def missing(config: Config) -> list[str]:
@@ -47,8 +49,8 @@ def missing(config: Config) -> list[str]:
                 "--mock-data [data-missing]"
             )
         )
-    elif sum(_given(d).values()) == 1:
-        found += _corpora(d)
+    elif sum(_given(d).values()) == 1 and _has_files(d):
+        found += optional.load("megatron.config.checks.data_paths").missing_data(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
     for flag, path in (
         ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
@@ -97,6 +99,11 @@ def _given(d: DataConfig) -> dict[str, bool]:
     }
 
 
+def _has_files(d: DataConfig) -> bool:
+    """Is any path of data named?"""
+    return any(value for flag, value in _given(d).items() if "-path" in flag)
+
+
 def _order(d: DataConfig) -> Iterator[str]:
     if d.data_order == "epoch" and d.dataloader_type == "cyclic":
         yield (
@@ -110,29 +117,12 @@ def _order(d: DataConfig) -> Iterator[str]:
         )
 
 
-def _validation(d: DataConfig) -> Iterator[str]:
+def _validation_sets(d: DataConfig) -> Iterator[str]:
     if d.multiple_validation_sets and not (d.valid_data_path or d.per_split_data_args_path):
         yield (
             "--multiple-validation-sets: name the sets, each with its own data, by "
             "--valid-data-path A B ... or --per-split-data-args-path [validation-sets-not-named]"
         )
-    for flag, words in _read_blends(d):
-        if (
-            not isinstance(words, str)
-            and ("valid" in flag)
-            and blend_problem(words) is None
-            and (_prefixes(words) is not words)
-        ):
-            if d.multiple_validation_sets:
-                yield (
-                    f"{flag}: sets with validations of their own have no weights "
-                    "(--multiple-validation-sets); drop them [validation-weights-without-meaning]"
-                )
-            elif d.full_validation:
-                yield (
-                    f"{flag}: --full-validation reads all of the data once, so weights have no "
-                    "meaning; drop them [validation-weights-without-meaning]"
-                )
 
 
 def _sources(d: DataConfig) -> Iterator[str]:
@@ -159,7 +149,7 @@ def _split(config: Config) -> Iterator[str]:
             "split; omit it [split-with-data-per-split]"
         )
     words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
-    shares = [_number(word) for word in words]
+    shares = [as_number(word) for word in words]
     if (
         not 1 <= len(shares) <= 3
         or not all(s is not None and 0 <= s < math.inf for s in shares)
@@ -174,13 +164,6 @@ def _split(config: Config) -> Iterator[str]:
             f"--split {d.split}: leaves no data for training; the first share must be greater "
             "than 0 [split-without-training-data]"
         )
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
 
 
 def _tokenizer(d: DataConfig) -> Iterator[str]:
@@ -215,217 +198,6 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
         )
 
 
-def _listing(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
-def _read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
-    """(flag, its words, or what is wrong with the file that should hold them)."""
-    found: list[tuple[str, list[str] | str]] = []
-    for name in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
-        if getattr(d, name) is not None:
-            found.append(
-                ("--" + name.replace("_", "-"), [str(word).strip() for word in getattr(d, name)])
-            )
-    if d.data_args_path is not None:
-        lines = _text(d.data_args_path)
-        words = " ".join(lines).split() if isinstance(lines, list) else lines
-        found.append((f"--data-args-path {d.data_args_path}", words))
-    if d.per_split_data_args_path is not None:
-        found += _split_file(d.per_split_data_args_path)
-    return found
-
-
-def _text(path: str) -> list[str] | str:
-    """The lines of a file, or why they cannot be read."""
-    try:
-        return read_text(path, "utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        return f"cannot be read ({getattr(error, 'strerror', None) or error}) [file-not-readable]"
-
-
-def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
-    flag = f"--per-split-data-args-path {path}"
-    lines = _text(path)
-    if isinstance(lines, str):
-        return [(flag, lines)]
-    try:
-        blends = parse_json("\n".join(lines))
-    except json.JSONDecodeError as error:
-        return [
-            (
-                flag,
-                (
-                    f'is no JSON ({error}); write {{"train": [...], "valid": [...], "test": '
-                    "[...]} [blend-file-malformed]"
-                ),
-            )
-        ]
-    if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
-        return [
-            (
-                flag,
-                (
-                    "must be an object with the keys train, valid, test (some may be omitted) "
-                    "[blend-file-malformed]"
-                ),
-            )
-        ]
-    found: list[tuple[str, list[str] | str]] = []
-    for name, items in blends.items():
-        items = items.split() if isinstance(items, str) else items
-        if items is None:
-            continue
-        if not isinstance(items, list) or not all(
-            isinstance(item, str | int | float) for item in items
-        ):
-            found.append(
-                (
-                    f"{flag}, {name}",
-                    (
-                        "must be a list of weights and prefixes, or one string of them "
-                        "[blend-file-malformed]"
-                    ),
-                )
-            )
-        else:
-            found.append((f"{flag}, {name}", [str(item).strip() for item in items]))
-    return found
-
-
-def blend_problem(words: Sequence[str]) -> str | None:
-    """What is wrong with the words of a blend, or None. Grammar: Megatron-LM's, as
-    megatron-core reads it, and `epochs:2` where a weight may stand."""
-    if not words or not all(words):
-        return "names no data; give a prefix, or pairs of weight and prefix [blend-malformed]"
-    if any(word.startswith(EPOCHS) for word in words):
-        for word in words[::2]:
-            count = _number(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
-            if count is None or not 0 < count < math.inf or len(words) % 2:
-                return (
-                    f"{word} stands where epochs are expected; give pairs such as epochs:2 PREFIX "
-                    "[blend-malformed]"
-                )
-        return None
-    weights = [_number(word) for word in words[::2]]
-    if len(words) % 2 or all(weight is None for weight in weights):
-        return None
-    for word, weight in zip(words[::2], weights, strict=True):
-        if weight is None:
-            return (
-                f"{word} stands where a weight is expected; give pairs of weight and prefix "
-                "[blend-malformed]"
-            )
-        if not 0 < weight < math.inf:
-            return (
-                f"the weight {word} must be a positive number; omit data that is not wanted "
-                "[blend-malformed]"
-            )
-    return None
-
-
-def _prefixes(words: Sequence[str]) -> Sequence[str]:
-    weighted = _number(words[0]) is not None or words[0].startswith(EPOCHS)
-    return words[1::2] if weighted and len(words) % 2 == 0 else words
-
-
-def _blends(d: DataConfig) -> Iterator[str]:
-    for flag, words in _read_blends(d):
-        wrong = None if isinstance(words, str) else blend_problem(words)
-        if wrong:
-            yield f"{flag}: {wrong}"
-        elif not isinstance(words, str) and words[0].startswith(EPOCHS) and d.data_order != "epoch":
-            yield (
-                f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give "
-                "weights [epochs-need-data-order-epoch]"
-            )
-        elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
-            yield (
-                f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
-                "has rows; drop the weights [packed-data-with-weights]"
-            )
-
-
-def _corpora(d: DataConfig) -> Iterator[str]:
-    for flag, words in _read_blends(d):
-        if isinstance(words, str):
-            yield f"{flag}: {words}"
-        elif blend_problem(words) is None:
-            prefixes = _prefixes(words)
-            numbers = [
-                p for p in prefixes if _number(p) is not None and not os.path.exists(p + ".idx")
-            ]
-            if numbers and len(words) > 1:
-                yield (
-                    f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight "
-                    "for every prefix, or for none [blend-malformed]"
-                )
-                prefixes = [p for p in prefixes if p not in numbers]
-            for prefix in prefixes:
-                found = None
-                if d.packed_samples:
-                    packed = optional.load("megatron.config.checks.packed")
-                    found = packed.word_problems(flag, prefix)
-                yield from _corpus(flag, prefix, len(words)) if found is None else found
-
-
-def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
-    lost = [end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
-    if not lost or (len(lost) == 2 and _several(prefix)):
-        return
-    shown = f"{flag} {prefix}" if words == 1 else f"{flag}: {prefix}"
-    stem, end = os.path.splitext(prefix)
-    if end in (".bin", ".idx") and all(os.path.isfile(stem + e) for e in (".idx", ".bin")):
-        yield f"{shown}: give the prefix without {end}: {stem} [data-prefix-with-extension]"
-    elif end in (".json", ".jsonl", ".txt", ".gz", ".zst", ".xz") and os.path.isfile(prefix):
-        yield (
-            f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that "
-            "training reads [data-not-preprocessed]"
-        )
-    elif len(lost) == 1:
-        yield (
-            f"{shown}: {prefix}{lost[0]} is missing, the other half of the pair is there; "
-            "preprocess again, or copy it too [data-pair-incomplete]"
-        )
-    else:
-        yield (
-            f"{shown}: there is no {prefix}.idx and .bin"
-            + _near_prefixes(prefix)
-            + " [data-not-found]"
-        )
-
-
-def _several(word: str) -> bool:
-    """Is it a directory or a pattern with pairs? (megatron/data/blend/paths.py says which.)"""
-    if os.path.isdir(word):
-        return any(name.endswith(".idx") for _, _, names in os.walk(word) for name in names)
-    stem, end = os.path.splitext(word)
-    found = glob.iglob((stem if end in (".idx", ".bin") else word) + ".idx", recursive=True)
-    return glob.has_magic(word) and (
-        next(found, None) is not None
-        or any(path.endswith(".idx") for path in glob.iglob(word, recursive=True))
-    )
-
-
-def _near_prefixes(prefix: str) -> str:
-    """Prefixes in the same directory, the nearest first; or that there is no such directory."""
-    folder, name = os.path.split(prefix)
-    if not os.path.isdir(folder or "."):
-        return f"; there is no directory {folder} (paths start at {os.getcwd()})"
-    here = set(_listing(folder or "."))
-    known = sorted(n[:-4] for n in here if n.endswith(".idx") and n[:-4] + ".bin" in here)
-    close = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
-    if not close:
-        return (
-            f"; {folder or 'the current directory'} holds no data set "
-            "(tools/preprocess_data.py makes them)"
-        )
-    return f"; there is {' and '.join(os.path.join(folder, n) for n in close)}"
-
-
 def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
     if c.load is None:
         return
@@ -449,7 +221,7 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             "[checkpoint-of-another-suite]"
         )
         return
-    here = sorted(int(n[5:]) for n in _listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
+    here = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(
         os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
     ):
@@ -464,7 +236,7 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
         and not here
         and not is_url(c.snapshot_dir)
         and not any(
-            _listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot))
+            listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot))
             for slot in "01"
         )
     ):
@@ -484,9 +256,7 @@ def _of_another_suite(load: str) -> str | None:
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {load} DIR"
-    if any(
-        n.startswith("mp_rank_") for n in _listing(str(newest or os.path.join(load, "release")))
-    ):
+    if any(n.startswith("mp_rank_") for n in listing(str(newest or os.path.join(load, "release")))):
         return f"megatron-import {load} DIR"
     if newest is None and (step := _internlm_step(load)):
         return (
@@ -498,13 +268,13 @@ def _of_another_suite(load: str) -> str | None:
 
 def _internlm_step(load: str) -> str | None:
     """The folder of a step of InternLM's training: `load`, or the newest in it (LOAD/50)."""
-    steps = sorted((n for n in _listing(load) if n.isdecimal()), key=int, reverse=True)
+    steps = sorted((n for n in listing(load) if n.isdecimal()), key=int, reverse=True)
     folders = [load, *(os.path.join(load, n) for n in steps)]
     return next(
         (
             one
             for one in folders
-            if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", n) for n in _listing(one))
+            if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", n) for n in listing(one))
         ),
         None,
     )
@@ -518,7 +288,7 @@ def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
         return folder
     name = str(ckpt_step) if ckpt_step is not None else ""
     if ckpt_step is None:
-        lines = _text(str(folder / "latest_checkpointed_iteration.txt"))
+        lines = text_lines(str(folder / "latest_checkpointed_iteration.txt"))
         name = lines[0].strip() if isinstance(lines, list) and lines else ""
     if not name.isdecimal():
         return None
@@ -534,7 +304,7 @@ def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | Non
     either.
     """
     newest = newest_checkpoint(load, ckpt_step)
-    here = _listing(load)
+    here = listing(load)
     if (
         ckpt_step is not None
         or newest == Path(load)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.checks import data_paths
 from megatron.config.checks import paths as check_paths
 from megatron.data.blend.blended_dataset import parse_blend
 from megatron.data.blend.splits import parse_split
@@ -159,10 +160,10 @@ def test_blends_are_accepted_as_the_data_folder_accepts_them(words):
     try:
         prefixes = list(parse_blend(words.split())[0])
     except ValueError:
-        assert check_paths.blend_problem(words.split())
+        assert data_paths.blend_problem(words.split())
     else:
-        assert check_paths.blend_problem(words.split()) is None
-        assert list(check_paths._prefixes(words.split())) == prefixes
+        assert data_paths.blend_problem(words.split()) is None
+        assert list(data_paths._prefixes(words.split())) == prefixes
 
 
 @pytest.mark.parametrize(

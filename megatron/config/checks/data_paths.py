@@ -1,0 +1,238 @@
+"""Rules about the files of data that flags name: blends, and which pairs are missing on this
+machine. Reads no content but lists of paths."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+
+from megatron import optional
+from megatron.config.checks.listing import as_number, listing, text_lines
+from megatron.config.data import DataConfig
+from megatron.small_files import parse_json
+
+SPLITS = ("train", "valid", "test")
+EPOCHS = "epochs:"
+
+
+def validation(d: DataConfig) -> Iterator[str]:
+    """What is wrong with the names of validation data."""
+    for flag, words in read_blends(d):
+        if (
+            not isinstance(words, str)
+            and ("valid" in flag)
+            and blend_problem(words) is None
+            and (_prefixes(words) is not words)
+        ):
+            if d.multiple_validation_sets:
+                yield (
+                    f"{flag}: sets with validations of their own have no weights "
+                    "(--multiple-validation-sets); drop them [validation-weights-without-meaning]"
+                )
+            elif d.full_validation:
+                yield (
+                    f"{flag}: --full-validation reads all of the data once, so weights have no "
+                    "meaning; drop them [validation-weights-without-meaning]"
+                )
+
+
+def read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
+    """(flag, its words, or what is wrong with the file that should hold them)."""
+    found: list[tuple[str, list[str] | str]] = []
+    for name in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
+        if getattr(d, name) is not None:
+            found.append(
+                ("--" + name.replace("_", "-"), [str(word).strip() for word in getattr(d, name)])
+            )
+    if d.data_args_path is not None:
+        lines = text_lines(d.data_args_path)
+        words = " ".join(lines).split() if isinstance(lines, list) else lines
+        found.append((f"--data-args-path {d.data_args_path}", words))
+    if d.per_split_data_args_path is not None:
+        found += _split_file(d.per_split_data_args_path)
+    return found
+
+
+def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
+    flag = f"--per-split-data-args-path {path}"
+    lines = text_lines(path)
+    if isinstance(lines, str):
+        return [(flag, lines)]
+    try:
+        blends = parse_json("\n".join(lines))
+    except json.JSONDecodeError as error:
+        return [
+            (
+                flag,
+                (
+                    f'is no JSON ({error}); write {{"train": [...], "valid": [...], "test": '
+                    "[...]} [blend-file-malformed]"
+                ),
+            )
+        ]
+    if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
+        return [
+            (
+                flag,
+                (
+                    "must be an object with the keys train, valid, test (some may be omitted) "
+                    "[blend-file-malformed]"
+                ),
+            )
+        ]
+    found: list[tuple[str, list[str] | str]] = []
+    for name, items in blends.items():
+        items = items.split() if isinstance(items, str) else items
+        if items is None:
+            continue
+        if not isinstance(items, list) or not all(
+            isinstance(item, str | int | float) for item in items
+        ):
+            found.append(
+                (
+                    f"{flag}, {name}",
+                    (
+                        "must be a list of weights and prefixes, or one string of them "
+                        "[blend-file-malformed]"
+                    ),
+                )
+            )
+        else:
+            found.append((f"{flag}, {name}", [str(item).strip() for item in items]))
+    return found
+
+
+def blend_problem(words: Sequence[str]) -> str | None:
+    """What is wrong with the words of a blend, or None. Grammar: Megatron-LM's, as
+    megatron-core reads it, and `epochs:2` where a weight may stand."""
+    if not words or not all(words):
+        return "names no data; give a prefix, or pairs of weight and prefix [blend-malformed]"
+    if any(word.startswith(EPOCHS) for word in words):
+        for word in words[::2]:
+            count = as_number(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
+            if count is None or not 0 < count < math.inf or len(words) % 2:
+                return (
+                    f"{word} stands where epochs are expected; give pairs such as epochs:2 PREFIX "
+                    "[blend-malformed]"
+                )
+        return None
+    weights = [as_number(word) for word in words[::2]]
+    if len(words) % 2 or all(weight is None for weight in weights):
+        return None
+    for word, weight in zip(words[::2], weights, strict=True):
+        if weight is None:
+            return (
+                f"{word} stands where a weight is expected; give pairs of weight and prefix "
+                "[blend-malformed]"
+            )
+        if not 0 < weight < math.inf:
+            return (
+                f"the weight {word} must be a positive number; omit data that is not wanted "
+                "[blend-malformed]"
+            )
+    return None
+
+
+def _prefixes(words: Sequence[str]) -> Sequence[str]:
+    weighted = as_number(words[0]) is not None or words[0].startswith(EPOCHS)
+    return words[1::2] if weighted and len(words) % 2 == 0 else words
+
+
+def blends(d: DataConfig) -> Iterator[str]:
+    """What is wrong with weights and epochs."""
+    for flag, words in read_blends(d):
+        wrong = None if isinstance(words, str) else blend_problem(words)
+        if wrong:
+            yield f"{flag}: {wrong}"
+        elif not isinstance(words, str) and words[0].startswith(EPOCHS) and d.data_order != "epoch":
+            yield (
+                f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give "
+                "weights [epochs-need-data-order-epoch]"
+            )
+        elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
+            yield (
+                f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
+                "has rows; drop the weights [packed-data-with-weights]"
+            )
+
+
+def missing_data(d: DataConfig) -> Iterator[str]:
+    """The pairs that are not on this machine, and files of paths that cannot be read."""
+    for flag, words in read_blends(d):
+        if isinstance(words, str):
+            yield f"{flag}: {words}"
+        elif blend_problem(words) is None:
+            prefixes = _prefixes(words)
+            numbers = [
+                p for p in prefixes if as_number(p) is not None and not os.path.exists(p + ".idx")
+            ]
+            if numbers and len(words) > 1:
+                yield (
+                    f"{flag}: {' and '.join(numbers)} where a prefix is expected; give a weight "
+                    "for every prefix, or for none [blend-malformed]"
+                )
+                prefixes = [p for p in prefixes if p not in numbers]
+            for prefix in prefixes:
+                found = None
+                if d.packed_samples:
+                    packed = optional.load("megatron.config.checks.packed")
+                    found = packed.word_problems(flag, prefix)
+                yield from _corpus(flag, prefix, len(words)) if found is None else found
+
+
+def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
+    lost = [end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
+    if not lost or (len(lost) == 2 and _several(prefix)):
+        return
+    shown = f"{flag} {prefix}" if words == 1 else f"{flag}: {prefix}"
+    stem, end = os.path.splitext(prefix)
+    if end in (".bin", ".idx") and all(os.path.isfile(stem + e) for e in (".idx", ".bin")):
+        yield f"{shown}: give the prefix without {end}: {stem} [data-prefix-with-extension]"
+    elif end in (".json", ".jsonl", ".txt", ".gz", ".zst", ".xz") and os.path.isfile(prefix):
+        yield (
+            f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that "
+            "training reads [data-not-preprocessed]"
+        )
+    elif len(lost) == 1:
+        yield (
+            f"{shown}: {prefix}{lost[0]} is missing, the other half of the pair is there; "
+            "preprocess again, or copy it too [data-pair-incomplete]"
+        )
+    else:
+        yield (
+            f"{shown}: there is no {prefix}.idx and .bin"
+            + _near_prefixes(prefix)
+            + " [data-not-found]"
+        )
+
+
+def _several(word: str) -> bool:
+    """Is it a directory or a pattern with pairs? (megatron/data/blend/paths.py says which.)"""
+    if os.path.isdir(word):
+        return any(name.endswith(".idx") for _, _, names in os.walk(word) for name in names)
+    stem, end = os.path.splitext(word)
+    found = glob.iglob((stem if end in (".idx", ".bin") else word) + ".idx", recursive=True)
+    return glob.has_magic(word) and (
+        next(found, None) is not None
+        or any(path.endswith(".idx") for path in glob.iglob(word, recursive=True))
+    )
+
+
+def _near_prefixes(prefix: str) -> str:
+    """Prefixes in the same directory, the nearest first; or that there is no such directory."""
+    folder, name = os.path.split(prefix)
+    if not os.path.isdir(folder or "."):
+        return f"; there is no directory {folder} (paths start at {os.getcwd()})"
+    here = set(listing(folder or "."))
+    known = sorted(n[:-4] for n in here if n.endswith(".idx") and n[:-4] + ".bin" in here)
+    close = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
+    if not close:
+        return (
+            f"; {folder or 'the current directory'} holds no data set "
+            "(tools/preprocess_data.py makes them)"
+        )
+    return f"; there is {' and '.join(os.path.join(folder, n) for n in close)}"
