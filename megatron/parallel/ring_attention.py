@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.block_attention import Block, block_attention, block_attention_grads, join_
+from megatron.kernels.block_attention import Block
 from megatron.kernels.cpu.blocking import wide_dtype
+from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
 from megatron.parallel.collectives import start_all_gather, start_reduce_scatter, start_shift
 from megatron.parallel.context import Axis
 from megatron.parallel.zigzag import PARTS, Tile, chunks_of, part_rows, tiles

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from megatron.kernels import block_attention as module
-from megatron.kernels.block_attention import (
-    Block,
-    block_attention,
-    block_attention_grads,
-    flash,
-    join_,
-)
+from megatron.kernels.block_attention import Block, flash
+from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
 from tests.kernels.attention_formula import documents, inputs
 
 SCALE = 0.3

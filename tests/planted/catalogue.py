@@ -355,13 +355,13 @@ BUGS = {
         f"{LAYOUTS}[{MASKED}]",
     ),
     "parts of a softmax joined by the larger sum": Bug(
-        "megatron.kernels.block_attention.join_",
+        "megatron.parallel.attention_blocks.join_",
         "torch.logaddexp(lse, part_lse, out=lse)",
         "torch.maximum(lse, part_lse, out=lse)",
         f"{LAYOUTS}[{MASKED}]",
     ),
     "parts of a softmax joined with equal weights": Bug(
-        "megatron.kernels.block_attention.join_",
+        "megatron.parallel.attention_blocks.join_",
         "part_lse - lse",
         "lse - lse",
         f"{LAYOUTS}[{MASKED}]",
