@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -241,6 +242,15 @@ def under_torchrun() -> bool:
 def attempt() -> int:
     """How often torchrun has restarted the ranks (--max-restarts); 0 without it."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def starter() -> str:
+    """What starts the ranks again without a person: torchrun's process on this node, or the SLURM
+    job; empty without one."""
+    if under_torchrun():
+        return f"torchrun {os.getppid()} on {socket.gethostname()}"
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"SLURM job {job}" if job and os.environ.get("SLURM_RESTART_COUNT") else ""
 
 
 def agent_has_store() -> bool:

@@ -46,6 +46,7 @@ MODULES = {
     "megatron.training.dry_run": "--dry-run",
     "megatron.training.logging.aurora_format": "--log-format aurora",
     "megatron.training.logging.internlm_format": "--log-format internlm, counts of subsets",
+    "megatron.training.logging.run_events": "--save",
     "megatron.training.logging.straggler": "--log-straggler",
     "megatron.training.logging.tensorboard": "--tensorboard-dir",
     "megatron.training.logging.wandb": "--wandb-project",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatron.analysis.goodput import KINDS, Goodput
 from megatron.analysis.log_reader import History, Record
 from megatron.analysis.run_curves import PANELS, Curve, Curves, smoothed
 from megatron.analysis.spike_events import Event, not_judged
@@ -13,6 +14,24 @@ from megatron.analysis.spike_events import Event, not_judged
 LOSS, NORM, SPIKE, SKIPPED, SAVED = "#1f4e79", "#5f6b76", "#d62728", "#2ca02c", "#2ca02c"
 NOT_JUDGED = "#9e9e9e"
 RUNS = ("#1f77b4", "#d95f02", "#2a9d4e", "#8e44ad", "#c0392b", "#16a2b8", "#7f6a00", "#555555")
+
+KIND_COLORS = dict(
+    zip(
+        KINDS,
+        (
+            "#2a9d4e",
+            "#c0392b",
+            "#8e44ad",
+            "#1f77b4",
+            "#16a2b8",
+            "#d95f02",
+            "#f0b429",
+            "#9e9e9e",
+            "#d9d9d9",
+        ),
+        strict=True,
+    )
+)
 
 
 def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
@@ -184,6 +203,49 @@ def draw_curves(path: str, runs: Sequence[Curves], window: int = 1) -> None:
     grid[-1].set_xlabel("iteration")
     grid[0].legend(loc="upper right", frameon=False, fontsize=9)
     figure.align_ylabels(list(grid))
+    _save(figure, path, "--output")
+
+
+def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
+    """Draw what each run did on a time axis, one bar per run, into an .svg, .png or .pdf. Raises
+    ValueError where that cannot be."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError:
+        raise ValueError(
+            f"--output {path}: needs the package matplotlib; run: pip install matplotlib, or omit "
+            "--output"
+        ) from None
+    longest = max(run.seconds for run in runs)
+    unit, divisor = next(
+        one
+        for one in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+        if longest >= 2 * one[1] or one[1] == 1.0
+    )
+    figure = Figure(figsize=(10, 1.6 + 0.7 * len(runs)), layout="constrained")
+    axes = figure.subplots()
+    for row, run in enumerate(runs):
+        for span in run.spans:
+            axes.broken_barh(
+                [((span.start - run.spans[0].start) / divisor, span.seconds / divisor)],
+                (row - 0.35, 0.7),
+                color=KIND_COLORS[span.kind],
+                linewidth=0,
+            )
+    axes.set_yticks(range(len(runs)), [f"{run.name}\n{run.share:.1%} effective" for run in runs])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest / divisor)
+    axes.set_xlabel(f"{unit} since the first start")
+    axes.spines[["top", "right"]].set_visible(False)
+    shown = [kind for kind in KINDS if any(run.of(kind) for run in runs)]
+    figure.legend(
+        handles=[Patch(color=KIND_COLORS[kind], label=kind) for kind in shown],
+        loc="outside upper center",
+        ncols=min(5, len(shown)),
+        frameon=False,
+        fontsize=9,
+    )
     _save(figure, path, "--output")
 
 

@@ -143,6 +143,12 @@ class ParallelConfig:
         None, help="process group backend (default: nccl on CUDA, gloo on CPU)"
     )
     distributed_timeout_minutes: int = arg(10, help="timeout of collectives, in minutes")
+    crash_loop_limit: int = arg(
+        3,
+        dump=False,
+        help="with --save: a restart by torchrun (--max-restarts) or SLURM is an error after this "
+        "many attempts in a row that failed in the same iteration on the same rank (0: never)",
+    )
     local_rank: int | None = arg(
         None, help="rank on this node; set by the launcher", alias=("--local_rank",)
     )

@@ -17,9 +17,15 @@ from megatron.training.skipping.skip import Skipping
 
 
 def build_hooks(
-    run: Run, lines: TrainingLog, evaluation: Evaluation, saving: SavePolicy, skipping: Skipping
+    run: Run,
+    lines: TrainingLog,
+    evaluation: Evaluation,
+    saving: SavePolicy,
+    skipping: Skipping,
+    started: float,
 ) -> list[Hook]:
-    """The order is part of what the loop does: docs/design.md says why it is this one."""
+    """The order is part of what the loop does: docs/design.md says why it is this one. `started`:
+    when this process started."""
     config = run.config
     hooks: list[Hook] = []
     if config.profiling.profile:
@@ -31,6 +37,9 @@ def build_hooks(
     hooks.append(IterationLog(lines))
     if config.logging.log_straggler:
         hooks.append(optional.load("megatron.training.logging.straggler").Stragglers(run))
+    if run.config.checkpoint.save:
+        run_events = optional.load("megatron.training.logging.run_events")
+        hooks.append(run_events.RunEvents(run, started))
     if run.recorder:
         hooks.append(DataLedger(run))
     hooks += [skipping, evaluation, saving]

@@ -46,7 +46,7 @@ class Trainer:
         self.skipping = Skipping(run)
         self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement)
         self.saving = SavePolicy(run, lines)
-        self.hooks = build_hooks(run, lines, self.evaluation, self.saving, self.skipping)
+        self.hooks = build_hooks(run, lines, self.evaluation, self.saving, self.skipping, started)
         self.hooks += hooks
         self.evaluation.hooks = self.saving.hooks = self.hooks
 

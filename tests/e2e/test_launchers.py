@@ -504,6 +504,20 @@ def test_a_rank_killed_under_torchrun(folder, rank):
 
 
 @pytest.mark.campaign
+def test_a_crash_loop_ends(folder):
+    """A rank fails in the same iteration of each attempt: restarts after the second are refused."""
+    write_dying(folder / "wrapper.py", [("step", 1, 3)] * 9)
+    words = [
+        *"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3".split(),
+        str(folder / "wrapper.py"),
+        *argv(folder, 14, "--save-interval", "100", "--crash-loop-limit", "2"),
+    ]
+    program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
+    assert program.end(400) == 1
+    assert "[crash-loop]" in program.err and len(list(folder.glob("killed.*"))) == 2
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "how",
     [["--master-port", "free"], ["--standalone"], ["--standalone", "--nnodes", "1:2"]],

@@ -152,6 +152,7 @@ def test_ctrl_c_inside_a_save(folder, straight):
         "iter_0000008",
         "iter_0000012",
         "latest_checkpointed_iteration.txt",
+        "run_events.jsonl",
     ]
 
 

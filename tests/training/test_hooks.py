@@ -68,12 +68,15 @@ def test_the_order_of_the_hooks(tmp_path):
         data_ledger=str(tmp_path / "ledger"),
         profile=True,
         spike_action="rewind",
+        save=str(tmp_path / "save"),
+        save_interval=5,
     )
     skipping, evaluation, saving = Hook(), Hook(), Hook()
-    found = hooks.build_hooks(run, None, evaluation, saving, skipping)
+    found = hooks.build_hooks(run, None, evaluation, saving, skipping, 0.0)
     kinds = [type(hook).__name__ for hook in found]
     assert kinds.index("SpikeDetection") < kinds.index("IterationLog")  # which logs the finding
     assert kinds.index("IterationLog") < kinds.index("Stragglers")
+    assert kinds.index("RunEvents") < found.index(saving)  # whose start it is notified of
     assert kinds.index("WeightComparison") < found.index(saving)  # which saves no such weights
     assert kinds.index("DataLedger") < found.index(saving)  # which saves after a rollback
     assert found.index(evaluation) < found.index(saving)

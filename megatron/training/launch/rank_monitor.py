@@ -127,7 +127,8 @@ class MonitorServer:
     exit.
 
     It listens at `host` ("": all addresses of this machine) until all ranks are connected. A rank
-    needs `token` and, unless it is empty, `secret` (which is not published).
+    needs `token` and, unless it is empty, `secret` (which is not published). `noticed` is called at
+    once with each failure, for a launcher may end this process before one is decided on.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class MonitorServer:
         family: int = socket.AF_INET,
         host: str = "",
         secret: str = "",
+        noticed: Callable[[Failure], None] = lambda failure: None,
     ):
         self.world_size = world_size
+        self._noticed = noticed
         self.token = secrets.token_hex(16)
         self._key = self.token + secret
         self._visitors: dict[socket.socket, _Visitor] = {}  # not yet ranks, the oldest first
@@ -338,6 +341,7 @@ class MonitorServer:
     def _note(self, failure: Failure, seconds: float) -> None:
         if self._decided:
             return
+        self._noticed(failure)
         self._failures.append(failure)
         at = time.monotonic() + seconds
         self._deadlines["end"] = min(at, self._deadlines.get("end", at))
@@ -408,7 +412,8 @@ class MonitorClient:
 
     `on_failure` is called, in a separate thread, when another rank has failed or died; it is to end
     the process. `key`: the server's token followed by the secret of the run. `process` is this
-    process, unless given.
+    process, unless given. `noticed` is called at once with the death of rank 0, for a launcher may
+    end this process before `on_failure` is called.
     """
 
     def __init__(
@@ -418,10 +423,12 @@ class MonitorClient:
         server: ProcessId,
         on_failure: Callable[[Failure], None],
         process: ProcessId | None = None,
+        noticed: Callable[[Failure], None] = lambda failure: None,
     ):
         self.process = process or this_process()
         self._server_process = server
         self._on_failure = on_failure
+        self._noticed = noticed
         self._main = threading.main_thread().ident
         self._reported = self._closed = self._ended = False
         self._turn = threading.Event()
@@ -505,8 +512,10 @@ class MonitorClient:
                 self._take(message)
             messages = self._wire.receive(LONGEST_ANSWER)
         if not self._closed and not self._reported:
+            failure = Failure(self._server_process, DIED, silent=True)
+            self._noticed(failure)
             time.sleep(DEATH_COUNTS_AFTER)
-            self._leave(Failure(self._server_process, DIED, silent=True))
+            self._leave(failure)
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["kind"]

@@ -24,7 +24,7 @@ from megatron.training.launch.network import (
     run_secret,
     unreachable,
 )
-from megatron.training.launch.process import ProcessId, this_process
+from megatron.training.launch.process import Failure, ProcessId, this_process
 from megatron.training.launch.rank_monitor import MonitorClient, MonitorServer
 from megatron.training.launch.signals import SignalWatch
 
@@ -56,6 +56,10 @@ class Rendezvous:
     def _connect(self, watch: SignalWatch) -> MonitorClient | None:
         """Rank 0 starts the server of the monitor and publishes its address in the store."""
         secret = run_secret(os.environ)
+
+        def noticed(failure: Failure) -> None:
+            watch.on_failure(failure)
+
         try:
             if launcher.rank() == 0:
                 family, address = address_towards(*self.master)
@@ -63,7 +67,11 @@ class Rendezvous:
                 if here.local_world_size == here.world_size or is_loopback(address):
                     family, address = socket.AF_INET, "127.0.0.1"  # all ranks are on this machine
                 self._server = MonitorServer(
-                    here.world_size, family, address if is_loopback(address) else "", secret
+                    here.world_size,
+                    family,
+                    address if is_loopback(address) else "",
+                    secret,
+                    noticed,
                 )
                 contact = [address, self._server.port, self._server.token, asdict(this_process())]
                 self.store.set("rank-monitor", json.dumps(contact))
@@ -73,6 +81,7 @@ class Rendezvous:
                 token + secret,
                 ProcessId(**process),
                 watch.leave_for,
+                noticed=noticed,
             )
         except OSError as error:
             print(

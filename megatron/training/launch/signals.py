@@ -53,6 +53,8 @@ class SignalWatch:
         self.monitor: MonitorClient | None = None
         # what a process does before it ends at once
         self.leaving: Callable[[], None] = lambda: None
+        # the run ends by this error
+        self.on_failure: Callable[[Failure], None] = lambda failure: None
         self.limit = ""
         self._received_at = 0.0
         self._listener: threading.Thread | None = None
@@ -100,11 +102,13 @@ class SignalWatch:
 
     def leave_for(self, failure: Failure) -> NoReturn:
         """Another rank has failed: end this process."""
+        self.on_failure(failure)
         self.leaving()
         leave_for(failure)
 
     def _leave(self, code: int, text: str) -> NoReturn:
         """Failure the run: of all ranks that are asked to, the lowest says so."""
+        self.on_failure(Failure(this_process(), text.strip(), code))
         self.leaving()
         if self.monitor:
             self.monitor.report(text.strip(), code)
@@ -186,6 +190,8 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
         text = _timeout(error, monitor, watch.limit)
     elif _is_lost(error):
         time.sleep(LOST_WAITS)  # the monitor's thread ends this process when it receives the reason
+    if not _is_lost(error):
+        watch.on_failure(Failure(this_process(), text.strip().rpartition("\n")[2], code))
     if monitor is not None:
         monitor.report(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
     sys.stdout.flush()

@@ -54,11 +54,10 @@ def run(folder, data: str, world: int, *extra: str, hook=None):
 
 
 def names(folder) -> list[str]:
-    """What lies in a save directory, hidden names too, but for the lock of a rank that was killed
-    while it left."""
-    return sorted(
-        path.name for path in (folder / "save").iterdir() if not path.name.startswith(".lock.")
-    )
+    """What lies in a save directory, hidden names too, but for the events of the run and the lock
+    of a rank that was killed while it left."""
+    names = (path.name for path in (folder / "save").iterdir())
+    return sorted(name for name in names if not name.startswith((".lock.", "run_events.")))
 
 
 ALL = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", store.TRACKER]

@@ -1,0 +1,194 @@
+"""Where the time of a run went: from its run_events.jsonl to spans of time and their sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from megatron.training.logging.run_events_file import (
+    NAME,
+    attempts_of,
+    failure_of,
+    read_events,
+)
+
+Event = Mapping[str, Any]
+INTERRUPTED = 130  # exit code of Ctrl-C, which is no failure
+# In the order of the table. `other`: log, data sets, hooks, what the file does not cover.
+KINDS = {
+    "productive": "training steps that were kept",
+    "recomputed": "training steps that were lost and repeated",
+    "evaluation": "validation",
+    "save": "training stopped for a checkpoint",
+    "start-up": "from the start of a process to its first iteration",
+    "detection": "from the last sign of progress to a failure",
+    "restart": "from a failure to the start by the same launcher",
+    "waiting": "between attempts otherwise (queue, no automatic restart)",
+    "other": "the rest: data, log, hooks",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `start` to `end`, in seconds since 1970, a run did something of KINDS."""
+
+    kind: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What became of the time of a run. `saves` are the seconds for which each save stopped the
+    training, `step_seconds` the mean of an iteration (None without any)."""
+
+    name: str
+    spans: tuple[Span, ...]
+    attempts: int
+    failures: int
+    saves: tuple[float, ...]
+    iterations: int
+    step_seconds: float | None
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last event."""
+        return self.spans[-1].end - self.spans[0].start if self.spans else 0.0
+
+    def of(self, kind: str) -> float:
+        """Seconds of one kind."""
+        return sum(span.seconds for span in self.spans if span.kind == kind)
+
+    @property
+    def share(self) -> float:
+        """Effective share: productive seconds of all seconds."""
+        return self.of("productive") / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_between_failures(self) -> float | None:
+        """Mean time between failures, without waiting; None without a failure."""
+        return (self.seconds - self.of("waiting")) / self.failures if self.failures else None
+
+    @property
+    def best_interval(self) -> int | None:
+        """Iterations between saves that lose least time (Young and Daly: the square root of 2 x
+        cost of a save x time between failures); None where one of these is not known."""
+        between = self.seconds_between_failures
+        if between is None or not self.saves or not self.step_seconds:
+            return None
+        return max(1, round(math.sqrt(2.0 * mean(self.saves) * between) / self.step_seconds))
+
+
+def read_goodput(path: str) -> Goodput:
+    """Of a --save directory or its run_events.jsonl. Raises ValueError."""
+    file = Path(path)
+    file = file / NAME if file.is_dir() else file
+    try:
+        attempts = attempts_of(read_events(file))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror or error})") from None
+    if not attempts:
+        raise ValueError(f"{file}: no run has started here; give a --save directory")
+    return account(path, attempts)
+
+
+def account(name: str, attempts: Sequence[Sequence[Event]]) -> Goodput:
+    """The spans of all attempts, without gaps."""
+    spans: list[Span] = []
+    steps: list[Event] = []
+    failures = 0
+    for number, events in enumerate(attempts):
+        start = events[0]
+        if spans:
+            before = attempts[number - 1]
+            again = bool(start.get("starter")) and before[0].get("starter") == start["starter"]
+            _add(spans, "restart" if again else "waiting", start["process_start"])
+        resumes_at = [one[0]["iteration"] for one in attempts[number + 1 :]]
+        spans += _of_attempt(events, min(resumes_at, default=None), spans)
+        steps += [event for event in events if event["event"] == "steps"]
+        failure = failure_of(events)
+        stopped = any(event["event"] == "end" for event in events)
+        killed = failure is None and not stopped and number + 1 < len(attempts)
+        failures += killed or failure is not None and failure["code"] != INTERRUPTED
+    trained = sum(event["last"] - event["first"] + 1 for event in steps)
+    return Goodput(
+        name,
+        tuple(spans),
+        len(attempts),
+        failures,
+        tuple(
+            event["seconds"] for events in attempts for event in events if event["event"] == "save"
+        ),
+        max((event["last"] for event in steps), default=attempts[-1][0]["iteration"]),
+        sum(event["seconds"] for event in steps) / trained if trained else None,
+    )
+
+
+def _of_attempt(
+    events: Sequence[Event], resumed_at: int | None, before: Sequence[Span]
+) -> list[Span]:
+    """The spans of an attempt; a later one resumed at `resumed_at`, None if there is none."""
+    first = events[0]
+    begins = max(first["process_start"], before[-1].end if before else -math.inf)
+    found: list[Span] = [Span("start-up", begins, max(begins, first["time"]))]
+    for number, event in enumerate(events[1:], 1):
+        kind = event["event"]
+        if kind == "steps":
+            later = [one["iteration"] for one in events[number:] if one["event"] == "rollback"]
+            kept = min([event["last"], *later, *([] if resumed_at is None else [resumed_at])])
+            share = (kept + 1 - event["first"]) / (event["last"] + 1 - event["first"])
+            begin = event["time"] - event["seconds"]
+            _add(found, "other", begin)
+            _add(found, "productive", begin + event["seconds"] * min(1.0, max(0.0, share)))
+            _add(found, "recomputed", event["time"])
+        elif kind in ("save", "evaluation"):
+            _add(found, "other", event["time"] - event["seconds"])
+            _add(found, kind, event["time"])
+        else:
+            _add(found, "detection" if kind == "failure" else "other", event["time"])
+    return found
+
+
+def _add(spans: list[Span], kind: str, until: float) -> None:
+    """What was done from the end of the last span `until` a time; clocks may have jumped."""
+    if until > spans[-1].end:
+        spans.append(Span(kind, spans[-1].end, until))
+
+
+def table(run: Goodput) -> list[str]:
+    """Lines that say where the time went, and which --save-interval would lose least."""
+    lines = [
+        f"{run.name}: {_count(run.iterations, 'iteration')}, {_count(run.attempts, 'start')}, "
+        f"{_count(run.failures, 'failure')}, "
+        f"{run.seconds:.1f} s",
+    ]
+    for kind, meaning in KINDS.items():
+        seconds = run.of(kind)
+        if seconds:
+            lines.append(f"  {kind:<11}{seconds:>10.1f} s {seconds / run.seconds:>6.1%}  {meaning}")
+    lines.append(f"effective share: {run.share:.1%}")
+    between = run.seconds_between_failures
+    if between is None:
+        lines.append("no failure: the checkpoint interval cannot be judged")
+    elif run.best_interval is None:
+        lines.append(f"mean time between failures: {between:.0f} s")
+    else:
+        lines.append(
+            f"mean time between failures: {between:.0f} s; a save stops training for "
+            f"{mean(run.saves):.2f} s; least time is lost with --save-interval {run.best_interval} "
+            "(Young and Daly)"
+        )
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

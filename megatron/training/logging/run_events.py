@@ -1,0 +1,139 @@
+"""What happened to a run, for tools/goodput.py: run_events.jsonl in --save, one JSON object per
+start, second of training, evaluation, save, rollback and failure. It also ends a crash loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron import launcher
+from megatron.training.agreement import Requests
+from megatron.training.hook import Hook
+from megatron.training.launch.process import Failure, this_process
+from megatron.training.logging.output import OutputFile
+from megatron.training.logging.run_events_file import NAME, crash_loop, read_events
+from megatron.training.logging.training_log import IterationResult
+from megatron.training.run import Run
+
+STEPS_EVERY = 1.0  # seconds between two lines about iterations
+LONGEST_REASON = 2000  # characters
+
+
+class RunEvents(Hook):
+    """Rank 0 writes the file; where it died, rank 1 writes that."""
+
+    def __init__(self, run: Run, started: float):
+        """`started`: when this process started. Raises ValueError in a crash loop."""
+        self._run = run
+        self._started = started
+        self._path = Path(run.config.checkpoint.save) / NAME
+        self._file: OutputFile | None = None
+        self._first: int | None = None  # of the iterations that are not written yet
+        self._seconds = 0.0
+        self._written_at = 0.0
+        self._under_way: tuple[str, float] | None = None  # evaluation or save
+        self._failure: Failure | None = None  # that was written
+        run.services.signals.on_failure = self.failed
+        limit = run.config.parallel.crash_loop_limit
+        starter = launcher.starter()
+        if run.runtime.rank == 0 and starter and limit and self._path.exists():
+            problem = crash_loop(read_events(self._path), starter, limit)
+            if problem:
+                run.services.signals.on_failure = lambda failure: None
+                raise ValueError(problem)
+
+    def on_start(self) -> None:
+        here = this_process()
+        self._write(
+            "start",
+            process_start=self._started,
+            iteration=self._run.progress.iteration,
+            ranks=self._run.runtime.world_size,
+            host=here.host,
+            pid=here.pid,
+            starter=launcher.starter(),
+        )
+
+    def after_step(self, result: IterationResult) -> None:
+        self._first = self._first or result.iteration
+        self._seconds += result.seconds
+        if time.time() - self._written_at >= STEPS_EVERY:
+            self._write_steps(result.iteration)
+
+    def on_rollback(self) -> None:
+        self._first = None
+        self._write("rollback", iteration=self._run.progress.iteration)
+
+    def before_evaluation(self) -> None:
+        self._begin("evaluation")
+
+    def before_save(self) -> None:
+        self._begin("save")
+
+    def after_save(self, iteration: int) -> None:
+        self._end()
+
+    def after_iteration(self, iteration: int, requests: Requests) -> None:
+        self._end()
+
+    def on_end(self) -> None:
+        self._end()
+        self._write_steps(self._run.progress.iteration)
+        self._write("end", iteration=self._run.progress.iteration)
+
+    def failed(self, failure: Failure) -> None:
+        """The run ends by an error of the rank `failure.process`; called on every rank that still
+        can, perhaps twice. An error counts more than a death, which may have followed from it."""
+        rank = self._run.runtime.rank
+        writer = 1 if failure.process.rank == 0 and failure.silent else 0
+        known = self._failure
+        if rank != writer or known and (failure.silent or not known.silent):
+            return
+        self._failure = failure
+        if rank == 0:
+            self._write_steps(self._run.progress.iteration)
+        process = failure.process
+        self._append(
+            "failure",
+            iteration=self._run.progress.iteration + 1,
+            rank=process.rank,
+            host=process.host,
+            pid=process.pid,
+            code=failure.code,
+            silent=failure.silent,
+            reason=failure.text.strip()[:LONGEST_REASON],
+        )
+
+    def _begin(self, what: str) -> None:
+        self._end()
+        self._write_steps(self._run.progress.iteration)
+        self._under_way = (what, time.time())
+
+    def _end(self) -> None:
+        if self._under_way:
+            what, since = self._under_way
+            self._under_way = None
+            self._write(what, iteration=self._run.progress.iteration, seconds=time.time() - since)
+
+    def _write_steps(self, last: int) -> None:
+        if self._first is not None:
+            self._write("steps", first=self._first, last=last, seconds=self._seconds)
+        self._first = None
+        self._seconds = 0.0
+
+    def _write(self, event: str, **content: Any) -> None:
+        if self._run.runtime.rank == 0:
+            self._append(event, **content)
+
+    def _append(self, event: str, **content: Any) -> None:
+        """A line in one write. It begins on a line of its own also where the process before was
+        killed while it wrote."""
+        self._written_at = time.time()
+        text = json.dumps({"event": event, "time": self._written_at, **content})
+        start = "\n" if event == "start" and os.path.exists(self._path) else ""
+        if self._file is None:
+            self._file = OutputFile(str(self._path), "--save")
+        self._file.write(f"{start}{text}\n")

@@ -1,0 +1,64 @@
+"""Reads run_events.jsonl, which a run writes in its --save directory; no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.small_files import read_text
+
+NAME = "run_events.jsonl"
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a file, the oldest first; what is no whole line of it is omitted. Raises
+    OSError."""
+    found = []
+    for line in read_text(path, errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # a process was killed while it wrote
+        if isinstance(event, dict) and {"event", "time"} <= event.keys():
+            found.append(event)
+    return found
+
+
+def attempts_of(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The events of each attempt: a list begins with a start."""
+    found: list[list[Mapping[str, Any]]] = []
+    for event in events:
+        if event["event"] == "start":
+            found.append([])
+        if found:
+            found[-1].append(event)
+    return found
+
+
+def failure_of(attempt: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Why an attempt failed: the last of its failures, for an error is written after the death that
+    it may have caused; None where none is written."""
+    return next((event for event in reversed(attempt) if event["event"] == "failure"), None)
+
+
+def crash_loop(events: Sequence[Mapping[str, Any]], starter: str, limit: int) -> str | None:
+    """Why starting again is useless: the newest `limit` attempts, all started by `starter` (its
+    automatic restarts), failed in the same iteration on the same rank. None otherwise."""
+    newest = attempts_of(events)[-limit:]
+    failures = [failure_of(one) or {} for one in newest]
+    kinds = {(failure.get("iteration"), failure.get("rank")) for failure in failures}
+    if (
+        not 0 < limit == len(newest)
+        or len(kinds) > 1
+        or not all(failures)
+        or any(one[0].get("starter") != starter for one in newest)
+    ):
+        return None
+    last = failures[-1]
+    return (
+        f"{limit} attempts in a row failed in iteration {last['iteration']} on rank "
+        f"{last['rank']} ({last['host']}): {last['reason']}. Remove the cause, then start the run "
+        "yourself; --crash-loop-limit 0 restarts without end [crash-loop]"
+    )

@@ -1,0 +1,154 @@
+"""tools/goodput.py: the seconds of each kind, what a restart loses, the advice, the picture; and
+what a run writes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.analysis.goodput import account, read_goodput
+from megatron.training.logging.run_events_file import NAME, attempts_of, crash_loop, read_events
+from tests.load_tool import load_tool
+from tests.runs import SMALL, train, write_text
+
+goodput = load_tool("goodput")
+
+
+def event(name: str, time: float, **content) -> dict:
+    return {"event": name, "time": time, **content}
+
+
+def start(process_start: float, time: float, iteration: int, starter: str = "x") -> dict:
+    return event(
+        "start", time, process_start=process_start, iteration=iteration, starter=starter, ranks=2
+    )
+
+
+def failure(time: float, iteration: int, rank: int = 1, code: int = 1) -> dict:
+    return event(
+        "failure", time, iteration=iteration, rank=rank, code=code, host="h", pid=1, reason="why"
+    )
+
+
+# ten iterations of a second, saved at 8; two are lost
+FIRST = [
+    start(0.0, 10.0, 0),
+    event("steps", 18.0, first=1, last=8, seconds=8.0),
+    event("save", 20.0, iteration=8, seconds=2.0),
+    event("steps", 22.5, first=9, last=10, seconds=2.0),
+    failure(25.5, 11),
+]
+SECOND = [
+    start(30.0, 35.0, 8),
+    event("steps", 39.0, first=9, last=12, seconds=4.0),
+    event("evaluation", 40.0, iteration=12, seconds=1.0),
+    event("end", 40.0, iteration=12),
+]
+
+
+def test_every_second_is_counted_once():
+    run = account("run", attempts_of(FIRST + SECOND))
+    assert {kind: run.of(kind) for kind in goodput_kinds(run)} == {
+        "productive": 12.0,
+        "recomputed": 2.0,
+        "evaluation": 1.0,
+        "save": 2.0,
+        "start-up": 15.0,
+        "detection": 3.0,
+        "restart": 4.5,
+        "other": 0.5,
+    }
+    assert sum(span.seconds for span in run.spans) == run.seconds == 40.0
+    assert (run.share, run.failures, run.attempts, run.iterations) == (0.3, 1, 2, 12)
+    # sqrt(2 x 2 s x 40 s) over a step of a second
+    assert run.best_interval == 13
+
+
+def goodput_kinds(run) -> set[str]:
+    return {span.kind for span in run.spans}
+
+
+def test_a_rollback_loses_its_steps_and_another_launcher_waits():
+    rolled = [
+        start(0.0, 1.0, 0),
+        event("steps", 5.0, first=1, last=4, seconds=4.0),
+        event("rollback", 5.0, iteration=2),
+        event("steps", 7.0, first=3, last=4, seconds=2.0),
+        event("end", 7.0, iteration=4),
+    ]
+    run = account("run", [rolled, [start(17.0, 18.0, 4, "y")]])
+    assert (run.of("productive"), run.of("recomputed"), run.of("waiting")) == (4.0, 2.0, 10.0)
+    assert run.failures == 0 and run.best_interval is None
+
+
+def test_ctrl_c_is_no_failure_and_a_death_without_a_word_is_one():
+    stopped = [start(0.0, 1.0, 0), failure(2.0, 1, code=130)]
+    killed = [start(3.0, 4.0, 0)]
+    assert account("run", [stopped, killed, [start(5.0, 6.0, 0)]]).failures == 1
+
+
+def test_a_crash_loop_is_the_same_rank_in_the_same_iteration():
+    attempts = [[start(0.0, 1.0, 8), failure(2.0, 11)]] * 3
+    events = sum(attempts, [])
+    assert crash_loop(events, "x", 3) and crash_loop(events, "x", 2)
+    assert not crash_loop(events, "x", 4) and not crash_loop(events, "y", 3)
+    assert not crash_loop(events, "x", 0)
+    for other in (failure(2.0, 12), failure(2.0, 11, rank=0)):
+        assert not crash_loop([*events, start(0.0, 1.0, 8), other], "x", 3)
+    assert not crash_loop([*events, start(0.0, 1.0, 8)], "x", 3)
+
+
+def test_a_torn_line_is_omitted(tmp_path):
+    lines = [json.dumps(one) for one in FIRST]
+    (tmp_path / NAME).write_text("\n".join(lines)[:-5] + "\n" + json.dumps(SECOND[0]) + "\n5\n")
+    assert read_events(tmp_path / NAME) == [*FIRST[:-1], SECOND[0]]
+
+
+def test_the_picture_and_the_table(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / NAME).write_text("".join(json.dumps(one) + "\n" for one in FIRST + SECOND))
+    picture = tmp_path / "goodput.png"
+    assert goodput.main([str(tmp_path), "--output", str(picture)]) == 0
+    assert picture.stat().st_size > 5000 and "30.0%" in capsys.readouterr().out
+    assert goodput.main([str(tmp_path / "none")]) == 2
+
+
+def die(iteration: int) -> None:
+    """A hook of `tests.runs.train`: this process is killed in an iteration."""
+    from megatron.training import loop
+
+    real = loop.train_step
+
+    def step(run, forward_step, samples, number, *rest):
+        if number == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(run, forward_step, samples, number, *rest)
+
+    loop.train_step = step
+
+
+def test_what_a_run_writes(tmp_path):
+    """Start, steps, saves, evaluation, end; the lost iteration of a killed run; no failure of a
+    file ends the run."""
+    text = write_text(tmp_path / "text", 100)
+    save = tmp_path / "save"
+    flags = "--train-iters 6 --eval-interval 3 --eval-iters 1 --save-interval 2 --split 80,20,0"
+    words = [*SMALL, "--data-path", text, *flags.split(), "--save", str(save), "--load", str(save)]
+    with pytest.raises(AssertionError):
+        train(tmp_path / "run", words, hook=functools.partial(die, 6))
+    train(tmp_path / "run", words)
+    attempts = attempts_of(read_events(save / NAME))
+    assert [one[0]["iteration"] for one in attempts] == [0, 4]
+    names = [[one["event"] for one in events] for events in attempts]
+    assert names[0].count("save") == 2 and names[0].count("evaluation") == 1
+    assert names[1].count("save") == 1 and "end" in names[1]
+    steps = [one for one in attempts[1] if one["event"] == "steps"]
+    assert steps[0]["first"] == 5 and steps[-1]["last"] == 6
+    run = read_goodput(str(save))
+    assert run.failures == 1 and 0 < run.share < 1
+    assert Path(save / NAME).read_text().count("\n") >= 10
