@@ -24,7 +24,7 @@ import pytest  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_HARDWARE = re.compile(r"^needs (a|an|\d+) (GPU|CUDA device|CPU with (AMX|AVX2))s?\b")
 # Programs that no machine can be asked to have.
-NEEDS_LAUNCHER = re.compile(r"^needs (SLURM|Open MPI|MPICH) installed")
+NEEDS_LAUNCHER = re.compile(r"^needs (SLURM|Open MPI|MPICH|Chromium) installed")
 NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
 # Libraries that no machine without a GPU can be asked to have.
 GPU_LIBRARIES = {"transformer_engine", "apex", "flash_attn"}

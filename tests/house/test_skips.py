@@ -47,6 +47,7 @@ def run_pytest(folder: Path, text: str, *flags: str) -> subprocess.CompletedProc
         ("needs a GPU", True, True),
         ("needs 2 GPUs", True, True),
         ("needs SLURM installed: no srun", True, True),
+        ("needs Chromium installed: no chromium", True, True),
         ("could not import 'transformer_engine': No module named 'transformer_engine'", True, True),
         ("could not import 'transformers': No module named 'transformers'", True, False),
         ("could not import 'megatron.core': No module named 'megatron.core'", True, False),
