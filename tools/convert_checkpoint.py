@@ -179,6 +179,11 @@ class MegatronExport:
     target: Path = path_of("TARGET", "directory to create")
     tensor_model_parallel_size: int = arg(1, help="tensor-parallel ranks to write files for")
     pipeline_model_parallel_size: int = arg(1, help="pipeline stages to write files for")
+    ckpt_format: Literal["torch", "torch_dist"] = arg(
+        "torch",
+        help="torch: mp_rank_XX folders for these sizes; torch_dist: tensors that Megatron loads "
+        "at any size",
+    )
     model: Literal["core", "legacy"] = arg(
         "core", help="names of megatron-core's GPTModel, or of the older model"
     )
@@ -194,6 +199,7 @@ class MegatronExport:
             tp=self.tensor_model_parallel_size,
             kind=self.model,
             pp=self.pipeline_model_parallel_size,
+            sharded=self.ckpt_format == "torch_dist",
             step=self.ckpt_step,
         )
 
@@ -331,7 +337,7 @@ COMMANDS = {
         finish,
     ),
     "megatron-export": Command(
-        "write a Megatron-LM checkpoint (mp_rank_XX)", MegatronExport, finish
+        "write a Megatron-LM checkpoint (mp_rank_XX or torch_dist)", MegatronExport, finish
     ),
     "internlm-import": Command(
         "make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",

@@ -32,6 +32,7 @@ from tools.convert.hf_files import new_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
 from tools.convert.native import Incoming, Ours, write_checkpoint
+from tools.convert.torch_dist_export import write_torch_dist
 from tools.convert.torch_files import TorchFile, Unpickler
 from tools.shared.progress import Progress
 
@@ -318,10 +319,14 @@ def megatron_export(
     tp: int = 1,
     pp: int = 1,
     kind: str = "core",
+    sharded: bool = False,
     step: int | None = None,
 ) -> str:
     """Write a Megatron-LM run directory with a `release` checkpoint for tp x pp ranks; `kind` is
-    core or legacy. One rank's part is in memory at a time. Returns what to say of it."""
+    core or legacy. `sharded`: as torch_dist, for all sizes (tp decides about the padding of the
+    vocabulary alone). One rank's part is in memory at a time. Returns what to say of it."""
+    if sharded and kind != "core":
+        raise ConversionError("--ckpt-format torch_dist: has no older model; omit --model legacy")
     new_folder(target)
     with Ours(source, step) as ours:
         table, rows, args = _export_plan(ours, tp, pp)
@@ -333,7 +338,9 @@ def megatron_export(
             (partial / "run" / "release").mkdir(parents=True)
             total = sum(prod(spec.shape) * ours.reader.dtype(spec.name).itemsize for spec in table)
             progress = Progress(total)
-            for p in range(pp):
+            if sharded:
+                _write_sharded(ours, table, args, partial / "run" / "release", unpickler)
+            for p in range(0 if sharded else pp):
                 layers = range(
                     p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp
                 )
@@ -357,10 +364,19 @@ def megatron_export(
             progress.clear()
             (partial / "run" / TRACKER).write_text("release")
             DISK.rename(partial / "run", target)
-    return (
-        f"{target}: {len(table)} tensors for {tp} tensor x {pp} pipeline ranks, {kind} model, "
-        f"{rows} rows of the vocabulary"
-    )
+    layout = "torch_dist" if sharded else f"{tp} tensor x {pp} pipeline ranks, {kind} model"
+    return f"{target}: {len(table)} tensors for {layout}, {rows} rows of the vocabulary"
+
+
+def _write_sharded(
+    ours: Ours, table: Sequence[ParameterSpec], args: dict, folder: Path, unpickler: Unpickler
+) -> None:
+    parts = []
+    for spec in table:
+        shape = _their_shape(spec, spec.shape, ours.model)
+        make = _Slice(ours, spec, 0, 1, shape)
+        parts.append((spec, ours.reader.dtype(spec.name), shape, make))
+    write_torch_dist(folder, parts, ours.model.num_layers, args, unpickler)
 
 
 def _export_plan(ours: Ours, tp: int, pp: int) -> tuple[list[ParameterSpec], int, dict[str, Any]]:

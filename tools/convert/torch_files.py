@@ -94,6 +94,17 @@ class Unpickler:
         self._ask(path, "write", tensors, table, path)
         tensors.unlink()
 
+    def write_sharded(
+        self, folder: Path, entries: Sequence[Entry], table: Mapping[str, Any]
+    ) -> None:
+        """Write the tensors of a torch.distributed.checkpoint folder; `table` as in `write_sharded`
+        there."""
+        tensors, index = self._names()
+        write_file(tensors, entries)
+        index.write_text(json.dumps(table), encoding="utf-8")
+        self._ask(folder, "write_sharded", tensors, index, folder)
+        tensors.unlink()
+
     def close(self) -> None:
         """End the process, close the files."""
         for file in self._files:

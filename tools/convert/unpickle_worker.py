@@ -7,6 +7,7 @@ with the file:
     ["read", "FILE.pt", "OUT.safetensors", "OUT.json", "PREFIX", ...]
     ["write", "IN.safetensors", "IN.json", "FILE.pt"]
     ["index", "FOLDER", "OUT.json"]
+    ["write_sharded", "IN.safetensors", "IN.json", "FOLDER"]
 
 No name in a pickle leads to anything but the stand-ins below: `find_class` imports nothing, and a
 name that is not listed ends the program. Storages are read straight from the archive, by name and
@@ -16,7 +17,8 @@ direction, for files that Megatron-LM shall read.
 read: tensors whose path in the nested dicts, joined by dots, begins with a PREFIX go to
 OUT.safetensors under that path; plain values (numbers, texts, lists; a Namespace is a dict) go to
 OUT.json. index: where the tensors of a torch.distributed.checkpoint folder are in its files goes to
-OUT.json. Source of the layouts: torch.serialization, torch.distributed.checkpoint.
+OUT.json. write_sharded: the tensors of such a folder. Source of the layouts: torch.serialization,
+torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from megatron.small_files import open_regular
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+_DATA = "__0_0.distcp"  # the file of its first rank
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, length of name and extra
 # of the root: they hold tensors, and no plain values that count
 _LARGE = re.compile(r"model\d*|optimizer")
@@ -529,12 +532,50 @@ def write(tensors: Path, values: Path, target: Path) -> None:
     torch.save(root, target)
 
 
+def write_sharded(tensors: Path, index: Path, folder: Path) -> None:
+    """Write .metadata and one file of data. index: {"tensors": {key: {"shape", "chunks": [{"name"
+    in IN.safetensors, "offsets", "sizes"}]}}, "objects": [key]}; objects are empty."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    table = json.loads(index.read_text(encoding="utf-8"))
+    entries: dict[str, Any] = {}
+    places = {}
+    with SafetensorsFile(tensors) as source, open(folder / _DATA, "xb") as data:
+
+        def add(value: Any, key: str, offsets: list[int] | None = None) -> None:
+            start = data.tell()
+            torch.save(value, data)
+            place = _StorageInfo(_DATA, start, data.tell() - start)
+            places[dcp.MetadataIndex(key, offsets)] = place
+
+        for key, entry in table["tensors"].items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                value = source.read(chunk["name"]).reshape(chunk["sizes"])
+                add(value, key, chunk["offsets"])
+                box = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+                chunks.append(dcp.ChunkStorageMetadata(*box))
+            properties = dcp.TensorProperties(dtype=value.dtype)
+            size = torch.Size(entry["shape"])
+            entries[key] = dcp.TensorStorageMetadata(properties, size, chunks)
+        for key in table["objects"]:
+            add([None], key)
+            entries[key] = dcp.BytesStorageMetadata()
+        data.flush()
+        os.fsync(data.fileno())
+    metadata = dcp.Metadata(entries, storage_data=places, storage_meta=dcp.StorageMeta())
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
 def answer(job: list[str]) -> str | None:
     """Do a job; None, or what is wrong."""
     command, *paths = job
     try:
         if command == "read":
             read(*map(Path, paths[:3]), paths[3:])
+        elif command == "write_sharded":
+            write_sharded(*map(Path, paths))
         elif command == "index":
             index(*map(Path, paths))
         else:

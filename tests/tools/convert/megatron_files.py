@@ -169,6 +169,30 @@ def logits_of(folder) -> torch.Tensor:
         return open_trained_model(str(folder), device="cpu").model(IDS)
 
 
+def load_torch_dist_on_a_rank(rank, world, flags, tp, pp, folder):
+    """Load a torch_dist folder into megatron-core's model by its loader, which fails at any key
+    that is missing or unexpected; every weight must be the one that `built` fills in."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    patch = pytest.MonkeyPatch()
+    let_it_run_on_a_cpu(patch)
+    patch.setattr(torch.Tensor, "cuda", lambda self, *args, **more: self)
+    model = built(flags, tp, pp)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    wanted = {"model": model.sharded_state_dict()}
+    strict = StrictHandling.RAISE_ALL
+    found = dist_checkpointing.load(wanted, str(folder), strict=strict)
+    model.load_state_dict(found["model"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    assert found["args"].num_layers == SIZE["num_layers"]
+    parallel_state.destroy_model_parallel()
+
+
 def on_a_rank_torch_dist(rank, world, flags, tp, pp, folder, metadata):
     """Save megatron-core's model by its dist_checkpointing, as Megatron-LM does with --ckpt-format
     torch_dist; writers are threads instead of processes."""

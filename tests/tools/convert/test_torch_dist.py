@@ -21,6 +21,7 @@ from tests.tools.convert.megatron_files import (
     SIZE,
     VOCAB,
     arguments,
+    load_torch_dist_on_a_rank,
     logits_of,
     on_a_rank_torch_dist,
 )
@@ -100,7 +101,7 @@ def tensors_of(flags, split: bool) -> dict[str, torch.Tensor]:
     tensors = dict(model_of(flags).named_parameters())
     for name, value in tensors.items():
         value = value.detach()
-        gated = ".linear_fc1." in name
+        gated = ".linear_fc1." in name and bool(flags.get("swiglu"))
         experts = ".mlp.experts." in name
         name = name.replace(".mlp.experts.", ".mlp.experts.experts.")
         if not split:
@@ -146,6 +147,64 @@ def test_every_spelling_of_the_tensors(flags, split, tmp_path, convert, monkeypa
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     assert "optimizer" not in said
     torch.testing.assert_close(logits_of(tmp_path / "ours"), expected(flags), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch):
+    """By this suite, and by torch.distributed.checkpoint itself."""
+    use_it(monkeypatch)
+    flags = MODELS[name]
+    tensors = tensors_of(flags, False)
+    write(tmp_path / "theirs", flags, tensors)
+    convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
+    words = ["--ckpt-format", "torch_dist"]
+    convert("megatron-export", tmp_path / "ours", tmp_path / "back", *words)
+    folder = tmp_path / "back" / "release"
+    reader = dcp.FileSystemReader(folder)
+    found = {
+        key: torch.empty(entry.size)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if "_extra_state" not in key
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    usual = {
+        key.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
+            "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+        ): value
+        for key, value in tensors.items()
+    }
+    assert found.keys() == usual.keys()
+    for key, value in usual.items():
+        rows = found[key][: len(value)] if "embedding" in key or "output" in key else found[key]
+        assert torch.equal(rows, value), key
+    convert("megatron-import", tmp_path / "back", tmp_path / "again")
+    torch.testing.assert_close(logits_of(tmp_path / "again"), expected(flags), rtol=0, atol=0)
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+@pytest.mark.parametrize(("name", "layout"), [("llama", (2, 2)), ("gpt2", (1, 2))])
+def test_megatron_core_loads_what_is_exported(name, layout, tmp_path, convert):
+    """With strict checking, at a layout that the export does not know."""
+    pytest.importorskip("megatron.core")
+    flags = MODELS[name]
+    write(tmp_path / "theirs", flags, tensors_of(flags, False))
+    convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
+    words = ["--ckpt-format", "torch_dist"]
+    convert("megatron-export", tmp_path / "ours", tmp_path / "back", *words)
+    tp, pp = layout
+    folder = tmp_path / "back" / "release"
+    run_ranks(tp * pp, load_torch_dist_on_a_rank, flags, tp, pp, folder)
+
+
+def test_the_older_model_has_no_torch_dist(tmp_path, convert, monkeypatch):
+    use_it(monkeypatch)
+    write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
+    convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
+    words = ["--ckpt-format", "torch_dist", "--model", "legacy"]
+    assert "--model" in convert(
+        "megatron-export", tmp_path / "ours", tmp_path / "back", *words, fails=True
+    )
 
 
 def test_extra_states_are_skipped_and_the_optimizer_is_named(tmp_path, convert, monkeypatch):
