@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.arguments import arg
-from megatron.config.moe import ROUTER_LOSSES, MoEConfig
+from megatron.config.moe import ROUTER_SUMS, MoEConfig
 
 
 def _norm(word: str) -> str:
@@ -235,11 +235,11 @@ class ModelConfig(MoEConfig, TransformerConfig):
 
     @property
     def router_numbers(self) -> int:
-        """What is summed over all ranks in a step: the losses of routers, and the tokens of each
-        expert of each layer."""
+        """What is summed over all ranks in a step: of each MoE layer the ROUTER_SUMS and the tokens
+        of each expert."""
         if self.num_experts is None:
             return 0
-        return len(ROUTER_LOSSES) + len(self.moe_layers) * self.num_experts
+        return len(self.moe_layers) * (len(ROUTER_SUMS) + self.num_experts)
 
     @property
     def expert_ffn(self) -> int:

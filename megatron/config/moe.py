@@ -15,6 +15,10 @@ BALANCING_LOSSES = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 ROUTER_LOSSES = (*BALANCING_LOSSES.values(), "z_loss")
+# first part of the names of a single layer's numbers in the log, as in Megatron
+PER_LAYER = "moe/"
+# what the router of a layer sums over tokens, besides its selections of each expert
+ROUTER_SUMS = (*ROUTER_LOSSES, "router_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,13 @@ class MoEConfig:
     )
     moe_z_loss_coeff: float | None = arg(
         None, dump=False, help="coefficient of the z-loss of router logits, e.g. 1e-3"
+    )
+
+    moe_per_layer_logging: bool = arg(
+        False,
+        dump=False,
+        help="log the losses, the entropy and the largest load of the router of each MoE layer to "
+        "TensorBoard, Weights & Biases and --metrics-file",
     )
 
     def is_moe_layer(self, layer: int) -> bool:

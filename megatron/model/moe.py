@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.moe import BALANCING_LOSSES, ROUTER_LOSSES
+from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
 from megatron.kernels.dropout import jitter
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
 from megatron.kernels.kernels import Kernels
@@ -37,8 +37,8 @@ class RouterStep:
 
     loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
     step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
-    same factor. sums: by layer, of this rank's tokens the ROUTER_LOSSES, without coefficients, and
-    the number of tokens that selected each expert [losses + experts]. A recomputed layer writes the
+    same factor. sums: by layer, of this rank's tokens the ROUTER_SUMS, without coefficients, and
+    the number of tokens that selected each expert [sums + experts]. A recomputed layer writes the
     same values once more. latest: by layer, the counts of selections up to the last micro-batch;
     all micro-batches of an iteration share it. seeds: those of the input jitter.
     """
@@ -248,8 +248,10 @@ class Router(nn.Module):
             found["z_loss"] = z_loss(logits, mask)
         for name, coeff in m.router_losses.items():
             probs = _AddLoss.apply(probs, found[name], coeff * step.loss_scale)
+        if m.moe_per_layer_logging:
+            found["router_entropy"] = entropy(balancing_scores(logits.detach(), m)[0], mask)
         zero = logits.new_zeros(())
-        losses = torch.stack([found.get(name, zero).detach().double() for name in ROUTER_LOSSES])
+        losses = torch.stack([found.get(name, zero).detach().double() for name in ROUTER_SUMS])
         step.sums[self.number] = torch.cat((losses, count(experts, m.num_experts, mask)))
         return probs
 
@@ -296,6 +298,12 @@ def z_loss(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Sum over tokens of the squared logarithm of the softmax's denominator."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square()
     return (z if mask is None else z * mask).sum()
+
+
+def entropy(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Sum over tokens of the entropy of their scores [n, experts], in nats."""
+    values = torch.special.entr(scores).sum(-1)
+    return (values if mask is None else values * mask).sum()
 
 
 class GroupedLinear(nn.Module):

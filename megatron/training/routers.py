@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from megatron.config.moe import ROUTER_LOSSES
+from megatron.config.moe import PER_LAYER, ROUTER_SUMS
 from megatron.model.moe import RouterStep
 from megatron.training.run import Run
 from megatron.training.step_sums import StepSums, Totals
+
+
+class LayerSums(NamedTuple):
+    """Of one MoE layer, over all tokens that train: the ROUTER_SUMS by name, and the number of
+    tokens of each expert."""
+
+    layer: int
+    sums: dict[str, float]
+    counts: list[float]
+
+    @property
+    def max_load(self) -> float:
+        """The most tokens that an expert has, relative to equal shares."""
+        return max(self.counts) * len(self.counts) / max(1.0, sum(self.counts))
 
 
 def add(run: Run, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
     """Add the numbers of the MoE layers that have just computed a micro-batch. Raises ValueError
     where `forward_step` did not hand `step` to the model."""
     m = run.config.model
-    losses = len(ROUTER_LOSSES)
+    rows = sums.routers.view(len(m.moe_layers), -1)
     for layer in layers:
         if layer not in step.sums:
             raise ValueError(
                 "this model has experts: forward_step must pass router_step=batch.router_step to "
                 "it [router-step-missing]"
             )
-        found = step.sums.pop(layer)
-        first = losses + m.moe_layers.index(layer) * m.num_experts
-        sums.routers[:losses] += found[:losses]
-        sums.routers[first : first + m.num_experts] += found[losses:]
+        rows[m.moe_layers.index(layer)] += step.sums.pop(layer)
 
 
 def metrics(run: Run, totals: Totals) -> dict[str, float]:
     """The losses that are trained on, without their coefficients (means over tokens and layers),
-    with a capacity the share of selections of experts that is dropped, and the largest share of a
-    layer's tokens that an expert has, times the number of experts."""
+    with a capacity the share of selections of experts that is dropped, and the largest load of an
+    expert of a layer. With --moe-per-layer-logging, also those of each layer and the mean entropy
+    of its router."""
     m = run.config.model
-    tokens = len(m.moe_layers) * max(1.0, totals.tokens)
-    losses = dict(zip(ROUTER_LOSSES, totals.routers, strict=False))
-    found = {name: losses[name] / tokens for name in m.router_losses}
-    loads = [
-        max(counts) * len(counts) / max(1.0, sum(counts)) for _, counts in _counts(run, totals)
-    ]
+    layers = _layers(run, totals)
+    tokens = max(1.0, totals.tokens)
+    together = [_losses(run, layer, tokens) for layer in layers]
+    found = {
+        name: sum(losses[name] for losses in together) / len(layers) for name in together[0]
+    } | {"max_expert_load": max(layer.max_load for layer in layers)}
+    if m.moe_per_layer_logging:
+        for layer, losses in zip(layers, together, strict=True):
+            entropy = layer.sums["router_entropy"] / tokens
+            of_layer = {"max_expert_load": layer.max_load, "router_entropy": entropy}
+            for name, value in (losses | of_layer).items():
+                found[f"{PER_LAYER}{name}_layer_{layer.layer}"] = value
+    return found
+
+
+def _losses(run: Run, layer: LayerSums, tokens: float) -> dict[str, float]:
+    m = run.config.model
+    found = {name: layer.sums[name] / tokens for name in m.router_losses}
     if m.moe_expert_capacity_factor:
-        computed = sum(totals.routers[len(ROUTER_LOSSES) :])
-        found["dropped_share"] = 1 - computed / (tokens * m.moe_router_topk)
-    return found | {"max_expert_load": max(loads, default=1.0)}
+        found["dropped_share"] = 1 - sum(layer.counts) / (tokens * m.moe_router_topk)
+    return found
 
 
 def update_bias(run: Run, totals: Totals) -> None:
@@ -55,16 +79,20 @@ def update_bias(run: Run, totals: Totals) -> None:
         for layer in chunk.decoder.moe_layers
     }
     rate = run.config.model.moe_router_bias_update_rate
-    for layer, counts in _counts(run, totals):
+    for layer, _, counts in _layers(run, totals):
         if layer in held:
             tokens = torch.tensor(counts, dtype=torch.float64)
             step = rate * torch.sign(tokens.mean() - tokens)
             held[layer].data += step.to(held[layer])
 
 
-def _counts(run: Run, totals: Totals) -> Iterator[tuple[int, list[float]]]:
-    """(layer, tokens of each expert) of the MoE layers."""
+def _layers(run: Run, totals: Totals) -> list[LayerSums]:
     m = run.config.model
+    names = len(ROUTER_SUMS)
+    size = names + m.num_experts
+    found = []
     for number, layer in enumerate(m.moe_layers):
-        first = len(ROUTER_LOSSES) + number * m.num_experts
-        yield layer, totals.routers[first : first + m.num_experts]
+        row = totals.routers[number * size : (number + 1) * size]
+        sums = dict(zip(ROUTER_SUMS, row, strict=False))
+        found.append(LayerSums(layer, sums, row[names:]))
+    return found

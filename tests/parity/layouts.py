@@ -62,6 +62,7 @@ MOE = (
     "0.05",
     "--moe-z-loss-coeff",
     "0.01",
+    "--moe-per-layer-logging",
 )
 DEEP_MOE = (*with_flags(MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
 GLOBAL_BALANCE = ("--moe-router-load-balancing-type", "global_aux_loss")

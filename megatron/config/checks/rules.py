@@ -158,7 +158,7 @@ _NEEDED = (
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
         "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps "
-        "expert_tensor_parallel_size",
+        "expert_tensor_parallel_size moe_per_layer_logging",
         "--num-experts",
         lambda v: v["num_experts"],
     ),

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron import device as devices
 from megatron import launcher, log, optional
+from megatron.config.moe import PER_LAYER
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
@@ -198,7 +199,7 @@ class TrainingLog:
             i.seconds += result.seconds
             if result.skipped is None and result.loss is not None:
                 i.losses.append(result.loss)
-                i.add_metrics(result.metrics)
+                i.add_metrics(_of_line(result.metrics))
             if result.skipped:
                 self._failed_updates += 1
                 i.overflow_skips += result.skipped == "overflow"
@@ -347,7 +348,7 @@ class TrainingLog:
                 r.adam_beta2,
                 r.fwd_bwd_seconds,
                 r.packed or {},
-                r.metrics,
+                _of_line(r.metrics),
             ),
             datetime.now(),
             process,
@@ -582,6 +583,11 @@ def model_shape(config: Config, plan: Plan) -> flops.TransformerShape:
         active_width=sum(map(m.active_width, range(m.num_layers))),
         router_outputs=len(m.moe_layers) * ((m.num_experts or 0) + m.moe_shared_expert_gate),
     )
+
+
+def _of_line(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Those that the log line has: no numbers of single MoE layers."""
+    return {name: value for name, value in metrics.items() if not name.startswith(PER_LAYER)}
 
 
 def _finite(value: float | None) -> Any:
