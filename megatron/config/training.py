@@ -97,7 +97,25 @@ class TrainingConfig:
     recompute_granularity: Literal["full", "selective"] | None = arg(
         None,
         help="activation recomputation in the backward pass: full (whole layers) or "
-        "selective (core attention)",
+        "selective (--recompute-modules)",
+    )
+    recompute_modules: tuple[str, ...] = arg(
+        ("core_attn",),
+        dump=False,
+        choices=(
+            *("core_attn", "mlp", "moe", "moe_act", "shared_experts"),
+            *("layernorm", "mla_up_proj"),
+        ),
+        help="with --recompute-granularity selective, what is recomputed in the backward pass: "
+        "core_attn (core attention), mlp (MLPs of dense layers), moe (MLPs of MoE layers), moe_act "
+        "(activation function of experts), shared_experts; layernorm and mla_up_proj are accepted "
+        "and keep their activations",
+    )
+    moe_layer_recompute: bool = arg(
+        False,
+        dump=False,
+        help="recompute the MLPs of MoE layers in the backward pass: the same as moe in "
+        "--recompute-modules, with --recompute-granularity selective",
     )
     recompute_method: Literal["uniform", "block"] | None = arg(
         None,
@@ -203,7 +221,15 @@ class TrainingConfig:
         """`full`, `selective` or None, whichever way it was spelled."""
         if self.recompute_fraction is not None:
             return "full"
-        return "selective" if self.recompute_activations else self.recompute_granularity
+        selective = self.recompute_activations or self.moe_layer_recompute
+        return "selective" if selective else self.recompute_granularity
+
+    @property
+    def recomputed_modules(self) -> tuple[str, ...]:
+        """The parts of layers that selective recomputation recomputes."""
+        if self.recompute != "selective":
+            return ()
+        return (*self.recompute_modules, *(("moe",) if self.moe_layer_recompute else ()))
 
     def recomputed_runs(self, layers: int) -> list[int]:
         """The lengths of the runs of layers that keep only their input, of a stage's chunk of so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class Recompute:
     """What is computed again in backward instead of being kept.
 
-    granularity: None, "selective" (core attention) or "full". method (with full): "uniform" (every
+    granularity: None, "selective" (the `modules`) or "full". method (with full): "uniform" (every
     chunk of `num_layers` layers keeps only its input) or "block" (the first `num_layers` layers
     each keep only their input).
     """
@@ -35,6 +36,11 @@ class Recompute:
     granularity: str | None = None
     method: str | None = None
     num_layers: int | None = None
+    modules: Collection[str] = ("core_attn",)
+
+    def again(self, module: str) -> bool:
+        """Is this part of layers computed again?"""
+        return self.granularity == "selective" and module in self.modules
 
     def chunks(self, layers: int) -> list[tuple[int, int, bool]]:
         """(start, stop, recomputed) of each run of a stage's layers, in order."""
@@ -58,7 +64,7 @@ class TransformerLayer(nn.Module):
         ctx: ParallelContext,
         number: int,
         *,
-        recompute_core: bool = False,
+        again: Recompute = Recompute(),
     ):
         super().__init__()
         self.number = number
@@ -67,15 +73,23 @@ class TransformerLayer(nn.Module):
         self.part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.input_layernorm = Norm(model, params.at("input_layernorm"))
         self.self_attention = SelfAttention(
-            model, params.at("self_attention"), ctx, number, recompute_core=recompute_core
+            model, params.at("self_attention"), ctx, number, recompute_core=again.again("core_attn")
         )
         self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
         self.moe = model.is_moe_layer(number)
         self.mlp = (
-            optional.load("megatron.model.moe").MoELayer(model, params.at("mlp"), ctx, number)
+            optional.load("megatron.model.moe").MoELayer(
+                model,
+                params.at("mlp"),
+                ctx,
+                number,
+                recompute_activation=again.again("moe_act"),
+                recompute_shared=again.again("shared_experts"),
+            )
             if self.moe
             else MLP(model, params.at("mlp"), ctx)
         )
+        self.recompute_mlp = again.again("moe" if self.moe else "mlp")
 
     def forward(
         self,
@@ -90,7 +104,9 @@ class TransformerLayer(nn.Module):
         y = self.self_attention(normed, rotary, document_ids, seeds)
         x = (normed if self.residual_after_norm else x) + self.drop(y, seeds, "attention_output")
         normed = self.pre_mlp_layernorm(x)
-        y = self.mlp(normed, router_step) if self.moe else self.mlp(normed)
+        inputs = (normed, router_step) if self.moe else (normed,)
+        again = self.recompute_mlp and torch.is_grad_enabled()
+        y = recompute(self.mlp, *inputs) if again else self.mlp(*inputs)
         return (normed if self.residual_after_norm else x) + self.drop(y, seeds, "mlp_output")
 
     def drop(self, x: torch.Tensor, seeds: DropoutSeeds | None, site: str) -> torch.Tensor:
@@ -135,7 +151,7 @@ class Decoder(nn.Module):
                     params.at(f"layers.{i}"),
                     ctx,
                     i,
-                    recompute_core=recompute.granularity == "selective",
+                    again=recompute,
                 )
                 for i in layers
             }

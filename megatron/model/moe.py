@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron.parallel.collectives import (
     scatter_sequence,
 )
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.random import DropoutSeeds
+from megatron.parallel.random import DropoutSeeds, recompute, recompute_input
 from megatron.parallel.sharding import ParameterFactory
 from megatron.parallel.zigzag import chunks_of
 
@@ -331,9 +332,10 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """The MLPs of all experts, each split over etp as a dense one is over tp."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory):
+    def __init__(self, model: ModelConfig, params: ParameterFactory, recompute_activation: bool):
         super().__init__()
         self.model = model
+        self.recompute_activation = recompute_activation
         self.activation = activation(model, Kernels())
         self.linear_fc1 = GroupedLinear(params("linear_fc1.weight"))
         self.linear_fc2 = GroupedLinear(params("linear_fc2.weight"))
@@ -346,8 +348,15 @@ class Experts(nn.Module):
         """x [n, h], sorted by expert, probabilities [n] -> this rank's part of the results,
         [n, h]."""
         x = self.linear_fc1(x, counts)
+        if self.recompute_activation and torch.is_grad_enabled():
+            fc2 = partial(self.linear_fc2, counts=counts)
+            return recompute_input(fc2, self.activate, x, probs)
+        return self.linear_fc2(self.activate(x, probs), counts)
+
+    def activate(self, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Activation function, times the probabilities."""
         x = self.activation(x.unflatten(-1, (2, -1)) if self.model.gated else x)
-        return self.linear_fc2((x * probs.unsqueeze(-1)).to(x.dtype), counts)
+        return (x * probs.unsqueeze(-1)).to(x.dtype)
 
 
 class SharedExpert(MLP):
@@ -375,16 +384,24 @@ class MoELayer(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, number: int
+        self,
+        model: ModelConfig,
+        params: ParameterFactory,
+        ctx: ParallelContext,
+        number: int,
+        *,
+        recompute_activation: bool = False,
+        recompute_shared: bool = False,
     ):
         super().__init__()
         self.ctx = ctx
+        self.recompute_shared = recompute_shared
         self.own_tokens = ctx.sequence_parallel or ctx.tp.size == 1
         self.topk = model.moe_router_topk
         self.num_experts = model.num_experts
         self.exchange = model.moe_token_dispatcher_type == "alltoall" and ctx.ep.size > 1
         self.router = Router(model, params.at("router"), ctx, number)
-        self.experts = Experts(model, params.at("experts"))
+        self.experts = Experts(model, params.at("experts"), recompute_activation)
         self.shared_experts = (
             SharedExpert(model, params.at("shared_experts"), ctx)
             if model.moe_shared_expert_intermediate_size
@@ -394,7 +411,10 @@ class MoELayer(nn.Module):
     def forward(self, x: torch.Tensor, step: RouterStep | None = None) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
         y = self.route(x.flatten(0, 1), *self.router(x, step)).view(x.shape)
-        return y if self.shared_experts is None else y + self.shared_experts(x)
+        if self.shared_experts is None:
+            return y
+        again = self.recompute_shared and torch.is_grad_enabled()
+        return y + (recompute(self.shared_experts, x) if again else self.shared_experts(x))
 
     def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""

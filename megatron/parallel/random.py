@@ -51,6 +51,27 @@ def dropout(
     return x if seeds is None or p == 0.0 else kernels.dropout(x, p, seeds.seed(layer, site, part))
 
 
+def recompute_input(
+    layer: Callable[[torch.Tensor], torch.Tensor], function: Callable[..., Any], *args: Any
+) -> torch.Tensor:
+    """`layer(function(*args))`. Of the function only `args` are kept, and not the result, which
+    `layer` would save for backward: there it is computed again."""
+    y = recompute(function, *args)
+    where = (y.data_ptr(), y.shape)
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | None:
+        return None if (saved.data_ptr(), saved.shape) == where else saved
+
+    def unpack(saved: torch.Tensor | None) -> torch.Tensor:
+        if saved is not None:
+            return saved
+        with torch.no_grad():
+            return function(*args)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return layer(y)
+
+
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, whose activations are not kept but computed again in backward. Masks
     repeat by themselves."""

@@ -97,7 +97,7 @@ def _recompute(t: TrainingConfig, layers: int) -> Recompute:
     """What a chunk of so many layers computes again."""
     if t.recompute_fraction is not None:
         return Recompute("full", "block", len(t.recomputed_runs(layers)))
-    return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers)
+    return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers, t.recomputed_modules)
 
 
 def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:

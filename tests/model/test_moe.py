@@ -126,7 +126,11 @@ def test_only_tokens_that_train_count_in_the_losses_of_routers():
     assert found[0][0][[0, 3]].min() > 0 and found[0][1].abs().max() > 0
 
 
-@pytest.mark.parametrize("again", [None, Recompute("full", "uniform", 1)])
+MODULES = [("moe",), ("moe_act",), ("moe", "core_attn"), ("shared_experts", "moe_act")]
+SELECTIVE = [Recompute("selective", modules=modules) for modules in MODULES]
+
+
+@pytest.mark.parametrize("again", [None, Recompute("full", "uniform", 1), *SELECTIVE], ids=str)
 @pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
 def test_recomputation_repeats_the_losses_of_routers(again, kind):
     flags = FLAGS | {"moe_router_load_balancing_type": (kind,)}
@@ -140,6 +144,19 @@ def test_recomputation_repeats_the_losses_of_routers(again, kind):
     assert sorted(first) == [0, 1, 2]
     for layer in first:
         assert torch.equal(first[layer], step.sums[layer])
+
+
+@pytest.mark.parametrize("again", SELECTIVE, ids=str)
+def test_selective_recomputation_gives_the_same_bits(again):
+    flags = FLAGS | dict(moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True)
+    ids, labels = tokens()
+    found = []
+    for recompute in (None, again):
+        model = tiny_model(recompute=recompute, **flags)
+        loss = model(ids, labels=labels, router_step=RouterStep(None, 1.0)).sum()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_losses_of_routers_have_the_factor_of_the_loss():

@@ -163,6 +163,9 @@ CASES = {
     "etp2 dp2, experts, distributed optimizer, overlap": Case(
         EP_MOE, 2, (ETP, "2", *OVERLAP), steps=10
     ),
+    "ep2, all-to-all, experts, their layers recomputed": Case(
+        EP_MOE, 2, (EP, "2", *A2A), steps=10, only=("--moe-layer-recompute",)
+    ),
     "ep2 cp2 tp2 sp, experts, sinkhorn": Case(
         (
             *with_flags(MOE, "--moe-aux-loss-coeff", "0"),
@@ -325,6 +328,15 @@ CAMPAIGN = {
         8,
         (ETP, "2", EP, "2", *OVERLAP, *INSTANCES),
         steps=10,
+    ),
+    "ep2 etp1 tp2 sp dp2, experts, activation functions recomputed": Case(
+        EP_MOE,
+        4,
+        (ETP, "1", EP, "2", TP, "2", SP),
+        only=(
+            *("--recompute-granularity", "selective"),
+            *("--recompute-modules", "moe_act", "shared_experts", "mlp"),
+        ),
     ),
     "etp4 tp2 sp cp2, experts, full recompute": Case(
         EP_MOE, 4, (ETP, "4", TP, "2", SP, CP, "2"), only=FULL

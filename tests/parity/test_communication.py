@@ -334,6 +334,15 @@ MORE = {
         ),
         {},
     ),
+    "experts, ep2 dp2, all-to-all, recomputed": Case(
+        2, (EP, "2", *A2A, *EXPERTS, "--moe-layer-recompute"), {}
+    ),
+    "experts, ep2 tp2 dp2, recomputed": Case(
+        4, (EP, "2", TP, "2", *EXPERTS, "--moe-layer-recompute"), {}
+    ),
+    "experts, ep2 tp2 sp dp2, recomputed": Case(
+        4, (EP, "2", TP, "2", SP, *EXPERTS, "--moe-layer-recompute"), {}
+    ),
     "experts, etp1 tp2 sp dp2": Case(4, (ETP, "1", TP, "2", SP, *SHARDED, *EXPERTS), {}),
     "experts, etp2 ep2 dp4, all-to-all": Case(4, (ETP, "2", EP, "2", *A2A, *SHARDED, *EXPERTS), {}),
     "experts, ep2 tp2 sp dp4": Case(

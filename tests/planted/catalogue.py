@@ -127,7 +127,7 @@ BUGS = {
     ),
     # Experts.
     "probabilities of experts applied twice": Bug(
-        "megatron.model.moe.Experts.forward",
+        "megatron.model.moe.Experts.activate",
         "x * probs.unsqueeze(-1)",
         "x * probs.unsqueeze(-1).square()",
         "tests/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",

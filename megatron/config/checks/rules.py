@@ -158,7 +158,7 @@ _NEEDED = (
         "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
         "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
         "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps "
-        "expert_tensor_parallel_size moe_per_layer_logging",
+        "expert_tensor_parallel_size moe_per_layer_logging moe_layer_recompute",
         "--num-experts",
         lambda v: v["num_experts"],
     ),
@@ -181,6 +181,15 @@ _NEEDED = (
         "moe_router_bias_update_rate",
         "--moe-router-enable-expert-bias",
         lambda v: v["moe_router_enable_expert_bias"],
+    ),
+    (
+        "recompute_modules",
+        "--recompute-granularity selective",
+        lambda v: (
+            v["recompute_granularity"] == "selective"
+            or v["recompute_activations"]
+            or v["moe_layer_recompute"]
+        ),
     ),
     (
         "recompute_method recompute_num_layers",
@@ -745,6 +754,11 @@ def _recompute(f: Facts) -> Iterator[str]:
         yield (
             "--recompute-granularity full: --recompute-activations means selective; omit one of "
             "them [flags-exclude-each-other]"
+        )
+    elif f["moe_layer_recompute"] and f["recompute_granularity"] == "full":
+        yield (
+            "--moe-layer-recompute: --recompute-granularity full recomputes whole layers; omit one "
+            "of the two [flags-exclude-each-other]"
         )
     elif f["recompute_granularity"] == "full":
         yield from _full_recompute(f)

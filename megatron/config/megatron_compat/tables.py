@@ -264,8 +264,6 @@ optimizer_cpu_offload=False optimizer_offload_fraction=1.0 use_torch_optimizer_f
   | optimizer states stay on the device
 init_model_with_meta_device=False
   | each rank draws its part of the weights on the CPU first: as much host memory
-recompute_modules=(core_attn) moe_layer_recompute=False
-  | selective recomputation is that of core attention: other modules keep their activations
 distribute_checkpointed_activations=False partition_activations=False
   checkpoint_in_cpu=False,--checkpoint-in-cpu
   | each rank keeps the inputs of its recomputed layers whole, on the device

@@ -82,16 +82,22 @@ class Sizes:
             or self.config.precision.fp64
         )
         chunked = chunked or backend in ("local", "unfused")
-        if t.recompute != "selective" and backend == "unfused":
+        again = "core_attn" in t.recomputed_modules
+        if not again and backend == "unfused":
             # probabilities
             nbytes += (
                 self.tokens * heads * m.seq_length * self.wide * (3 if m.attention_dropout else 1)
             )
-        if t.recompute != "selective" and (self.cp > 1 or not chunked):
+        if not again and (self.cp > 1 or not chunked):
             nbytes += self.tokens * heads * self.wide  # logarithms of the softmax's sums
         return nbytes
 
-    def mlp(self, layer: int) -> int:
+    def recomputed_mlp(self, layer: int) -> int:
+        """What of the MLP of a layer is kept only while it is computed again."""
+        kind = "moe" if self.config.model.is_moe_layer(layer) else "mlp"
+        return self._mlp(layer) if kind in self.config.training.recomputed_modules else 0
+
+    def _mlp(self, layer: int) -> int:
         """What the MLP of a layer keeps, or router, experts and shared expert.
 
         Of experts: the copies of tokens that they compute, the activation function's and the
@@ -100,13 +106,17 @@ class Sizes:
         m = self.config.model
         if not m.is_moe_layer(layer):
             return self.tokens * self._width(m.ffn // self.tp)
-        # of all experts, as many tokens go to each rank
-        copies = self.expert_tokens * m.moe_router_topk
+        # of all experts, as many tokens go to each rank; with a capacity at most its share
+        share = min(1.0, m.moe_expert_capacity_factor or 1.0)
+        copies = int(self.expert_tokens * m.moe_router_topk * share)
         width = m.expert_ffn // self.etp
+        modules = self.config.training.recomputed_modules
         inner = self._width(width) + self.item * width
+        if "moe_act" in modules:
+            inner = self.item * width * (2 if m.gated else 1)
         kept = copies * (self.hidden * self.item + inner + 3 * IDS)
         kept += self.rows * m.num_experts * 3 * self.wide
-        if m.moe_shared_expert_intermediate_size:
+        if m.moe_shared_expert_intermediate_size and "shared_experts" not in modules:
             kept += self.tokens * self._width(m.moe_shared_expert_intermediate_size // self.tp)
         return kept
 
@@ -127,7 +137,8 @@ class Sizes:
         return (
             2 * (self.norm(self.rows, self.hidden, self.residual) + normed)
             + self.attention()
-            + self.mlp(number)
+            + self._mlp(number)
+            - self.recomputed_mlp(number)
         )
 
     def head(self) -> int:
@@ -190,8 +201,10 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
         embedding_activations(config, plan) if stage == 0 else 0
     )
     runs = config.training.recomputed_runs(len(largest))
-    layers = map(Sizes(config, plan).layer, largest)
+    sizes = Sizes(config, plan)
+    layers = map(sizes.layer, largest)
     again = max(sum(islice(layers, run)) for run in runs) if runs else 0
+    again = max(again, *map(sizes.recomputed_mlp, largest), 0)
     return Activations(
         alive * one, alive, head_activations(config, plan) if stage == stages - 1 else 0, again
     )

@@ -153,8 +153,15 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     moe = sum(map(config.model.is_moe_layer, chunk))
     blocks = 2 * layers - (0 if config.model.moe_shared_expert_intermediate_size else moe)
     found = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
+    modules = config.training.recomputed_modules
     if moe:
         found += _experts(config, sizes, moe)
+    if "moe" in modules:
+        found += _times(moe, _experts_again(config, sizes))
+    elif "shared_experts" in modules:
+        found += _times(moe, _shared_again(config, sizes))
+    if "mlp" in modules and sizes.sequence:
+        found += _times(layers - moe, [Transfer("tp", "all-gather", 1, whole)])
     again = sum(runs)
     if sizes.sequence:
         found += [Transfer("tp", "all-gather", 2 * again, 2 * again * whole)]
@@ -162,22 +169,51 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     found += [
         Transfer("tp", "reduce-scatter" if sizes.sequence else "all-reduce", sums, sums * whole)
     ]
-    cores = 2 * layers + (layers if config.training.recompute == "selective" else again)
+    cores = 2 * layers + (layers if "core_attn" in config.training.recomputed_modules else again)
     return [*found, *_context_parallel(config, sizes, cores, layers)]
+
+
+def _times(number: int, found: list[Transfer]) -> list[Transfer]:
+    return [t._replace(calls=number * t.calls, nbytes=number * t.nbytes) for t in found]
 
 
 def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
     """Of so many MLPs of experts: tokens, probabilities and numbers of experts go to the ranks
     that share the experts, results come back, and the gradients of tokens, probabilities and
-    results; routers count the tokens of each expert.
+    results; routers count the tokens of each expert."""
+    found = _router(config, sizes)
+    for backward in (False, True):
+        found += _to_experts(config, sizes, backward)
+        found += _from_experts(config, sizes, backward)
+    return _times(layers, found)
 
-    All-to-all sends a token once for each of its experts, here as many to each rank.
-    """
+
+def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
+    """Of the second forward of an MLP of experts. It ends before the last sum, whose result nothing
+    needs."""
+    found = [*_router(config, sizes), *_to_experts(config, sizes, False)]
+    if config.model.moe_shared_expert_intermediate_size:
+        return [*found, *_from_experts(config, sizes, False), *_shared_again(config, sizes)]
+    if config.model.moe_token_dispatcher_type == "alltoall":
+        back = _from_experts(config, sizes, False)
+        return [*found, *(t for t in back if t.axis == "ep")]
+    return found
+
+
+def _shared_again(config: Config, sizes: Sizes) -> list[Transfer]:
+    """Of the second forward of a shared expert, whose sum only its gate needs."""
+    if not config.model.moe_shared_expert_intermediate_size:
+        return []
+    whole = sizes.tokens * sizes.hidden * sizes.item
+    gather = [Transfer("tp", "all-gather", 1, whole)] if sizes.sequence else []
+    operation = "reduce-scatter" if sizes.sequence else "all-reduce"
+    gate = config.model.moe_shared_expert_gate
+    return [*gather, *([Transfer("tp", operation, 1, whole)] if gate else [])]
+
+
+def _router(config: Config, sizes: Sizes) -> list[Transfer]:
+    """Counts and scores that the routers of a layer exchange."""
     m = config.model
-    copies = sizes.expert_tokens * m.moe_router_topk
-    whole = sizes.expert_tokens * sizes.hidden * sizes.item
-    probs = copies * sizes.wide
-    numbers = copies * IDS
     found = []
     for kind in m.balancing_losses:
         groups = config.training.micro_batch_size if kind == "seq_aux_loss" else 1
@@ -192,27 +228,53 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
         rows = selections * sizes.tokens * m.num_experts * sizes.wide
         found += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
         found += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
-    if sizes.sequence or sizes.tp == 1:
-        axis = "tp" if sizes.etp == sizes.tp else "etp"
-        found += [
-            Transfer(axis, "all-gather", 4, 2 * whole + probs + numbers),
-            Transfer(axis, "reduce-scatter", 3, 2 * whole + probs),
-        ]
-    else:
-        found += [Transfer("tp", "all-reduce", 3, 2 * whole + probs)]
+    return found
+
+
+def _exchange(sizes: Sizes) -> tuple[str, int, int, int]:
+    """(Axis of the ranks whose tokens are brought together; bytes of these tokens, of the
+    probabilities and of the numbers of their experts)."""
+    copies = sizes.expert_tokens * sizes.config.model.moe_router_topk
+    whole = sizes.expert_tokens * sizes.hidden * sizes.item
+    axis = "tp" if sizes.etp == sizes.tp else "etp"
+    return axis, whole, copies * sizes.wide, copies * IDS
+
+
+def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
+    """Tokens, probabilities and, in forward, numbers of experts on their way to the experts, or the
+    gradients of the first two on their way back.
+
+    All-to-all sends a token once for each of its experts, here as many to each rank.
+    """
+    m = config.model
     ep = config.parallel.expert_model_parallel_size
-    if m.moe_token_dispatcher_type == "alltoall":
-        rows = copies * sizes.hidden * sizes.item
-        found += [
-            Transfer("ep", "all-gather", 1, ep * m.num_experts * IDS),
-            Transfer("ep", "all-to-all", 6, 4 * rows + 2 * probs),
-        ]
+    axis, whole, probs, numbers = _exchange(sizes)
+    calls, nbytes = (2, whole + probs) if backward else (3, whole + probs + numbers)
+    operation = "reduce-scatter" if backward else "all-gather"
+    if sizes.sequence or sizes.tp == 1:
+        found = [Transfer(axis, operation, calls, nbytes)]
     else:
-        found += [
-            Transfer("ep", "all-gather", 4, ep * (2 * whole + probs + numbers)),
-            Transfer("ep", "reduce-scatter", 3, ep * (2 * whole + probs)),
-        ]
-    return [t._replace(calls=layers * t.calls, nbytes=layers * t.nbytes) for t in found]
+        found = [Transfer("tp", "all-reduce", calls, nbytes)] if backward else []
+    if m.moe_token_dispatcher_type != "alltoall":
+        return [*found, Transfer("ep", operation, calls, ep * nbytes)]
+    if not backward:
+        found += [Transfer("ep", "all-gather", 1, ep * m.num_experts * IDS)]
+    return [*found, Transfer("ep", "all-to-all", 2, m.moe_router_topk * whole + probs)]
+
+
+def _from_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
+    """The results of experts on their way back, or their gradients."""
+    m = config.model
+    ep = config.parallel.expert_model_parallel_size
+    axis, whole, _, _ = _exchange(sizes)
+    operation = "all-gather" if backward else "reduce-scatter"
+    if m.moe_token_dispatcher_type == "alltoall":
+        found = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * whole)]
+    else:
+        found = [Transfer("ep", operation, 1, ep * whole)]
+    if sizes.sequence or sizes.tp == 1:
+        return [*found, Transfer(axis, operation, 1, whole)]
+    return found if backward else [*found, Transfer("tp", "all-reduce", 1, whole)]
 
 
 def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> list[Transfer]:

@@ -131,7 +131,25 @@ MODELS = {
     | dict(attention_backend="local", bias_swiglu_fusion=False, apply_rope_fusion=False),
     "norm weights minus one": dict(apply_layernorm_1p=True, bf16=True),
 }
+MOE = LLAMA | dict(
+    num_experts=8,
+    moe_ffn_hidden_size=64,
+    moe_shared_expert_intermediate_size=96,
+    add_bias_linear=False,
+    moe_aux_loss_coeff=(0.01,),
+)
+SELECTIVE = dict(recompute_granularity="selective")
+EXPERTS = {
+    "experts": MOE,
+    "experts, capacity": MOE | dict(moe_expert_capacity_factor=0.5),
+    "experts, moe recomputed": MOE | SELECTIVE | dict(recompute_modules=("moe",)),
+    "experts, activation recomputed": MOE | SELECTIVE | dict(recompute_modules=("moe_act",)),
+    "experts, shared expert recomputed": MOE
+    | SELECTIVE
+    | dict(recompute_modules=("shared_experts", "core_attn")),
+}
 RECOMPUTE = {
+    "MLP": SELECTIVE | dict(recompute_modules=("mlp",)),
     "selective": dict(recompute_granularity="selective"),
     "full": FULL,
     "full, 2 layers": FULL | dict(recompute_num_layers=2),
@@ -141,10 +159,16 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize(
-    "flags", [*MODELS.values(), *RECOMPUTE.values()], ids=[*MODELS, *RECOMPUTE]
+    "flags",
+    [*MODELS.values(), *RECOMPUTE.values(), *EXPERTS.values()],
+    ids=[*MODELS, *RECOMPUTE, *EXPERTS],
 )
 def test_a_model_holds_what_the_formula_says(flags):
-    assert formula(**flags) == pytest.approx(measured(0, 1, flags), rel=WITHIN)
+    held = measured(0, 1, flags)
+    assert formula(**flags) == pytest.approx(held, rel=WITHIN)
+    if "recompute_modules" in flags:
+        kept = {name: value for name, value in flags.items() if "recompute" not in name}
+        assert held < measured(0, 1, kept)
 
 
 @pytest.mark.parametrize(
