@@ -242,10 +242,3 @@ def cpu_vendor() -> str:
 def name(device: torch.device) -> str:
     """The product name of the device; `cpu` on CPU."""
     return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name(device)
-
-
-def release_memory(device: torch.device) -> None:
-    """Release unused device memory and reset its peak; nothing on CPU."""
-    if device.type != "cpu":
-        getattr(torch, device.type).empty_cache()
-        getattr(torch, device.type).reset_peak_memory_stats(device)

@@ -72,13 +72,6 @@ def warn_once(text: str) -> None:
         print_rank_0(f"WARNING: {text}")
 
 
-def say_once(text: str) -> None:
-    """Print `text` on rank 0 the first time it is said in this process."""
-    if text not in _SAID:
-        _SAID.add(text)
-        print_rank_0(text)
-
-
 def last_words(text: str) -> None:
     """Say why this process ends, where a user sees it last.
 

@@ -47,8 +47,8 @@ def test_a_single_process_is_first_and_last(place, capsys):
 def test_said_once(place, capsys):
     log._SAID.discard("news of test_log")
     for _ in range(3):
-        log.say_once("news of test_log")
-    assert capsys.readouterr().out == "news of test_log\n"
+        log.warn_once("news of test_log")
+    assert capsys.readouterr().out == "WARNING: news of test_log\n"
 
 
 def test_last_words_go_to_stderr_or_where_torchrun_shows_them(monkeypatch, capsys, tmp_path):

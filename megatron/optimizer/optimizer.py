@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer import adam, clip_grads, moments
+from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
 
 if TYPE_CHECKING:
@@ -220,42 +220,8 @@ class MixedPrecisionOptimizer:
         return {"optimizer": self.kind, "step": self.step_count, "grad_scaler": scaler}
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(tensors by global name, JSON-able counters); `load_state` takes the two back."""
+        """(tensors by global name, JSON-able counters)."""
         return self.tensors(), self.counters()
-
-    @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]) -> None:
-        """Copy a state that `state` gave (same names and local shapes) into place, then the main
-        weights to the model.
-
-        Raises ValueError, before anything is changed, that names all missing, unknown and
-        differently shaped tensors.
-        """
-        mine = self.tensors()
-        if counters["optimizer"] != self.kind:
-            raise ValueError(
-                f"--optimizer {self.kind} cannot take the state of {counters['optimizer']}; use "
-                "that optimizer, or --no-load-optim to start with a fresh state"
-            )
-        problems = [f"{name} is missing" for name in mine if name not in tensors]
-        problems += [
-            f"{name} is not part of this optimizer" for name in tensors if name not in mine
-        ]
-        problems += [
-            f"{name} has shape {list(tensors[name].shape)} instead of {list(mine[name].shape)}"
-            for name in mine
-            if name in tensors and tensors[name].shape != mine[name].shape
-        ]
-        if problems:
-            raise ValueError(
-                f"the optimizer state does not fit ({len(problems)} tensors): "
-                f"{'; '.join(problems[:20])}; use the precision and model flags it was saved "
-                "with, or --no-load-optim"
-            )
-        for name, tensor in mine.items():
-            tensor.copy_(moments.convert(name, tensors[name], tensor.dtype))
-        self.load_counters(counters)
-        self._copy_main_to_model()
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Take back what `counters` gave: for a loader that wrote into `tensors()` itself."""

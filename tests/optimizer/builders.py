@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
+from megatron.optimizer import moments
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import DynamicGradScaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, ScheduleSteps, schedule_steps
@@ -48,3 +51,17 @@ def scheduler_of(optimizer: Any, **values: Any) -> OptimizerParamScheduler:
     decay = {"weight_decay": start, "start_weight_decay": start, "end_weight_decay": end}
     flags = {names.get(name, name): value for name, value in values.items()}
     return OptimizerParamScheduler(optimizer, OptimizerConfig(**decay, **flags), steps)
+
+
+def load_state(
+    optimizer: MixedPrecisionOptimizer,
+    tensors: dict[str, torch.Tensor],
+    counters: dict[str, object],
+) -> None:
+    """Copy a state (of `state`) into place, as a checkpoint is loaded, then the main weights
+    to the model."""
+    with torch.no_grad():
+        for name, tensor in optimizer.tensors().items():
+            tensor.copy_(moments.convert(name, tensors[name], tensor.dtype))
+        optimizer.load_counters(counters)
+        optimizer._copy_main_to_model()

@@ -8,7 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.optimizer.builders import dynamic_scaler, optimizer_of, scheduler_of, steps_of
+from tests.optimizer.builders import (
+    dynamic_scaler,
+    load_state,
+    optimizer_of,
+    scheduler_of,
+    steps_of,
+)
 
 BATCH = 64
 
@@ -101,7 +107,7 @@ def test_beta2_rises_with_the_updates(make_params, fill_grads):
             max(0.95, 1 - step**-0.8 if step else 0.0),
         )
     again = optimizer_of(make_params(seed=2), adam_beta2=0.95, adam_beta2_schedule_c=0.8)
-    again.load_state(optimizer.tensors(), json.loads(json.dumps(optimizer.counters())))
+    load_state(again, optimizer.tensors(), json.loads(json.dumps(optimizer.counters())))
     assert again.adam_beta2 == optimizer.adam_beta2 > 0.9748
     optimizer.step_count = 50000
     assert optimizer.adam_beta2 == pytest.approx(0.999826, abs=5e-7)

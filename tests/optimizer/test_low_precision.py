@@ -10,7 +10,7 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads, moments
-from tests.optimizer.builders import dynamic_scaler, optimizer_of
+from tests.optimizer.builders import dynamic_scaler, load_state, optimizer_of
 
 RATES = {"lr": 1e-2, "weight_decay": 0.1}
 BOTH_BF16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
@@ -141,11 +141,11 @@ def test_state_of_other_dtypes_is_converted(make_params, fill_grads, dtype):
     fill_grads(params, 0)
     wide.step()
     low = optimizer_of(make_params(torch.bfloat16), **narrow)
-    low.load_state(*wide.state())
+    load_state(low, *wide.state())
     back = optimizer_of(make_params(torch.bfloat16))
-    back.load_state(*low.state())
+    load_state(back, *low.state())
     again = optimizer_of(make_params(torch.bfloat16), **narrow)
-    again.load_state(*back.state())
+    load_state(again, *back.state())
     for name, tensor in wide.tensors().items():
         torch.testing.assert_close(back.tensors()[name], tensor, rtol=2.0**-8, atol=0.0)
         assert torch.equal(again.tensors()[name], low.tensors()[name])
@@ -157,7 +157,7 @@ def test_moments_that_exceed_fp16_are_refused(make_params):
     wide.tensors()["optimizer.exp_avg.output_layer.weight"].fill_(100.0)
     low = optimizer_of(make_params(), exp_avg_dtype="fp16", **PRECISION_AWARE)
     with pytest.raises(ValueError, match=r"exp_avg.output_layer.*\[checkpoint-moments-exceed-fp16"):
-        low.load_state(*wide.state())
+        load_state(low, *wide.state())
 
 
 def test_fp8_moments_are_stored_in_bf16():

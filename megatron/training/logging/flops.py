@@ -59,16 +59,6 @@ class FlopCount:
         """Operations per token of a training step as MFU counts them: forward and backward."""
         return 3 * self.forward
 
-    def hardware(self, recompute: str | None = None) -> int:
-        """Operations per token that are really done: `recompute` None, "selective" (core attention)
-        or "full"."""
-        repeated = {
-            None: 0,
-            "selective": self.attention_core,
-            "full": self.attention_linear + self.attention_core + self.mlp,
-        }
-        return self.model + repeated[recompute]
-
 
 def count_flops(shape: TransformerShape) -> FlopCount:
     """Exact count per token for any ffn width, grouped-query attention and gated MLPs."""
@@ -87,25 +77,6 @@ def flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
     """Model FLOPs of one training iteration over `batch_size` sequences (this suite's throughput
     figure)."""
     return count_flops(shape).model * batch_size * shape.seq_length
-
-
-def megatron_flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
-    """Megatron-LM's formula of January 2024: as `flops_per_iteration`, but for ffn = 4 h and
-    kv_channels = h / heads.
-
-    60 B s L h^2 (1 + g / 5a + s / 5h + V / 10Lh) with g query groups and a heads.
-    """
-    h = shape.hidden_size
-    layers = shape.num_layers
-    seq = shape.seq_length
-    keys = h * shape.num_query_groups // shape.num_attention_heads
-    per_token = (
-        60 * layers * h * h
-        + 12 * layers * h * keys
-        + 12 * layers * h * seq
-        + 6 * h * shape.vocab_size
-    )
-    return per_token * batch_size * seq
 
 
 def teraflops_per_rank(flops: int, seconds: float, world_size: int) -> float:
