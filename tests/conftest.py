@@ -48,6 +48,7 @@ PEERS = {
     "uvicorn",
     "openai",
     "httpx",
+    "lagent",
 }
 MARKED = "peers_marked"
 
