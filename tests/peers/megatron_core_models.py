@@ -40,7 +40,22 @@ def mcore_model(model, parallel=None):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel = parallel or ParallelConfig()
+    experts = {}
+    if model.num_experts:
+        experts = dict(
+            num_moe_experts=model.num_experts,
+            moe_ffn_hidden_size=model.expert_ffn,
+            moe_router_topk=model.moe_router_topk,
+            moe_router_load_balancing_type="none",
+            moe_router_score_function=model.moe_router_score_function,
+            moe_router_enable_expert_bias=model.moe_router_enable_expert_bias,
+            moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
+            moe_shared_expert_gate=model.moe_shared_expert_gate,
+            moe_token_dispatcher_type="allgather",
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+        )
     config = TransformerConfig(
+        **experts,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         num_layers=model.num_layers,
@@ -69,7 +84,9 @@ def mcore_model(model, parallel=None):
         gradient_accumulation_fusion=False,
     )
     spec = get_gpt_layer_local_spec(
-        normalization=model.normalization, qk_layernorm=model.qk_layernorm
+        num_experts=model.num_experts,
+        normalization=model.normalization,
+        qk_layernorm=model.qk_layernorm,
     )
     return GPTModel(
         config,

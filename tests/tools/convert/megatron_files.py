@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing.dummy
 import random
+import re
 import types
 
 import numpy as np
@@ -56,7 +57,7 @@ def arguments(flags, tp=1, pp=1) -> argparse.Namespace:
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             params_dtype=torch.float32,
-            num_experts=None,
+            num_experts=model.num_experts,
             window_size=None,
         )
     )
@@ -146,15 +147,27 @@ def fill(model, flags, tp, pp, state):
     whole = {name: parameter.detach() for name, parameter in ours.named_parameters()}
     t = state.get_tensor_model_parallel_rank()
     p = state.get_pipeline_model_parallel_rank()
-    for name, parameter in model.named_parameters():
+    biases = [one for one in model.named_buffers() if one[0].endswith(".expert_bias")]
+    for name, parameter in (*model.named_parameters(), *biases):
         key = name
         if ".layers." in name:
             head, _, tail = name.partition(".layers.")
             number, _, rest = tail.partition(".")
             key = f"{head}.layers.{int(number) + p * SIZE['num_layers'] // pp}.{rest}"
+        expert = re.search(r"\.local_experts\.(\d+)\.", key)
+        if expert:
+            key = key.replace(expert[0], ".")
         if key == "output_layer.weight" and key not in whole:
             key = "embedding.word_embeddings.weight"
         value = whole[key]
+        if expert:  # experts are split over tensor-parallel ranks as an MLP is
+            value = value[int(expert[1])]
+            dim = 1 if ".linear_fc1." in key else 1
+            value = value.chunk(tp, dim=dim)[t]
+            value = value.flatten(0, 1) if ".linear_fc1." in key else value
+            with torch.no_grad():
+                parameter.copy_(value)
+            continue
         # gate and up: each rank has its rows of both
         if ".linear_fc1." in key and flags.get("swiglu"):
             value = value.chunk(tp, dim=1)[t].flatten(0, 1)

@@ -78,6 +78,7 @@ def expected(flags) -> torch.Tensor:
             {"singleton_local_shards": True, "non_homogeneous_layers": True},
             marks=pytest.mark.campaign,
         ),
+        pytest.param("experts", (2, 2), None, marks=pytest.mark.campaign),
         pytest.param("llama", (2, 1), {"singleton_local_shards": True}, marks=pytest.mark.sweep),
         pytest.param("llama tied, qkv bias", (1, 2), None, marks=pytest.mark.sweep),
         pytest.param("swiglu with biases, qk norm", (2, 2), None, marks=pytest.mark.sweep),
@@ -86,7 +87,7 @@ def expected(flags) -> torch.Tensor:
 def test_checkpoints_of_megatron_core(name, layout, metadata, tmp_path, convert):
     """Layers and halves of gated matrices in one tensor, or each in its own."""
     pytest.importorskip("megatron.core")
-    flags = MODELS[name]
+    flags = {**MODELS, "experts": MOE}[name]
     tp, pp = layout
     run_ranks(tp * pp, on_a_rank_torch_dist, flags, tp, pp, tmp_path / "theirs", metadata)
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
