@@ -48,6 +48,12 @@ _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...]
         lambda m: m.num_experts and [m.is_moe_layer(layer) for layer in range(m.num_layers)],
     ),
     ("kv_channels", ("kv_channels",), lambda m: m.head_dim),
+    ("softmax_scale", ("softmax_scale",), lambda m: m.attention_scale),
+    (
+        "no_rope_freq",
+        ("no_rope_freq",),
+        lambda m: m.positions == "rope" and [m.rotates(layer) for layer in range(m.num_layers)],
+    ),
     ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
     (
         "position_embedding_type",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.arguments import arg
-from megatron.config.moe import ROUTER_SUMS, MoEConfig
+from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
 
 
 def _norm(word: str) -> str:
@@ -81,6 +82,12 @@ class TransformerConfig:
         help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
         dump=False,
     )
+    no_rope_freq: str | None = arg(
+        None,
+        dump=False,
+        help="layers without rotary position embeddings (NoPE): N for every Nth layer, or a "
+        "pattern of 1 (without) and 0 (with) such as [0]*3+[1]*1 (default: none)",
+    )
     make_vocab_size_divisible_by: int = arg(
         128, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
     )
@@ -92,6 +99,32 @@ class TransformerConfig:
     apply_residual_connection_post_layernorm: bool = arg(
         False, help="take the residual connection after the norm instead of before it"
     )
+    use_parallel_residual: bool = arg(
+        False,
+        dump=False,
+        help="attention and MLP of a layer both read the layer's input, and both results are added "
+        "to it (GPT-NeoX, Pythia)",
+    )
+    post_self_attn_layernorm: bool = arg(
+        False, dump=False, help="a norm of the attention output before the residual connection"
+    )
+    post_mlp_layernorm: bool = arg(
+        False, dump=False, help="a norm of the MLP output before the residual connection"
+    )
+    embedding_multiplier: float = arg(
+        1.0, dump=False, help="factor on the output of the word embedding (Granite, Gemma)"
+    )
+    residual_multiplier: float = arg(
+        1.0,
+        dump=False,
+        help="factor on the attention and MLP outputs before the residual connection (Granite)",
+    )
+    softmax_scale: float | None = arg(
+        None,
+        dump=False,
+        help="factor on attention scores (default: 1 / square root of the head width)",
+    )
+    logits_scaling: float = arg(1.0, dump=False, help="the logits are divided by this (Granite)")
     qk_layernorm: bool = arg(False, help="normalize each head of queries and keys", dump=False)
     openai_gelu: bool = arg(
         False, help="tanh approximation of GELU, also with --no-bias-gelu-fusion"
@@ -163,6 +196,19 @@ class TransformerConfig:
     def head_dim(self) -> int:
         """Width of one head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    def rotates(self, layer: int) -> bool:
+        """Has the layer of this (global) number rotary positions?"""
+        if self.positions != "rope" or self.no_rope_freq is None:
+            return self.positions == "rope"
+        if self.no_rope_freq.isdigit():
+            return (layer + 1) % int(self.no_rope_freq) != 0
+        return not parse_layer_pattern(self.no_rope_freq)[layer]
 
     @property
     def query_groups(self) -> int:

@@ -160,8 +160,8 @@ class MoEConfig:
 
 
 def parse_layer_pattern(text: str) -> list[bool]:
-    """Layer by layer, is it an MoE layer? `text` is a sum of lists of 0 and 1, each perhaps times a
-    number: "([0]*1+[1]*26)", "[1,0]*4". Raises ValueError."""
+    """Layer by layer, does the pattern select it? `text` is a sum of lists of 0 and 1, each perhaps
+    times a number: "([0]*1+[1]*26)", "[1,0]*4". Raises ValueError."""
     found: list[bool] = []
     for term in re.sub(r"^\(([^()]*)\)$", r"\1", text.replace(" ", "")).split("+"):
         term = re.sub(r"^\((.*)\)$", r"\1", term)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class SelfAttention(nn.Module):
             self._ring_attention = optional.load("megatron.parallel.ring_attention").ring_attention
         self.groups = model.query_groups // ctx.tp.size
         self.queries_per_group = model.num_attention_heads // model.query_groups
-        self.scale = 1.0 / math.sqrt(model.head_dim)
+        self.scale = model.attention_scale
         self.dropout = model.attention_dropout
         self.interleaved = model.rotary_interleaved
         self.recompute_core = recompute_core

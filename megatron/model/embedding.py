@@ -40,6 +40,7 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
         positions = params("position_embeddings.weight")
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
+        self.multiplier = model.embedding_multiplier
         self.dropout = model.hidden_dropout
         self.fp32 = model.fp32_residual_connection
         self.ctx = ctx
@@ -53,6 +54,8 @@ class Embedding(nn.Module):
         """tokens [b, s], position_ids [b or 1, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h],
         sequence parallel)."""
         x = self.word_embeddings(tokens)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         shard = self.ctx.tp.rank if self.ctx.sequence_parallel else 0
         if self.position_embeddings is not None:
             positions = self.position_embeddings(tokens.shape[1], position_ids)

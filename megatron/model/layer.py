@@ -55,7 +55,8 @@ class Recompute:
 
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on
-    both branches."""
+    both branches. With --use-parallel-residual x + attention(norm(x)) + mlp(norm'(x)) (Wang and
+    Komatsuzaki 2021)."""
 
     def __init__(
         self,
@@ -69,13 +70,24 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.number = number
         self.dropout = model.hidden_dropout
+        self.parallel = model.use_parallel_residual
+        self.rotates = model.rotates(number)
+        self.multiplier = model.residual_multiplier
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.input_layernorm = Norm(model, params.at("input_layernorm"))
         self.self_attention = SelfAttention(
             model, params.at("self_attention"), ctx, number, recompute_core=again.again("core_attn")
         )
+        self.post_self_attn_layernorm = (
+            Norm(model, params.at("post_self_attn_layernorm"))
+            if model.post_self_attn_layernorm
+            else None
+        )
         self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
+        self.post_mlp_layernorm = (
+            Norm(model, params.at("post_mlp_layernorm")) if model.post_mlp_layernorm else None
+        )
         self.moe = model.is_moe_layer(number)
         self.mlp = (
             optional.load("megatron.model.moe").MoELayer(
@@ -101,16 +113,24 @@ class TransformerLayer(nn.Module):
     ) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
         normed = self.input_layernorm(x)
-        y = self.self_attention(normed, rotary, document_ids, seeds)
-        x = (normed if self.residual_after_norm else x) + self.drop(y, seeds, "attention_output")
-        normed = self.pre_mlp_layernorm(x)
+        y = self.self_attention(normed, rotary if self.rotates else None, document_ids, seeds)
+        if self.post_self_attn_layernorm is not None:
+            y = self.post_self_attn_layernorm(y)
+        y = self.drop(y, seeds, "attention_output")
+        attended = (normed if self.residual_after_norm else x) + y
+        normed = self.pre_mlp_layernorm(x if self.parallel else attended)
         inputs = (normed, router_step) if self.moe else (normed,)
         again = self.recompute_mlp and torch.is_grad_enabled()
         y = recompute(self.mlp, *inputs) if again else self.mlp(*inputs)
-        return (normed if self.residual_after_norm else x) + self.drop(y, seeds, "mlp_output")
+        if self.post_mlp_layernorm is not None:
+            y = self.post_mlp_layernorm(y)
+        y = self.drop(y, seeds, "mlp_output")
+        return (normed if self.residual_after_norm else attended) + y
 
     def drop(self, x: torch.Tensor, seeds: DropoutSeeds | None, site: str) -> torch.Tensor:
-        """Dropout of a residual branch."""
+        """Dropout of a residual branch, and its factor."""
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         return x if seeds is None or self.dropout == 0.0 else self._drop(x, seeds, site)
 
     def _drop(self, x: torch.Tensor, seeds: DropoutSeeds, site: str) -> torch.Tensor:
@@ -161,6 +181,7 @@ class Decoder(nn.Module):
         self.group = ctx.tp.group
         self.transformer_engine = None
         self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
+        self.logits_scaling = model.logits_scaling
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says; each layer has its own call."""
@@ -193,4 +214,8 @@ class Decoder(nn.Module):
                 if again and torch.is_grad_enabled()
                 else run(x, start, stop)
             )
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+        if self.final_layernorm is None:
+            return x
+        x = self.final_layernorm(x)
+        # dividing the output layer's input divides the logits
+        return x if self.logits_scaling == 1.0 else x / self.logits_scaling

@@ -46,6 +46,23 @@ LLAMA = (
     "--num-attention-heads",
     "8",
 )
+# Options of single Hugging Face families.
+OPTIONS = (
+    *LLAMA,
+    "--use-parallel-residual",
+    "--post-self-attn-layernorm",
+    "--post-mlp-layernorm",
+    "--no-rope-freq",
+    "[0,1]",
+    "--embedding-multiplier",
+    "3",
+    "--residual-multiplier",
+    "0.5",
+    "--softmax-scale",
+    "0.4",
+    "--logits-scaling",
+    "0.7",
+)
 MOE = (
     *LLAMA,
     "--eod-mask-loss",
@@ -137,6 +154,9 @@ CASES = {
     ),
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
     "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
+    "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP), steps=10),
+    "cp2, options of families": Case(OPTIONS, 2, (CP, "2"), steps=10, only=FULL),
+    "pp2, options of families": Case(OPTIONS, 2, (PP, "2"), steps=10),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10

@@ -19,21 +19,27 @@ _LLAMA3 = {
     "high_freq_factor": LLAMA3_HIGH,
     "original_max_position_embeddings": LLAMA3_CONTEXT,
 }
-# hidden_act -> what ModelConfig.activation says, and the flags for that.
-_ACTIVATIONS: dict[str, tuple[str, Flags]] = {
-    "silu": ("swiglu", {"swiglu": True}),
-    "relu2": ("squared_relu", {"squared_relu": True}),
-    "gelu_pytorch_tanh": ("gelu (tanh)", {"openai_gelu": True}),
-    "gelu_new": ("gelu (tanh)", {"openai_gelu": True}),
-    "gelu_fast": ("gelu (tanh)", {"openai_gelu": True}),
-    "gelu": ("gelu (erf)", {"bias_gelu_fusion": False}),
+# What ModelConfig.activation says -> the flags for that.
+_ACTIVATION_FLAGS: dict[str, Flags] = {
+    "swiglu": {"swiglu": True},
+    "geglu": {"geglu": True},
+    "squared_relu": {"squared_relu": True},
+    "gelu (tanh)": {"openai_gelu": True},
+    "gelu (erf)": {"bias_gelu_fusion": False},
 }
+# hidden_act -> ModelConfig.activation, the default first.
+SILU = {"silu": "swiglu"}
+GEGLU = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
+RELU2 = {"relu2": "squared_relu"}
+GELU_TANH = {"gelu_pytorch_tanh": "gelu (tanh)", "gelu_new": "gelu (tanh)"}
+GELU_ERF = {"gelu": "gelu (erf)"}
 # Flags that a property of ModelConfig combines with others.
 _PROPERTIES = {
     "add_qkv_bias": "qkv_bias",
     "add_attention_output_bias": "attention_output_bias",
     "add_mlp_bias": "mlp_bias",
     "moe_ffn_hidden_size": "expert_ffn",
+    "softmax_scale": "attention_scale",
 }
 
 
@@ -69,7 +75,8 @@ class Dialect:
     keys: additional keys, each with the flags it sets.
     fixed: keys that must have this value, or be missing: (value, reason). They are not written.
     written: further keys of an exported config.json.
-    activations: values of hidden_act; the first is its default.
+    activations: values of hidden_act and what they are in ModelConfig.activation; the first is the
+        default.
     epsilon: key and default of the norms' epsilon.
     kv_heads, head_dim: default where num_key_value_heads or head_dim is missing (None:
         num_attention_heads, hidden_size / num_attention_heads; null means these in every family).
@@ -86,7 +93,7 @@ class Dialect:
     keys: tuple[Key, ...] = ()
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     written: Callable[[ModelConfig], Mapping[str, Any]] = lambda m: {}
-    activations: tuple[str, ...] = ("silu",)
+    activations: Mapping[str, str] = field(default_factory=lambda: SILU)
     epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6)
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -185,7 +192,7 @@ class Dialect:
 
     def write(self, m: ModelConfig) -> dict[str, Any]:
         """Flags -> config.json. What it cannot express differs when it is read again."""
-        fitting = [name for name in self.activations if _ACTIVATIONS[name][0] == m.activation]
+        acts = [name for name, ours in self.activations.items() if ours == m.activation]
         config = {
             "num_hidden_layers": m.num_layers,
             "hidden_size": m.hidden_size,
@@ -195,7 +202,7 @@ class Dialect:
             "intermediate_size": m.ffn,
             "max_position_embeddings": m.max_position_embeddings or m.seq_length,
             self.epsilon[0]: m.norm_epsilon,
-            "hidden_act": (fitting or self.activations)[0],
+            "hidden_act": (acts or list(self.activations))[0],
             "tie_word_embeddings": m.tied,
             **self._rotary_keys(m),
             "initializer_range": m.init_method_std,
@@ -230,11 +237,12 @@ class Dialect:
         }
 
 
-def _read_activation(keys: Keys, allowed: tuple[str, ...]) -> Flags:
-    name = keys.take("hidden_act", allowed[0], str)
+def _read_activation(keys: Keys, allowed: Mapping[str, str]) -> Flags:
+    usual = next(iter(allowed))
+    name = keys.take("hidden_act", usual, str)
     if name not in allowed:
         keys.refuse("hidden_act", name, f"one of {', '.join(allowed)} can be")
-    return _ACTIVATIONS[name if name in allowed else allowed[0]][1]
+    return _ACTIVATION_FLAGS[allowed.get(name, allowed[usual])]
 
 
 def read_dropout(keys: Keys, names: tuple[str, ...], default: float) -> float:

@@ -13,7 +13,16 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from tools.convert.config_keys import Keys
-from tools.convert.dialect import Dialect, Flags, Key, read_dropout
+from tools.convert.dialect import (
+    GEGLU,
+    GELU_ERF,
+    GELU_TANH,
+    RELU2,
+    Dialect,
+    Flags,
+    Key,
+    read_dropout,
+)
 from tools.convert.links import (
     EXPERTS,
     EXPERTS_GATE_UP,
@@ -289,6 +298,27 @@ def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
     }
 
 
+def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
+    """Layers without rotary positions are 0 in no_rope_layers; where that is missing every 4th
+    layer (no_rope_layer_interval) is."""
+    layers = flags["num_layers"]
+    interval = keys.take("no_rope_layer_interval", 4)
+    rotated = keys.take("no_rope_layers", [], list)
+    if not rotated:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(rotated) != layers or any(one not in (0, 1) for one in rotated):
+        keys.refuse("no_rope_layers", rotated, f"it must have {layers} numbers, 0 or 1")
+    elif not all(rotated):
+        pattern = ",".join(str(1 - one) for one in rotated)
+        flags = flags | {"no_rope_freq": f"[{pattern}]"}
+    used = keys.take("use_sliding_window", False, bool)
+    return _no_window(keys, flags, used, absent=None)
+
+
+def _gemma_embedding(keys: Keys, flags: Flags) -> Flags:
+    return flags | {"embedding_multiplier": flags["hidden_size"] ** 0.5}
+
+
 def _internlm_rotary(keys: Keys) -> None:
     rotary = keys.take("rotary", {}, dict)
     if rotary.get("type", "dynamic") not in ("dynamic", "origin"):
@@ -343,8 +373,23 @@ _ROTARY = re.compile(
 _MASKS = re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)")
 
 
-def _like_llama(model_type: str, architecture: str, names: Names, dialect: Dialect) -> Family:
-    return Family(model_type, architecture, names, dialect.read, dialect.write, _ROTARY)
+_NEOX_BUFFERS = re.compile(
+    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"
+)
+_NEOX_ENDS: Names = {
+    "embedding.word_embeddings": (("gpt_neox.embed_in",), SAME),
+    "output_layer": (("embed_out",), SAME),
+}
+
+
+def _like_llama(
+    model_type: str,
+    architecture: str,
+    names: Names,
+    dialect: Dialect,
+    buffers: re.Pattern[str] = _ROTARY,
+) -> Family:
+    return Family(model_type, architecture, names, dialect.read, dialect.write, buffers)
 
 
 def _wide_window(m: ModelConfig) -> dict[str, Any]:
@@ -372,6 +417,13 @@ def _topk(default: int) -> Key:
 
 _QWEN_EXPERTS = _moe_names("mlp", "gate_proj", "up_proj", "down_proj")
 _EXPERT_WIDTH = ("moe_ffn_hidden_size",)
+
+
+def _smollm3_keys(m: ModelConfig) -> dict[str, Any]:
+    rotated = [int(m.rotates(layer)) for layer in range(m.num_layers)]
+    return {"no_rope_layers": rotated, "use_sliding_window": False, "sliding_window": None}
+
+
 _QWEN_FIXED = {"use_mrope": (False, "positions are one number")}
 
 FAMILIES: Mapping[str, Family] = {
@@ -503,7 +555,7 @@ FAMILIES: Mapping[str, Family] = {
             Dialect(
                 flags=_LAYER_NORM,
                 keys=(Key("use_bias", True, _ALL_BIASES),),
-                activations=("gelu_pytorch_tanh", "gelu_new", "gelu"),
+                activations=GELU_TANH | GELU_ERF,
                 epsilon=("norm_epsilon", 1e-5),
                 kv_heads=2,
                 tied=True,
@@ -519,7 +571,7 @@ FAMILIES: Mapping[str, Family] = {
             Dialect(
                 flags=_LAYER_NORM | {"apply_layernorm_1p": True},
                 keys=(_ATTENTION_BIAS, _MLP_BIAS),
-                activations=("relu2",),
+                activations=RELU2,
                 epsilon=("norm_eps", 1e-5),
                 partial=0.5,
             ),
@@ -594,7 +646,7 @@ FAMILIES: Mapping[str, Family] = {
             _llama_names(gated=False),
             Dialect(
                 keys=(_ATTENTION_BIAS, _MLP_BIAS),
-                activations=("relu2",),
+                activations=RELU2,
                 epsilon=("rms_norm_eps", 1e-5),
             ),
         ),
@@ -608,7 +660,7 @@ FAMILIES: Mapping[str, Family] = {
                     Key("attention_bias", True, _ATTENTION_BIASES),
                     Key("mlp_bias", True, ("add_mlp_bias",)),
                 ),
-                activations=("relu2",),
+                activations=RELU2,
                 epsilon=("layer_norm_eps", 1e-5),
             ),
         ),
@@ -619,7 +671,7 @@ FAMILIES: Mapping[str, Family] = {
             Dialect(
                 flags=_LAYER_NORM | dict.fromkeys(_ALL_BIASES, True),
                 keys=(Key("qk_layernorm", True, ("qk_layernorm",)),),
-                activations=("relu2",),
+                activations=RELU2,
                 epsilon=("layer_norm_eps", 1e-5),
                 grouped=False,
                 own_head_dim=False,
@@ -678,6 +730,93 @@ FAMILIES: Mapping[str, Family] = {
                 renamed={"num_local_experts": "num_experts"},
                 last=_read_qwen_moe,
                 written=_qwen_moe,
+            ),
+        ),
+        _like_llama(
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            _neox_names("gpt_neox.", "attention", "final_layer_norm") | _NEOX_ENDS,
+            Dialect(
+                flags=_LAYER_NORM | {"add_mlp_bias": True},
+                keys=(
+                    Key("use_parallel_residual", True, ("use_parallel_residual",)),
+                    Key("attention_bias", True, _ATTENTION_BIASES),
+                ),
+                activations=GELU_ERF | GELU_TANH | {"gelu_fast": "gelu (tanh)"},
+                epsilon=("layer_norm_eps", 1e-5),
+                grouped=False,
+                own_head_dim=False,
+                partial=0.25,
+                dropouts=("hidden_dropout",),
+                renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+            ),
+            _NEOX_BUFFERS,
+        ),
+        _like_llama(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            _llama_names(),
+            Dialect(
+                keys=(_ATTENTION_BIAS, _MLP_BIAS),
+                kv_heads=4,
+                theta=2000000,
+                tied=True,
+                last=_smollm3_layers,
+                written=_smollm3_keys,
+            ),
+        ),
+        _like_llama(
+            "glm4",
+            "Glm4ForCausalLM",
+            _llama_names(
+                **{
+                    _FC1: _GATE_UP_ROWS,
+                    _LAYER + "post_self_attn_layernorm": "model.layers.{}.post_self_attn_layernorm",
+                    _LAYER + "post_mlp_layernorm": "model.layers.{}.post_mlp_layernorm",
+                }
+            ),
+            Dialect(
+                flags=_RMS_NORM
+                | _INTERLEAVED
+                | {"post_self_attn_layernorm": True, "post_mlp_layernorm": True},
+                keys=(Key("attention_bias", False, _QKV_BIAS),),
+                epsilon=("rms_norm_eps", 1.5625e-07),
+                kv_heads=2,
+                head_dim=128,
+                partial=0.5,
+            ),
+        ),
+        _like_llama(
+            "granite",
+            "GraniteForCausalLM",
+            _llama_names(),
+            Dialect(
+                keys=(
+                    _ATTENTION_BIAS,
+                    _MLP_BIAS,
+                    Key("embedding_multiplier", 1.0, ("embedding_multiplier",)),
+                    Key("residual_multiplier", 1.0, ("residual_multiplier",)),
+                    Key("attention_multiplier", 1.0, ("softmax_scale",)),
+                    Key("logits_scaling", 1.0, ("logits_scaling",)),
+                ),
+            ),
+        ),
+        _like_llama(
+            "gemma",
+            "GemmaForCausalLM",
+            _llama_names(),
+            Dialect(
+                flags=_RMS_NORM | {"apply_layernorm_1p": True},
+                keys=(_ATTENTION_BIAS,),
+                fixed={
+                    "use_bidirectional_attention": (False, "attention is causal"),
+                    "hidden_activation": ("gelu_pytorch_tanh", "--geglu has the tanh form of GELU"),
+                },
+                activations=GEGLU,
+                kv_heads=16,
+                head_dim=256,
+                tied=True,
+                last=_gemma_embedding,
             ),
         ),
         Family(

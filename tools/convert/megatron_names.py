@@ -38,6 +38,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "use_mup": (None, False),
 }
+# Flags of ours that an export cannot express.
+_NOT_THEIRS = (
+    *("no_rope_freq", "use_parallel_residual", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
+)
 _POSITIONS = ("learned_absolute", "rope", "none")
 _TOKENIZER = (
     "tokenizer_type",
@@ -163,6 +168,11 @@ def args_for(model: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
         )
     if model.num_experts is not None:
         problems.append("--num-experts: experts are not converted")
+    problems += [
+        f"--{name.replace('_', '-')}: models with it are not converted"
+        for name in _NOT_THEIRS
+        if getattr(model, name) != getattr(ModelConfig(), name)
+    ]
     if model.geglu:
         problems.append("--geglu: Megatron-LM has no argument for it")
     if problems:

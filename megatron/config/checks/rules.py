@@ -17,6 +17,7 @@ from megatron.config.checks import layout as check_layout
 from megatron.config.checks import low_precision as check_low_precision
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
+from megatron.config.moe import parse_layer_pattern
 from megatron.config.plan.plan import batch_schedule
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
@@ -130,7 +131,7 @@ _NEEDED = (
     ("rope_scaling_factor", "--use-rope-scaling", lambda v: v["use_rope_scaling"]),
     (
         "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
-        "use_rope_scaling",
+        "use_rope_scaling no_rope_freq",
         "--position-embedding-type rope",
         lambda v: v["position_embedding_type"] == "rope" or v["use_rotary_position_embeddings"],
     ),
@@ -411,6 +412,11 @@ def _ranges(f: Facts) -> Iterator[str]:
         (_NOT_NEGATIVE, lambda v: 0 <= v < math.inf, "must not be negative"),
         (_POSITIVE, lambda v: 0 < v < math.inf, "must be greater than 0"),
         (_BELOW_ONE, lambda v: 0 <= v < 1, "must be at least 0 and less than 1"),
+        (
+            ["embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"],
+            lambda v: 0 < v < math.inf,
+            "must be greater than 0",
+        ),
         (["rotary_percent"], lambda v: 0 < v <= 1, "must be greater than 0 and at most 1"),
         (["recompute_fraction"], lambda v: 0 <= v <= 1, "must be at least 0 and at most 1"),
         (["loss_scale_growth_factor"], lambda v: 1 < v < math.inf, "must be greater than 1"),
@@ -488,6 +494,8 @@ def _shape(f: Facts) -> Iterator[str]:
             "--position-embedding-type none: --use-rotary-position-embeddings asks for rope; "
             "omit one of them [flags-exclude-each-other]"
         )
+    yield from _rope_pattern(f)
+    yield from _only_one(f, "use_parallel_residual", "apply_residual_connection_post_layernorm")
     yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
     yield from _only_one(f, "ffn_hidden_size", "ffn_multiple_of")
     for name in ("ffn_multiple_of", "init_scheme"):
@@ -496,6 +504,23 @@ def _shape(f: Facts) -> Iterator[str]:
                 f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it "
                 "out [flag-needs-other-flag]"
             )
+
+
+def _rope_pattern(f: Facts) -> Iterator[str]:
+    text = f["no_rope_freq"]
+    if text is None or not f.ok("num_layers"):
+        return
+    layers = f["num_layers"]
+    try:
+        fits = int(text) > 0 if text.isdigit() else len(parse_layer_pattern(text)) == layers
+    except ValueError:
+        fits = False
+    if not fits:
+        f.bad.add("no_rope_freq")
+        yield (
+            f"--no-rope-freq {text}: must be a number of at least 1, or a pattern of "
+            f"--num-layers {layers} times 0 or 1 such as [0]*3+[1]*1 [value-out-of-range]"
+        )
 
 
 def _only_one(f: Facts, *names: str) -> Iterator[str]:

@@ -303,7 +303,6 @@ encoder_tensor_model_parallel_size=0 encoder_pipeline_model_parallel_size=0
   | there is no encoder; omit the flag
 qk_l2_norm=False qk_clip=False qk_clip_alpha=0.5 qk_clip_threshold=100.0
   | use --qk-layernorm to keep attention scores small
-softmax_scale:float= | scores are divided by the square root of the head dimension; omit the flag
 glu_activation= | use --swiglu or --geglu
 is_hybrid_model=False mamba_mem_eff_path=True,--disable-mamba-mem-eff-path
   use_mamba_mem_eff_path=True enable_hyper_connections=False num_residual_streams=1
@@ -346,15 +345,13 @@ data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_st
 use_mup=False | muP is not supported; set --init-method-std and --lr yourself
 embedding_init_method_std=
   | the embedding has the standard deviation of all matrices; use --init-method-std
-embed_layernorm=False post_self_attn_layernorm=False post_mlp_layernorm=False
-  attention_output_gate=False use_gated_attention=False
+embed_layernorm=False attention_output_gate=False use_gated_attention=False
   | layers have one norm before attention and one before the MLP, without gates; omit the flag
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
 multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
   v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
 mtp_num_layers= mtp_loss_scaling_factor=0.1 | only the next token is predicted; omit the flag
 window_size= window_attn_skip_freq= | &window
-no_rope_freq= | every layer rotates its queries and keys; omit the flag
 softmax_type=vanilla | there are no attention sinks; omit the flag
 quick_geglu=False enable_gpt_oss=False activation_func_clamp_value= glu_linear_offset=0.0
   | use --geglu (its GELU is the tanh form) or --swiglu

@@ -132,10 +132,13 @@ class Sizes:
         return self.item * widths * ffn
 
     def layer(self, number: int) -> int:
-        """All that a layer keeps: both norms' inputs and results, and the two blocks."""
+        """All that a layer keeps: its norms' inputs and results, and the two blocks."""
+        m = self.config.model
         normed = self.rows * self.hidden * self.item
+        outputs = m.post_self_attn_layernorm + m.post_mlp_layernorm
         return (
             2 * (self.norm(self.rows, self.hidden, self.residual) + normed)
+            + outputs * self.norm(self.rows, self.hidden, self.item)
             + self.attention()
             + self._mlp(number)
             - self.recomputed_mlp(number)

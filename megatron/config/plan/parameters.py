@@ -226,10 +226,16 @@ def _layer_table(model: ModelConfig, layer: int, draw: Scheme) -> list[Parameter
         model.attention_output_bias,
         draw("attention_output", layer),
     )
+    if model.post_self_attn_layernorm:
+        table += _norm(model, prefix + "post_self_attn_layernorm", h)
     table += _norm(model, prefix + "pre_mlp_layernorm", h)
     if model.is_moe_layer(layer):
-        return table + _moe_layer(model, prefix + "mlp.", layer, draw)
-    return table + _mlp(model, prefix + "mlp.", model.ffn, layer, draw)
+        table += _moe_layer(model, prefix + "mlp.", layer, draw)
+    else:
+        table += _mlp(model, prefix + "mlp.", model.ffn, layer, draw)
+    if model.post_mlp_layernorm:
+        table += _norm(model, prefix + "post_mlp_layernorm", h)
+    return table
 
 
 def _mlp(

@@ -116,6 +116,13 @@ def configs(transformers):
 
 # What the tiny model of a family has instead of or besides _LLAMA; None: not this key.
 _SIZES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"num_key_value_heads": None},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.7,
+    },
     "gpt_bigcode": {"num_key_value_heads": None, "intermediate_size": None},
     "helium": {"head_dim": 16},
     "ministral": {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},

@@ -92,7 +92,9 @@ MIXTRAL = (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), 
 
 
 def in_memory(name: str) -> str:
-    """A name of Mixtral's files as by_file has it; other names as they are."""
+    """A name of Mixtral's or GPT-NeoX's files as by_file has it; other names as they are."""
+    if name == "embed_out.weight":
+        return "lm_head.weight"
     if ".block_sparse_moe." in name:
         for theirs, usual in MIXTRAL:
             name = name.replace(f".{theirs}.", f".{usual}.")
