@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.config.moe import ROUTER_SUMS
 from megatron.model.moe import RouterStep
 from megatron.training import routers
 from tests.model.tiny import tiny_config, tiny_model, tokens
@@ -209,7 +210,9 @@ def test_the_update_of_the_expert_bias_equals_that_of_megatron_core(rate):
     )
     run = SimpleNamespace(config=SimpleNamespace(model=config), model=[model])
     before = bias.detach().clone()
-    routers.update_bias(run, SimpleNamespace(routers=[0.0, 0.0, 0.0, 0.0, *counts.tolist() * 3]))
+    routers.update_bias(
+        run, SimpleNamespace(routers=([0.0] * len(ROUTER_SUMS) + counts.tolist()) * 3)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
         patch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)
