@@ -143,6 +143,14 @@ class ParallelConfig:
         None, help="process group backend (default: nccl on CUDA, gloo on CPU)"
     )
     distributed_timeout_minutes: int = arg(10, help="timeout of collectives, in minutes")
+    hang_timeout_seconds: float | None = arg(
+        None,
+        dump=False,
+        help="with several ranks: seconds for one iteration (without validation and save), after "
+        "which the rank that keeps the others waiting is named with its stack and the run ends "
+        "with exit code 4 (0: never; default: the larger of 15 and 5 times the median iteration; "
+        "never with --torch-compile)",
+    )
     crash_loop_limit: int = arg(
         3,
         dump=False,

@@ -47,7 +47,8 @@ _NOT_NEGATIVE = (
     "num_workers manual_gc_interval ckpt_step decoupled_lr decoupled_min_lr vocab_extra_ids "
     "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
     "profile_step_start start_eval_at_iter "
-    "moe_z_loss_coeff moe_router_bias_update_rate crash_loop_limit"
+    "moe_z_loss_coeff moe_router_bias_update_rate crash_loop_limit "
+    "hang_timeout_seconds"
 ).split()
 _POSITIVE = (
     "norm_epsilon adam_eps loss_scale initial_loss_scale min_loss_scale exit_duration_in_mins "

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from megatron import launcher
 
+HUNG = 4  # exit code of a run that a rank kept from making progress
+
 
 @dataclass(frozen=True)
 class ProcessId:

@@ -29,7 +29,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.training.launch.process import Failure, ProcessId, code_location, this_process
+from megatron.training.launch import hang
+from megatron.training.launch.process import (
+    HUNG,
+    Failure,
+    ProcessId,
+    code_location,
+    this_process,
+)
 
 DIED = (
     "terminated without reporting an error: killed (SIGKILL, out of memory), or its machine was "
@@ -51,6 +58,9 @@ LONGEST_LINE = 1 << 18  # bytes of a message of a rank
 LONGEST_HELLO = 1 << 12  # ... and of one that has yet to prove that it is a rank
 LONGEST_ANSWER = 1 << 26  # ... and of rank 0's: it describes every rank
 HELLO_WITHIN = 5.0
+TICK = 1.0  # seconds between looks at the progress of a rank
+ANSWERS_ABOUT_STALL_WITHIN = 5.0
+SERVER_IS_SILENT_AFTER = 10  # ticks
 STRANGERS = 64  # connections beyond one per rank that may wait to prove themselves
 
 
@@ -156,6 +166,7 @@ class MonitorServer:
         self._failures: list[Failure] = []
         self._decided: dict[str, Any] | None = None
         self._asking: set[int] = set()
+        self._stall_of: int | None = None  # seconds, while the ranks are asked why
         self._answers: dict[int, Any] = {}
         self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY}
         self._reported_limit = False
@@ -333,8 +344,13 @@ class MonitorServer:
                 self._deadlines["answer"] = time.monotonic() + ANSWERS_WITHIN
                 self._send_all("where")
             self._asking.add(rank)
+        elif kind == "stalled" and self._stall_of is None and not self._decided:
+            self._stall_of = int(message["seconds"])
+            self._answers = {}
+            self._deadlines["answer"] = time.monotonic() + ANSWERS_ABOUT_STALL_WITHIN
+            self._send_all("where")
         elif kind == "at":
-            self._answers[rank] = message["at"]
+            self._answers[rank] = message
             if len(self._answers) >= len(self._wires):
                 self._deadlines["answer"] = 0.0
 
@@ -358,8 +374,8 @@ class MonitorServer:
         processes = {
             rank: f"{process} does not answer" for rank, process in self._processes.items()
         } | {
-            rank: f"{self._processes[rank]}: {at}" if at else None
-            for rank, at in self._answers.items()
+            rank: f"{self._processes[rank]}: {answer['at']}" if answer["at"] else None
+            for rank, answer in self._answers.items()
         }
         missing = [rank for rank in range(self.world_size) if rank not in self._processes]
         if missing:
@@ -372,6 +388,28 @@ class MonitorServer:
                     "answer", processes=[text for _, text in sorted(processes.items()) if text]
                 )
         self._asking.clear()
+        if self._stall_of is not None:
+            self._judge(self._stall_of)
+            self._stall_of = None
+
+    def _judge(self, seconds: int) -> None:
+        """Some rank has made no progress for longer than its limit: end the run, unless a rank that
+        the others may wait for is within its own limit, or all wait for each other."""
+        busy = {rank: one for rank, one in self._answers.items() if one["at"]}
+        silent = sorted(set(self._wires) - set(self._answers))
+        culprits = sorted([*silent, *busy])
+        if not culprits or self._failures or not all(one["stalled"] for one in busy.values()):
+            return
+        failures = []
+        for rank in culprits:
+            answer = busy.get(rank) or hang.inspect(self._processes[rank])
+            failures.append(hang.failure(self._processes[rank], seconds, answer))
+            print(hang.report(failures[-1], answer), file=sys.stderr)
+        others = sorted(set(self._wires) - set(culprits))
+        print(f"waiting for it: rank {_numbers(others) or 'none'}", file=sys.stderr, flush=True)
+        self._note(failures[0], 0.0)
+        for rank in silent:
+            hang.kill(self._processes[rank])
 
     def _end(self) -> None:
         """All but the rank that failed exit; rank 0, with this thread, after the others; the rank
@@ -384,13 +422,14 @@ class MonitorServer:
             self._failures, key=lambda one: (one.silent, not one.silent and one.process.rank)
         )
         self._decided = asdict(failure)
-        last = (failure.process.rank, 0)
+        hung = failure.code == HUNG
+        last = (0,) if hung else (failure.process.rank, 0)
         self._send_all("end", but=last, end=self._decided)
         deadline = time.monotonic() + OTHERS_JOIN_WITHIN
         while len(self._processes) < self.world_size and time.monotonic() < deadline:
             self._listen(deadline)
         self._wait_until_gone(last)
-        if failure.process.rank and 0 in self._wires:
+        if (failure.process.rank or hung) and 0 in self._wires:
             self._wires[0].send("end", end=self._decided)
             time.sleep(REPORT_COUNTS_AFTER)
         if failure.process.rank in self._wires:
@@ -431,6 +470,10 @@ class MonitorClient:
         self._noticed = noticed
         self._main = threading.main_thread().ident
         self._reported = self._closed = self._ended = False
+        self._step: tuple[int, float] | None = None  # iteration under way, and its limit
+        self._ticks = 0  # for which it has been under way
+        self._seen = 0  # iteration of the last tick
+        self._unanswered = 0  # ticks since rank 0 was to answer
         self._turn = threading.Event()
         self._answered = threading.Event()
         self._locations: list[str] = []
@@ -490,6 +533,47 @@ class MonitorClient:
         self._closed = True
         self._wire.send("bye")
 
+    def begin_step(self, iteration: int, limit: float | None) -> None:
+        """Iteration `iteration` is under way; no end of it within `limit` seconds is a hang. The
+        time is counted in looks of a thread, so that a machine without a free core is none."""
+        self._step = None if limit is None else (iteration, limit)
+
+    def end_step(self) -> None:
+        """No step is under way, and nothing is limited."""
+        self._step = None
+
+    def _tick(self) -> None:
+        step = self._step
+        if step is None or step[0] != self._seen:
+            self._seen = step[0] if step else 0
+            self._ticks = self._unanswered = 0
+            return
+        self._ticks += 1
+        if not self._is_stalled():
+            return
+        if self._unanswered == 0 or self._ticks % SERVER_IS_SILENT_AFTER == 0:
+            self._wire.send("stalled", seconds=self._ticks * TICK)
+        self._unanswered += 1
+        if self._unanswered > SERVER_IS_SILENT_AFTER and self.process.rank:
+            self._give_up_server()
+
+    def _is_stalled(self) -> bool:
+        step = self._step
+        return step is not None and step[0] == self._seen and self._ticks * TICK > step[1]
+
+    def _give_up_server(self) -> None:
+        """Rank 0 does not answer: rank 1 reports it and ends it, the others follow."""
+        server = self._server_process
+        answer = hang.inspect(server) if self.process.rank == 1 else hang.SILENT
+        failure = hang.failure(server, int(self._ticks * TICK), answer)
+        if self.process.rank == 1:
+            print(hang.report(failure, answer), file=sys.stderr, flush=True)
+        else:
+            time.sleep(hang.STACK_WITHIN + DEATH_COUNTS_AFTER)
+        if self.process.rank == 1:
+            hang.kill(server)
+        self._leave(failure)
+
     def _run(self) -> None:
         """A failure of this thread is reported, and the rank carries on without it."""
         try:
@@ -510,6 +594,11 @@ class MonitorClient:
         while messages is not None:
             for message in messages:
                 self._take(message)
+            self._unanswered = min(self._unanswered, 1)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wire.socket, selectors.EVENT_READ)
+                while not selector.select(TICK):
+                    self._tick()
             messages = self._wire.receive(LONGEST_ANSWER)
         if not self._closed and not self._reported:
             failure = Failure(self._server_process, DIED, silent=True)
@@ -526,7 +615,14 @@ class MonitorClient:
         elif kind == "speak":
             self._turn.set()
         elif kind == "where":
-            self._wire.send("at", at=None if self._reported else self._doing())
+            stack = traceback.extract_stack(sys._current_frames()[self._main])
+            self._wire.send(
+                "at",
+                at=None if self._reported else self._doing(),
+                stalled=self._is_stalled(),
+                phase=hang.phase([(frame.filename, frame.name) for frame in stack]),
+                stack="".join(traceback.format_list(stack))[-LONGEST_TEXT:],
+            )
         elif kind == "answer":
             self._locations = message["processes"]
             self._answered.set()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron import interrupt, launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.launch.process import Failure, code_location, this_process
+from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
 if TYPE_CHECKING:
     from megatron.training.launch.rank_monitor import MonitorClient
@@ -210,6 +210,8 @@ def leave_for(failure: Failure) -> NoReturn:
     line whom to look at.
     """
     agent = launcher.under_torchrun()
+    if failure.code == HUNG:  # which has been reported
+        _exit(HUNG)
     if agent and (launcher.info().local_rank or failure.process.node == this_process().node):
         time.sleep(log.OTHERS_WAIT)
         _exit(max(1, failure.code))

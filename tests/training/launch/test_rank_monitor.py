@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.training.launch import network, rank_monitor
+from megatron.training.launch.process import HUNG
 from megatron.training.launch.rank_monitor import (
     DIED,
     Failure,
@@ -419,3 +420,26 @@ def test_the_address_on_the_way():
     assert network.address_towards("127.0.0.1", 9) == (socket.AF_INET, "127.0.0.1")
     with pytest.raises(OSError):
         network.address_towards("no-such-host.invalid", 9)
+
+
+def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch):
+    """Ranks 0 and 1 have waited longer than their limit; rank 2, which has none now (it writes a
+    file, say), is no hang. Later it is one."""
+    monkeypatch.setattr(rank_monitor, "TICK", 0.05)
+    ranks = Ranks(3, 3)
+    judged = threading.Semaphore(0)
+    judge = ranks.server._judge
+
+    def counted(seconds: int) -> None:
+        judge(seconds)
+        judged.release()
+
+    ranks.server._judge = counted
+    for line in ranks.lines[:2]:
+        line.begin_step(5, 0.1)
+    for _ in range(2):
+        assert judged.acquire(timeout=60)
+    assert ranks.ended.empty()
+    ranks.lines[2].begin_step(5, 0.1)
+    ends = dict(ranks.ended.get(timeout=60) for _ in range(3))
+    assert {end.code for end in ends.values()} == {HUNG}
