@@ -141,6 +141,8 @@ class Flag:
                     "[value-count-wrong]"
                 )
             return self._one(words[0])
+        if self.choices and len(words) == 1 and words[0][:1] + words[0][-1:] == "[]":
+            words = words[0][1:-1].replace(",", " ").split()  # a list as YAML writes it
         if isinstance(self.nargs, int) and len(words) != self.nargs:
             raise ValueError(
                 f"takes {self.nargs} values, but {len(words)} follow: {' '.join(words)!r} "

@@ -46,6 +46,7 @@ class Size:
     style: Literal["sharp", "round"] = arg("round", help="style")
     level: Literal[0, 1] = arg(0, help="level")
     even: int | None = arg(None, help="even", parse=_even)
+    kinds: tuple[str, ...] = arg((), help="kinds", choices=("red", "green", "blue"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,20 @@ def problems(*argv: str) -> list[str]:
     return parse(PARSER, argv).problems
 
 
+@pytest.mark.parametrize(
+    "words, kinds",
+    [
+        (["red", "blue"], ("red", "blue")),
+        (["[red blue]"], ("red", "blue")),
+        (["[red, blue]"], ("red", "blue")),
+        (["[green]"], ("green",)),
+        (["[]"], ()),
+    ],
+)
+def test_a_list_may_be_written_as_in_yaml(words, kinds):
+    assert parse_typed(PARSER, ["--kinds", *words]) == {"kinds": kinds}
+
+
 def test_flags_are_made_from_the_fields():
     flags = flags_of(Tree)
     assert list(flags) == [
@@ -83,6 +98,7 @@ def test_flags_are_made_from_the_fields():
         "style",
         "level",
         "even",
+        "kinds",
         "bright",
         "border",
         "title",
@@ -90,6 +106,7 @@ def test_flags_are_made_from_the_fields():
     assert {name: flag.kind for name, flag in flags.items() if flag.kind != "value"} == {
         "pair": "list",
         "many": "list",
+        "kinds": "list",
         "bright": "switch",
         "border": "off",
     }

@@ -52,7 +52,9 @@ _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...]
     (
         "no_rope_freq",
         ("no_rope_freq",),
-        lambda m: m.positions == "rope" and [m.rotates(layer) for layer in range(m.num_layers)],
+        lambda m: [
+            layer for layer in range(m.num_layers) if m.positions == "rope" and not m.rotates(layer)
+        ],
     ),
     ("num_query_groups", ("num_query_groups", "group_query_attention"), lambda m: m.query_groups),
     (

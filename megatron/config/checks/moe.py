@@ -94,11 +94,6 @@ def _router(f: Facts) -> Iterator[str]:
                 "--moe-router-enable-expert-bias: is added to sigmoid scores; add "
                 "--moe-router-score-function sigmoid [flag-needs-other-flag]"
             )
-    elif f["moe_router_pre_softmax"]:
-        yield (
-            f"--moe-router-pre-softmax: {f.say('moe_router_score_function')} has no softmax; omit "
-            "it [flags-exclude-each-other]"
-        )
 
 
 def _balance(f: Facts) -> Iterator[str]:

@@ -185,6 +185,11 @@ _NEEDED = (
         lambda v: v["moe_router_enable_expert_bias"],
     ),
     (
+        "moe_router_pre_softmax",
+        "--moe-router-score-function softmax",
+        lambda v: v["moe_router_score_function"] == "softmax",
+    ),
+    (
         "recompute_modules",
         "--recompute-granularity selective",
         lambda v: (
