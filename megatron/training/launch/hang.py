@@ -4,6 +4,7 @@ machine that does not respond is asked for its stack and ended."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -92,7 +93,7 @@ def inspect(process: ProcessId) -> dict[str, Any]:
     text = ""
     if file is not None and number is not None:
         with contextlib.suppress(OSError):
-            os.kill(process.pid, number)
+            _signal_main_thread(process.pid, number)
             if state in "Tt":
                 os.kill(process.pid, signal.SIGCONT)
             deadline = time.monotonic() + STACK_WITHIN
@@ -110,6 +111,13 @@ def kill(process: ProcessId) -> None:
     if process.host == socket.gethostname() and _memory_file(process.pid):
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """To that thread, so that a process that was stopped writes its stack before it runs on."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)  # of glibc 2.30 and later
+    if tgkill is None or tgkill(pid, pid, number):
+        os.kill(pid, number)
 
 
 def _memory_file(pid: int) -> Path | None:
