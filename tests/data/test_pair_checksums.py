@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.megatron_order import open_corpus
 from megatron.data.pair_checksums import write_sums
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from megatron.data.request import DataRequest
+from megatron.data.sources import source_of
 from megatron.data.tokenizers import metadata
 from tests.load_tool import load_tool
 
@@ -25,6 +28,15 @@ INSPECT = load_tool("inspect_data")
 MERGE = load_tool("merge_datasets")
 PREPROCESS = load_tool("preprocess_data")
 VOCAB = 1000
+NO_FLAGS = {
+    **dict.fromkeys(
+        "train_data_path valid_data_path test_data_path data_args_path "
+        "per_split_data_args_path data_cache_path".split()
+    ),
+    "mock_data": False,
+    "multiple_validation_sets": False,
+    "packed_samples": False,
+}
 
 
 @pytest.fixture
@@ -85,6 +97,26 @@ def test_every_bit_of_an_index_is_named(prefix):
         with pytest.raises(ValueError, match=r"x_text_document\.(idx|bin): "):
             IndexedDataset(prefix).check()
             raise AssertionError(f"bit {bit}")
+
+
+@pytest.mark.parametrize("split", ["100,0,0", "50,50,0"])
+def test_every_bit_of_an_index_is_named_or_harmless_in_epoch_order(prefix, split):
+    """Which reads only some numbers of an index."""
+
+    def read() -> list[list[int]]:
+        flags = SimpleNamespace(data_path=[prefix], split=split, data_order="epoch", **NO_FLAGS)
+        request = DataRequest(
+            sizes=(6, 2, 0), sequence_length=4, seed=1, vocab_size=VOCAB, eod=VOCAB - 1
+        )
+        splits = source_of(flags).build(flags, request, [])
+        return [[one[n].tolist() for n in range(len(one))] for one in splits if one is not None]
+
+    expected = read()
+    for bit in flips(Path(f"{prefix}.idx")):
+        try:
+            assert read() == expected, bit
+        except ValueError as error:
+            assert "x_text_document" in str(error)
 
 
 @pytest.mark.campaign

@@ -6,7 +6,8 @@
                               million documents in Megatron's order, without and with a cache, ours
                               and megatron-core's. Every figure is a process of its own; before it
                               the files are dropped from the page cache (posix_fadvise), unless it
-                              says "cached".
+                              says "cached". "checksums": with a PREFIX.json that has the checksums
+                              of the files, in turns with the same files without.
     data_startup.py resume    the first micro-batch of iteration 10^6, as a resumed run reads it:
                               data sets, sampler and DataLoader are built again (no optimizer, no
                               checkpoint), without and with data workers.
@@ -40,6 +41,7 @@ from megatron.data import index_helpers  # noqa: E402
 from megatron.data.build import Splits  # noqa: E402
 from megatron.data.gpt_dataset import GPTDataset  # noqa: E402
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path  # noqa: E402
+from megatron.data.pair_checksums import write_sums  # noqa: E402
 from megatron.data.request import DataRequest  # noqa: E402
 from megatron.data.sources import source_of  # noqa: E402
 
@@ -82,6 +84,22 @@ def make_set(folder: Path, files: int, documents: int, tokens: int) -> Path:
             count = documents * (number + 1) // files - documents * number // files
             lengths = random.integers(1, 2 * mean, count, dtype=np.int32)
             write_pair(str(partial / f"part-{number:05d}"), lengths)
+        partial.rename(target)
+    return target
+
+
+def with_checksums(folder: Path) -> Path:
+    """The same files, linked, with a PREFIX.json each that has their checksums; kept if they are
+    there."""
+    target = folder.with_name(f"{folder.name}-checksums")
+    if not target.exists():
+        partial = target.with_suffix(".making")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for path in folder.iterdir():
+            os.link(path, partial / path.name)
+        for path in sorted(partial.glob("*.idx")):
+            write_sums(str(path.with_suffix("")))
         partial.rename(target)
     return target
 
@@ -184,6 +202,7 @@ def child(
         import torch  # noqa: F401
         from megatron.core.datasets import gpt_dataset  # noqa: F401
     start = time.perf_counter()
+    busy = time.process_time()
     base = peak_kb()
     if what == "megatron-core":
         megatron_core_dataset(path, seq_length, samples, cache)[0]
@@ -198,6 +217,7 @@ def child(
         first_of(datasets[0], iteration, workers) if iteration else datasets[0][0]
     return {
         "seconds": time.perf_counter() - start,
+        "busy": time.process_time() - busy,
         "peak_mb": peak_kb() / 1024,
         "own_mb": (peak_kb() - base) / 1024,
     }
@@ -223,8 +243,9 @@ def measured(
 
 def show(name: str, found: dict[str, float]) -> None:
     print(
-        f"{name:58s} {found['seconds']:7.3f} s   whole process {found['whole']:6.2f} s   peak "
-        f"{found['peak_mb']:6.0f} MB ({found['own_mb']:.0f} after imports)",
+        f"{name:69s} {found['seconds']:7.3f} s   processor {found['busy']:6.3f} s   whole process "
+        f"{found['whole']:6.2f} s   peak {found['peak_mb']:6.0f} MB ({found['own_mb']:.0f} after "
+        "imports)",
         flush=True,
     )
 
@@ -235,37 +256,52 @@ def start(args: argparse.Namespace) -> None:
     best = {}
     for documents in (args.documents, args.documents // 10):
         data = make_set(folder, args.files, documents, args.tokens)
+        sets = {"": data, ", checksums": with_checksums(data)}
         name = (
             f"epoch order, {args.files:,} files, {args.tokens:.0e} tokens, {documents:.0e} "
             "documents"
         )
         for state in ("cold", "cached"):
-            runs = []
+            runs = {what: [] for what in sets}
             for _ in range(args.rounds):
-                if state == "cold":
-                    forget(data)
-                runs.append(measured("epoch", data, args.seq_length, 10**9))
-            best[documents, state] = min(runs, key=lambda run: run["seconds"])
-            show(f"{name}, {state}", best[documents, state])
+                for what, path in sets.items():
+                    if state == "cold":
+                        forget(path)
+                    runs[what].append(measured("epoch", path, args.seq_length, 10**9))
+            for what, found in runs.items():
+                show(f"{name}{what}, {state}", min(found, key=lambda run: run["seconds"]))
+            best[documents, state] = min(runs[""], key=lambda run: run["seconds"])
     for state in ("cold", "cached"):
         times = [
             best[documents, state]["seconds"]
             for documents in (args.documents, args.documents // 10)
         ]
         print(f"ten times the documents, {state}: {100 * (times[0] / times[1] - 1):+.1f} %")
-    pair = make_set(folder, 1, args.pair_documents, 1000 * args.pair_documents) / "part-00000"
+    start_pair(args, folder)
+
+
+def start_pair(args: argparse.Namespace, folder: Path) -> None:
+    """The lines of one pair in Megatron's order."""
+    plain = make_set(folder, 1, args.pair_documents, 1000 * args.pair_documents)
+    pairs = {"megatron": plain, "megatron, checksums": with_checksums(plain)}
+    if args.megatron_core:
+        pairs["megatron-core"] = plain
     samples = 1000 * args.pair_documents // args.seq_length * 99 // 100
-    for what in ("megatron", *(["megatron-core"] if args.megatron_core else [])):
-        kind = index_helpers.IMPLEMENTATION if what == "megatron" else "its helpers"
-        for state in ("no index cache", "index cached"):
-            runs = []
-            for _ in range(args.rounds):
+    for state in ("no index cache", "index cached"):
+        runs: dict[str, list[dict[str, float]]] = {what: [] for what in pairs}
+        for _ in range(args.rounds):
+            for what, path in pairs.items():
                 cache = Path(folder / f"cache-{what}")
                 if state == "no index cache":
                     shutil.rmtree(cache, ignore_errors=True)
-                runs.append(measured(what, pair, args.seq_length, samples, cache))
-            best_run = min(runs, key=lambda run: run["seconds"])
-            show(f"{what} order, {args.pair_documents:.0e} documents, {kind}, {state}", best_run)
+                order = what.partition(",")[0]
+                runs[what].append(
+                    measured(order, path / "part-00000", args.seq_length, samples, cache)
+                )
+        for what, found in runs.items():
+            kind = "its helpers" if what == "megatron-core" else index_helpers.IMPLEMENTATION
+            name = f"{what}, {args.pair_documents:.0e} documents, {kind}, {state}"
+            show(name, min(found, key=lambda run: run["seconds"]))
 
 
 def resume(args: argparse.Namespace) -> None:
