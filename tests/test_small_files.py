@@ -36,7 +36,7 @@ from tools import check_script
 from tools.convert.config_keys import Keys, read_json
 from tools.convert.hf_files import side_files
 from tools.convert.links import ConversionError
-from tools.convert.unpickle_worker import Refused, TorchFile
+from tools.convert.unpickle_worker import Refused, TorchFile, _opened
 from tools.internlm.read_config import ConfigError, read_config
 from tools.spikes import restart
 
@@ -83,7 +83,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "index": lambda path: map_file(str(path)),
     "samples of InternLM": lambda path: _load_meta(str(path), 100),
     "chat template": lambda path: find_template(str(path), None, {}),
-    "PyTorch .pt": TorchFile,
+    "PyTorch .pt": lambda path: TorchFile(_opened(path)),
     "small file of a checkpoint": filesystem.read_small_file,
     "InternLM config": read_config,
 }
