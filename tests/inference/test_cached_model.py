@@ -37,6 +37,17 @@ OPTIONS = {
     },
     "squared relu": {"squared_relu": True},
     "experts": MOE,
+    "post-norms, factors, layers without rotary": {
+        **MODELS["llama"],
+        "no_rope_freq": "2",
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "softmax_scale": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
 }
 TEXT = torch.randint(0, VOCAB, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
