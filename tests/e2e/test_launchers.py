@@ -520,7 +520,11 @@ def test_a_crash_loop_ends(folder):
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     "how",
-    [["--master-port", "free"], ["--standalone"], ["--standalone", "--nnodes", "1:2"]],
+    [
+        ["--master-port", "free"],
+        ["--standalone"],
+        "--standalone --nnodes 1:2 --rdzv-conf last_call_timeout=2".split(),
+    ],
     ids=["port", "standalone", "elastic"],
 )
 def test_torchrun_restarts(folder, how, tmp_path_factory):

@@ -494,7 +494,7 @@ BUGS = {
         "f'{path}.{uuid.uuid4().hex}.tmp'",
         "path",
         "tests/data/test_races.py",
-        "campaign",
+        "sweep",
     ),
     # FP8.
     "a number beyond the format is not clamped": Bug(
@@ -774,7 +774,7 @@ BUGS = {
         SKIP,
         "for state in self.inner.state.values():\n    state['exp_avg'].mul_(0.9)\n" + SKIP,
         f"{NO_UPDATE}[adam]",
-        "campaign",
+        "sweep",
     ),
     "a loss scale that counts a skipped update": Bug(
         "megatron.optimizer.optimizer.MixedPrecisionOptimizer.step",

@@ -28,11 +28,17 @@ class Gloo(str):
 
 
 def cases() -> list:
-    return [
-        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.campaign])
+    """All layouts of the parity table, in CI every third of them."""
+    layouts = [
+        (name, case)
         for name, case in LAYOUTS.items()
         if "--num-experts" not in case.model  # which a trace refuses
     ]
+    found = []
+    for i, (name, case) in enumerate(layouts):
+        mark = pytest.mark.sweep if i % 3 else pytest.mark.campaign
+        found.append(pytest.param(case, id=name, marks=[] if name in QUICK else [mark]))
+    return found
 
 
 @pytest.mark.parametrize("case", cases())

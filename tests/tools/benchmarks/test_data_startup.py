@@ -20,7 +20,7 @@ def test_a_line_for_each_start(tmp_path, capsys):
     words = ["start", "--folder", str(tmp_path), "--no-megatron-core", *SMALL.split()]
     tool.main(words)
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.idx")}
-    assert len(made) == 81
+    assert len(made) == 2 * 81  # with checksums and without
     capsys.readouterr()
     tool.main(words)
     assert made == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.idx")}
@@ -28,16 +28,23 @@ def test_a_line_for_each_start(tmp_path, capsys):
         re.sub(r"[ :]+[-+\d.]+ (s|%).*", "", line) for line in capsys.readouterr().out.splitlines()
     ]
     epoch = "epoch order, 40 files, 4e+06 tokens, 4e+0{} documents, {}"
-    megatron = f"megatron order, 3e+03 documents, {tool.index_helpers.IMPLEMENTATION}, "
+    megatron = f"megatron, {{}}3e+03 documents, {tool.index_helpers.IMPLEMENTATION}, "
+    checksums = "checksums, "
     assert lines == [
         epoch.format(4, "cold"),
+        epoch.format(4, checksums + "cold"),
         epoch.format(4, "cached"),
+        epoch.format(4, checksums + "cached"),
         epoch.format(3, "cold"),
+        epoch.format(3, checksums + "cold"),
         epoch.format(3, "cached"),
+        epoch.format(3, checksums + "cached"),
         "ten times the documents, cold",
         "ten times the documents, cached",
-        megatron + "no index cache",
-        megatron + "index cached",
+        megatron.format("") + "no index cache",
+        megatron.format(checksums) + "no index cache",
+        megatron.format("") + "index cached",
+        megatron.format(checksums) + "index cached",
     ]
 
 
