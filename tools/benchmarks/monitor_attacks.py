@@ -243,9 +243,9 @@ class Run:
         _, port, token, process = json.loads(said)
         return Target(port, token, process)
 
-    def lines(self) -> int:
-        """Lines that rank 0 has printed."""
-        return (self.folder / "log.0").read_bytes().count(b"\n")
+    def warnings(self) -> int:
+        """Warnings that rank 0 has printed."""
+        return (self.folder / "log.0").read_bytes().count(b"WARNING")
 
     def join(self) -> None:
         """Start rank 1."""
@@ -312,11 +312,11 @@ def train(iterations: int, attacked: bool) -> Result:
             if attacked:
                 target = run.target()
                 for name, attack in attacks().items():
-                    before = run.lines()
+                    before = run.warnings()
                     attack(target)
                     with target.connect() as connection:
                         challenge_of(connection)  # so the server has done with the attack
-                    lines[name] = run.lines() - before
+                    lines[name] = run.warnings() - before
                 run.join()
                 with knocking(run, target) as accepted:
                     run.end()
