@@ -28,6 +28,7 @@ from megatron.arguments import arg
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
+from megatron.small_files import parse_json, read_text
 from tools.shared.program import read
 from tools.shared.trained_model import ModelOptions
 
@@ -106,20 +107,21 @@ class Options(ModelOptions):
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a file. Raises ValueError naming the line that cannot be read."""
+    """The prompts of a file. Raises ValueError naming the line that cannot be read, and OSError."""
+    lines = read_text(path, errors="surrogateescape").split("\n")
+    if not lines[-1]:
+        lines.pop()  # the end of the last line
     prompts = []
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            line = line.rstrip("\n")
-            if path.endswith(".jsonl"):
-                try:
-                    line = json.loads(line)["prompt"]
-                    assert isinstance(line, str)
-                except (ValueError, KeyError, TypeError, AssertionError):
-                    raise ValueError(
-                        f'--prompt-file {path}, line {number}: not a JSON object with a "prompt"'
-                    ) from None
-            prompts.append(line)
+    for number, line in enumerate(lines, 1):
+        if path.endswith(".jsonl"):
+            try:
+                line = parse_json(line)["prompt"]
+                assert isinstance(line, str)
+            except (ValueError, KeyError, TypeError, AssertionError):
+                raise ValueError(
+                    f'--prompt-file {path}, line {number}: not a JSON object with a "prompt"'
+                ) from None
+        prompts.append(line)
     if not prompts:
         raise ValueError(f"--prompt-file {path}: has no line")
     return prompts

@@ -577,9 +577,11 @@ def main(argv: Sequence[str]) -> int:
         return _failed(str(error).split("\n"), 1)
     except OSError as error:
         prefix = config.write.output_prefix
-        return _failed(
-            [f"--output-prefix {prefix}: cannot be written ({error.strerror or error})"], 1
-        )
+        name = os.fsdecode(error.filename or prefix)
+        reason = error.strerror or error
+        if name.startswith(prefix):
+            return _failed([f"--output-prefix {prefix}: cannot be written ({reason})"], 1)
+        return _failed([f"{name}: cannot be used ({reason})"], 1)
     return 0
 
 

@@ -258,8 +258,9 @@ def test_options_that_do_not_go_together(run, talk, words, said):
     assert code == 2 and said in errors
 
 
-def test_a_broken_line_of_the_prompt_file_is_named(run, talk, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1"}\n{"text": "1"}\n')
+@pytest.mark.parametrize("line", ['{"text": "1"}', "[" * 100_000, '{"prompt": [1]}'])
+def test_a_broken_line_of_the_prompt_file_is_named(run, talk, tmp_path, line):
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "1"}}\n{line}\n')
     code, _, errors = talk(run, "--prompt-file", tmp_path / "p.jsonl")
     assert code == 1 and "line 2" in errors
 

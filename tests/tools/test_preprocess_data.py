@@ -923,3 +923,16 @@ def test_what_the_system_writes_in_pieces_is_whole(
     preprocess._write_at(file, arrays, 6)
     os.close(file)
     assert path.read_bytes() == bytes(6) + np.concatenate(arrays).tobytes() and given == [3, 3, 1]
+
+
+def test_a_vocabulary_that_is_a_device_is_named(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not --output-prefix, as if the output were in the way."""
+    text = write_lines(tmp_path / "in.jsonl", [{"text": "a"}])
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    words = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "/dev/zero"]
+    words += ["--merge-file", str(tmp_path / "merges.txt"), "--input", text]
+    assert main(*words, "--output-prefix", f"{out}/x") == 1
+    said = capsys.readouterr().err
+    assert "/dev/zero" in said and "--output-prefix" not in said
