@@ -146,7 +146,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer`
     of --async-save."""
     from megatron.device import default_backend
-    from megatron.log import detail, print_rank_0
+    from megatron.log import detail, detail_datetime, print_rank_0
     from megatron.timers import Timers
     from megatron.training import build, build_data, loop
     from megatron.training.checkpointing import data_position
@@ -154,7 +154,6 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.training.launch import initialize
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.kernel_report import check_requested, kernel_lines
-    from megatron.training.logging.megatron_format import datetime_line
     from megatron.training.run import COMPUTE, Services
     from megatron.training.skipping import skip
 
@@ -172,7 +171,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
-    writers = training_log.open_writers(config)
+    writers = training_log.open_writers(config, plan.world_size)
     runtime = initialize.initialize(config, rendezvous)
     for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
@@ -182,27 +181,27 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         initialize.synchronizer(runtime),
         watched=COMPUTE if config.logging.log_straggler else (),
     )
-    log = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
-    log.start(time.time() - STARTED, backend)
+    lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
+    lines.start(time.time() - STARTED, backend)
 
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
         services = services or Services(signals or SignalWatch())
         run.services = replace(services, fence=fence, writer=writer)
         loaded = load_checkpoint(run)
-    log.timers(["load-checkpoint"])
-    detail(datetime_line("after model, optimizer, and learning rate scheduler are built"))
+    lines.timers(["load-checkpoint"])
+    detail_datetime("after model, optimizer, and learning rate scheduler are built")
     with timers("train/valid/test-data-iterators-setup"):
         data = build_data.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
         skip.start_skips(run, skips)
-    detail(datetime_line("after dataloaders are built"))
+    detail_datetime("after dataloaders are built")
     detail("done with setup ...")
     if short:
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
-    log.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
-    hooks = [eval_tasks.hook(run, tokenizer, log)] if eval_tasks else []
-    loop.pretrain(run, data, forward_step, log, STARTED, hooks)
+    lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
+    hooks = [eval_tasks.hook(run, tokenizer, lines)] if eval_tasks else []
+    loop.pretrain(run, data, forward_step, lines, STARTED, hooks)
     initialize.finish(rendezvous)
 
 

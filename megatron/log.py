@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from datetime import datetime
 from typing import TextIO
 
 from megatron import launcher
@@ -57,6 +58,12 @@ def detail(text: str) -> None:
     """Print a line of Megatron's that --log-format short omits, on global rank 0."""
     if shows_details():
         print_rank_0(text)
+
+
+def detail_datetime(what: str) -> None:
+    """A detail with the time, `[what] datetime: ...` with a trailing space, as Megatron prints
+    it."""
+    detail(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
 
 
 def info(module: str, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.training.agreement import Requests
-from megatron.training.logging.training_log import IterationResult
+from megatron.training.logging.iteration import IterationResult
 
 
 class Hook:

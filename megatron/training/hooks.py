@@ -10,7 +10,8 @@ from megatron import optional
 from megatron.training.agreement import Requests
 from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
-from megatron.training.logging.training_log import IterationResult, TrainingLog
+from megatron.training.logging.iteration import IterationResult
+from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping

@@ -13,8 +13,8 @@ from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
 from megatron.training.hooks import build_hooks
 from megatron.training.launch.signals import Refusal
-from megatron.training.logging.megatron_format import datetime_line
-from megatron.training.logging.training_log import IterationResult, TrainingLog
+from megatron.training.logging.iteration import IterationResult
+from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping
@@ -246,17 +246,17 @@ def pretrain(
         log.print_rank_0(_finished(run))
     else:
         log.detail("training ...")
-        log.detail(datetime_line("before the start of training step"))
+        log.detail_datetime("before the start of training step")
         reason = trainer.train()
         # nobody leaves while another still needs its part
         run.buffers.wait_for_weights()
         if reason is None:
-            log.detail(datetime_line("after training is done"))
+            log.detail_datetime("after training is done")
             trainer.saving.save()
     if reason is None:
         trainer.evaluation.final()
     else:
-        log.detail(datetime_line(reason))
+        log.detail_datetime(reason)
     trainer.evaluation.close()
     lines.finish(reason, run.progress.iteration, trainer.saving.last_checkpoint())
     lines.close()

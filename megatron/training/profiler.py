@@ -15,7 +15,7 @@ from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
 from megatron.training.hook import Hook
-from megatron.training.logging.training_log import IterationResult
+from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 
 

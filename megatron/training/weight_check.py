@@ -10,7 +10,7 @@ import torch
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.training.hook import Hook
-from megatron.training.logging.training_log import IterationResult
+from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,11 +10,8 @@ import pytest
 
 from megatron.analysis.log_reader import joined, read_metrics, read_text
 from megatron.training.logging.aurora_format import aurora_line
-from megatron.training.logging.megatron_format import (
-    Interval,
-    IterationRow,
-    megatron_line,
-)
+from megatron.training.logging.iteration import Interval, IterationRow
+from megatron.training.logging.megatron_format import megatron_line
 
 DATE = datetime(2026, 1, 1)
 

@@ -13,8 +13,8 @@ from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training.logging.points import Boards
-from megatron.training.logging.training_log import IterationResult, TrainingLog, Writers
+from megatron.training.logging.iteration import IterationResult
+from megatron.training.logging.training_log import TrainingLog
 from megatron.training.schedule import build_scheduler
 from tests.forkrun import ROOT
 
@@ -75,7 +75,7 @@ def printed(
     plan = make_plan(config, RANKS, VOCABULARY)
     optimizer = Optimizer()
     scheduler = build_scheduler(config, plan, optimizer)
-    log = TrainingLog(config, plan, Timers(0, lambda: None), Axis("world"), Writers(Boards(), None))
+    log = TrainingLog(config, plan, Timers(0, lambda: None), Axis("world"), [])
     capsys.readouterr()
     for r in records:
         scheduler.after_iteration(plan.global_batch_size(r.iteration))

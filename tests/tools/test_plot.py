@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron.analysis.run_curves import read_run, smoothed
+from megatron.config.logging import LoggingConfig
 from megatron.training.logging.aurora_format import aurora_line
 from megatron.training.logging.internlm_format import StepRow, internlm_line
-from megatron.training.logging.megatron_format import (
-    Interval,
-    IterationRow,
-    megatron_line,
-    validation_block,
-)
+from megatron.training.logging.iteration import Interval, IterationRow
+from megatron.training.logging.megatron_format import megatron_line, validation_block
 from megatron.training.logging.points import Boards
 from megatron.training.logging.short_format import evaluation_line, iteration_line
 from megatron.training.logging.tensorboard import TensorBoard
@@ -99,7 +96,10 @@ def test_every_format_gives_the_same_curves(source, tmp_path):
 @pytest.mark.parametrize("grouped", [True, False])
 def test_tensorboard(grouped, tmp_path):
     pytest.importorskip("tensorboard")
-    board = Boards([TensorBoard(str(tmp_path / "tb"), 10)], grouped)
+    board = Boards(
+        [TensorBoard(str(tmp_path / "tb"), 10)],
+        LoggingConfig(log_format="short" if grouped else "megatron"),
+    )
     for n, loss in enumerate(LOSSES, 1):
         for tag, value in (("lm loss", loss), ("grad-norm", 1.5), ("learning-rate", 1e-3)):
             board.scalar(tag, value, n, 8 * n)

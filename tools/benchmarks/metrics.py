@@ -34,11 +34,13 @@ from megatron.data.samples import Sample  # noqa: E402
 from megatron.kernels import functional as kernels  # noqa: E402  (after overhead.py, which sets threads)
 from megatron.model.gpt import CORRECT, UNSMOOTHED_LOSS  # noqa: E402
 from megatron.training.batch import MicroBatch, make_batch  # noqa: E402
+from megatron.training.logging.iteration import IterationResult  # noqa: E402
+from megatron.training.logging.metrics_file import MetricsFile  # noqa: E402
 from megatron.training.logging.output import OutputFile  # noqa: E402
 from megatron.training.logging.points import Boards
 from megatron.training.logging.subset_metrics import SubsetMetrics  # noqa: E402
 from megatron.training.logging.tensorboard import TensorBoard  # noqa: E402
-from megatron.training.logging.training_log import IterationResult, TrainingLog, Writers  # noqa: E402
+from megatron.training.logging.training_log import TrainingLog  # noqa: E402
 
 torch = sys.modules["torch"]
 GOAL = 0.01
@@ -115,8 +117,11 @@ def _told(
     config: Any, run: Any, folder: str, result: IterationResult, opened: ExitStack
 ) -> Callable[[], None]:
     """One iteration written down everywhere."""
-    boards = Boards([TensorBoard(folder, 1000)])
-    writers = Writers(boards, OutputFile(f"{folder}/rows", "--metrics-file"))
+    rows = OutputFile(f"{folder}/rows", "--metrics-file")
+    writers = [
+        MetricsFile(rows, config.model.seq_length),
+        Boards([TensorBoard(folder, 1000)], config.logging),
+    ]
     lines = TrainingLog(config, run.plan, run.timers, run.runtime.ctx.world, writers, run.runtime)
     opened.callback(lines.close)
 

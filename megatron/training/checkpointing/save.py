@@ -18,8 +18,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box
-from megatron.training.logging.flops import flops_per_iteration
-from megatron.training.logging.training_log import model_shape
+from megatron.training.logging.flops import flops_per_iteration, model_shape
 from megatron.training.run import Run
 
 

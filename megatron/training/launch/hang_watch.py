@@ -9,7 +9,7 @@ from statistics import median
 from megatron.training.hook import Hook
 from megatron.training.launch import hang
 from megatron.training.launch.rank_monitor import MonitorClient
-from megatron.training.logging.training_log import IterationResult
+from megatron.training.logging.iteration import IterationResult
 
 LEAST_SECONDS = 15.0
 MEDIANS = 5.0

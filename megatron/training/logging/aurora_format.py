@@ -6,7 +6,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from megatron.training.logging.flops import TransformerShape
-from megatron.training.logging.megatron_format import IterationRow
+from megatron.training.logging.iteration import IterationRow
 
 
 def aurora_lm_flops_per_token(shape: TransformerShape) -> int:

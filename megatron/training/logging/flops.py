@@ -6,7 +6,12 @@ about half of it; backward is twice forward; recompute is not part of the model'
 printed under another convention cannot be compared.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
 
 CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
 
@@ -38,6 +43,24 @@ class TransformerShape:
     def key_size(self) -> int:
         """Width of all key heads together (values have the same)."""
         return self.kv_channels * self.num_query_groups
+
+
+def model_shape(config: Config, plan: Plan) -> TransformerShape:
+    """The sizes that floating-point operations depend on."""
+    m = config.model
+    return TransformerShape(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.query_groups,
+        kv_channels=m.head_dim,
+        gated=m.gated,
+        vocab_size=plan.padded_vocab_size,
+        seq_length=m.seq_length,
+        active_width=sum(map(m.active_width, range(m.num_layers))),
+        router_outputs=len(m.moe_layers) * ((m.num_experts or 0) + m.moe_shared_expert_gate),
+    )
 
 
 @dataclass(frozen=True)

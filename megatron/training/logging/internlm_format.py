@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from megatron.training.logging.flops import TransformerShape
+from megatron.training.logging.iteration import IterationResult
 
 WINDOW = 50  # steps of tgs_SMA
 BLOCKS = (10, 50)  # steps of the last_tgs_N
@@ -79,6 +80,35 @@ class TokenRates:
 
 def _over(steps: Any) -> float:
     return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
+
+
+class StepCounts:
+    """What InternLM's line and the metrics have where subsets are counted: rates of tokens, and
+    the number of updates that were not made."""
+
+    def __init__(self, seq_length: int, world_size: int):
+        self._tokens = seq_length / world_size  # of a sample on a rank
+        self._rates = TokenRates()
+        self.rates: Mapping[str, float] = {}
+        self.failed_updates = 0
+
+    def add(self, r: IterationResult) -> None:
+        """Take in one iteration."""
+        if r.skipped != "user":
+            self.failed_updates += r.skipped is not None
+            self.rates = self._rates.add(r.global_batch_size * self._tokens, r.seconds)
+
+    def of(self, r: IterationResult) -> dict[str, Any]:
+        """The columns of an iteration, by name."""
+        if r.packed is None:
+            return {}
+        return {
+            **r.packed,
+            **{name: value for name, value in self.rates.items() if name.startswith("tgs/")},
+            "fwd_bwd_time": r.fwd_bwd_seconds,
+            "inf_nan_skip_batches": self.failed_updates,
+            "adam_beta2": r.adam_beta2,
+        }
 
 
 @dataclass(frozen=True)

@@ -4,68 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime
 
-
-@dataclass
-class Interval:
-    """What happened since the last iteration line. Rates count trained iterations only."""
-
-    losses: list[float] = field(default_factory=list)
-    trained: int = 0
-    seconds: float = 0.0
-    samples: int = 0
-    overflow_skips: int = 0
-    user_skips: int = 0
-    spike_skips: int = 0
-    nan_iterations: int = 0
-    reasons: set[str] = field(default_factory=set)  # why the user or a spike skipped
-    metric_values: dict[str, list[float]] = field(default_factory=dict)  # of forward_step
-
-    def add_metrics(self, metrics: Mapping[str, float | None]) -> None:
-        """Take in those of an iteration that changed the weights; None is no value."""
-        for name, value in metrics.items():
-            if value is not None:
-                self.metric_values.setdefault(name, []).append(value)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Means by name, in the order in which they came."""
-        return {
-            name: math.fsum(values) / len(values) for name, values in self.metric_values.items()
-        }
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the iterations that changed the weights; 0.0 when there is none."""
-        return math.fsum(self.losses) / max(1, len(self.losses))
-
-    @property
-    def milliseconds(self) -> float:
-        """Milliseconds a trained iteration (a skipped one, where all were skipped)."""
-        return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
-
-
-@dataclass(frozen=True)
-class IterationRow:
-    """The numbers of one iteration line."""
-
-    iteration: int
-    train_iters: int
-    consumed_samples: int
-    seq_length: int
-    learning_rate: float
-    global_batch_size: int
-    loss_scale: float
-    grad_norm: float | None
-    interval: Interval
-    world_size: int
-    teraflops: float | None = None  # a rank, this suite's exact count
-    lm_teraflops: float | None = None  # the aurora dialect's two counts
-    ds_teraflops: float | None = None
-    num_zeros: int | None = None
-    params_norm: float | None = None
+from megatron.training.logging.iteration import IterationRow
+from megatron.training.logging.short_format import hours
 
 
 def megatron_line(row: IterationRow, log_throughput: bool) -> str:
@@ -149,23 +90,12 @@ def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
     return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | " + " | ".join(parts)
 
 
-def datetime_line(what: str) -> str:
-    """`[what] datetime: YYYY-MM-DD HH:MM:SS `, with Megatron's trailing space."""
-    return f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} "
-
-
 def progress_line(
     done: int, total: int, first: int, seconds: float, tokens_per_second: float
 ) -> str:
     """How far the run is and when it will be over, from the pace since iteration `first`."""
     left = seconds / max(1, done - first) * (total - done)
     return (
-        f"  {100.0 * done / max(1, total):5.1f} % | {clock(seconds)} elapsed, ETA {clock(left)} | "
+        f"  {100.0 * done / max(1, total):5.1f} % | {hours(seconds)} elapsed, ETA {hours(left)} | "
         f"{tokens_per_second:,.0f} tokens/s"
     )
-
-
-def clock(seconds: float) -> str:
-    """A span of time as h:mm:ss."""
-    whole = int(seconds + 0.5)
-    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"

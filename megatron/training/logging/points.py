@@ -1,10 +1,15 @@
-"""Scalars of a run by tag and iteration, and the interface of what stores them (TensorBoard,
-Weights & Biases)."""
+"""Scalars of a run by tag and iteration for TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+from megatron import log, optional
+from megatron.config.logging import LoggingConfig
+from megatron.config.tree import Config
+from megatron.training.logging.iteration import IterationResult, ResultWriter
 
 # What Megatron's tags are called with --log-format short.
 GROUPED = {
@@ -24,6 +29,12 @@ GROUPED = {
     "mem-reserved-bytes": "memory/reserved_bytes",
     "mem-allocated-bytes": "memory/allocated_bytes",
     "mem-allocated-count": "memory/allocations",
+}
+# Megatron's tags of what megatron.device.memory_report measures.
+MEMORY = {
+    "reserved": "mem-reserved-bytes",
+    "allocated": "mem-allocated-bytes",
+    "allocations": "mem-allocated-count",
 }
 EVALUATION_ENDINGS = {"loss": "", "perplexity": " ppl", "bits_per_byte": " bits per byte"}
 
@@ -52,60 +63,143 @@ class Board(Protocol):
         """Write what is still in memory; no more will come."""
 
 
-class Boards:
-    """All boards of a run, in one call each; empty on ranks that write nothing."""
+class Boards(ResultWriter):
+    """All boards of a run, in one call each. `world_size` is a point of its own if asked for."""
 
-    def __init__(self, boards: Sequence[Board] = (), is_grouped: bool = False):
+    def __init__(
+        self,
+        boards: Sequence[Board],
+        logging: LoggingConfig,
+        seq_length: int = 0,
+        world_size: int = 1,
+    ):
         self._boards = list(boards)
-        self._grouped = is_grouped
-
-    def __bool__(self) -> bool:
-        return bool(self._boards)
-
-    def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
-        """Store every argument."""
-        for board in self._boards:
-            board.arguments(values, iteration)
+        self._logging = logging
+        self._seq_length = seq_length
+        self._world_size = world_size
 
     def scalar(self, tag: str, value: float, iteration: int, samples: int | None = None) -> None:
         """Store one value under Megatron's `tag`, or under its group; then without samples."""
-        if self._grouped:
+        if self._logging.is_short:
             tag = grouped(tag)
             samples = None
         for board in self._boards:
             board.scalar(tag, value, iteration, samples)
 
-    def evaluation(
+    def arguments(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """As ResultWriter's."""
+        dumped = values()
+        for board in self._boards:
+            board.arguments(dumped, 0)
+
+    def iteration(
         self,
-        key: str,
-        split: str,
-        iteration: int,
-        samples: int,
-        values: Mapping[str, float | None],
+        r: IterationResult,
+        teraflops: float | None,
+        counts: Mapping[str, Any],
+        memory: Callable[[], Mapping[str, float]],
     ) -> None:
-        """Store the values of an evaluation: `loss`, and `perplexity` and `bits_per_byte` unless
-        None. `key` is the loss's name, `split` validation, validation-NAME or test."""
-        for name, value in values.items():
+        """As ResultWriter's, every --tensorboard-log-interval iterations; a spike at once."""
+        n = r.iteration
+        if r.finding.spike:
+            self.scalar("spike", r.finding.sigma, n, r.consumed_samples)
+        if n % self._logging.tensorboard_log_interval:
+            return
+        for tag, value in self._training_points(r).items():
             if value is not None:
+                self.scalar(tag, value, n, r.consumed_samples)
+        points = {**counts, **self._speed_points(r, teraflops), **r.metrics}
+        if self._logging.log_memory_to_tensorboard:
+            points |= {MEMORY[key]: value for key, value in memory().items() if key in MEMORY}
+        for tag, value in points.items():
+            if value is not None:
+                self.scalar(tag, value, n)
+
+    def _training_points(self, r: IterationResult) -> dict[str, float | None]:
+        """What Megatron writes against iterations and against samples."""
+        logging = self._logging
+        asked = {
+            "learning-rate": (logging.log_learning_rate_to_tensorboard, r.learning_rate),
+            "batch-size": (logging.log_batch_size_to_tensorboard, r.global_batch_size),
+            "lm loss": (r.skipped is None, r.loss),
+            "skipped": (r.skipped not in (None, "overflow"), 1),
+            "loss-scale": (logging.log_loss_scale_to_tensorboard, r.loss_scale),
+            "world-size": (logging.log_world_size_to_tensorboard, self._world_size),
+            "grad-norm": (True, r.grad_norm),
+            "num-zeros": (True, r.num_zeros),
+            "params-norm": (True, r.params_norm),
+        }
+        return {tag: value for tag, (wanted, value) in asked.items() if wanted}
+
+    def _speed_points(self, r: IterationResult, teraflops: float | None) -> dict[str, float | None]:
+        if r.skipped == "user" or r.seconds <= 0:
+            return {}
+        points = {}
+        logging = self._logging
+        if logging.is_short:
+            points["tokens-per-second"] = r.global_batch_size * self._seq_length / r.seconds
+        if logging.log_timers_to_tensorboard or logging.is_short:
+            points["iteration-time"] = r.seconds
+            if logging.log_throughput:
+                points["throughput"] = teraflops
+        return points
+
+    def evaluation(
+        self, key: str, split: str, iteration: int, samples: int, values: Mapping[str, float | None]
+    ) -> None:
+        """As ResultWriter's; perplexity in Megatron's form only if asked for. `split`: validation,
+        validation-NAME or test."""
+        logging = self._logging
+        for name, value in values.items():
+            asked = name != "perplexity" or logging.is_short
+            if value is not None and (asked or logging.log_validation_ppl_to_tensorboard):
                 self.scalar(self._evaluation_tag(key, split, name), value, iteration, samples)
 
     def _evaluation_tag(self, key: str, split: str, name: str) -> str:
-        if self._grouped:
+        if self._logging.is_short:
             return f"{split.replace('validation', 'valid')}/{name}"
         # Megatron has one tag for validation and test
         return f"{key} {split.replace('test', 'validation')}{EVALUATION_ENDINGS[name]}"
 
+    def tasks(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
+        """As ResultWriter's."""
+        for name, score in scores.items():
+            self.scalar(f"tasks/{name}", score, iteration, samples)
+
+    def timers(self, seconds: Mapping[str, float], iteration: int) -> None:
+        """As ResultWriter's, if asked for."""
+        if self._logging.log_timers_to_tensorboard:
+            for name, value in seconds.items():
+                self.scalar(f"{name}-time", value, iteration)
+
     def flush(self) -> None:
-        """Write what is still in memory."""
+        """As ResultWriter's."""
         for board in self._boards:
             board.flush()
 
     def close(self) -> None:
-        """Write what is still in memory; no more will come."""
+        """As ResultWriter's."""
         for board in self._boards:
             board.close()
 
 
-def given(values: Mapping[str, float | None]) -> Iterator[tuple[str, float]]:
-    """The values that are not None, by tag."""
-    return ((tag, value) for tag, value in values.items() if value is not None)
+def open_boards(config: Config, world_size: int) -> Boards:
+    """Those that the flags ask for. Raises ValueError or OSError where one cannot be opened."""
+    logging = config.logging
+    boards: list[Board] = []
+    if logging.tensorboard_dir:
+        if log.shows_details():
+            log.print_rank_last("> setting tensorboard ...")
+        tensorboard = optional.load("megatron.training.logging.tensorboard")
+        boards.append(
+            tensorboard.TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
+        )
+    if logging.wandb_project:
+        wandb = optional.load("megatron.training.logging.wandb")
+        directory = logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
+        boards.append(
+            wandb.WandB(
+                logging.wandb_project, logging.wandb_exp_name, logging.wandb_entity, directory
+            )
+        )
+    return Boards(boards, logging, config.model.seq_length, world_size)

@@ -13,9 +13,9 @@ from megatron import launcher
 from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
 from megatron.training.launch.process import Failure, this_process
+from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.output import OutputFile
 from megatron.training.logging.run_events_file import NAME, crash_loop, read_events
-from megatron.training.logging.training_log import IterationResult
 from megatron.training.run import Run
 
 STEPS_EVERY = 1.0  # seconds between two lines about iterations

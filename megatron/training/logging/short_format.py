@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.training.logging.megatron_format import IterationRow
-from megatron.training.logging.megatron_format import clock as log_clock
+from megatron.training.logging.iteration import IterationRow
 
 WIDTH = 100
 INDENT = "      "  # of a line that continues the one above it
@@ -137,7 +136,7 @@ def last_line(
     parts = [
         f" {how}",
         f"{iteration:,} of {train_iters:,} iterations",
-        f"elapsed {log_clock(seconds)}",
+        f"elapsed {hours(seconds)}",
         f"{metric(tokens)} tokens",
     ]
     if rate:
@@ -187,6 +186,12 @@ def duration(seconds: float) -> str:
     return (
         f"{value:#.3g}".removesuffix(".") + f" {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     )
+
+
+def hours(seconds: float) -> str:
+    """A span of time as h:mm:ss."""
+    whole = int(seconds + 0.5)
+    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 def clock(seconds: float) -> str:

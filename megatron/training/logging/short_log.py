@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from megatron import log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.logging import short_format
-from megatron.training.logging.megatron_format import IterationRow
+from megatron.training.logging.iteration import IterationResult, IterationRow
 
 REFRESH = 0.2  # seconds between two versions of the status line
 
@@ -23,6 +23,8 @@ class ShortLog:
 
     `clock()` is the time in seconds.
     """
+
+    ends_with_line = True
 
     def __init__(
         self,
@@ -50,11 +52,16 @@ class ShortLog:
         self._shown = 0.0
         self._loss_scale: float | None = None  # on the last line
 
-    def count(self, samples: int, seconds: float) -> None:
-        """Take in a trained iteration."""
+    def start(self) -> None:
+        """The preamble has said all."""
+
+    def add(self, result: IterationResult) -> None:
+        """Take in an iteration."""
+        if result.skipped == "user":
+            return
         self._trained += 1
-        self._tokens += samples * self._config.model.seq_length
-        self._seconds += seconds
+        self._tokens += result.global_batch_size * self._config.model.seq_length
+        self._seconds += result.seconds
         if self._trained == 1:
             self._after_first = self._clock()
 
@@ -78,7 +85,7 @@ class ShortLog:
             return left * self._seconds
         return left * (self._clock() - self._after_first) / (self._trained - 1)
 
-    def line(self, row: IterationRow) -> None:
+    def line(self, row: IterationRow, result: IterationResult) -> None:
         """Print an iteration line."""
         self._lines += 1
         changed = self._extras.loss_scale and row.loss_scale != self._loss_scale
@@ -97,6 +104,21 @@ class ShortLog:
             )
             sys.stdout.write(f"{log.CLEAR_LINE}{text}")
             sys.stdout.flush()
+
+    def evaluation(
+        self,
+        place: str,
+        split: str,
+        iteration: int,
+        losses: Mapping[str, float],
+        bits: float | None,
+    ) -> str:
+        """The line of an evaluation; `bits` per byte."""
+        return short_format.evaluation_line(split, iteration, losses, bits)
+
+    def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
+        """The line of a device's memory."""
+        return short_format.memory_line(rank, iteration, report)
 
     def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
         """Print the summary of this process, if it trained; `reason` to stop before the end of

@@ -13,7 +13,7 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.training.hook import Hook
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.training_log import IterationResult
+from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 
 if TYPE_CHECKING:

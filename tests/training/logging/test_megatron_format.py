@@ -7,9 +7,8 @@ from datetime import datetime
 import pytest
 
 from megatron.training.logging.aurora_format import aurora_line
+from megatron.training.logging.iteration import Interval, IterationRow
 from megatron.training.logging.megatron_format import (
-    Interval,
-    IterationRow,
     megatron_line,
     progress_line,
     timers_block,

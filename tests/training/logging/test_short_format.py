@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron.analysis.log_reader import Evaluation, read_evaluations, read_text
-from megatron.training.logging.megatron_format import Interval, IterationRow
+from megatron.training.logging.iteration import Interval, IterationRow
 from megatron.training.logging.short_format import (
     WIDTH,
     Extras,

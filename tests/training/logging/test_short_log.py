@@ -13,7 +13,7 @@ from megatron import log
 from megatron.arguments import config_from
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
-from megatron.training.logging.megatron_format import Interval, IterationRow
+from megatron.training.logging.iteration import Interval, IterationResult, IterationRow
 from megatron.training.logging.short_log import REFRESH, ShortLog
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
@@ -54,13 +54,18 @@ def row(iteration: int) -> IterationRow:
     )
 
 
+def trained(seconds: float) -> IterationResult:
+    """An iteration of one sample."""
+    return IterationResult(1, 1, 1, 0.1, 1.0, seconds)
+
+
 def test_a_status_line_stands_between_lines_and_a_line_replaces_it(printed):
     out = printed()
     short = make()
-    short.count(1, 0.1)
-    short.line(row(1))
+    short.add(trained(0.1))
+    short.line(row(1), trained(0.1))
     short.status(2, 0.1)
-    short.line(row(10))
+    short.line(row(10), trained(0.1))
     pieces = out.getvalue().split(log.CLEAR_LINE)
     assert pieces[0] == "" and [piece[-1] for piece in pieces[1:]] == ["\n", "s", "\n"]
     assert pieces[2].startswith(" iter   2/100 | 2.0 % | 100 ms | ETA ")
@@ -85,7 +90,7 @@ def test_no_control_characters_where_there_is_no_status_line(printed, monkeypatc
     short.status(2, 0.1)
     assert out.getvalue() == ""
     if case in ("pipe", "dumb"):
-        short.line(row(1))
+        short.line(row(1), trained(0.1))
         assert out.getvalue().startswith(" iter") and "\x1b" not in out.getvalue()
 
 
@@ -101,7 +106,7 @@ def test_first_last_and_every_interval_have_a_line():
     due = []
     for iteration in range(3, 38):
         if short.line_due(iteration):
-            short.line(row(iteration))
+            short.line(row(iteration), trained(0.1))
             due.append(iteration)
     assert due == [3, 10, 20, 25, 30, 37]
 
@@ -111,11 +116,11 @@ def test_the_time_left_leaves_the_first_iteration_and_skipped_ones_out():
     short = make(clock=lambda: now[0], train_range_to_skip=("91", "100"))
     assert short.eta(0) is None
     now[0] += 30.0
-    short.count(1, 30.0)  # a first iteration that compiles
+    short.add(trained(30.0))  # a first iteration that compiles
     assert short.eta(1) == 89 * 30.0
     for _ in range(10):
         now[0] += 2.0
-        short.count(1, 1.0)
+        short.add(trained(1.0))
     assert short.eta(11) == 79 * 2.0  # with what stands between iterations
 
 
@@ -127,6 +132,6 @@ def test_a_dynamic_loss_scale_is_shown_where_it_changed(capsys):
     ):
         short = make(**flags)
         for iteration, scale in ((1, 16.0), (2, 16.0), (3, 8.0)):
-            short.line(replace(row(iteration), loss_scale=scale))
+            short.line(replace(row(iteration), loss_scale=scale), trained(0.1))
         lines = capsys.readouterr().out.replace("\n      ", " | ").splitlines()
         assert [line.count("loss scale") for line in lines] == expected

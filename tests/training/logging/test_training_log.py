@@ -17,6 +17,7 @@ from megatron import device as devices
 from megatron.training.checkpointing import save
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import training_log
+from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.points import Boards
 from megatron.training.logging.tensorboard import TensorBoard
 from tests.forkrun import ROOT
@@ -474,11 +475,11 @@ def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
         test_run.plan,
         test_run.timers,
         test_run.runtime.ctx.world,
-        training_log.Writers(Boards([board]), None),
+        [Boards([board], test_run.config.logging)],
         Runtime(torch.device("cpu"), ctx, 1, 0),
     )
     for iteration in (1, 2):
-        log.add(training_log.IterationResult(iteration, 4, 4 * iteration, 0.1, 1.0, 0.5, loss=2.0))
+        log.add(IterationResult(iteration, 4, 4 * iteration, 0.1, 1.0, 0.5, loss=2.0))
     memory = (
         "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.5 | max allocated: 2.0 | "
         "reserved: 4.0 | max reserved: 8.0\n"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.config.logging import LoggingConfig
 from megatron.training.logging.points import Boards
 from megatron.training.logging.wandb import WandB
 from tests.forkrun import ROOT
@@ -73,8 +74,14 @@ def test_an_offline_run_has_the_tags_of_tensorboard(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for grouped, tags in ((False, ("lm loss", "lm loss validation ppl")), (True, ("train/loss",))):
         folder = tmp_path / str(grouped)
-        boards = Boards([WandB("p", "", "", str(folder))], grouped)
-        boards.arguments({"lr": 0.5, "data_path": ("a", "b"), "load": None}, 0)
+        boards = Boards(
+            [WandB("p", "", "", str(folder))],
+            LoggingConfig(
+                log_format="short" if grouped else "megatron",
+                log_validation_ppl_to_tensorboard=True,
+            ),
+        )
+        boards.arguments(lambda: {"lr": 0.5, "data_path": ("a", "b"), "load": None})
         for iteration in (1, 2):
             boards.scalar("lm loss", 3.0 / iteration, iteration, 8 * iteration)
             boards.scalar("grad-norm", 1.5, iteration, 8 * iteration)

@@ -20,7 +20,9 @@ from megatron.config import command_line as megatron_command_line
 from megatron.timers import Timers
 from megatron.training import build, build_data, loop
 from megatron.training.launch import initialize
-from megatron.training.logging.training_log import IterationResult, TrainingLog, model_shape
+from megatron.training.logging.flops import model_shape
+from megatron.training.logging.iteration import IterationResult
+from megatron.training.logging.training_log import TrainingLog
 from pretrain_gpt import forward_step
 
 

@@ -1,0 +1,193 @@
+"""The numbers of an iteration and of the interval since the last log line, and the interfaces of
+what prints and stores them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron.config.moe import PER_LAYER
+from megatron.training.spikes.detector import Finding
+
+
+@dataclass
+class IterationResult:
+    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was
+    made: `overflow` (fp16), `spike` or `nonfinite` (--spike-action)."""
+
+    iteration: int
+    global_batch_size: int
+    consumed_samples: int
+    learning_rate: float  # of the next step, as Megatron logs it
+    loss_scale: float
+    seconds: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    skipped: str | None = None
+    # how many at once, up to this one; more than one only where data are not read
+    iterations: int = 1
+    reason: str | None = None  # why the data were not read: user, spike ...
+    # whose data were not read, in the whole run, and their samples
+    skipped_iterations_total: int = 0
+    skipped_samples: int = 0
+    finding: Finding = Finding()
+    packed: Mapping[str, Any] | None = None  # counts of subsets and of packed rows, by name
+    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
+    fwd_bwd_seconds: float = 0.0  # forward and backward with the sum of gradients
+    adam_beta2: float | None = None
+
+    @property
+    def line_metrics(self) -> dict[str, float | None]:
+        """Metrics of forward_step that the log line has: not those of single MoE layers."""
+        return {k: value for k, value in self.metrics.items() if not k.startswith(PER_LAYER)}
+
+
+@dataclass
+class Interval:
+    """What happened since the last iteration line. Rates count trained iterations only."""
+
+    losses: list[float] = field(default_factory=list)
+    trained: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    overflow_skips: int = 0
+    user_skips: int = 0
+    spike_skips: int = 0
+    nan_iterations: int = 0
+    reasons: set[str] = field(default_factory=set)  # why the user or a spike skipped
+    metric_values: dict[str, list[float]] = field(default_factory=dict)  # of forward_step
+
+    def add(self, r: IterationResult) -> None:
+        """Take in one iteration, or those that were skipped at once."""
+        if r.skipped == "user":
+            self.user_skips += r.iterations
+            self.reasons.add(r.reason or "user")
+            return
+        self.trained += 1
+        self.samples += r.global_batch_size
+        self.seconds += r.seconds
+        if r.skipped is None and r.loss is not None:
+            self.losses.append(r.loss)
+            for name, value in r.line_metrics.items():
+                if value is not None:
+                    self.metric_values.setdefault(name, []).append(value)
+        if r.skipped:
+            self.overflow_skips += r.skipped == "overflow"
+            if r.skipped != "overflow":
+                self.spike_skips += 1
+                self.reasons.add(r.skipped)
+            self.nan_iterations += r.loss is not None and not math.isfinite(r.loss)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means by name, in the order in which they came."""
+        return {
+            name: math.fsum(values) / len(values) for name, values in self.metric_values.items()
+        }
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the iterations that changed the weights; 0.0 when there is none."""
+        return math.fsum(self.losses) / max(1, len(self.losses))
+
+    @property
+    def milliseconds(self) -> float:
+        """Milliseconds a trained iteration (a skipped one, where all were skipped)."""
+        return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
+
+
+@dataclass(frozen=True)
+class IterationRow:
+    """The numbers of one iteration line."""
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    seq_length: int
+    learning_rate: float
+    global_batch_size: int
+    loss_scale: float
+    grad_norm: float | None
+    interval: Interval
+    world_size: int
+    teraflops: float | None = None  # a rank, this suite's exact count
+    lm_teraflops: float | None = None  # the two counts of --log-format aurora
+    ds_teraflops: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+
+
+class LogFormat(Protocol):
+    """The lines of one --log-format."""
+
+    ends_with_line: bool  # has the last iteration of a run a line, whatever its number?
+
+    def start(self) -> None:
+        """Print what stands before the first iteration."""
+
+    def add(self, result: IterationResult) -> None:
+        """Take in one iteration."""
+
+    def line_due(self, iteration: int) -> bool:
+        """Does this iteration have a line? The same on all ranks."""
+
+    def line(self, row: IterationRow, result: IterationResult) -> None:
+        """Print a line of the interval that ends with `result`."""
+
+    def status(self, iteration: int, seconds: float) -> None:
+        """Show how far the run is, after an iteration without a line."""
+
+    def evaluation(
+        self,
+        place: str,
+        split: str,
+        iteration: int,
+        losses: Mapping[str, float],
+        bits: float | None,
+    ) -> str:
+        """The text of an evaluation; `place` is Megatron's word for when it is, `bits` per byte."""
+
+    def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
+        """The line of a device's memory, in bytes."""
+
+    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
+        """Print the summary; `reason` to stop before the end of training."""
+
+
+class ResultWriter:
+    """A file or a service that stores results; what a class does not define, it does not store."""
+
+    def iteration(
+        self,
+        result: IterationResult,
+        teraflops: float | None,
+        counts: Mapping[str, Any],
+        memory: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Store one iteration; `teraflops` of a rank (None without training), `counts` of subsets
+        by name, `memory()` of the device in bytes."""
+
+    def evaluation(
+        self, key: str, split: str, iteration: int, samples: int, values: Mapping[str, float | None]
+    ) -> None:
+        """Store an evaluation: `loss`, `perplexity` and `bits_per_byte` (None if unknown) of the
+        loss called `key`."""
+
+    def tasks(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
+        """Store the scores of --eval-tasks."""
+
+    def timers(self, seconds: Mapping[str, float], iteration: int) -> None:
+        """Store the longest times over all ranks."""
+
+    def arguments(self, values: Callable[[], Mapping[str, Any]]) -> None:
+        """Store every argument."""
+
+    def flush(self) -> None:
+        """Write what is still in memory."""
+
+    def close(self) -> None:
+        """Write what is still in memory; no more will come."""
