@@ -29,6 +29,7 @@ MODULES = {
     "megatron.data.blend.blended_dataset": "data in files: not --mock-data",
     "megatron.data.dry_run": "data in files: not --mock-data",
     "megatron.data.megatron_order": "data in files: not --mock-data",
+    "megatron.model.all_heads_norm": "--qk-layernorm-all-heads",
     "megatron.model.moe": "--num-experts",
     "megatron.training.routers": "--num-experts",
     "megatron.config.skip_flags": "--train-range-to-skip, --iterations-to-skip",

@@ -105,6 +105,12 @@ class TransformerConfig:
         help="attention and MLP of a layer both read the layer's input, and both results are added "
         "to it (GPT-NeoX, Pythia)",
     )
+    no_pre_layernorm: bool = arg(
+        False,
+        dump=False,
+        help="no norms before attention and MLP (OLMo 2); needs --post-self-attn-layernorm and "
+        "--post-mlp-layernorm",
+    )
     post_self_attn_layernorm: bool = arg(
         False, dump=False, help="a norm of the attention output before the residual connection"
     )
@@ -126,6 +132,12 @@ class TransformerConfig:
     )
     logits_scaling: float = arg(1.0, dump=False, help="the logits are divided by this (Granite)")
     qk_layernorm: bool = arg(False, help="normalize each head of queries and keys", dump=False)
+    qk_layernorm_all_heads: bool = arg(
+        False,
+        dump=False,
+        help="with --qk-layernorm: one RMSNorm over all query heads together and one over all key "
+        "heads, instead of one per head (OLMo 2, OLMoE)",
+    )
     openai_gelu: bool = arg(
         False, help="tanh approximation of GELU, also with --no-bias-gelu-fusion"
     )

@@ -61,8 +61,14 @@ class SelfAttention(nn.Module):
             ctx,
             params.scaling("linear_qkv"),
         )
-        self.q_layernorm = Norm(model, params.at("q_layernorm")) if model.qk_layernorm else None
-        self.k_layernorm = Norm(model, params.at("k_layernorm")) if model.qk_layernorm else None
+        self.q_layernorm = self.k_layernorm = None
+        if model.qk_layernorm and model.qk_layernorm_all_heads:
+            norm = optional.load("megatron.model.all_heads_norm").AllHeadsNorm
+            self.q_layernorm = norm(model, params.at("q_layernorm"), ctx.tp)
+            self.k_layernorm = norm(model, params.at("k_layernorm"), ctx.tp)
+        elif model.qk_layernorm:
+            self.q_layernorm = Norm(model, params.at("q_layernorm"))
+            self.k_layernorm = Norm(model, params.at("k_layernorm"))
         self.linear_proj = RowParallelLinear(
             params("linear_proj.weight"),
             params("linear_proj.bias"),

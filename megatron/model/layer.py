@@ -56,7 +56,7 @@ class Recompute:
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on
     both branches. With --use-parallel-residual x + attention(norm(x)) + mlp(norm'(x)) (Wang and
-    Komatsuzaki 2021)."""
+    Komatsuzaki 2021), with --no-pre-layernorm without these norms."""
 
     def __init__(
         self,
@@ -75,7 +75,9 @@ class TransformerLayer(nn.Module):
         self.multiplier = model.residual_multiplier
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.part = ctx.tp.rank if ctx.sequence_parallel else 0
-        self.input_layernorm = Norm(model, params.at("input_layernorm"))
+        self.input_layernorm = (
+            None if model.no_pre_layernorm else Norm(model, params.at("input_layernorm"))
+        )
         self.self_attention = SelfAttention(
             model, params.at("self_attention"), ctx, number, recompute_core=again.again("core_attn")
         )
@@ -84,7 +86,9 @@ class TransformerLayer(nn.Module):
             if model.post_self_attn_layernorm
             else None
         )
-        self.pre_mlp_layernorm = Norm(model, params.at("pre_mlp_layernorm"))
+        self.pre_mlp_layernorm = (
+            None if model.no_pre_layernorm else Norm(model, params.at("pre_mlp_layernorm"))
+        )
         self.post_mlp_layernorm = (
             Norm(model, params.at("post_mlp_layernorm")) if model.post_mlp_layernorm else None
         )
@@ -112,13 +116,15 @@ class TransformerLayer(nn.Module):
         router_step: RouterStep | None = None,
     ) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
-        normed = self.input_layernorm(x)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
         y = self.self_attention(normed, rotary if self.rotates else None, document_ids, seeds)
         if self.post_self_attn_layernorm is not None:
             y = self.post_self_attn_layernorm(y)
         y = self.drop(y, seeds, "attention_output")
         attended = (normed if self.residual_after_norm else x) + y
-        normed = self.pre_mlp_layernorm(x if self.parallel else attended)
+        normed = x if self.parallel else attended
+        if self.pre_mlp_layernorm is not None:
+            normed = self.pre_mlp_layernorm(normed)
         inputs = (normed, router_step) if self.moe else (normed,)
         again = self.recompute_mlp and torch.is_grad_enabled()
         y = recompute(self.mlp, *inputs) if again else self.mlp(*inputs)

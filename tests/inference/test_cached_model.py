@@ -47,6 +47,14 @@ OPTIONS = {
         "softmax_scale": 0.4,
         "logits_scaling": 2.0,
     },
+    "norms of OLMo 2": {
+        **MODELS["llama"],
+        "no_pre_layernorm": True,
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+    },
     "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
 }
 TEXT = torch.randint(0, VOCAB, (14,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -63,6 +63,15 @@ OPTIONS = (
     "--logits-scaling",
     "0.7",
 )
+# Norms behind attention and MLP only, and norms of all heads together (OLMo 2).
+OLMO = (
+    *LLAMA,
+    "--no-pre-layernorm",
+    "--post-self-attn-layernorm",
+    "--post-mlp-layernorm",
+    "--qk-layernorm",
+    "--qk-layernorm-all-heads",
+)
 MOE = (
     *LLAMA,
     "--eod-mask-loss",
@@ -155,8 +164,7 @@ CASES = {
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
     "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
     "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP), steps=10),
-    "cp2, options of families": Case(OPTIONS, 2, (CP, "2"), steps=10, only=FULL),
-    "pp2, options of families": Case(OPTIONS, 2, (PP, "2"), steps=10),
+    "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), steps=10, only=FULL),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
@@ -371,6 +379,10 @@ CAMPAIGN = {
         EP_MOE, 8, (ETP, "1", EP, "2", TP, "2", SP, PP, "2", "--use-tp-pp-dp-mapping"), steps=10
     ),
     "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
+    "tp2 cp2 pp2, options of families": Case(
+        OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), steps=10, only=FULL
+    ),
+    "tp2 cp2 pp2, norms of OLMo 2": Case(OLMO, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
         GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)
     ),

@@ -315,6 +315,32 @@ def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
     return _no_window(keys, flags, used, absent=None)
 
 
+def _exaone4_layers(keys: Keys, flags: Flags) -> Flags:
+    """Where some layers have a sliding window, the other ones have no rotary positions."""
+    keys.take("sliding_window_pattern", 0, (int, str))
+    types = keys.take("layer_types", [], list)
+    if keys.take("sliding_window", None, int, absent=_WINDOW) is None:
+        return _no_window(keys, flags, absent=None)
+    if len(types) != flags["num_layers"]:
+        keys.refuse("layer_types", types, f"it must name the {flags['num_layers']} layers")
+    if "full_attention" in types:
+        pattern = ",".join(str(int(kind == "full_attention")) for kind in types)
+        flags = flags | {"no_rope_freq": f"[{pattern}]"}
+    return _no_window(keys, flags)
+
+
+def _olmo3_rotary(keys: Keys) -> None:
+    """transformers 5 writes rope_parameters of each kind of layer; an older rope_scaling is that of
+    layers without a window alone."""
+    by_kind = keys.take("rope_parameters", {}, dict)
+    found = [by_kind[kind] for kind in ("full_attention", "sliding_attention") if kind in by_kind]
+    if found:
+        keys.table = keys.table | {"rope_parameters": found[0]}
+    if found[1:] and found[0] != found[1]:
+        keys.refuse("rope_parameters", by_kind, "all layers have the same rotary positions")
+    keys.must_be("rope_scaling", why="all layers have the same rotary positions")
+
+
 def _gemma_embedding(keys: Keys, flags: Flags) -> Flags:
     return flags | {"embedding_multiplier": flags["hidden_size"] ** 0.5}
 
@@ -366,6 +392,23 @@ _ALL_BIASES = (*_ATTENTION_BIASES, "add_mlp_bias")
 _ATTENTION_BIAS = Key("attention_bias", False, _ATTENTION_BIASES)
 _MLP_BIAS = Key("mlp_bias", False, ("add_mlp_bias",))
 _NO_PARALLEL = (False, "attention and MLP run one behind the other")
+_POST_NORMS: Flags = _RMS_NORM | {
+    "no_pre_layernorm": True,
+    "post_self_attn_layernorm": True,
+    "post_mlp_layernorm": True,
+    "qk_layernorm": True,
+}
+_POST_NORM_NAMES = _llama_names(
+    **{
+        _LAYER + "post_self_attn_layernorm": "model.layers.{}.post_attention_layernorm",
+        _LAYER + "post_mlp_layernorm": "model.layers.{}.post_feedforward_layernorm",
+    }
+)
+_OLMO: dict[str, Any] = {
+    "flags": _POST_NORMS | {"qk_layernorm_all_heads": True},
+    "keys": (_ATTENTION_BIAS,),
+    "epsilon": ("rms_norm_eps", 1e-5),
+}
 _GATE_UP_ROWS = (("model.layers.{}.mlp.gate_up_proj",), FUSED_GATE_UP)
 _ROTARY = re.compile(
     r"model\.layers\.\d+\.(self_attn|attention)\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"
@@ -396,6 +439,19 @@ def _wide_window(m: ModelConfig) -> dict[str, Any]:
     """transformers makes masks with the window also where no layer has it, so there must be one."""
     positions = m.max_position_embeddings or m.seq_length
     return {"sliding_window": positions, "layer_types": ["full_attention"] * m.num_layers}
+
+
+def _olmo3_keys(m: ModelConfig) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": float(m.rotary_base)}
+    kinds = ("full_attention", "sliding_attention")
+    return _wide_window(m) | {"rope_parameters": {kind: dict(rope) for kind in kinds}}
+
+
+def _exaone4_keys(m: ModelConfig) -> dict[str, Any]:
+    kinds = ["sliding_attention" if m.rotates(i) else "full_attention" for i in range(m.num_layers)]
+    if "full_attention" in kinds:
+        return _wide_window(m) | {"layer_types": kinds}
+    return _wide_window(m) | {"sliding_window": None}
 
 
 def _no_window_used(m: ModelConfig) -> dict[str, Any]:
@@ -784,6 +840,32 @@ FAMILIES: Mapping[str, Family] = {
                 kv_heads=2,
                 head_dim=128,
                 partial=0.5,
+            ),
+        ),
+        _like_llama("olmo2", "Olmo2ForCausalLM", _POST_NORM_NAMES, Dialect(**_OLMO)),
+        _like_llama(
+            "olmo3",
+            "Olmo3ForCausalLM",
+            _POST_NORM_NAMES,
+            Dialect(
+                **_OLMO,
+                theta=500000,
+                omitted=("rope_scaling",),
+                first=_olmo3_rotary,
+                last=_no_window,
+                written=_olmo3_keys,
+            ),
+        ),
+        _like_llama(
+            "exaone4",
+            "Exaone4ForCausalLM",
+            _POST_NORM_NAMES,
+            Dialect(
+                flags=_POST_NORMS,
+                epsilon=("rms_norm_eps", 1e-5),
+                kv_heads=32,
+                last=_exaone4_layers,
+                written=_exaone4_keys,
             ),
         ),
         _like_llama(

@@ -261,7 +261,11 @@ _NEEDED = (
         "--use-pytorch-profiler (--device is cpu, without a CUDA profiler)",
         lambda v: v["use_pytorch_profiler"] or v["device"] != "cpu",
     ),
-    ("apply_wd_to_qk_layernorm", "--qk-layernorm", lambda v: v["qk_layernorm"]),
+    (
+        "apply_wd_to_qk_layernorm qk_layernorm_all_heads",
+        "--qk-layernorm",
+        lambda v: v["qk_layernorm"],
+    ),
     (
         "vocab_extra_ids",
         "--tokenizer-type SentencePieceTokenizer",
@@ -501,7 +505,7 @@ def _shape(f: Facts) -> Iterator[str]:
             "omit one of them [flags-exclude-each-other]"
         )
     yield from _rope_pattern(f)
-    yield from _only_one(f, "use_parallel_residual", "apply_residual_connection_post_layernorm")
+    yield from _norms(f)
     yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
     yield from _only_one(f, "ffn_hidden_size", "ffn_multiple_of")
     for name in ("ffn_multiple_of", "init_scheme"):
@@ -510,6 +514,23 @@ def _shape(f: Facts) -> Iterator[str]:
                 f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it "
                 "out [flag-needs-other-flag]"
             )
+
+
+def _norms(f: Facts) -> Iterator[str]:
+    after = "apply_residual_connection_post_layernorm"
+    yield from _only_one(f, "use_parallel_residual", after)
+    yield from _only_one(f, "no_pre_layernorm", after)
+    yield from _only_one(f, "no_pre_layernorm", "fp32_residual_connection")
+    if f["no_pre_layernorm"] and not (f["post_self_attn_layernorm"] and f["post_mlp_layernorm"]):
+        yield (
+            "--no-pre-layernorm: layers would have no norm; add --post-self-attn-layernorm "
+            "--post-mlp-layernorm [flag-needs-other-flag]"
+        )
+    if f["qk_layernorm"] and f["qk_layernorm_all_heads"] and f["normalization"] != "RMSNorm":
+        yield (
+            "--qk-layernorm-all-heads: needs --normalization RMSNorm; add it, or omit "
+            "--qk-layernorm-all-heads [flag-needs-other-flag]"
+        )
 
 
 def _rope_pattern(f: Facts) -> Iterator[str]:

@@ -69,7 +69,9 @@ class Sizes:
         if copied and (m.qk_layernorm or m.positions != "rope"):
             kept += self.query  # queries of all groups, made contiguous
         nbytes = self.tokens * self.item * (kept + self.query)
-        if m.qk_layernorm:
+        if m.qk_layernorm and m.qk_layernorm_all_heads:
+            nbytes += self.tokens * 2 * self.wide
+        elif m.qk_layernorm:
             statistics = self.norm(1, 0, self.item) * (heads + groups)
             widened = self.norm(1, 1, self.item) - self.norm(1, 0, self.item) > self.item
             nbytes += self.tokens * (
@@ -135,9 +137,11 @@ class Sizes:
         """All that a layer keeps: its norms' inputs and results, and the two blocks."""
         m = self.config.model
         normed = self.rows * self.hidden * self.item
+        before = 0 if m.no_pre_layernorm else 2
         outputs = m.post_self_attn_layernorm + m.post_mlp_layernorm
         return (
-            2 * (self.norm(self.rows, self.hidden, self.residual) + normed)
+            2 * normed
+            + before * self.norm(self.rows, self.hidden, self.residual)
             + outputs * self.norm(self.rows, self.hidden, self.item)
             + self.attention()
             + self._mlp(number)

@@ -212,12 +212,16 @@ def _layer_table(model: ModelConfig, layer: int, draw: Scheme) -> list[Parameter
     d = model.head_dim
     query = model.num_attention_heads * d
     qkv = query + 2 * model.query_groups * d
-    table = _norm(model, prefix + "input_layernorm", h)
+    table = [] if model.no_pre_layernorm else _norm(model, prefix + "input_layernorm", h)
     table += _column(
         prefix + "self_attention.linear_qkv", (qkv, h), model.qkv_bias, draw("qkv", layer)
     )
+    if model.qk_layernorm and model.qk_layernorm_all_heads:
+        for name, width in (("q_layernorm", query), ("k_layernorm", model.query_groups * d)):
+            (spec,) = _norm(model, f"{prefix}self_attention.{name}", width)
+            table.append(replace(spec, splits=(("tp", 0),)))
     # applied to the heads of one rank, so its gradient is partial
-    if model.qk_layernorm:
+    elif model.qk_layernorm:
         for name in ("q_layernorm", "k_layernorm"):
             table += _norm(model, f"{prefix}self_attention.{name}", d, partial=("tp",))
     table += _row(
@@ -228,7 +232,8 @@ def _layer_table(model: ModelConfig, layer: int, draw: Scheme) -> list[Parameter
     )
     if model.post_self_attn_layernorm:
         table += _norm(model, prefix + "post_self_attn_layernorm", h)
-    table += _norm(model, prefix + "pre_mlp_layernorm", h)
+    if not model.no_pre_layernorm:
+        table += _norm(model, prefix + "pre_mlp_layernorm", h)
     if model.is_moe_layer(layer):
         table += _moe_layer(model, prefix + "mlp.", layer, draw)
     else:

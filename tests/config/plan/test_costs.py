@@ -125,6 +125,14 @@ MODELS = {
         qk_layernorm=True, group_query_attention=True, num_query_groups=2
     ),
     "rotary and norms of queries and keys": LLAMA | dict(qk_layernorm=True),
+    "norms of OLMo 2": LLAMA
+    | dict(
+        no_pre_layernorm=True,
+        post_self_attn_layernorm=True,
+        post_mlp_layernorm=True,
+        qk_layernorm=True,
+        qk_layernorm_all_heads=True,
+    ),
     "one matrix of scores": dict(attention_backend="unfused"),
     "one matrix of scores, GQA": LLAMA | dict(masked_softmax_fusion=False),
     "nothing fused": LLAMA

@@ -96,6 +96,10 @@ def configs(transformers):
         "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, rope_parameters=rope)),
         "qwen2 tied": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, tie_word_embeddings=True)),
         "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config(**_LLAMA, head_dim=24, rope_parameters=rope)),
+        "exaone4 without windows": (
+            t.Exaone4ForCausalLM,
+            t.Exaone4Config(**_LLAMA, sliding_window=None, layer_types=["full_attention"] * 4),
+        ),
         "qwen2_moe dense layers": (
             t.Qwen2MoeForCausalLM,
             t.Qwen2MoeConfig(
