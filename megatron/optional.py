@@ -31,6 +31,7 @@ MODULES = {
     "megatron.data.megatron_order": "data in files: not --mock-data",
     "megatron.model.all_heads_norm": "--qk-layernorm-all-heads",
     "megatron.model.moe": "--num-experts",
+    "megatron.model.xielu": "--xielu",
     "megatron.training.routers": "--num-experts",
     "megatron.config.skip_flags": "--train-range-to-skip, --iterations-to-skip",
     "megatron.config.megatron_compat.argument_dump": "--log-format, --print-arguments all",

@@ -33,7 +33,7 @@ FREE = {
     "moe_token_drop_policy",
     "moe_z_loss_coeff",
 }
-_ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "bias_gelu_fusion", "openai_gelu")
+_ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "xielu", "bias_gelu_fusion", "openai_gelu")
 # Fields that say one thing together: (name in messages, all of them, what they say).
 _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
     ("ffn_hidden_size", ("ffn_hidden_size", "ffn_multiple_of"), lambda m: m.ffn),

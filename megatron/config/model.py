@@ -144,6 +144,11 @@ class TransformerConfig:
     squared_relu: bool = arg(False, help="squared ReLU activation in the MLP")
     swiglu: bool = arg(False, help="SwiGLU: gated MLP with SiLU")
     geglu: bool = arg(False, help="GEGLU: gated MLP with GELU", dump=False)
+    xielu: bool = arg(
+        False,
+        dump=False,
+        help="xIELU activation in the MLP, with two learnt scalars per layer (Apertus)",
+    )
     bias_gelu_fusion: bool = arg(
         True,
         off="--no-bias-gelu-fusion",
@@ -234,12 +239,12 @@ class TransformerConfig:
 
     @property
     def activation(self) -> str:
-        """`swiglu`, `geglu`, `squared_relu`, `gelu (tanh)` or `gelu (erf)`.
+        """`swiglu`, `geglu`, `squared_relu`, `xielu`, `gelu (tanh)` or `gelu (erf)`.
 
         GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases)
         and with --openai-gelu; otherwise the exact one.
         """
-        for name in ("swiglu", "geglu", "squared_relu"):
+        for name in ("swiglu", "geglu", "squared_relu", "xielu"):
             if getattr(self, name):
                 return name
         tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
@@ -16,13 +17,16 @@ from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.sharding import ParameterFactory
 
 
-def activation(model: ModelConfig, chosen: Kernels) -> Callable[[torch.Tensor], torch.Tensor]:
+def activation(
+    model: ModelConfig, chosen: Kernels
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The function between the two matrices; gated ones take [..., 2, ffn] and return [...,
     ffn]."""
     return {
         "swiglu": partial(functional.swiglu, fused=chosen.fused_swiglu),
         "geglu": functional.geglu,
         "squared_relu": functional.squared_relu,
+        "xielu": None,  # a module, XIELU
         "gelu (tanh)": lambda x: functional.gelu(x, True),
         "gelu (erf)": lambda x: functional.gelu(x, False),
     }[model.activation]
@@ -36,6 +40,9 @@ class MLP(nn.Module):
         super().__init__()
         self.model = model
         self.gated = model.gated
+        self.xielu = None
+        if model.xielu:
+            self.xielu = optional.load("megatron.model.xielu").XIELU(params.at("xielu"))
         self.activation = activation(model, Kernels())
         self.linear_fc1 = ColumnParallelLinear(
             params("linear_fc1.weight"),
@@ -57,4 +64,6 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""
         x = self.linear_fc1(x)
+        if self.xielu is not None:
+            return self.linear_fc2(self.xielu(x))
         return self.linear_fc2(self.activation(x.unflatten(-1, (2, -1)) if self.gated else x))

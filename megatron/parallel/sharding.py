@@ -27,7 +27,8 @@ class Sharding:
     pairs that cut it. replicas: `dense` or `experts`, the ranks of ParallelContext that hold the
     same part and see other tokens (gradients are summed over them).
     partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
-    over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones").
+    over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones",
+    "constant").
     real_rows: rows of dim 0 that are not padding, or None for all.
     """
 
@@ -176,6 +177,8 @@ def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int, draw: bool) ->
     sharding = p.sharding
     if sharding.init == "ones":
         p.fill_(1.0)
+    elif sharding.init == "constant":
+        p.fill_(sharding.std)
     elif sharding.init == "zeros" or not draw:
         p.zero_()
     else:

@@ -55,6 +55,7 @@ OPTIONS = {
         "qk_layernorm": True,
         "qk_layernorm_all_heads": True,
     },
+    "xielu": {**MODELS["llama"], "swiglu": False, "xielu": True},
     "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
 }
 TEXT = torch.randint(0, VOCAB, (14,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -72,6 +72,21 @@ OLMO = (
     "--qk-layernorm",
     "--qk-layernorm-all-heads",
 )
+# xIELU (Apertus), norm weights minus one (Nemotron), biases and rotary positions of families.
+XIELU = (
+    "--xielu",
+    "--qk-layernorm",
+    "--apply-layernorm-1p",
+    "--position-embedding-type",
+    "rope",
+    "--rotary-percent",
+    "0.5",
+    "--rotary-interleaved",
+    "--disable-bias-linear",
+    "--add-qkv-bias",
+    "--add-attention-output-bias",
+    "--add-mlp-bias",
+)
 MOE = (
     *LLAMA,
     "--eod-mask-loss",
@@ -165,6 +180,7 @@ CASES = {
     "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
     "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP), steps=10),
     "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), steps=10, only=FULL),
+    "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), steps=10, only=FULL),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
@@ -382,6 +398,7 @@ CAMPAIGN = {
     "tp2 cp2 pp2, options of families": Case(
         OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), steps=10, only=FULL
     ),
+    "tp2 cp2 pp2, xielu": Case(XIELU, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
     "tp2 cp2 pp2, norms of OLMo 2": Case(OLMO, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
         GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 # Keys of tools/convert/family_table.py's FAMILIES.
 FAMILY_NAMES = (
-    *("arcee", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox"),
-    *("granite", "helium", "internlm", "internlm2", "internlm3", "jais2", "llama"),
+    *("apertus", "arcee", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2", "gpt_bigcode"),
+    *("gpt_neox", "granite", "helium", "internlm", "internlm2", "internlm3", "jais2", "llama"),
     *("ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "persimmon", "phi3"),
     *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
     *("starcoder2",),

@@ -14,7 +14,8 @@ from megatron.kernels.rotary import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW
 from tools.convert.config_keys import Keys
 
 Flags = dict[str, Any]
-_LLAMA3 = {
+# Llama 3.1's numbers of rope_scaling.
+LLAMA3 = {
     "low_freq_factor": LLAMA3_LOW,
     "high_freq_factor": LLAMA3_HIGH,
     "original_max_position_embeddings": LLAMA3_CONTEXT,
@@ -24,6 +25,7 @@ _ACTIVATION_FLAGS: dict[str, Flags] = {
     "swiglu": {"swiglu": True},
     "geglu": {"geglu": True},
     "squared_relu": {"squared_relu": True},
+    "xielu": {"xielu": True},
     "gelu (tanh)": {"openai_gelu": True},
     "gelu (erf)": {"bias_gelu_fusion": False},
 }
@@ -224,7 +226,7 @@ class Dialect:
         if factor and factor > 1:
             rope |= {"rope_type": "linear", "factor": float(factor)}
         if m.use_rope_scaling:
-            rope |= {"rope_type": "llama3", "factor": m.rope_scaling_factor, **_LLAMA3}
+            rope |= {"rope_type": "llama3", "factor": m.rope_scaling_factor, **LLAMA3}
         old = {name: value for name, value in rope.items() if name != "rope_theta"}
         partial = {}
         if self.partial is not None:
@@ -264,7 +266,7 @@ def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
     # here.
     if kind == "linear" and isinstance(factor, (int, float)) and factor == int(factor) >= 1:
         return {"rotary_seq_len_interpolation_factor": int(factor) if factor > 1 else None}
-    if kind == "llama3" and all(scaling.get(name) == value for name, value in _LLAMA3.items()):
+    if kind == "llama3" and all(scaling.get(name) == value for name, value in LLAMA3.items()):
         return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     if kind not in ("default", "dynamic", None):
         keys.refuse(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.model import ModelConfig
@@ -17,6 +17,7 @@ from tools.convert.dialect import (
     GEGLU,
     GELU_ERF,
     GELU_TANH,
+    LLAMA3,
     RELU2,
     Dialect,
     Flags,
@@ -56,8 +57,9 @@ class Family:
     """One family: its model_type and class in config.json, its names, and the two directions of its
     configuration.
 
-    `buffers` are tensors that old files hold and that follow from the configuration. `optional` may
-    stand before every name or be missing.
+    `buffers` are tensors that old files hold and that follow from the configuration. `constants`
+    are scalars of each layer that files must hold, with their values. `optional` may stand before
+    every name or be missing.
     """
 
     model_type: str
@@ -67,6 +69,15 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     buffers: re.Pattern[str]
     optional: str = ""
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+    def constant_names(self, model: ModelConfig) -> dict[str, float]:
+        """The constants of all layers."""
+        return {
+            name.format(layer): value
+            for layer in range(model.num_layers)
+            for name, value in self.constants.items()
+        }
 
 
 def _llama_names(gated: bool = True, **changes: str | tuple[tuple[str, ...], Transform]) -> Names:
@@ -315,6 +326,14 @@ def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
     return _no_window(keys, flags, used, absent=None)
 
 
+def _apertus_rotary(keys: Keys) -> None:
+    """Without other rotary settings those of Llama 3.1."""
+    if not (keys.table.get("rope_parameters") or keys.table.get("rope_scaling")):
+        keys.table = keys.table | {
+            "rope_parameters": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
+        }
+
+
 def _exaone4_layers(keys: Keys, flags: Flags) -> Flags:
     """Where some layers have a sliding window, the other ones have no rotary positions."""
     keys.take("sliding_window_pattern", 0, (int, str))
@@ -431,8 +450,17 @@ def _like_llama(
     names: Names,
     dialect: Dialect,
     buffers: re.Pattern[str] = _ROTARY,
+    constants: Mapping[str, float] | None = None,
 ) -> Family:
-    return Family(model_type, architecture, names, dialect.read, dialect.write, buffers)
+    return Family(
+        model_type,
+        architecture,
+        names,
+        dialect.read,
+        dialect.write,
+        buffers,
+        constants=constants or {},
+    )
 
 
 def _wide_window(m: ModelConfig) -> dict[str, Any]:
@@ -841,6 +869,30 @@ FAMILIES: Mapping[str, Family] = {
                 head_dim=128,
                 partial=0.5,
             ),
+        ),
+        _like_llama(
+            "apertus",
+            "ApertusForCausalLM",
+            _llama_names(
+                gated=False,
+                **{
+                    _INPUT_NORM: "model.layers.{}.attention_layernorm",
+                    _MLP_NORM: "model.layers.{}.feedforward_layernorm",
+                    _LAYER + "mlp.xielu": "model.layers.{}.mlp.act_fn",
+                },
+            ),
+            Dialect(
+                flags=_RMS_NORM | {"qk_layernorm": True},
+                keys=(_ATTENTION_BIAS,),
+                activations={"xielu": "xielu"},
+                epsilon=("rms_norm_eps", 1e-5),
+                theta=12000000,
+                first=_apertus_rotary,
+            ),
+            constants={
+                "model.layers.{}.mlp.act_fn.beta": 0.5,
+                "model.layers.{}.mlp.act_fn.eps": -1e-6,
+            },
         ),
         _like_llama("olmo2", "Olmo2ForCausalLM", _POST_NORM_NAMES, Dialect(**_OLMO)),
         _like_llama(

@@ -4,6 +4,7 @@ memory at a time."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,15 @@ class HFModel:
             self.headers = self._headers()
             self.links = links_of(self.model, self.rows, self.family.names)
             self.copies = self._tied_copies()
+            self.constants = self.family.constant_names(self.model)
+            self._check_constants()
             check(
                 self.links,
-                {k: v for k, v in self.headers.items() if k not in self.copies},
+                {
+                    k: v
+                    for k, v in self.headers.items()
+                    if k not in self.copies and k not in self.constants
+                },
                 str(path),
                 self.family.buffers,
             )
@@ -73,6 +80,16 @@ class HFModel:
                 )
         return copies
 
+    def _check_constants(self) -> None:
+        """The file's constants must have the values that our layers compute with, but for rounding
+        to bf16."""
+        for name, value in self.constants.items():
+            if name not in self.headers:
+                continue
+            shape = self.headers[name][1]
+            if shape or self.read(name).bfloat16() != torch.tensor(value).bfloat16():
+                raise ConversionError(f"{self.folder.path}: {name} is not the scalar {value}")
+
     def read(self, name: str) -> torch.Tensor:
         """One of its tensors by its full name."""
         return self.folder.read(name.removeprefix(self.family.optional) if self.short else name)
@@ -90,6 +107,9 @@ class HFModel:
             Outgoing(name, *self.headers[name], _Read(self, name))
             for link in self.links
             for name in link.theirs
+        ] + [
+            Outgoing(name, *self.headers[name], _Read(self, name))
+            for name in self.constants.keys() & self.headers.keys()
         ]
 
     def close(self) -> None:
@@ -173,9 +193,14 @@ def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = N
     if base.get("model_type") != family.model_type:
         base = {key: base[key] for key in base if key.endswith("_token_id")} or ours.special_ids()
     tensors = ours.outgoing(links_of(ours.model, rows, family.names), rows)
+    dtype = tensors[0].dtype
+    tensors += [
+        Outgoing(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
+        for name, value in family.constant_names(ours.model).items()
+    ]
     config = config_for(family, ours.model, rows, base)
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype}
+    said = str(dtype).removeprefix("torch.")
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": said}
     if ours.base_folder:
         return AsHF(config, tensors, {file.name: file for file in side_files(ours.base_folder)})
     return AsHF(config, tensors, _own_files(ours))

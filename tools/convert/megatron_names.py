@@ -42,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _NOT_THEIRS = (
     *("no_rope_freq", "use_parallel_residual", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
-    *("no_pre_layernorm", "qk_layernorm_all_heads"),
+    *("no_pre_layernorm", "xielu", "qk_layernorm_all_heads"),
 )
 _POSITIONS = ("learned_absolute", "rope", "none")
 _TOKENIZER = (

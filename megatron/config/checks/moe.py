@@ -28,6 +28,7 @@ def rule(f: Facts) -> Iterator[str]:
     for name, off, remedy in (
         ("fp8", None, "use --bf16"),
         ("torch_compile", False, "omit it: the number of tokens of an expert changes every step"),
+        ("xielu", False, "use another activation function"),
         ("init_method_xavier_uniform", False, "use --init-method-std"),
         ("init_scheme", "megatron", "use --init-scheme megatron"),
         ("zero_partition", "even", "use --zero-partition even"),

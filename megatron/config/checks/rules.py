@@ -41,6 +41,7 @@ _AT_LEAST_ONE = (
     "moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_num_groups "
     "moe_router_group_topk"
 ).split()
+_ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "xielu", "openai_gelu")
 _NOT_NEGATIVE = (
     "init_method_std mid_level_dataset_surplus lr min_lr lr_warmup_iters lr_warmup_samples "
     "lr_warmup_init weight_decay start_weight_decay end_weight_decay clip_grad eval_iters "
@@ -285,10 +286,7 @@ _NEEDED = (
     (
         "bias_gelu_fusion",
         "a GELU with biases",
-        lambda v: (
-            v["add_bias_linear"]
-            and not (v["swiglu"] or v["geglu"] or v["squared_relu"] or v["openai_gelu"])
-        ),
+        lambda v: v["add_bias_linear"] and not any(v[name] for name in _ACTIVATIONS),
     ),
     ("split", "--data-path or --data-args-path", lambda v: not (v["mock_data"] or v["dummy_data"])),
     ("spike_action", "training, which --skip-train leaves out", lambda v: not v["skip_train"]),
@@ -506,7 +504,7 @@ def _shape(f: Facts) -> Iterator[str]:
         )
     yield from _rope_pattern(f)
     yield from _norms(f)
-    yield from _only_one(f, "swiglu", "geglu", "squared_relu", "openai_gelu")
+    yield from _only_one(f, *_ACTIVATIONS)
     yield from _only_one(f, "ffn_hidden_size", "ffn_multiple_of")
     for name in ("ffn_multiple_of", "init_scheme"):
         if f[name] not in (None, "megatron") and not f.config.model.gated:

@@ -23,7 +23,8 @@ class ParameterSpec:
     """One parameter under its global name, whichever rank, stage or format holds it.
 
     `shape` is global; `splits` says which rank axis cuts which dim; `init` is "normal" (with `std`:
-    one for all, or one for each index of dim 0), "xavier_uniform", "zeros" or "ones". `partial`
+    one for all, or one for each index of dim 0), "xavier_uniform", "zeros", "ones" or "constant"
+    (`std` is the value). `partial`
     names axes whose ranks hold a copy but always see only part of its gradient. `real_rows`: rows
     of dim 0 that mean something when a vocabulary is padded (the rest stay 0), else None.
     `trained`: has it a gradient? Others are at least fp32.
@@ -238,6 +239,8 @@ def _layer_table(model: ModelConfig, layer: int, draw: Scheme) -> list[Parameter
         table += _moe_layer(model, prefix + "mlp.", layer, draw)
     else:
         table += _mlp(model, prefix + "mlp.", model.ffn, layer, draw)
+    if model.xielu:
+        table += _xielu(prefix + "mlp.xielu.")
     if model.post_mlp_layernorm:
         table += _norm(model, prefix + "post_mlp_layernorm", h)
     return table
@@ -251,6 +254,16 @@ def _mlp(
     return [
         *_column(prefix + "linear_fc1", up, model.mlp_bias, draw("mlp_in", layer)),
         *_row(prefix + "linear_fc2", (h, width), model.mlp_bias, draw("mlp_out", layer)),
+    ]
+
+
+def _xielu(prefix: str) -> list[ParameterSpec]:
+    """Softplus of the two scalars is 0.8 and 0.3 at first; each rank sees its part of the MLP."""
+    return [
+        ParameterSpec(
+            prefix + name, (1,), init="constant", std=math.log(math.expm1(value)), partial=("tp",)
+        )
+        for name, value in (("alpha_p", 0.8), ("alpha_n", 0.3))
     ]
 
 

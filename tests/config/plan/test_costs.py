@@ -125,6 +125,7 @@ MODELS = {
         qk_layernorm=True, group_query_attention=True, num_query_groups=2
     ),
     "rotary and norms of queries and keys": LLAMA | dict(qk_layernorm=True),
+    "xielu": dict(xielu=True),
     "norms of OLMo 2": LLAMA
     | dict(
         no_pre_layernorm=True,

@@ -59,8 +59,8 @@ Table = dict[str, tuple[str, int, float, float]]
 
 
 def row(name: str, kind: str, parameters: int, logits: float, gradients: float) -> str:
-    """That of one family; powers of ten, which do not depend on the machine."""
-    bounds = [10.0 ** math.ceil(math.log10(value)) for value in (logits, gradients)]
+    """That of one family; powers of ten, at least 1e-5, which do not depend on the machine."""
+    bounds = [max(1e-5, 10.0 ** math.ceil(math.log10(value))) for value in (logits, gradients)]
     return ROW.format(name, kind, parameters, *bounds)
 
 
