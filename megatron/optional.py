@@ -62,6 +62,8 @@ MODULES = {
     "megatron.training.weight_check": "--check-weight-hash-across-dp-replicas-interval",
     "megatron.analysis.trace.dry_run": "--trace",
     "megatron.analysis.eval_tasks": "--eval-tasks",
+    "megatron.parallel.cross_entropy": "--tensor-model-parallel-size above 1",
+    "megatron.parallel.pipeline": "--pipeline-model-parallel-size above 1",
     "megatron.parallel.ring_attention": "--context-parallel-size above 1",
     "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",
     "megatron.checkpoint.async_writer": "--async-save",

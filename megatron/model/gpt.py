@@ -27,8 +27,7 @@ from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, Recompute
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.layers import ColumnParallelLinear
+from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
 

@@ -1,48 +1,136 @@
-"""The loss of each token from logits that may be split over the vocabulary."""
+"""Cross entropy of logits that are split over the vocabulary (--tensor-model-parallel-size above
+1)."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from megatron.kernels import functional
+import torch
+from torch import Tensor
+
+from megatron.kernels.cpu import native
+from megatron.kernels.cross_entropy import (
+    log_softmax,
+    loss_dtype,
+    overwrite,
+    row_chunks,
+    runs_native,
+)
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
 
-def vocab_parallel_cross_entropy(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+def parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
     *,
     vocab_size: int,
     tp: Axis,
     dtype: torch.dtype | None = None,
     smoothing: float = 0.0,
-    right: torch.Tensor | None = None,
-    plain: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Cross entropy of each token: logits [s, b, v/tp], labels [b, s] -> [b, s].
+    right: Tensor | None = None,
+    plain: Tensor | None = None,
+    reduce: Callable[[Tensor, Axis, str], Tensor] = all_reduce,
+) -> Tensor:
+    """As `kernels.cross_entropy`, for logits [n, v/tp]: column j holds id tp.rank * v/tp + j.
 
-    `vocab_size` is the real one: padded columns are outside the softmax. The result and the maths
-    are fp32 (fp64 for fp64 logits) unless `dtype` says otherwise; `smoothing` is the share of a
-    label that all ids have alike; `right` (bool [s b], the rows of the logits) is filled with
-    whether the label is first, `plain` ([s b]) with the loss without smoothing. Backward overwrites
-    the memory of `logits` with their gradient.
+    `reduce` is called once with the [n] local logsumexps (with `right` [2, n], the largest logits
+    too) and once with the [2, n] stacked sums and target logits (with `smoothing` [3, n], the sums
+    of the logits too).
     """
-    s, b, v = logits.shape
-
-    def reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
-        return all_reduce(x, axis, op)
-
-    loss = functional.cross_entropy(
-        logits.view(s * b, v),
-        labels.t().reshape(s * b),
-        vocab_size=vocab_size,
-        vocab_start=tp.rank * v,
-        tp=tp,
-        all_reduce=reduce,
-        dtype=dtype,
-        smoothing=smoothing,
-        right=right,
-        plain=plain,
+    vocab_start = tp.rank * logits.shape[1]
+    valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
+    return _ParallelCrossEntropy.apply(
+        logits,
+        labels - vocab_start,
+        valid,
+        dtype or loss_dtype(logits),
+        tp,
+        reduce,
+        smoothing,
+        smoothing / vocab_size,
+        right,
+        plain,
     )
-    return loss.view(s, b).t()
+
+
+class _ParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913
+        ctx,
+        logits: Tensor,
+        targets: Tensor,
+        valid: int,
+        dtype: torch.dtype,
+        tp,
+        reduce,
+        smoothing: float,
+        uniform: float,
+        right: Tensor | None,
+        plain: Tensor | None,
+    ) -> Tensor:
+        mine = (targets >= 0) & (targets < valid)
+        columns = torch.where(mine, targets, 0)
+        local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
+        target = torch.zeros_like(local)
+        logit_sum = torch.zeros_like(local)
+        largest = local.clone() if right is not None else None
+        if valid and runs_native(logits, dtype):
+            top, logs, logit_sum = native.log_sums(logits, valid)
+            local = top + logs
+            target = logits[:, :valid].gather(1, columns[:, None]).squeeze(1).to(dtype)
+            largest = top if right is not None else None
+        for rows in row_chunks(logits) if valid and not runs_native(logits, dtype) else []:
+            part = logits[rows, :valid]
+            picked = columns[rows, None]
+            target[rows] = part.gather(1, picked).squeeze(1).to(dtype)
+            if right is not None:
+                largest[rows] = part.amax(-1).to(dtype)
+            if smoothing:
+                logit_sum[rows] = part.sum(-1, dtype=dtype)
+            # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of
+            # its row.
+            local[rows] = target[rows] - log_softmax(part, dtype).gather(1, picked).squeeze(1)
+        if right is None:
+            peak = reduce(local.clone(), tp, "max")
+        else:
+            peak, largest = reduce(torch.stack((local, largest)), tp, "max")
+        sums = [(local - peak).exp(), torch.where(mine, target, 0)] + [logit_sum] * (
+            smoothing > 0.0
+        )
+        total, target, *rest = reduce(torch.stack(sums), tp, "sum")
+        log_total = total.log() + peak
+        if right is not None:
+            torch.ge(target, largest, out=right)
+        if plain is not None:
+            torch.sub(log_total, target, out=plain)
+        ctx.save_for_backward(logits, columns, mine, log_total)
+        ctx.valid = valid
+        ctx.smoothing = smoothing
+        ctx.uniform = uniform
+        if not smoothing:
+            return log_total - target
+        return log_total - (1.0 - smoothing) * target - uniform * rest[0]
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        logits, columns, mine, log_total = ctx.saved_tensors
+        grad_loss = grad_loss.to(log_total.dtype)
+        hits = torch.where(mine, grad_loss * (1.0 - ctx.smoothing), 0)
+        if runs_native(logits, log_total.dtype):
+            none = torch.zeros_like(log_total)
+            native.loss_grad(
+                logits, ctx.valid, log_total, none, columns, grad_loss, hits, ctx.uniform
+            )
+        else:
+            overwrite(
+                logits,
+                ctx.valid,
+                log_total.dtype,
+                columns,
+                grad_loss,
+                hits,
+                lambda part, rows: part.sub_(log_total[rows, None]).exp_(),
+                ctx.uniform,
+            )
+        return logits, *[None] * 9

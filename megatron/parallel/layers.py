@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron import optional
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.collectives import (
@@ -21,7 +22,7 @@ from megatron.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import Axis, ParallelContext
 
 if TYPE_CHECKING:
     from megatron.parallel.fp8 import LayerScaling
@@ -225,3 +226,22 @@ class VocabParallelEmbedding(nn.Module):
         mine = (ids >= 0) & (ids < rows)
         x = embedding(torch.where(mine, ids, 0), self.weight) * mine.unsqueeze(-1)
         return scatter_sequence(x, tp) if self.ctx.sequence_parallel else reduce_from(x, tp)
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, *, vocab_size: int, tp: Axis, **options: Any
+) -> torch.Tensor:
+    """Cross entropy of each token: logits [s, b, v/tp], labels [b, s] -> [b, s].
+
+    `vocab_size` is the real one: padded columns are outside the softmax. `options` are those of
+    `kernels.cross_entropy`. Backward overwrites the memory of `logits` with their gradient.
+    """
+    s, b, v = logits.shape
+    rows = logits.view(s * b, v)
+    ids = labels.t().reshape(s * b)
+    if tp.size == 1:
+        loss = functional.cross_entropy(rows, ids, vocab_size=vocab_size, **options)
+    else:
+        split = optional.load("megatron.parallel.cross_entropy")
+        loss = split.parallel_cross_entropy(rows, ids, vocab_size=vocab_size, tp=tp, **options)
+    return loss.view(s, b).t()

@@ -13,13 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.schedules import Action, Schedule, schedule
+from megatron.parallel.single_stage import Backward, Forward
 
 Key = tuple[int, int]  # (micro-batch, chunk)
-# (micro-batch, chunk, hidden states or None for the first chunk of all) -> hidden states, or the
-# loss of the last chunk.
-Forward = Callable[[int, int, torch.Tensor | None], torch.Tensor]
-# (loss, None), or (edge of the graph of hidden states that were sent, their gradient).
-Backward = Callable[[torch.Tensor | GradientEdge, torch.Tensor | None], None]
 
 # each holds a tensor; a receive is posted before the computation after next
 SENDS_UNDER_WAY = 4

@@ -21,8 +21,8 @@ from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.pipeline import Pipeline
 from megatron.parallel.sharding import counts_in_norm, init_parameters
+from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
@@ -33,6 +33,7 @@ from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
     from megatron.data.ledger import Recorder
+    from megatron.parallel.pipeline import Pipeline
 
 
 def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
@@ -114,10 +115,12 @@ def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: Parallel
     assert size == wanted, f"{size} parameters were built, {wanted} asked for"
 
 
-def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
+def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage | Pipeline:
     """This rank's stage, with links for hidden states of this model's shape."""
     m = config.model
     ctx = runtime.ctx
+    if ctx.pp.size == 1:
+        return SingleStage()
 
     def shape(rows: int) -> tuple[int, ...]:
         length = m.seq_length
@@ -126,7 +129,8 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> Pipeline:
         length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
         return length, rows, m.hidden_size
 
-    return Pipeline(
+    pipeline = optional.load("megatron.parallel.pipeline")
+    return pipeline.Pipeline(
         ctx,
         len(plan.layers_per_stage[ctx.pp.rank]),
         shape(plan.batch.micro_batch_size),

@@ -16,7 +16,7 @@ from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scheduler import OptimizerParamScheduler
 from megatron.parallel.collectives import all_reduce_
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.pipeline import Pipeline
+from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
     from megatron.data.ledger import Recorder
     from megatron.parallel.fp8 import DelayedScaling
+    from megatron.parallel.pipeline import Pipeline
     from megatron.training.logging.subset_metrics import SubsetMetrics
 
 # The timers of a step that measure a rank's own work, without waiting for other ranks (but for
@@ -74,7 +75,7 @@ class Run:
     timers: Timers
     # of GPTModel: this rank's chunks of it, one without virtual stages
     model: nn.ModuleList
-    pipeline: Pipeline
+    pipeline: SingleStage | Pipeline
     buffers: GradBuffers
     optimizer: MixedPrecisionOptimizer
     scheduler: OptimizerParamScheduler

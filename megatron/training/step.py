@@ -16,8 +16,8 @@ from megatron import optional
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.pipeline import Forward
 from megatron.parallel.random import DropoutSeeds
+from megatron.parallel.single_stage import Forward
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.run import Run

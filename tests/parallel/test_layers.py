@@ -9,12 +9,12 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import Axis, ParallelContext
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     embedding,
+    vocab_parallel_cross_entropy,
 )
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory, init_parameters, local_box

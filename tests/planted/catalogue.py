@@ -113,7 +113,7 @@ BUGS = {
         "campaign",
     ),
     "padding inside the softmax": Bug(
-        "megatron.kernels.cross_entropy.cross_entropy",
+        "megatron.parallel.cross_entropy.parallel_cross_entropy",
         "min(max(vocab_size - vocab_start, 0), logits.shape[1])",
         "logits.shape[1]",
         f"{LAYOUTS}[tp2]",

@@ -10,6 +10,7 @@ from megatron.kernels import cross_entropy as loss_module
 from megatron.kernels import functional
 from megatron.kernels.cpu import native
 from megatron.kernels.linear import BLOCK_ELEMENTS
+from megatron.parallel.cross_entropy import parallel_cross_entropy
 from megatron.training.batch import MicroBatch
 from megatron.training.run import Run
 from megatron.training.step import train_step
@@ -59,10 +60,12 @@ def test_the_loss_holds_a_chunk_and_a_sixteenth_of_the_logits(monkeypatch, dtype
 
     class Two:
         size = 2
+        rank = 0
 
     def loss(logits, labels, **more):
-        parallel = dict(tp=Two, all_reduce=lambda x, op, axis: x) if tp else {}
-        return functional.cross_entropy(logits, labels, **more, **parallel)
+        if not tp:
+            return functional.cross_entropy(logits, labels, **more)
+        return parallel_cross_entropy(logits, labels, tp=Two, reduce=lambda x, axis, op: x, **more)
 
     chunk = loss_module.CHUNK_ELEMENTS * 4
     assert chunk * (not built) < loss_memory(dtype, loss) + chunk // 2  # something was seen

@@ -59,12 +59,12 @@ from megatron.config import command_line as megatron_command_line  # noqa: E402
 from megatron.kernels import functional as kernels  # noqa: E402
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
 from megatron.parallel.collectives import all_reduce, all_reduce_  # noqa: E402
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy  # noqa: E402
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     embedding,
+    vocab_parallel_cross_entropy,  # noqa: E402
 )  # noqa: E402
 from megatron.parallel.random import DropoutSeeds  # noqa: E402
 from megatron.timers import Timers  # noqa: E402
