@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron import optional
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
@@ -100,9 +101,8 @@ class MixedPrecisionOptimizer:
         for group in groups:
             group["params"] = [by_param[id(param)] for param in group["params"]]
         self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
-        build = adam.build_adam if config.optimizer == "adam" else adam.build_sgd
-        self.inner = build(groups, config)
-        self._precision_aware = isinstance(self.inner, adam.PrecisionAwareAdamW)
+        self._precision_aware = config.use_precision_aware_optimizer
+        self.inner = _inner(groups, config)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -279,6 +279,16 @@ class MixedPrecisionOptimizer:
         pairs = self._low_precision_pairs()
         if pairs:
             torch._foreach_copy_([param for _, param in pairs], [main for main, _ in pairs])
+
+
+def _inner(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """torch's optimizer that updates the main weights."""
+    if config.optimizer == "sgd":
+        return adam.build_sgd(groups, config)
+    if not config.use_precision_aware_optimizer:
+        return adam.build_adam(groups, config)
+    kind = optional.load("megatron.optimizer.precision_aware").PrecisionAwareAdamW
+    return adam.build_adam(groups, config, kind)
 
 
 def _main_weight(param: torch.nn.Parameter) -> torch.Tensor:

@@ -142,6 +142,12 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
     )
 
 
+def _spike_policy(action: str) -> SpikePolicy:
+    if action in ("off", "log"):
+        return SpikePolicy(action)
+    return optional.load("megatron.training.spikes.actions").SpikeActions(action)
+
+
 def build_run(
     config: Config, plan: Plan, runtime: Runtime, timers: Timers, tokenizer: Tokenizer
 ) -> Run:
@@ -205,7 +211,7 @@ def build_run(
         scheduler,
         rules,
         tokenizer.identity(),
-        spikes=SpikePolicy(config.spikes.spike_action),
+        spikes=_spike_policy(config.spikes.spike_action),
         recorder=build_recorder(config, runtime),
         fp8=optional.load("megatron.parallel.fp8").delayed_scaling(model, p, ctx)
         if p.fp8

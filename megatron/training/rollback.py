@@ -23,7 +23,8 @@ from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip_plan import record_skip
-from megatron.training.spikes.policy import EXIT_CODE, Rollback
+from megatron.training.spikes.actions import EXIT_CODE
+from megatron.training.spikes.policy import Rollback
 
 
 @dataclass

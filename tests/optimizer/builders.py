@@ -9,7 +9,7 @@ import torch
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
-from megatron.optimizer import moments
+from megatron.optimizer import precision_aware as moments
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import DynamicGradScaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, ScheduleSteps, schedule_steps

@@ -145,7 +145,7 @@ def test_updates_are_torchs_and_load_no_compiler():
 
 
 def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
-    real = adam._AdamW
+    real = adam.AdamW
 
     def without_fused(*args, **how):
         if how.get("fused"):
@@ -155,7 +155,7 @@ def test_without_fused_kernels_the_foreach_ones_give_the_same(monkeypatch):
     weights = []
     for patched in (False, True):
         if patched:
-            monkeypatch.setattr(adam, "_AdamW", without_fused)
+            monkeypatch.setattr(adam, "AdamW", without_fused)
         param = torch.linspace(-1, 1, 50, dtype=torch.float64).requires_grad_()
         optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig())
         assert bool(optimizer.param_groups[0]["fused"]) is not patched

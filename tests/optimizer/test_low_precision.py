@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer import adam, clip_grads, moments
+from megatron.optimizer import adam, clip_grads
+from megatron.optimizer import precision_aware as moments
 from tests.optimizer.builders import dynamic_scaler, load_state, optimizer_of
 
 RATES = {"lr": 1e-2, "weight_decay": 0.1}
@@ -55,7 +56,7 @@ def test_update_is_that_of_fp32_between_two_roundings(
     make_params, fill_grads, monkeypatch, piece, dtype, grad_dtype, dtypes
 ):
     """Clipped, with weight decay: bit for bit."""
-    monkeypatch.setattr(adam, "PIECE", piece)
+    monkeypatch.setattr(moments, "PIECE", piece)
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     flags = {f"{key}_dtype": names[value] for key, value in dtypes.items()}
     params, twins = (make_params(dtype, grad_dtype=grad_dtype) for _ in range(2))
@@ -75,7 +76,7 @@ def test_update_is_that_of_fp32_between_two_roundings(
     for name, tensor in ours.tensors().items():
         key = name.split(".")[1]
         assert tensor.dtype == dtypes.get(key, torch.float32), name
-        if key in moments.KEYS:
+        if key in adam.MOMENTS:
             tensor = moments.widen(key, tensor, torch.float32)
         assert torch.equal(tensor, wide.tensors()[name]), name
 
@@ -99,7 +100,7 @@ def test_loss_scale_and_overflow(make_params, fill_grads):
         assert ours.loss_scale == wide.loss_scale == (2.0**10 if step < 1 else 2.0**9)
         if step == 1:
             assert all(torch.equal(t, before[name]) for name, t in ours.tensors().items())
-        round_state(wide, {key: torch.bfloat16 for key in moments.KEYS})
+        round_state(wide, {key: torch.bfloat16 for key in adam.MOMENTS})
         assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
 
 

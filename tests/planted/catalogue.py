@@ -744,13 +744,13 @@ BUGS = {
     ),
     # Gradients and moments in 16 bits.
     "an fp16 second moment stored without its root": Bug(
-        "megatron.optimizer.moments.store",
+        "megatron.optimizer.precision_aware.store",
         "values.sqrt_() if key == 'exp_avg_sq' else values",
         "values",
         f"{SIXTEEN}::test_fp16_stores_moments_of_small_and_of_the_largest_gradients",
     ),
     "a step count that advances twice": Bug(
-        "megatron.optimizer.adam.PrecisionAwareAdamW.update",
+        "megatron.optimizer.precision_aware.PrecisionAwareAdamW.update",
         "self.state[param]['step'].clone()",
         "self.state[param]['step']",
         f"{SIXTEEN}::test_loss_scale_and_overflow",
@@ -801,7 +801,7 @@ BUGS = {
         f"{POLICIES}::test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start",
     ),
     "a range that begins one iteration late": Bug(
-        "megatron.training.spikes.policy.SpikePolicy.due",
+        "megatron.training.spikes.actions.SpikeActions.due",
         "row.mark - 1",
         "row.mark",
         f"{POLICIES}::test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last",

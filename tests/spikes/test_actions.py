@@ -19,8 +19,9 @@ from megatron.checkpoint import store
 from megatron.config.plan.report import memory_lines
 from megatron.training.launch.signals import Refusal
 from megatron.training.rollback import RollbackBuffer
+from megatron.training.spikes.actions import BUDGET, EXIT_CODE
 from megatron.training.spikes.detector import LEVEL_SHIFT
-from megatron.training.spikes.policy import BUDGET, EXIT_CODE, Rollback
+from megatron.training.spikes.policy import Rollback
 from megatron.training.step import train_step
 from tests.e2e.programs import fork_program
 from tests.forkrun import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron import log
+from megatron import log, optional
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
@@ -17,7 +17,7 @@ from megatron.checkpoint.store import Checkpoint
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
-from megatron.optimizer import moments
+from megatron.optimizer import adam
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.resume_checks import position_problem, vocabulary_problem
@@ -270,7 +270,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     for name, sharding, _, own in own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer or name in unknown:
             continue
-        key = moments.moment_of(name)
+        key = adam.moment_of(name)
         if key and own and name in there and reader.dtype(name) != own[0][1].dtype:
             changed[key] = (reader.dtype(name), own[0][1].dtype)
         for box, tensor in own:
@@ -306,7 +306,10 @@ def read_into(
         reader.read_later(source, ((start, stop), *rest), tensor)
     else:
         values = reader.read(source, ((start, stop), *rest))
-        tensor.copy_(moments.convert(source, values, tensor.dtype))
+        if adam.moment_of(source):
+            moments = optional.load("megatron.optimizer.precision_aware")
+            values = moments.convert(source, values, tensor.dtype)
+        tensor.copy_(values)
 
 
 def _source(name: str, there: set[str]) -> str:

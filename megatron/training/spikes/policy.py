@@ -1,8 +1,5 @@
-"""What is done about spikes: which updates are skipped, what is skipped after a rollback, when the
-run gives up.
-
-Iterations and their values in, decisions out, the same on every rank.
-"""
+"""Spikes of a run: which iterations are outliers, what is printed about them, what a checkpoint
+keeps of them."""
 
 from __future__ import annotations
 
@@ -12,17 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron import log
-from megatron.training.launch.signals import Refusal
 from megatron.training.spikes.detector import TOGETHER, Finding, SpikeDetector
 
-BUDGET = 10
-WITHIN = 1000  # updates skipped, in so many iterations
-# iterations after what was skipped: a spike there is the same trouble
-AGAIN = 200
-BEFORE = 100
-AFTER = 200  # what the second attempt skips around the first spike
-ATTEMPTS = 2
-EXIT_CODE = 3  # of a run that gives up
+WITHIN = 1000  # iterations in which spikes are counted
 
 
 @dataclass(frozen=True)
@@ -46,8 +35,8 @@ class OpenSpike:
 
 
 class SpikePolicy:
-    """Checks trained iterations one after the other, and decides. Iterations skipped by the user or
-    by an overflow are not checked and change nothing."""
+    """--spike-action off and log: checks trained iterations one after the other. Iterations skipped
+    by the user or by an overflow are not checked and change nothing."""
 
     def __init__(self, action: str = "log"):
         self.action = action
@@ -60,15 +49,7 @@ class SpikePolicy:
         self._over: OpenSpike | None = None  # the row that the last iteration has ended
         self._spent: list[int] = []
 
-    @property
-    def decides(self) -> bool:
-        """Must it be asked before an update is made?"""
-        return self.action in ("skip-update", "rewind")
-
-    @property
-    def spike_open(self) -> bool:
-        """Is it still open how far a spike reaches?"""
-        return self._row is not None
+    decides = False  # must it be asked before an update is made?
 
     def check(self, iteration: int, loss: float, grad_norm: float | None) -> Finding:
         """Take in a trained iteration; what it is."""
@@ -107,65 +88,6 @@ class SpikePolicy:
             log.print_rank_last(line)
         return self.finding
 
-    def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
-        """Take in an iteration before its update; is that to be made?"""
-        finding = self.check(iteration, loss, grad_norm)
-        return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
-
-    def _check_budget(self) -> None:
-        """Raise Refusal when more updates were skipped than allowed. A spike counts as one,
-        since it is the data or the level that has changed; numbers that are not finite count
-        each."""
-        if self.action == "skip-update" and self.finding.spike and len(self._spent) > BUDGET:
-            raise Refusal(
-                (
-                    f"{len(self._spent)} spikes within {WITHIN} iterations (at "
-                    f"{', '.join(map(str, self._spent))}), of which --spike-action skip-update "
-                    f"skips at most {BUDGET}: the data alone rarely cause so many. Resume from "
-                    "before the first with a lower --lr or --clip-grad, or continue regardless "
-                    "with --spike-action log [spike-limit-reached]"
-                ),
-                EXIT_CODE,
-            )
-
-    def due(self, train_iters: int, iteration: int) -> Rollback | None:
-        """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over.
-        Raises Refusal where nothing helps any more."""
-        self._check_budget()
-        row = self._over
-        if row is None and (self.finding.kind == "non-finite" or iteration == train_iters):
-            row = self._row
-        if self.action != "rewind" or row is None:
-            return None
-        before = (
-            self.rewinds[-1] if self.rewinds and row.first <= self.rewinds[-1].end + AGAIN else None
-        )
-        attempt, first = (before.attempt + 1, before.first) if before else (1, row.first)
-        if attempt > ATTEMPTS:
-            raise Refusal(
-                (
-                    f"a spike at iteration {row.first}, though {self.tried(first)}. So it is not "
-                    "the data of these iterations: resume from a checkpoint before iteration "
-                    f"{self.rewinds[-1].start} with a lower --lr, or look at the data "
-                    "(tools/spikes.py docs) [spike-not-caused-by-data]"
-                ),
-                EXIT_CODE,
-            )
-        start, end = (
-            (row.mark - 1, row.last + 1)
-            if attempt == 1
-            else (first - BEFORE, max(first + AFTER, row.last + 1))
-        )
-        return Rollback(attempt, max(1, start), min(end, train_iters), first)
-
-    def tried(self, first: int) -> str:
-        """What has been skipped because of a spike at `first`."""
-        ranges = [f"{one.start} to {one.end}" for one in self.rewinds if one.first == first]
-        return (
-            f"the run rolled back to before the spike at iteration {first} and skipped "
-            f"{' and then '.join(ranges)}"
-        )
-
     def line(self, iteration: int, loss: float, grad_norm: float | None) -> str | None:
         """What a reader is told about the last iteration; None where there is nothing to
         tell."""
@@ -185,13 +107,11 @@ class SpikePolicy:
             f"the trend ({found.norm_z:.1f} sigma), loss {loss:.4f}",
             "non-finite": f"loss {loss}{norm}",
         }[found.kind]
-        done = {
-            "log": "no action; tools/spikes.py analyze says what to skip",
-            "skip-update": f"optimizer update skipped ({len(self._spent)} of {BUDGET} in {WITHIN} "
-            "iterations)",
-            "rewind": "will roll back once the spike ends",
-        }[self.action]
-        return f"spike at iteration {iteration}: {what}; {done}"
+        return f"spike at iteration {iteration}: {what}; {self._done()}"
+
+    def _done(self) -> str:
+        """What is done about a spike, for the log."""
+        return "no action; tools/spikes.py analyze says what to skip"
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
