@@ -157,6 +157,9 @@ class MegatronImport:
     vocab_size: int | None = arg(
         None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
     )
+    no_load_optim: bool = arg(
+        False, help="of torch_dist convert the weights alone, without the optimizer state"
+    )
 
     def run(self) -> Answer:
         """Do it."""
@@ -168,6 +171,7 @@ class MegatronImport:
             args_file=self.args,
             tokenizer=not self.no_tokenizer,
             vocab_size=self.vocab_size,
+            optimizer=not self.no_load_optim,
         )
 
 

@@ -104,7 +104,9 @@ def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
 
 class MegatronCheckpoint:
     """An open Megatron-LM checkpoint: arguments, and for each tensor of ours its parts by tensor
-    rank."""
+    rank. Its optimizer is not converted."""
+
+    state = None
 
     def __init__(self, source: Path, unpickler: Unpickler):
         self.source = source
@@ -127,7 +129,13 @@ class MegatronCheckpoint:
     @property
     def layout(self) -> str:
         """What it is, for the report."""
-        return f"{self.tp} tensor x {self.pp} pipeline ranks"
+        return (
+            f"{self.tp} tensor x {self.pp} pipeline ranks; the optimizer's state is not converted"
+        )
+
+    def optimizer(self, *_: object) -> list[Incoming]:
+        """None."""
+        return []
 
     def vocabulary_rows(self) -> int:
         """Rows of the word embedding, with padding."""
@@ -269,10 +277,11 @@ def megatron_import(
     args_file: Path | None = None,
     tokenizer: bool = True,
     vocab_size: int | None = None,
+    optimizer: bool = True,
 ) -> str:
-    """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders or torch_dist.
-    `args_file`: flags that count more than its arguments; without `tokenizer` ids are plain
-    numbers, `vocab_size` of them. Returns what to say of it."""
+    """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders or torch_dist (of
+    that with the `optimizer`). `args_file`: flags that count more than its arguments; without
+    `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
     with (
         tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder,
@@ -280,8 +289,11 @@ def megatron_import(
     ):
         found = checkpoint_folder(source)
         sharded = (found / torch_dist.METADATA).is_file()
-        kind = torch_dist.TorchDistCheckpoint if sharded else MegatronCheckpoint
-        there = kind(found, unpickler)
+        there = (
+            torch_dist.TorchDistCheckpoint(found, unpickler, optimizer)
+            if sharded
+            else MegatronCheckpoint(found, unpickler)
+        )
         given = (
             parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"])
             if args_file
@@ -295,6 +307,8 @@ def megatron_import(
         rows = there.vocabulary_rows()
         table = {spec.name: spec for spec in parameter_table(model, rows, rows)}
         weights = there.weights(table, model)
+        state = there.state
+        weights += there.optimizer(table, model, weights)
         if not tokenizer or "tokenizer_type" not in flags:
             flags = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size or rows}
         elif flags["tokenizer_type"] == "NullTokenizer":
@@ -302,10 +316,12 @@ def megatron_import(
                 "tokenizer_type": "NullTokenizer",
                 "vocab_size": there.args.get("vocab_size") or rows,
             }
-        written = write_checkpoint(target, model, weights, rows, "megatron", [], flags=flags)
+        written = write_checkpoint(
+            target, model, weights, rows, "megatron", [], flags=flags, state=state
+        )
         return (
-            f"{written}: {len(weights)} tensors from {there.layout}, tokenizer "
-            f"{flags['tokenizer_type']}"
+            f"{written}: {len(weights)} tensors, tokenizer {flags['tokenizer_type']}, from "
+            f"{there.layout}"
         )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,11 +242,12 @@ def write_checkpoint(
     model_type: str,
     tokenizer_files: Iterable[Path],
     *,
-    iteration: int = 0,
     flags: dict[str, Any] | None = None,
+    state: RunState | None = None,
 ) -> Path:
     """Write a run directory with one checkpoint of these weights; `flags` choose the tokenizer,
-    which else is found among the copied `tokenizer_files`. Nothing stays behind when it fails.
+    which else is found among the copied `tokenizer_files`. With tensors of the optimizer among the
+    weights, `state` are its counters and those of the run. Nothing stays behind when it fails.
     """
     new_folder(root)
     root.mkdir()
@@ -261,7 +262,8 @@ def write_checkpoint(
         if not any(copies.iterdir()):
             copies.rmdir()
         # untrained tensors, such as expert biases, are fp32 in every precision
-        formats = {weight.dtype for weight in weights if not weight.name.endswith(EXPERT_BIAS)}
+        trained = [one for one in weights if not one.name.startswith("optimizer.")]
+        formats = {one.dtype for one in trained if not one.name.endswith(EXPERT_BIAS)}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
         config = config_from(Config, {**vars(model), **precision, **flags, **more})
         progress = Progress(sum(one.bytes for one in weights))
@@ -276,8 +278,8 @@ def write_checkpoint(
             for one in weights
         ]
         layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
-        state = RunState(iteration=iteration, data={"tokenizer": choice.identity}, layout=layout)
-        written = store.save(root, iteration, slices, state, to_args_text(config))
+        state = replace(state or RunState(), data={"tokenizer": choice.identity}, layout=layout)
+        written = store.save(root, state.iteration, slices, state, to_args_text(config))
         progress.clear()
         return written
     except BaseException:

@@ -6,13 +6,15 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.state import RunState
 from megatron.checkpoint.tensor_slices import (
     Box,
     extent,
@@ -25,16 +27,26 @@ from megatron.checkpoint.tensor_slices import (
     whole,
 )
 from megatron.config.model import ModelConfig
-from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec
+from megatron.config.plan.parameters import EXPERT_BIAS, WORD_EMBEDDING, ParameterSpec
 from megatron.small_files import open_regular
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError
 from tools.convert.megatron_names import our_name
 from tools.convert.native import Incoming
+from tools.convert.torch_dist_optimizer import (
+    BUFFER,
+    BY_NAME,
+    KINDS,
+    REMEDY,
+    FlatBuffers,
+    check_format,
+    run_state,
+)
 from tools.convert.torch_files import Unpickler
 
 METADATA = "metadata.json"
 COMMON = "common.pt"
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _SHOWN = 20  # reasons of one error
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
@@ -118,6 +130,7 @@ class Piece:
 
 # of one of our tensors: expert, or -1 for all, and half of a gated matrix, or -1 for both
 Part = tuple[int, int]
+Parts = dict[str, dict[Part, Piece]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ class TorchDistCheckpoint:
     """An open torch_dist checkpoint: arguments, and for each tensor of ours the pieces that it is
     made of."""
 
-    def __init__(self, source: Path, unpickler: Unpickler):
+    def __init__(self, source: Path, unpickler: Unpickler, optimizer: bool = True):
         self.source = source
         backend = read_json(source / METADATA).get("sharded_backend")
         if backend != "torch_dist":
@@ -149,21 +162,101 @@ class TorchDistCheckpoint:
                 f"{source}: its format is {backend!r}, which is not read; save it with "
                 "--ckpt-format torch_dist"
             )
-        common = unpickler.read(source / COMMON).values
-        self.args: dict[str, Any] = common["args"] if isinstance(common.get("args"), dict) else {}
-        self.optimizer = False
-        self.parts: dict[str, dict[Part, Piece]] = {}
-        for name, entry in unpickler.index(source)["tensors"].items():
-            if name.startswith(("optimizer.", "rng_state", "rerun_state_machine")):
-                self.optimizer |= name.startswith("optimizer.")
-            else:
-                self._sort(self._tensor(name, entry))
+        self._common = unpickler.read(source / COMMON)
+        args = self._common.values.get("args")
+        self.args: dict[str, Any] = args if isinstance(args, dict) else {}
+        self.parts: Parts = {}
+        self._optimizer = optimizer
+        self._states: dict[str, Parts] = {}
+        index = unpickler.index(source)
+        self._objects = index["objects"]
+        self._buffers = FlatBuffers(source, self.args)
+        self._has_optimizer = False
+        for name, entry in index["tensors"].items():
+            if name.startswith(("rng_state", "rerun_state_machine")):
+                continue
+            if not _OPTIMIZER.match(name):
+                self._sort(self._tensor(name, entry), name, self.parts)
+            elif optimizer:
+                self._has_optimizer = True
+                self._sort_optimizer(self._tensor(name, entry))
 
     @property
     def layout(self) -> str:
         """What it is, for the report."""
-        left = "; the optimizer's state is not converted" if self.optimizer else ""
-        return f"torch_dist{left}"
+        if self.state is not None:
+            return (
+                f"torch_dist with the optimizer's state, iteration {self.state.iteration}. Lost: "
+                "Megatron's random states (dropout masks will be others); data order: give the "
+                "flags of the data, and --seed, that it was trained with"
+            )
+        return "torch_dist" + "; the optimizer's state is not converted" * (not self._optimizer)
+
+    @cached_property
+    def state(self) -> RunState | None:
+        """Counters of the run, where the optimizer is converted."""
+        if not self._has_optimizer:
+            return None
+        file = self._common
+        return run_state(self.source, file.values, self._objects, file, self.args)
+
+    def optimizer(
+        self,
+        table: Mapping[str, ParameterSpec],
+        model: ModelConfig,
+        weights: Sequence[Incoming],
+    ) -> list[Incoming]:
+        """The optimizer's tensors under our names, or none. Raises ConversionError unless theirs
+        are exactly those of the weights."""
+        if not self._has_optimizer:
+            return []
+        check_format(self.source, self._common.values)
+        trained = {name: one for name, one in table.items() if not name.endswith(EXPERT_BIAS)}
+        by_name = {one.name: one for one in weights if one.name in trained}
+        found: list[Incoming] = []
+        if self._buffers.found:
+            if self._states:
+                raise ConversionError(f"{self.source}: has its optimizer's state twice; {REMEDY}")
+            for kind, tensors in self._buffers.locate(trained, model, by_name).items():
+                found += [
+                    Incoming(name, torch.float32, trained[name].shape, make)
+                    for name, make in tensors.items()
+                ]
+                found[-len(tensors) :] = [
+                    replace(one, name=f"optimizer.{kind}.{one.name}")
+                    for one in found[-len(tensors) :]
+                ]
+        for kind in ("fp32_param", "exp_avg", "exp_avg_sq") if not self._buffers.found else ():
+            low = any(one.dtype != torch.float32 for one in by_name.values())
+            if kind == "fp32_param" and kind not in self._states and not low:
+                continue
+            found += [
+                replace(one, name=f"optimizer.{kind}.{one.name}")
+                for one in self._incoming(self._states.get(kind, {}), trained, model)
+            ]
+        for one in found:
+            if one.dtype not in (torch.float32, torch.bfloat16):
+                raise ConversionError(f"{self.source}: {one.name} is {one.dtype}; {REMEDY}")
+        # of an fp32 model the main weights are the weights
+        return [
+            one
+            for one in found
+            if not one.name.startswith("optimizer.fp32_param.")
+            or by_name[one.name.split(".", 2)[2]].dtype != torch.float32
+        ]
+
+    def _sort_optimizer(self, tensor: StoredTensor) -> None:
+        """Note a tensor of the optimizer. Raises ConversionError for one that is not Adam's."""
+        by_name = BY_NAME.fullmatch(tensor.name)
+        if by_name and by_name[1] in KINDS:
+            parts = self._states.setdefault(KINDS[by_name[1]], {})
+            self._sort(tensor, by_name[2], parts)
+            return
+        flat = BUFFER.fullmatch(tensor.name)
+        if not flat:
+            check_format(self.source, self._common.values)
+            raise ConversionError(f"{self.source}: {tensor.name} is not known here; {REMEDY}")
+        self._buffers.add(flat, tensor)
 
     def _tensor(self, name: str, entry: Mapping[str, Any]) -> StoredTensor:
         """A stored tensor; raises ConversionError for one that is not complete."""
@@ -185,14 +278,24 @@ class TorchDistCheckpoint:
             raise ConversionError(f"{self.source}: {name}: {wrong}")
         return tensor
 
-    def _sort(self, tensor: StoredTensor) -> None:
-        """Note which of our tensors it is a part of."""
-        name = our_name(tensor.name)
+    def _sort(self, tensor: StoredTensor, theirs: str, found: Parts) -> None:
+        """Note in `found` which of our tensors it is a part of."""
+
+        def add(name: str, part: Part, piece: Piece) -> None:
+            parts = found.setdefault(name, {})
+            if part in parts:
+                raise ConversionError(
+                    f"{self.source}: both {parts[part].tensor.name} and {piece.tensor.name} are "
+                    f"{name}"
+                )
+            parts[part] = piece
+
+        name = our_name(theirs)
         if name is None:
             return
         layer = _LAYER.fullmatch(name)
         if not layer:
-            self._add(name, (-1, -1), Piece(tensor))
+            add(name, (-1, -1), Piece(tensor))
             return
         tail = layer[2]
         half = _HALVES.get(tail[-2:], -1) if re.fullmatch(r".+\.(weight|bias)_[wv]", tail) else -1
@@ -204,21 +307,13 @@ class TorchDistCheckpoint:
             tail = f"mlp.experts.{experts[2]}"
             expert = -1 if experts[1] is None else int(experts[1])
         if layer[1] is not None:
-            self._add(f"decoder.layers.{int(layer[1])}.{tail}", (expert, half), Piece(tensor))
+            add(f"decoder.layers.{int(layer[1])}.{tail}", (expert, half), Piece(tensor))
             return
         if not tensor.shape or not tensor.shape[0]:
-            self._add(name, (-1, -1), Piece(tensor))
+            add(name, (-1, -1), Piece(tensor))
             return
         for number in range(tensor.shape[0]):
-            self._add(f"decoder.layers.{number}.{tail}", (expert, half), Piece(tensor, number))
-
-    def _add(self, name: str, part: Part, piece: Piece) -> None:
-        parts = self.parts.setdefault(name, {})
-        if part in parts:
-            raise ConversionError(
-                f"{self.source}: both {parts[part].tensor.name} and {piece.tensor.name} are {name}"
-            )
-        parts[part] = piece
+            add(f"decoder.layers.{number}.{tail}", (expert, half), Piece(tensor, number))
 
     def vocabulary_rows(self) -> int:
         """Rows of the word embedding, with padding."""
@@ -230,18 +325,23 @@ class TorchDistCheckpoint:
 
     def weights(self, table: Mapping[str, ParameterSpec], model: ModelConfig) -> list[Incoming]:
         """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
+        return self._incoming(self.parts, table, model)
+
+    def _incoming(
+        self, found: Parts, table: Mapping[str, ParameterSpec], model: ModelConfig
+    ) -> list[Incoming]:
         lines = [
             f"{next(iter(parts.values())).tensor.name} is not a part of this model"
-            for name, parts in self.parts.items()
+            for name, parts in found.items()
             if name not in table
         ]
         weights = []
         for name, spec in table.items():
-            wrong = self._problem(spec, model)
+            wrong = _problem(spec, found.get(name, {}), model)
             if wrong:
                 lines.append(wrong)
                 continue
-            pieces = [piece for _, piece in sorted(self.parts[name].items())]
+            pieces = [piece for _, piece in sorted(found[name].items())]
             merged = _Merged(spec.shape, pieces)
             weights.append(Incoming(name, pieces[0].tensor.dtype, spec.shape, merged))
         if lines:
@@ -251,30 +351,30 @@ class TorchDistCheckpoint:
             )
         return weights
 
-    def _problem(self, spec: ParameterSpec, model: ModelConfig) -> str | None:
-        """Why a tensor of ours cannot be made, or None."""
-        parts = self.parts.get(spec.name)
-        if not parts:
-            return f"{spec.name} is missing"
-        experts = range(spec.shape[0]) if any(expert >= 0 for expert, _ in parts) else (-1,)
-        gated = model.gated and ".linear_fc1." in spec.name
-        halves = (0, 1) if any(half >= 0 for _, half in parts) else (-1,)
-        want = [(expert, half) for expert in experts for half in halves]
-        if sorted(parts) != want or (halves != (-1,) and not gated):
-            return f"{spec.name}: its experts or halves are not complete, or are there twice"
-        lead = spec.shape[:1] if ".mlp.experts." in spec.name else ()
-        shape = spec.shape[len(lead) :]
-        if gated:
-            shape = (shape[0] * shape[1] // len(halves), *shape[2:])
-        if experts == (-1,):
-            shape = (*lead, *shape)
-        for piece in parts.values():
-            if piece.shape != shape:
-                return (
-                    f"{piece.tensor.name} has shape {list(piece.tensor.shape)}, of which "
-                    f"{list(piece.shape)} should be {list(shape)} by its arguments"
-                )
-        dtypes = {piece.tensor.dtype for piece in parts.values()}
-        if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
-            return f"{spec.name} is {', '.join(sorted(map(str, dtypes)))}, should be one format"
-        return None
+
+def _problem(spec: ParameterSpec, parts: Mapping[Part, Piece], model: ModelConfig) -> str | None:
+    """Why a tensor of ours cannot be made, or None."""
+    if not parts:
+        return f"{spec.name} is missing"
+    experts = range(spec.shape[0]) if any(expert >= 0 for expert, _ in parts) else (-1,)
+    gated = model.gated and ".linear_fc1." in spec.name
+    halves = (0, 1) if any(half >= 0 for _, half in parts) else (-1,)
+    want = [(expert, half) for expert in experts for half in halves]
+    if sorted(parts) != want or (halves != (-1,) and not gated):
+        return f"{spec.name}: its experts or halves are not complete, or are there twice"
+    lead = spec.shape[:1] if ".mlp.experts." in spec.name else ()
+    shape = spec.shape[len(lead) :]
+    if gated:
+        shape = (shape[0] * shape[1] // len(halves), *shape[2:])
+    if experts == (-1,):
+        shape = (*lead, *shape)
+    for piece in parts.values():
+        if piece.shape != shape:
+            return (
+                f"{piece.tensor.name} has shape {list(piece.tensor.shape)}, of which "
+                f"{list(piece.shape)} should be {list(shape)} by its arguments"
+            )
+    dtypes = {piece.tensor.dtype for piece in parts.values()}
+    if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+        return f"{spec.name} is {', '.join(sorted(map(str, dtypes)))}, should be one format"
+    return None

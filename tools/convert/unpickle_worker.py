@@ -50,8 +50,9 @@ MAX_DEPTH = 100
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 _DATA = "__0_0.distcp"  # the file of its first rank
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip member: signature, length of name and extra
-# of the root: they hold tensors, and no plain values that count
-_LARGE = re.compile(r"model\d*|optimizer")
+# objects that say how many updates the optimizer has made
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.+")
+_LARGE = re.compile(r"model\d*")  # of the root: they hold tensors, and no plain values that count
 
 
 class Refused(Exception):
@@ -446,9 +447,10 @@ def _dict_of(value: Any, name: str) -> dict:
     return values[name]
 
 
-def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str, sizes: list[int]):
-    """{file, start, crc} of one part of a tensor, which torch.save has written into a larger
-    file."""
+def _stored(
+    folder: Path, files: dict[str, BinaryIO], info: Namespace
+) -> tuple[TorchFile, str, int]:
+    """What torch.save has written into a larger file, its name, and where it begins there."""
     name = info.values.get("relative_path")
     if info.values.get("transform_descriptors"):
         raise Refused("its tensors are compressed or encrypted, which is not read")
@@ -457,7 +459,12 @@ def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str
     place = _numbers([info.values.get("offset"), info.values.get("length")])
     if name not in files:
         files[name] = _opened(folder / name)
-    file = TorchFile(Section(files[name], *place))
+    return TorchFile(Section(files[name], *place)), name, place[0]
+
+
+def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str, sizes: list[int]):
+    """{file, start, crc} of one part of a tensor."""
+    file, name, first = _stored(folder, files, info)
     tensor = file.tree
     if not isinstance(tensor, TensorPlace):
         raise Refused("is not a tensor")
@@ -473,12 +480,26 @@ def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str
             f"has {tensor.storage.dtype} of shape {shape}; {METADATA} says {dtype} of shape {sizes}"
         )
     start, crc = file.locate(tensor)
-    return {"file": name, "start": place[0] + start, "crc": crc}
+    return {"file": name, "start": first + start, "crc": crc}
+
+
+def _object(
+    folder: Path, files: dict[str, BinaryIO], name: str, places: Mapping[Any, Namespace]
+) -> Any:
+    """The plain values of a stored object."""
+    info = places.get((name, None))
+    if info is None:
+        raise Refused(f"{METADATA} does not say where {name} is")
+    try:
+        return plain(_stored(folder, files, info)[0].tree)
+    except Refused as wrong:
+        raise Refused(f"{info.values.get('relative_path')}: {name}: {wrong}") from None
 
 
 def index(folder: Path, target: Path) -> None:
     """See the head of this file. OUT.json: {"tensors": {name: {"dtype", "shape", "chunks":
-    [{"offsets", "sizes", "file", "start", "crc"}]}}, "objects": [name]}."""
+    [{"offsets", "sizes", "file", "start", "crc"}]}}, "objects": {name: plain values}}. Of objects
+    those of the optimizer alone are read, the others are null."""
     with _opened(folder / METADATA) as file:
         data = file.read(MAX_PICKLE_BYTES + 1)
     if len(data) > MAX_PICKLE_BYTES:
@@ -492,13 +513,14 @@ def index(folder: Path, target: Path) -> None:
         fqn = key.values.get("fqn")
         places[str(fqn), None if offset is None else tuple(_numbers(offset))] = info
     tensors: dict[str, Any] = {}
-    objects = []
+    objects = {}
     files: dict[str, BinaryIO] = {}
     for name, entry in _dict_of(metadata, "state_dict_metadata").items():
         if not isinstance(name, str) or not isinstance(entry, (Tensor, Object)):
             raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
         if isinstance(entry, Object):
-            objects.append(name)
+            wanted = _OPTIMIZER.fullmatch(name)
+            objects[name] = _object(folder, files, name, places) if wanted else None
             continue
         dtype = str(getattr(entry.values.get("properties"), "dtype", None))
         chunks = []

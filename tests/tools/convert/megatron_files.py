@@ -4,7 +4,9 @@ imports it inside functions only."""
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing.dummy
+import os
 import random
 import re
 import types
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 
 from megatron.inference.load_model import open_trained_model
 from tests.model.tiny import tiny_config, tiny_model
@@ -39,6 +42,47 @@ MODELS = {
     | dict(untie_embeddings_and_output_weights=False, add_qkv_bias=True),
     "swiglu with biases, qk norm": dict(swiglu=True, ffn_hidden_size=96, qk_layernorm=True),
 }
+
+
+class Call:
+    """Unpickles as a call of os.system."""
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.flag}",)
+
+
+def stacked_tensors(flags) -> dict[str, torch.Tensor]:
+    """Our dense model's weights under Megatron's names, layers stacked."""
+    found: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    model = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, **SIZE, **flags)
+    for name, parameter in model.named_parameters():
+        value = parameter.detach().clone()
+        parts = name.split(".")
+        if not name.startswith("decoder.layers."):
+            found[name] = value
+            continue
+        gated = ".linear_fc1." in name and bool(flags.get("swiglu"))
+        value = value.flatten(0, 1) if gated else value
+        stacks.setdefault(".".join(parts[:2] + parts[3:]), []).append(value)
+    return found | {name: torch.stack(values) for name, values in stacks.items()}
+
+
+def write_torch_dist(folder, flags, tensors, root, **changes):
+    """A torch_dist checkpoint of these tensors and objects, with `root` in common.pt; `changes` are
+    arguments."""
+    folder.mkdir()
+    dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
+    args = arguments(flags)
+    vars(args).update({"num_experts": flags.get("num_experts")} | changes)
+    torch.save({"args": args, "checkpoint_version": 3.0} | root, folder / "common.pt")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))
+
+
 IDS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
 
 

@@ -63,6 +63,7 @@ def test_what_torch_saves_comes_out(tmp_path):
         )
     assert torch.equal(tensors["model.c"], base[0]) and tensors["nested.0.x"].dtype == torch.float16
     assert values == {
+        "optimizer": {"state": None},
         "nested": [{"x": None}],
         "none": {},
         "iteration": 7,

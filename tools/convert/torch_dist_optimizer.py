@@ -1,0 +1,313 @@
+"""The optimizer of a torch_dist checkpoint: its counters, and where Adam's moments and the main
+weights are in the buffers of Megatron's distributed optimizer.
+
+By name (fully_reshardable, and every optimizer that is not distributed) the tensors are stored as
+the weights are; torch_dist.py reads them. By buffer (dp_reshardable, Megatron-LM's default) each
+model-parallel rank has flat buffers of its parameters, last parameter first, each at a multiple of
+64 numbers. Nothing there says which parameter is where: the order is that of the modules, and the
+main weights must be the weights, bit by bit, or nothing is converted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.checkpoint.state import RunState
+from megatron.config.model import ModelConfig
+from megatron.config.plan.parameters import (
+    LAYER_PREFIX,
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    ParameterSpec,
+)
+from tools.convert.links import ConversionError
+
+if TYPE_CHECKING:
+    from tools.convert.torch_dist import StoredTensor
+    from tools.convert.torch_files import TorchFile
+
+# Names of the tensors of one parameter, theirs and ours.
+KINDS = {
+    "param": "fp32_param",
+    "fp32_param": "fp32_param",
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+}
+BY_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
+BUFFER = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\."
+    r"(\w+)"
+)
+REMEDY = (
+    "save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or give --no-load-optim to "
+    "convert the weights alone"
+)
+_READ = ("fully_reshardable", "dp_reshardable", None)
+_ALIGNMENT = 64  # numbers, of each parameter in a buffer
+_COUNTS = ("step", "common_step")
+_SCHEDULE = (
+    *("max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr"),
+    *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
+)
+_MODULES = (
+    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.q_layernorm", "self_attention.k_layernorm"),
+    *("pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"),
+)
+# Transformer Engine's layers have the norm inside the matrix behind it.
+_ORDERS = (_MODULES, (_MODULES[1], _MODULES[0], *_MODULES[2:]))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A parameter's part in a flat buffer."""
+
+    buffer: StoredTensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Makes one tensor of its tensor-parallel ranks' spans."""
+
+    spec: ParameterSpec
+    spans: Sequence[Span]
+
+    def __call__(self) -> torch.Tensor:
+        shape = self.spec.local_shape({"tp": len(self.spans)})
+        dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
+        parts = [
+            span.buffer.read(((span.start, span.stop),)).view(shape)
+            for span in (self.spans if dims else self.spans[:1])
+        ]
+        return torch.cat(parts, dim=dims[0]) if dims else parts[0]
+
+
+Buffers = dict[str, dict[tuple[int, int], dict[int, "StoredTensor"]]]
+
+
+class FlatBuffers:
+    """Flat buffers of all model-parallel ranks: by kind, by (rank, buffer), by bucket."""
+
+    def __init__(self, source: Any, args: Mapping[str, Any]):
+        self.source = source
+        self.found: Buffers = {}
+        self._dtypes: dict[tuple[int, int], str] = {}
+        self._args = args
+
+    def add(self, match: re.Match[str], tensor: StoredTensor) -> None:
+        """Note a bucket, whose name matched BUFFER."""
+        group, buffer, bucket = int(match[1]), int(match[2]), int(match[4])
+        if match[5] not in KINDS:
+            raise self._wrong(f"{tensor.name} is no state of Adam")
+        if self._dtypes.setdefault((group, buffer), match[3]) != match[3] or len(tensor.shape) != 1:
+            raise self._wrong(f"{tensor.name} is not one flat buffer of one number format")
+        kind = self.found.setdefault(KINDS[match[5]], {})
+        kind.setdefault((group, buffer), {})[bucket] = tensor
+
+    def _wrong(self, text: str) -> ConversionError:
+        return ConversionError(f"{self.source}: {text}; {REMEDY}")
+
+    def locate(
+        self, table: Mapping[str, ParameterSpec], model: ModelConfig, weights: Mapping[str, Any]
+    ) -> dict[str, dict[str, Joined]]:
+        """By kind and name, what makes each parameter's tensor. `weights` make the weights. Raises
+        ConversionError where the main weights are not those."""
+        if model.num_experts:
+            raise self._wrong("buffers of models with experts are not read")
+        tp, pp = (self._size(f"{word}_model_parallel_size") for word in ("tensor", "pipeline"))
+        places = set(self.found.get("fp32_param", {}))
+        buffers = 1 + max((buffer for _, buffer in places), default=-1)
+        want = {(group, buffer) for group in range(tp * pp) for buffer in range(buffers)}
+        kinds = ("fp32_param", "exp_avg", "exp_avg_sq")
+        if not places or any(self.found.get(kind, {}).keys() != want for kind in kinds):
+            raise self._wrong(f"its buffers are not those of {tp} tensor x {pp} pipeline ranks")
+        if model.num_layers % (pp * buffers):
+            raise self._wrong(f"{model.num_layers} layers on {pp} stages are not read")
+        for order in _ORDERS:
+            located = {kind: self._walk(kind, table, (tp, pp, buffers), order) for kind in kinds}
+            if all(located.values()) and all(
+                torch.equal(located["fp32_param"][name]().to(weight.dtype), weight.make())
+                for name, weight in weights.items()
+            ):
+                return located
+        raise self._wrong("the main weights in its buffers are not the weights of the model")
+
+    def _size(self, name: str) -> int:
+        value = self._args.get(name)
+        if type(value) is not int or not 1 <= value < 1 << 20:
+            raise self._wrong(f"its arguments have {name} {value!r}")
+        return value
+
+    def _walk(
+        self,
+        kind: str,
+        table: Mapping[str, ParameterSpec],
+        sizes: tuple[int, int, int],
+        order: Sequence[str],
+    ) -> dict[str, Joined] | None:
+        """Where each parameter is if the modules are in this order; None where they do not fit."""
+        tp, pp, buffers = sizes
+        spans: dict[str, list[Span]] = {}
+        for group, buffer in sorted(self.found[kind]):
+            stage = buffer * pp + group // tp
+            names = _names(table, stage, pp * buffers, order)
+            buckets = self.found[kind][group, buffer]
+            found = _spans([buckets[number] for number in sorted(buckets)], table, names, tp)
+            if found is None:
+                return None
+            for name, span in found:
+                spans.setdefault(name, []).append(span)
+        return {name: Joined(table[name], found[:tp]) for name, found in spans.items()}
+
+
+def _names(
+    table: Mapping[str, ParameterSpec], stage: int, stages: int, order: Sequence[str]
+) -> list[str]:
+    """Parameters of a stage in the order of its modules."""
+    by_layer: dict[int, list[str]] = {}
+    for name, spec in table.items():
+        if spec.layer is not None:
+            by_layer.setdefault(spec.layer, []).append(name)
+
+    def place(name: str) -> tuple[int, bool]:
+        module, _, kind = name.split(".", 3)[3].rpartition(".")
+        return order.index(module), kind == "bias"
+
+    count = len(by_layer) // stages
+    names = [name for name in table if name.startswith("embedding.")] if stage == 0 else []
+    for layer in range(stage * count, (stage + 1) * count):
+        names += sorted(by_layer[layer], key=place)
+    if stage == stages - 1:
+        rest = [name for name in table if not name.startswith(("embedding.", LAYER_PREFIX))]
+        copy = OUTPUT_LAYER not in table and stages > 1  # of a tied embedding
+        names += sorted(rest, key=lambda name: (name == OUTPUT_LAYER, name.endswith("bias")))
+        names += [WORD_EMBEDDING] * copy
+    return names
+
+
+def _spans(
+    buckets: Sequence[StoredTensor],
+    table: Mapping[str, ParameterSpec],
+    names: Sequence[str],
+    tp: int,
+) -> list[tuple[str, Span]] | None:
+    """(parameter, its span), last parameter first, or None where the buckets do not hold just
+    these."""
+    found = []
+    at = number = 0
+    for name in reversed(names):
+        size = math.prod(table[name].local_shape({"tp": tp}))
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        if number < len(buckets) and at >= buckets[number].shape[0]:
+            at = 0
+            number += 1
+        if number >= len(buckets) or at + size > buckets[number].shape[0]:
+            return None
+        found.append((name, Span(buckets[number], at, at + size)))
+        at += size
+    ended = number == len(buckets) - 1 and buckets[number].shape[0] - at < _ALIGNMENT
+    return found if ended else None
+
+
+def check_format(source: Any, common: Mapping[str, Any]) -> None:
+    """Raise ConversionError for a format of the distributed optimizer that is not read."""
+    for one in _dicts(common.get("optimizer")):
+        kind = one.get("param_state_sharding_type")
+        if kind not in _READ:
+            raise ConversionError(f"{source}: its optimizer is in the format {kind!r}; {REMEDY}")
+
+
+def run_state(
+    source: Any,
+    common: Mapping[str, Any],
+    objects: Mapping[str, Any],
+    file: TorchFile,
+    args: Mapping[str, Any],
+) -> RunState:
+    """Counters of the run and of the optimizer from common.pt. Raises ConversionError for what is
+    missing."""
+
+    def count(table: Mapping[str, Any], name: str, default: int | None = None) -> int:
+        value = table.get(name, default)
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise ConversionError(f"{source}: {name} is {value!r}, should be a number; {REMEDY}")
+        return value
+
+    schedule = common.get("opt_param_scheduler")
+    schedule = schedule if isinstance(schedule, dict) else {}
+    lacking = [name for name in _SCHEDULE if type(schedule.get(name)) not in (int, float, str)]
+    if lacking:
+        raise ConversionError(
+            f"{source}: its opt_param_scheduler lacks {', '.join(lacking)}; {REMEDY}"
+        )
+    count(schedule, "num_steps")
+    scaler = None
+    grown = next(
+        (one["grad_scaler"] for one in _dicts(common.get("optimizer")) if "grad_scaler" in one),
+        None,
+    )
+    if isinstance(grown, dict):
+        scale = next((name for name in file.headers() if name.endswith("grad_scaler.scale")), None)
+        value = float(file.read(scale)) if scale else grown.get("scale")
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConversionError(f"{source}: its loss scale is {value!r}; {REMEDY}")
+        trackers = ("growth_tracker", "hysteresis_tracker")
+        scaler = {"scale": float(value)} | {
+            name: count(grown, name) for name in trackers if name in grown
+        }
+    return RunState(
+        iteration=count(common, "iteration"),
+        consumed_train_samples=count(args, "consumed_train_samples"),
+        consumed_valid_samples=count(args, "consumed_valid_samples", 0),
+        skipped_train_samples=count(args, "skipped_train_samples", 0),
+        scheduler={name: schedule[name] for name in _SCHEDULE},
+        optimizer={
+            "optimizer": "adam",
+            "step": _updates(source, common, objects, file),
+            "grad_scaler": scaler,
+        },
+    )
+
+
+def _updates(
+    source: Any, common: Mapping[str, Any], objects: Mapping[str, Any], file: TorchFile
+) -> int:
+    """How many updates the optimizer has made."""
+    found = {
+        one[name]
+        for table in (common.get("optimizer"), *objects.values())
+        for one in _dicts(table)
+        for name in _COUNTS
+        if isinstance(one.get(name), (int, float))
+    }
+    found |= {
+        float(file.read(name))
+        for name, (_, shape) in file.headers().items()
+        if name.startswith("optimizer.")
+        and name.endswith(tuple(f".{c}" for c in _COUNTS))
+        and math.prod(shape) == 1
+    }
+    value = next(iter(found)) if len(found) == 1 else -1
+    if not 0 <= value < 1 << 62 or value != int(value):
+        raise ConversionError(
+            f"{source}: its optimizer's number of updates is {sorted(found) or 'missing'}, should "
+            f"be one number; {REMEDY}"
+        )
+    return int(value)
+
+
+def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
+    """All dicts in nested dicts and lists."""
+    if isinstance(tree, dict):
+        yield tree
+    if isinstance(tree, (dict, list)):
+        for one in tree.values() if isinstance(tree, dict) else tree:
+            yield from _dicts(one)
