@@ -115,7 +115,12 @@ SIGMOID_MOE = (
     "2",
 )
 EP_MOE = (
-    *with_flags(SIGMOID_MOE, "--num-experts", "8", "--moe-router-topk", "4"),
+    *with_flags(
+        SIGMOID_MOE,
+        *("--num-experts", "8", "--moe-router-topk", "4"),
+        *("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
+        *("--moe-aux-loss-coeff", "0.05", "0.03"),
+    ),
     "--moe-router-enable-expert-bias",
     "--moe-router-bias-update-rate",
     "0.01",
@@ -123,9 +128,8 @@ EP_MOE = (
     "4",
     "--moe-router-group-topk",
     "2",
-    "--moe-router-load-balancing-type",
-    "seq_aux_loss",
 )
+DEEP_EP_MOE = (*with_flags(EP_MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
 GLOBAL_MOE = (
     *with_flags(DEEP_MOE, "--moe-aux-loss-coeff", "0.05", "0.1", "0.02"),
     "--moe-router-load-balancing-type",
@@ -316,7 +320,7 @@ CAMPAIGN = {
     ),
     "cp2 tp2 sp, experts, full recompute": Case(MOE, 4, (CP, "2", TP, "2", SP), only=FULL),
     "tp2 sp pp2 vpp2 dp2, distributed optimizer, experts": Case(
-        DEEP_MOE, 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *DISTRIBUTED)
+        DEEP_EP_MOE, 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *DISTRIBUTED)
     ),
     "tp2 cp2 pp2, experts": Case(SIGMOID_MOE, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
     "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
@@ -338,7 +342,7 @@ CAMPAIGN = {
         steps=10,
     ),
     "ep2 dp4, overlapped gradient reduction, experts": Case(
-        EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000"), steps=10
+        EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
     ),
     "ep2 tp2 sp dp2, all-to-all, experts": Case(EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP)),
     "ep2 tp2 dp2, all-gather, experts": Case(EP_MOE, 4, (EP, "2", TP, "2")),
@@ -347,7 +351,7 @@ CAMPAIGN = {
         EP_MOE, 4, (EP, "4", CP, "2", *DISTRIBUTED)
     ),
     "ep2 pp2 vpp2 dp2, all-to-all, experts": Case(
-        DEEP_MOE, 4, (EP, "2", *A2A, PP, "2", CHUNKS, "2")
+        DEEP_EP_MOE, 4, (EP, "2", *A2A, PP, "2", CHUNKS, "2")
     ),
     "ep2 tp2 sp pp2 dp2, all-to-all, distributed optimizer, overlap, experts": Case(
         EP_MOE, 8, (EP, "2", *A2A, TP, "2", SP, PP, "2", *OVERLAP)
@@ -371,7 +375,6 @@ CAMPAIGN = {
         (*EP_MOE, "--micro-batch-size", "1"),
         8,
         (ETP, "2", EP, "2", *OVERLAP, *INSTANCES),
-        steps=10,
     ),
     "ep2 etp1 tp2 sp dp2, experts, activation functions recomputed": Case(
         EP_MOE,
@@ -386,10 +389,9 @@ CAMPAIGN = {
         EP_MOE, 4, (ETP, "4", TP, "2", SP, CP, "2"), only=FULL
     ),
     "etp1 ep2 tp2 sp cp2 pp2 vpp2, all-to-all, experts": Case(
-        DEEP_MOE,
+        DEEP_EP_MOE,
         8,
         (ETP, "1", EP, "2", *A2A, TP, "2", SP, CP, "2", PP, "2", CHUNKS, "2"),
-        steps=10,
     ),
     "etp1 ep2 tp2 sp dp2 pp2, experts, stages numbered before replicas": Case(
         EP_MOE, 8, (ETP, "1", EP, "2", TP, "2", SP, PP, "2", "--use-tp-pp-dp-mapping"), steps=10

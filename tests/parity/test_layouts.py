@@ -3,18 +3,22 @@ process, step by step."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from megatron.checkpoint import store
+from megatron.config.moe import ROUTER_SUMS
 from megatron.inference.load_model import open_trained_model
 from megatron.parallel import ddp, shared_sums
 from megatron.parallel.context import Axis
+from megatron.training import routers
 from tests.forkrun import ROOT
 from tests.parity.layouts import (
     A2A,
@@ -48,7 +52,7 @@ from tests.parity.layouts import (
 )
 from tests.runs import Finished, same_tensors, train, with_flags, write_text
 
-ROW = "| {} | {} | {} | {:.0e} | {:.0e} |\n"
+ROW = "| {} | {} | {} |{}\n"
 PAGE = ROOT / "docs/parity.md"
 HEAD = """# Numerical parity of parallel layouts
 
@@ -63,6 +67,17 @@ difference exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm
 | layout | ranks | steps | loss | gradient norm |
 |---|---|---|---|---|
 """
+EXPERTS = """
+## Models with experts
+
+These models have balancing losses, a z-loss and a gated shared expert; where `ep` (expert) or `etp` (expert-tensor
+parallelism) is in the name also an expert bias and group-limited routing. Router losses: balancing losses and z-loss, of each
+layer and their means. Weights: after the last step, with the optimizer state, relative to the largest value of each tensor.
+The tests also compare the number of tokens of each expert in each step, which is equal in float64.
+
+| layout | ranks | steps | loss | router losses | gradient norm | weights |
+|---|---|---|---|---|---|---|
+"""
 # relative, of loss and gradient norm
 TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}
 
@@ -76,7 +91,24 @@ ROUTER_METRICS = {
 }
 
 Reference = Callable[[Case], Finished]
-Table = dict[str, tuple[float, float]]
+
+
+class Differences(NamedTuple):
+    """The largest relative differences from one process: of all steps, and of the weights after the
+    last one. Without experts the last two are None."""
+
+    loss: float
+    norm: float
+    router_losses: float | None
+    weights: float | None
+
+    def cells(self) -> str:
+        """The numbers as cells of a table."""
+        numbers = (self.loss, self.router_losses, self.norm, self.weights)
+        return "".join(f" {number:.0e} |" for number in numbers if number is not None)
+
+
+Table = dict[str, Differences]
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +124,9 @@ def reference(data, tmp_path_factory) -> Reference:
     def run(case: Case) -> Finished:
         key = (case.model, case.steps, case.precision)
         if key not in found:
-            found[key] = train(
-                tmp_path_factory.mktemp("one"),
-                argv(data, case.model, case.steps, *case.precision.split()),
-            )
+            folder = tmp_path_factory.mktemp("one")
+            flags = argv(data, case.model, case.steps, *case.precision.split())
+            found[key] = train(folder, [*flags, *records(case, folder)], hook=count_tokens)
         return found[key]
 
     return run
@@ -103,18 +134,63 @@ def reference(data, tmp_path_factory) -> Reference:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[Table]:
-    """Largest differences of loss and gradient norm by layout; those of a whole campaign make the
-    page."""
+    """The differences by layout; those of a whole campaign make the page."""
     found: Table = {}
     yield found
     if found.keys() >= CAMPAIGN.keys():
-        PAGE.write_text(
-            HEAD
-            + "".join(
-                ROW.format(name.replace("|", "\\|"), c.world, c.steps, *found[name])
-                for name, c in CAMPAIGN.items()
-            )
-        )
+        tables = {False: HEAD, True: EXPERTS}
+        for name, case in CAMPAIGN.items():
+            cells = found[name].cells()
+            row = ROW.format(name.replace("|", "\\|"), case.world, case.steps, cells)
+            tables[has_experts(case)] += row
+        PAGE.write_text("".join(tables.values()))
+
+
+def has_experts(case: Case) -> bool:
+    """Has the model experts?"""
+    return "--num-experts" in case.model
+
+
+def records(case: Case, folder: Path) -> tuple[str, ...]:
+    """Flags that save the last step of models with experts."""
+    if not has_experts(case):
+        return ()
+    return ("--save", str(folder / "save"), "--save-interval", str(case.steps))
+
+
+def count_tokens() -> None:
+    """Hook: rank 0 writes the number of tokens of each expert, a line for each step."""
+
+    def metrics(run, totals):
+        if os.environ["RANK"] == "0":
+            size = len(ROUTER_SUMS) + run.config.model.num_experts
+            rows = [totals.routers[at : at + size] for at in range(0, len(totals.routers), size)]
+            file = Path(run.config.logging.metrics_file).with_name("tokens.jsonl")
+            with file.open("a") as out:
+                out.write(json.dumps([row[len(ROUTER_SUMS) :] for row in rows]) + "\n")
+        return of_step(run, totals)
+
+    of_step = routers.metrics
+    routers.metrics = metrics
+
+
+def tokens_of_experts(run: Finished) -> list[list[list[float]]]:
+    """Of each step, of each MoE layer, the number of tokens of each expert."""
+    return [json.loads(line) for line in (run.folder / "tokens.jsonl").read_text().splitlines()]
+
+
+def weight_difference(run: Finished, other: Finished) -> float:
+    """The largest difference of a tensor of the last checkpoint, relative to its largest value.
+    Rows that pad the vocabulary depend on the layout."""
+    found = run.tensors()
+    expected = other.tensors()
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, tensor in expected.items():
+        rows = 211 if name.endswith(PADDED) else len(tensor)
+        change = (found[name][:rows].double() - tensor[:rows].double()).abs().max()
+        worst = max(worst, float(change / tensor.double().abs().max().clamp(min=1e-30)))
+    return worst
 
 
 def largest_difference(run: Finished, other: Finished, key: str) -> float:
@@ -133,6 +209,7 @@ def said(run: Finished, word: str) -> list[str]:
     return [part for part in parts if word in part]
 
 
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 # their gradients are 0 but for rounding, which may make any of them exactly 0
 KEY_BIASES = 2 * 32
 
@@ -142,28 +219,20 @@ def check(
     folder: Path,
     data: str,
     reference: Reference,
-    hook: Callable[[], None] | None = None,
-) -> tuple[float, float]:
-    """Assert that the layout trains like one process; the largest differences of loss and gradient
-    norm."""
+    hook: Callable[[], None] = count_tokens,
+) -> Differences:
+    """Assert that the layout trains like one process; the differences."""
     one = reference(case)
-    run = train(
-        folder / "run",
-        argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only),
-        case.world,
-        hook=hook,
-    )
+    flags = argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only)
+    run = train(folder / "run", [*flags, *records(case, folder / "run")], case.world, hook=hook)
     assert [row["iteration"] for row in run.rows] == list(range(1, case.steps + 1))
     losses, norms = (largest_difference(run, one, key) for key in ("lm_loss", "grad_norm"))
-    print(
-        f"largest relative difference over {case.steps} steps: loss {losses:.1e}, gradient norm "
-        f"{norms:.1e}"
-    )
     limit, norm_limit = TOLERANCE[case.precision]
-    numbers = {name for name in one.rows[0] if name in ROUTER_METRICS or name.startswith("moe/")}
-    assert ("--num-experts" in case.model) == (len(numbers) >= 5)
-    for name in numbers:
-        assert largest_difference(run, one, name) <= limit, name
+    found = Differences(losses, norms, None, None)
+    if has_experts(case):
+        found = Differences(losses, norms, *check_experts(case, run, one))
+        assert found.router_losses <= limit and found.weights <= norm_limit, found
+    print(f"largest relative differences over {case.steps} steps: {found}")
     assert losses <= limit and norms <= norm_limit
     assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"
     assert run.series("consumed_samples", "learning_rate") == one.series(
@@ -178,7 +247,19 @@ def check(
         assert zeros and max(abs(a - b) for a, b in zeros) <= KEY_BIASES, (
             "a wrong count is off by a row at least"
         )
-    return losses, norms
+    return found
+
+
+def check_experts(case: Case, run: Finished, one: Finished) -> tuple[float, float]:
+    """Assert that each expert has the tokens that it has in one process; the largest differences of
+    router losses and of weights."""
+    names = {name for name in one.rows[0] if name in ROUTER_METRICS or name.startswith("moe/")}
+    assert len(names) >= 5
+    if case.precision == "--fp64":
+        tokens = tokens_of_experts(run)
+        assert len(tokens) == case.steps and tokens == tokens_of_experts(one)
+    losses = max(largest_difference(run, one, name) for name in names)
+    return losses, weight_difference(run, one)
 
 
 # the one on four ranks that make test has, too
@@ -390,7 +471,13 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
         len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
     )
     layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
-    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)",
+        layouts,
+    )
 
 
 @pytest.mark.campaign
@@ -402,19 +489,31 @@ def test_experts_saved_in_one_layout_resume_in_another(data, tmp_path):
     layout = ("--exit-interval", "4", TP, "2", SP)
     train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
     layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED)))
-    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)",
+        layouts,
+    )
 
 
 @pytest.mark.campaign
 def test_experts_saved_with_expert_parallelism_resume_in_any_layout(data, tmp_path):
-    """Saved at EP 2 with the distributed optimizer: resumed in one process, at TP 2 x PP 2, and at
-    EP 4."""
+    """Saved at EP 4 with the distributed optimizer: resumed in one process, at TP 2 x PP 2, and at
+    EP 2."""
     flags = argv(data, EP_MOE, 8, "--fp64")
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    layout = ("--exit-interval", "4", EP, "2", *A2A, *DISTRIBUTED)
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
-    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (EP, "4", *A2A, *OVERLAP)))
-    go_on(one, flags, tmp_path / "two/save", "data 2 x tensor 1 x pipeline 1 x context 1", layouts)
+    layout = ("--exit-interval", "4", EP, "4", *A2A, *DISTRIBUTED)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 4)
+    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (2, (EP, "2", *A2A, *OVERLAP)))
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "4 ranks (data 4 x tensor 1 x pipeline 1 x context 1)",
+        layouts,
+    )
 
 
 @pytest.mark.campaign
@@ -430,7 +529,13 @@ def test_experts_saved_with_expert_tensor_parallelism_resume_in_any_layout(data,
         (4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)),
         (4, (ETP, "4", TP, "2", SP)),
     )
-    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 2 x pipeline 1 x context 1", layouts)
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (data 1 x tensor 2 x pipeline 1 x context 1)",
+        layouts,
+    )
 
 
 @pytest.mark.campaign
@@ -445,7 +550,13 @@ def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data
     with torch.no_grad():
         assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
     layouts = ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER)))
-    go_on(one, flags, tmp_path / "two/save", "data 1 x tensor 1 x pipeline 1 x context 2", layouts)
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (data 1 x tensor 1 x pipeline 1 x context 2)",
+        layouts,
+    )
 
 
 def go_on(
@@ -453,11 +564,10 @@ def go_on(
 ) -> None:
     """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process
     did."""
-    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
     for world, layout in layouts:
         folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
         run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
-        assert f"checkpoint was written by 2 ranks ({written_by})" in run.first_rank_log
+        assert f"checkpoint was written by {written_by}" in run.first_rank_log
         rest = one.rows[4:]
         assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
         for row, expected in zip(run.rows, rest, strict=True):
@@ -465,7 +575,7 @@ def go_on(
             assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
         tensors = run.tensors()
         for name, tensor in one.tensors().items():
-            rows = 211 if name.endswith(padded) else len(tensor)
+            rows = 211 if name.endswith(PADDED) else len(tensor)
             assert tensors[name][:rows].allclose(tensor[:rows], rtol=1e-7, atol=1e-12), name
             assert not tensors[name][rows:].any()
 

@@ -133,6 +133,18 @@ BUGS = {
         "tests/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",
         "",
     ),
+    # torchtitan 4148
+    "evaluation tokens in the expert bias": Bug(
+        "megatron.model.moe.Router.forward",
+        "return probs, experts",
+        "if step is None:\n"
+        "    load = count(experts, self.model.num_experts)\n"
+        "    change = torch.sign(load.mean() - load) * self.model.moe_router_bias_update_rate\n"
+        "    self.expert_bias.data += change.to(self.expert_bias)\n"
+        "return probs, experts",
+        "tests/training/test_experts.py::test_evaluation_does_not_change_what_is_trained",
+    ),
+    # Megatron-LM 6114, Megatron-Bridge 5470
     "padding in the statistics of routers": Bug(
         "megatron.model.moe.Router.add_losses",
         "self.mask(step.loss_mask)",
@@ -251,7 +263,7 @@ BUGS = {
         "torch.arange(len(rows))",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
-    "router losses of recomputed layers added once more": Bug(
+    "token counts of experts doubled by recomputation": Bug(
         "megatron.model.moe.Router.add_losses",
         "torch.cat((losses, count(experts, m.num_experts, mask)))",
         "torch.cat((losses, count(experts, m.num_experts, mask))) + step.sums.get(self.number, 0)",
