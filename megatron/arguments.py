@@ -13,7 +13,6 @@ import functools
 import itertools
 import re
 import shlex
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from megatron import optional
 from megatron.small_files import read_text
 
 # Of an @FILE: blanks (a backslash at the end of a line is one), a comment, any number of whole
@@ -161,8 +161,9 @@ class Flag:
         except ValueError as error:
             if self.type not in _CALLED:
                 raise ValueError(f"{word!r}: {error}") from None
+            write = optional.load("megatron.command_help").as_number(word)
             raise ValueError(
-                f"{word!r} is not {_CALLED[self.type]}{_as_number(word)} [value-malformed]"
+                f"{word!r} is not {_CALLED[self.type]}{write} [value-malformed]"
             ) from None
         if self.choices is not None and value not in self.choices:
             lower = {str(choice).lower(): str(choice) for choice in self.choices}
@@ -173,17 +174,6 @@ class Flag:
                 "[value-not-a-choice]"
             )
         return value
-
-
-def _as_number(word: str) -> str:
-    """How to write a number like 1e9, 300k or 1,000 so that it can be read."""
-    plain = word.strip().replace(",", "").lower()
-    factor = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}.get(plain[-1:], 1)
-    try:
-        number = float(plain if factor == 1 else plain[:-1]) * factor
-        return f"; write {int(number)}" if number == int(number) else ""
-    except (ValueError, OverflowError):
-        return ""
 
 
 @functools.cache
@@ -330,60 +320,16 @@ class Parser:
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""
-        text = self.description.strip()
-        lines = [
-            self.usage(),
-            "",
-            *(text.splitlines() if "\n" in text else textwrap.wrap(text, 110)),
-            "",
-        ]
-        for flag in [*self.positionals, *filter(None, [self.after_dashes])]:
-            lines += _help_lines(flag.spelling, help_with_default(flag))
-        lines += _help_lines("-h, --help", "print this text and exit")
-        lines += _help_lines("--version", "print the version and exit")
-        for group, title in self.sections.items():
-            shown = [flag for flag in self.flags if flag.group == group and flag.place == "flag"]
-            lines += ["", title] * bool(shown)
-            for flag in shown:
-                lines += _help_lines(
-                    " ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
-                    help_with_default(flag),
-                )
-        return "\n".join(lines) + "\n"
+        return optional.load("megatron.command_help").help_text(self)
 
     def usage(self) -> str:
         """The first line of the help."""
-        if not self.takes_words:
-            return f"usage: {self.prog} [--flag [value ...]] [@FILE] ..."
-        words = [
-            flag.metavar if flag.required else f"[{flag.metavar}]" for flag in self.positionals
-        ]
-        words.append("[--flag [value ...]] ...")
-        if self.after_dashes:
-            words.append(f"[{self.after_dashes.spelling} ...]")
-        return " ".join([f"usage: {self.prog}", *words])
+        return optional.load("megatron.command_help").usage(self)
 
     @property
     def takes_words(self) -> bool:
         """Does it take values without a flag? Then a flag takes only as many values as it needs."""
         return bool(self.positionals or self.after_dashes)
-
-
-def help_with_default(flag: Flag) -> str:
-    """The help text, and the default where it says something."""
-    shown = (
-        flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
-    )
-    if flag.required and flag.place == "flag":
-        return f"{flag.help} (required)"
-    return flag.help if shown else f"{flag.help} (default: {flag.default})"
-
-
-def _help_lines(head: str, text: str) -> list[str]:
-    wrapped = textwrap.wrap(text, 76)
-    if len(head) > 30:
-        return [f"  {head}", *(" " * 34 + line for line in wrapped)]
-    return [f"  {head:<31} {wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]
 
 
 def build_parser(
@@ -480,7 +426,10 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
         if parser.others.ignores(spelling):
             parsed.ignored.append(" ".join(words))
         else:
-            _unknown(parser, spelling, parsed)
+            guesses = optional.load("megatron.command_help")
+            problem, meant = guesses.unknown_flag(parser, spelling)
+            parsed.problems.append(problem)
+            parsed.broken |= meant
         return
     before = parsed.typed.get(flag.name, ())
     if not convert(flag, spelling, values, parsed):
@@ -509,42 +458,6 @@ def convert(flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool
 def is_flag(word: str) -> bool:
     """Does this word begin a flag? Negative numbers do not."""
     return len(word) > 1 and word[0] == "-" and not _NUMBER.match(word)
-
-
-def _unknown(parser: Parser, spelling: str, parsed: Parsed) -> None:
-    dashed = "--" + spelling.lstrip("-").replace("_", "-")
-    known = parser.every_spelling
-    shown = sorted(s for s, flag in known.items() if flag.group in parser.sections)
-    shown += ["--help", "--version"]
-    if dashed in known:
-        close = [dashed]
-    elif dashed in parser.others.synonyms:
-        close = [parser.others.synonyms[dashed]]
-    else:
-        close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(known), 1, 0.75)
-    parsed.broken |= {known[s].name for s in close if s in known}
-    if explained := parser.others.explain(spelling):
-        parsed.problems.append(explained)
-    elif close:
-        parsed.problems.append(
-            f"unknown flag {spelling}; did you mean {' or '.join(close)}? [flag-unknown]"
-        )
-    else:
-        parsed.problems.append(f"unknown flag {spelling}; --help lists every flag [flag-unknown]")
-
-
-def _close(spelling: str, known: Sequence[str]) -> list[str]:
-    """The known spellings nearest to a wrong one: by letters, else by its words, else by letters
-    from farther away."""
-    parts = set(spelling[2:].split("-"))
-    close = difflib.get_close_matches(spelling, known, 3, 0.75)
-    if close:
-        best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()
-        return [
-            s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05
-        ]
-    with_words = [s for s in known if parts <= set(s[2:].split("-"))]
-    return with_words[:3] or difflib.get_close_matches(spelling, known, 2, 0.7)
 
 
 def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:

@@ -12,8 +12,10 @@ import importlib
 from types import ModuleType
 
 MODULES = {
+    "megatron.command_help": "--help, a flag that does not exist",
     "megatron.config.megatron_compat.flags": "a flag of Megatron-LM without a field; argument dump",
     "megatron.config.megatron_compat.deepspeed": "--deepspeed_config",
+    "megatron.config.checks.kernels": "a choice of kernels",
     "megatron.config.checks.moe": "--num-experts",
     "megatron.config.checks.fp8": "--fp8-format",
     "megatron.kernels.transformer_engine": "--transformer-impl transformer_engine",

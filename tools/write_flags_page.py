@@ -20,7 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.arguments import Flag, build_parser, help_with_default
+from megatron.arguments import Flag, build_parser
+from megatron.command_help import help_with_default
 from megatron.config.megatron_compat.flags import (
     FOREIGN,
     MORE,

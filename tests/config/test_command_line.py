@@ -16,10 +16,10 @@ import pytest
 
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
-from megatron.config.checks.tokenizer import ids_in_file
 from megatron.config.megatron_compat import argument_dump
 from megatron.config.megatron_compat.flags import FOREIGN
 from megatron.config.plan import report
+from megatron.config.plan.tokenizer_ids import ids_in_file
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.data.corpora import write_corpus

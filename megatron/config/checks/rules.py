@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator
 
 from megatron import optional
 from megatron.config.checks import ddp as check_ddp
-from megatron.config.checks import kernels as check_kernels
 from megatron.config.checks import layout as check_layout
 from megatron.config.checks import low_precision as check_low_precision
 from megatron.config.checks import paths as check_paths
@@ -386,7 +385,8 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         )
     found += check_layout.notes(facts)
     found += check_ddp.notes(config.parallel, world_size)
-    found += check_kernels.notes(facts)
+    if _chooses_kernels(facts):
+        found += optional.load("megatron.config.checks.kernels").notes(facts)
     found += check_low_precision.notes(facts)
     found += _skip_ranges(facts)[1]
     if config.training.dry_run:
@@ -886,6 +886,21 @@ def _fp8(f: Facts) -> Iterator[str]:
         yield from optional.load("megatron.config.checks.fp8").rule(f)
 
 
+def _chooses_kernels(f: Facts) -> bool:
+    """Do flags ask for attention or modules other than the default ones?"""
+    return (
+        f["use_flash_attn"]
+        or not f["masked_softmax_fusion"]
+        or f["attention_backend"] != "auto"
+        or f["transformer_impl"] != "local"
+    )
+
+
+def _kernels(f: Facts) -> Iterator[str]:
+    if _chooses_kernels(f):
+        yield from optional.load("megatron.config.checks.kernels").rule(f)
+
+
 def _packed(f: Facts) -> Iterator[str]:
     if f["packed_samples"]:
         yield from optional.load("megatron.config.checks.packed").rule(f)
@@ -919,5 +934,5 @@ _RULES = (
     _spikes,
     _profiling,
     _skips,
-    check_kernels.rule,
+    _kernels,
 )

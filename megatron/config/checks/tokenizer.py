@@ -1,5 +1,4 @@
-"""Rules of the tokenizer's flags, of training and of tools/preprocess_data.py, and how many ids a
-tokenizer's file has. Builds no tokenizer."""
+"""Rules of the tokenizer's flags, of training and of tools/preprocess_data.py."""
 
 from __future__ import annotations
 
@@ -7,10 +6,8 @@ import contextlib
 import difflib
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
-from megatron.small_files import read_bytes, read_json
 
 # Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
 TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -108,51 +105,3 @@ def tiktoken_problems(
             f"{' '.join(TIKTOKEN_SPECIAL)} among them, and at most --tiktoken-num-special-tokens "
             f"({reserved}) [tiktoken-special-tokens-incomplete]"
         )
-
-
-def ids_in_file(kind: str, path: str) -> int | None:
-    """Number of ids of a tokenizer by its file alone, without its library; None where that is not
-    known."""
-    try:
-        file = Path(path)
-        if kind == "HuggingFaceTokenizer":
-            return _json_ids(file if file.is_file() else file / "tokenizer.json")
-        if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-            return _pieces(read_bytes(file))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        # building the tokenizer says what is wrong with it
-        pass
-    return None
-
-
-def _json_ids(path: Path) -> int:
-    """Of a tokenizer.json: one more than the highest id."""
-    content = read_json(path)
-    vocab = content["model"]["vocab"]
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token["id"] for token in content.get("added_tokens") or ()]
-    return max(len(set(ids)), max(ids) + 1)
-
-
-def _pieces(data: bytes) -> int:
-    """Of a SentencePiece model, a protocol buffer: how often its field 1, a piece, occurs. Raises
-    IndexError, ValueError."""
-    at = count = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        size, after = _varint(data, at) if key & 7 in (0, 2) else ({1: 8, 5: 4}[key & 7], at)
-        count += key == 1 << 3 | 2
-        at = after + (0 if key & 7 == 0 else size)
-    if at != len(data):
-        raise ValueError("cut short")
-    return count
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of a protocol buffer, and where the next one begins."""
-    value = shift = 0
-    while data[at] & 0x80:
-        value |= (data[at] & 0x7F) << shift
-        shift += 7
-        at += 1
-    return value | data[at] << shift, at + 1

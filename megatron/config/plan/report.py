@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE, ids_in_file
+from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
 from megatron.config.plan.costs import activations
 from megatron.config.plan.plan import (
     Plan,
@@ -18,6 +18,7 @@ from megatron.config.plan.plan import (
     shards,
 )
 from megatron.config.plan.stages import bubble_fraction
+from megatron.config.plan.tokenizer_ids import ids_in_file
 from megatron.config.plan.transfers import axis_sizes, sent_by_axis
 from megatron.config.tree import Config
 from megatron.small_files import read_json

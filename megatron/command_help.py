@@ -1,0 +1,108 @@
+"""The text of --help, and what was probably meant by a flag or a number that cannot be read."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+Flag = Any  # of megatron.arguments, which loads this module
+Parser = Any
+
+
+def help_text(parser: Parser) -> str:
+    """The text for --help: every flag of the sections, with its default."""
+    text = parser.description.strip()
+    lines = [
+        usage(parser),
+        "",
+        *(text.splitlines() if "\n" in text else textwrap.wrap(text, 110)),
+        "",
+    ]
+    for flag in [*parser.positionals, *filter(None, [parser.after_dashes])]:
+        lines += _help_lines(flag.spelling, help_with_default(flag))
+    lines += _help_lines("-h, --help", "print this text and exit")
+    lines += _help_lines("--version", "print the version and exit")
+    for group, title in parser.sections.items():
+        shown = [flag for flag in parser.flags if flag.group == group and flag.place == "flag"]
+        lines += ["", title] * bool(shown)
+        for flag in shown:
+            lines += _help_lines(
+                " ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
+                help_with_default(flag),
+            )
+    return "\n".join(lines) + "\n"
+
+
+def usage(parser: Parser) -> str:
+    """The first line of the help."""
+    if not parser.takes_words:
+        return f"usage: {parser.prog} [--flag [value ...]] [@FILE] ..."
+    words = [flag.metavar if flag.required else f"[{flag.metavar}]" for flag in parser.positionals]
+    words.append("[--flag [value ...]] ...")
+    if parser.after_dashes:
+        words.append(f"[{parser.after_dashes.spelling} ...]")
+    return " ".join([f"usage: {parser.prog}", *words])
+
+
+def help_with_default(flag: Flag) -> str:
+    """The help text, and the default where it says something."""
+    shown = (
+        flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
+    )
+    if flag.required and flag.place == "flag":
+        return f"{flag.help} (required)"
+    return flag.help if shown else f"{flag.help} (default: {flag.default})"
+
+
+def _help_lines(head: str, text: str) -> list[str]:
+    wrapped = textwrap.wrap(text, 76)
+    if len(head) > 30:
+        return [f"  {head}", *(" " * 34 + line for line in wrapped)]
+    return [f"  {head:<31} {wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]
+
+
+def unknown_flag(parser: Parser, spelling: str) -> tuple[str, set[str]]:
+    """The problem of a flag that does not exist, and the names of the flags that were meant."""
+    dashed = "--" + spelling.lstrip("-").replace("_", "-")
+    known = parser.every_spelling
+    shown = sorted(s for s, flag in known.items() if flag.group in parser.sections)
+    shown += ["--help", "--version"]
+    if dashed in known:
+        close = [dashed]
+    elif dashed in parser.others.synonyms:
+        close = [parser.others.synonyms[dashed]]
+    else:
+        close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(known), 1, 0.75)
+    meant = {known[s].name for s in close if s in known}
+    if explained := parser.others.explain(spelling):
+        return explained, meant
+    if close:
+        return f"unknown flag {spelling}; did you mean {' or '.join(close)}? [flag-unknown]", meant
+    return f"unknown flag {spelling}; --help lists every flag [flag-unknown]", meant
+
+
+def _close(spelling: str, known: Sequence[str]) -> list[str]:
+    """The known spellings nearest to a wrong one: by letters, else by its words, else by letters
+    from farther away."""
+    parts = set(spelling[2:].split("-"))
+    close = difflib.get_close_matches(spelling, known, 3, 0.75)
+    if close:
+        best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()
+        return [
+            s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05
+        ]
+    with_words = [s for s in known if parts <= set(s[2:].split("-"))]
+    return with_words[:3] or difflib.get_close_matches(spelling, known, 2, 0.7)
+
+
+def as_number(word: str) -> str:
+    """How to write a number like 1e9, 300k or 1,000 so that it can be read."""
+    plain = word.strip().replace(",", "").lower()
+    factor = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}.get(plain[-1:], 1)
+    try:
+        number = float(plain if factor == 1 else plain[:-1]) * factor
+        return f"; write {int(number)}" if number == int(number) else ""
+    except (ValueError, OverflowError):
+        return ""
