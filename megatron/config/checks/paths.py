@@ -221,6 +221,14 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             "[checkpoint-of-another-suite]"
         )
         return
+    if "latest" in (names := listing(c.load)) or any(n.endswith("_model_states.pt") for n in names):
+        yield (
+            f"--load {c.load}: is a checkpoint of DeepSpeed, which is not converted; write its "
+            "weights as safetensors there (zero_to_fp32.py --safe_serialization) and convert a "
+            "Hugging Face folder of them with tools/convert_checkpoint.py hf-import "
+            "[checkpoint-of-another-suite]"
+        )
+        return
     here = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(
         os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
@@ -256,7 +264,9 @@ def _of_another_suite(load: str) -> str | None:
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {load} DIR"
-    if any(n.startswith("mp_rank_") for n in listing(str(newest or os.path.join(load, "release")))):
+    folders = [str(newest)] if newest else [os.path.join(load, "release"), load]
+    names = [n for one in folders for n in listing(one)]
+    if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata", n) for n in names):
         return f"megatron-import {load} DIR"
     if newest is None and (step := _internlm_step(load)):
         return (

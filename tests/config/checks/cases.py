@@ -112,6 +112,11 @@ def lay_out(folder: Path) -> None:
     for name, iteration in (("release", "release"), ("7", "iter_0000007")):
         (folder / name / iteration / "mp_rank_00").mkdir(parents=True)
         _write(folder / name / "latest_checkpointed_iteration.txt", name)
+    for name in ("torch_dist/latest_checkpointed_iteration.txt", "iter_7/.metadata"):
+        _write(folder / name, "7")
+    _write(folder / "torch_dist/iter_0000007/.metadata")
+    _write(folder / "zero/latest", "global_step9")
+    _write(folder / "zero/global_step9/mp_rank_00_model_states.pt")
     for name in ("internlm/9/model_tp0_pp0.pt", "internlm/10/model_tp0_pp0.pt"):
         _write(folder / name)
     for name in ("packed/en/a.bin", "packed/zh/b.bin", "packed/zh/b.bin.meta"):
