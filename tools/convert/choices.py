@@ -7,8 +7,8 @@ from __future__ import annotations
 FAMILY_NAMES = (
     *("apertus", "arcee", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2", "gpt_bigcode"),
     *("gpt_neox", "granite", "helium", "internlm", "internlm2", "internlm3", "jais2", "llama"),
-    *("ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "persimmon", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
+    *("ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "persimmon"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
     *("starcoder2",),
 )
 # (up matrix, down matrix) of InternLM's feed-forward layers.

@@ -309,6 +309,12 @@ def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
     }
 
 
+def _read_olmoe(keys: Keys, flags: Flags) -> Flags:
+    _ignore_aux_loss(keys)
+    flags = flags | {"moe_router_pre_softmax": not keys.take("norm_topk_prob", False, bool)}
+    return _optional_window(keys, flags)
+
+
 def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
     """Layers without rotary positions are 0 in no_rope_layers; where that is missing every 4th
     layer (no_rope_layer_interval) is."""
@@ -814,6 +820,24 @@ FAMILIES: Mapping[str, Family] = {
                 renamed={"num_local_experts": "num_experts"},
                 last=_read_qwen_moe,
                 written=_qwen_moe,
+            ),
+        ),
+        _like_llama(
+            "olmoe",
+            "OlmoeForCausalLM",
+            _QWEN_EXPERTS,
+            Dialect(
+                flags=_RMS_NORM | {"qk_layernorm": True, "qk_layernorm_all_heads": True},
+                keys=(_ATTENTION_BIAS, Key("num_experts", 64, ("num_experts",)), _topk(8)),
+                fixed={"clip_qkv": (None, "queries, keys and values are not clipped")},
+                epsilon=("rms_norm_eps", 1e-5),
+                own_head_dim=False,
+                renamed={"num_local_experts": "num_experts"},
+                last=_read_olmoe,
+                written=lambda m: {
+                    "norm_topk_prob": not m.moe_router_pre_softmax,
+                    "intermediate_size": m.expert_ffn,
+                },
             ),
         ),
         _like_llama(

@@ -109,6 +109,10 @@ def configs(transformers):
                 norm_topk_prob=True,
             ),
         ),
+        "olmoe normalized": (
+            t.OlmoeForCausalLM,
+            t.OlmoeConfig(**_LLAMA, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
+        ),
         "qwen3_moe dense layer": (
             t.Qwen3MoeForCausalLM,
             t.Qwen3MoeConfig(
@@ -137,6 +141,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "qwen3_moe": {"num_experts": 12, "moe_intermediate_size": 40},
+    "olmoe": {"num_experts": 12},
     "persimmon": {"num_key_value_heads": None},
 }
 # Families that transformers has only as remote code.

@@ -78,6 +78,15 @@ def test_configurations_that_are_not_the_models(case, tmp_path, convert):
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize("changes", [dict(clip_qkv=8.0), dict(sliding_window=8)], ids=str)
+def test_configurations_of_olmoe_that_are_not_possible(changes, tmp_path, convert):
+    make(transformers, "olmoe", tmp_path / "hf")
+    edit_config(tmp_path / "hf", **changes)
+    said = convert("hf-import", tmp_path / "hf", tmp_path / "ours", fails=True)
+    assert next(iter(changes)) in said
+    assert not (tmp_path / "ours").exists()
+
+
 def test_upcycled_models_are_exported(tmp_path, convert):
     """A Llama that was imported, upcycled and exported as a Mixtral computes what it did."""
     model = make(transformers, "llama", tmp_path / "hf")
