@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megatron.config.checks import ddp
+from megatron.config.checks.batch import batch, evaluates_otherwise, sizes_that_fit
 from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule, evaluation_batch, layer_split
 from megatron.config.plan.stages import check_micro_batches
-
-MOST_COPIES = 1 << 20  # of the model, of which sizes that fit are looked for
 
 
 def rule(f: Facts) -> Iterator[str]:
@@ -31,6 +31,7 @@ def rule(f: Facts) -> Iterator[str]:
             "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use "
             "gloo [nccl-on-cpu]"
         )
+    yield from ddp.problems(f.config.parallel, f.world_size)
 
 
 def notes(f: Facts) -> Iterator[str]:
@@ -40,6 +41,7 @@ def notes(f: Facts) -> Iterator[str]:
             f"{f.say('cp_comm_type')}: p2p is used (keys and values go round a ring while blocks "
             "are computed), with the same results [cp-comm-type-not-supported]"
         )
+    yield from ddp.notes(f.config.parallel, f.world_size)
 
 
 def _tensor_parallel(f: Facts) -> Iterator[str]:
@@ -136,15 +138,9 @@ def _sizes(f: Facts) -> list[tuple[int, bool]]:
     schedule = batch_schedule(f.config, max(1, f.world_size))
     phases = schedule.phases[-1:] if f["load"] else schedule.phases
     sizes = [(phase.global_batch_size // schedule.divisor, False) for phase in phases]
-    if _evaluates_otherwise(f):
+    if evaluates_otherwise(f):
         sizes.append((evaluation_batch(f.config, schedule).num_microbatches, True))
     return list(dict.fromkeys(sizes))
-
-
-def _evaluates_otherwise(f: Facts) -> bool:
-    """Has validation a batch of its own?"""
-    flags = {"eval_global_batch_size", "eval_micro_batch_size"}
-    return f["eval_iters"] > 0 and not f.bad & flags and any(f.ok(name) for name in flags)
 
 
 def _fit(size: int) -> str:
@@ -160,7 +156,7 @@ def _world_size(f: Facts) -> Iterator[str]:
     one = math.prod(f[name] for name in names)
     if f.world_size % one:
         product = " x ".join(f.say(name) for name in names if f[name] > 1)
-        near = " or ".join(map(str, _sizes_that_fit(f, one))) or one
+        near = " or ".join(map(str, sizes_that_fit(f, one))) or one
         how = (
             f"--world-size {near}"
             if f["dry_run"]
@@ -170,42 +166,3 @@ def _world_size(f: Facts) -> Iterator[str]:
             f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this "
             f"run are not a multiple; use {how} [world-size-does-not-fit-model]"
         )
-
-
-def _sizes_that_fit(f: Facts, one: int) -> list[int]:
-    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole
-    micro-batches."""
-    batch = f["global_batch_size"]
-    micro = f["micro_batch_size"]
-    free = (
-        not f.ok("global_batch_size", "micro_batch_size")
-        or f["decrease_batch_size_if_needed"]
-        or batch % micro
-    )
-    if free:
-        fit = [n * one for n in range(1, f.world_size // one + 2)]
-    else:
-        pieces = batch // micro
-        small = [n for n in range(1, min(math.isqrt(pieces), MOST_COPIES) + 1) if pieces % n == 0]
-        fit = sorted({size * one for n in small for size in (n, pieces // n)})
-    return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
-
-
-def batch(f: Facts) -> list[str]:
-    """What is wrong with the batch sizes on this number of ranks."""
-    try:
-        schedule = batch_schedule(f.config, max(1, f.world_size))
-    except ValueError as error:
-        return str(error).splitlines()
-    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any
-    # case.
-    near = _sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
-    ranks = (
-        f", or {' or '.join(map(str, near))} ranks"
-        if near and schedule.data_parallel_size > 1
-        else ""
-    )
-    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)
-    if _evaluates_otherwise(f) and (said := evaluation_batch(f.config, schedule).problem()):
-        found.append(said)
-    return found

@@ -11,12 +11,12 @@ import math
 from collections.abc import Collection, Iterator
 
 from megatron import optional
-from megatron.config.checks import ddp as check_ddp
-from megatron.config.checks import layout as check_layout
+from megatron.config.checks import batch as check_batch
 from megatron.config.checks import low_precision as check_low_precision
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.moe import parse_layer_pattern
+from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.plan import batch_schedule
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
@@ -346,7 +346,6 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     """
     facts = Facts(config, world_size, typed)
     found = [line for rule in _RULES for line in rule(facts)]
-    found += check_ddp.problems(config.parallel, world_size)
     found += check_paths.problems(config)
     if not config.training.dry_run:
         found += check_paths.missing(config)
@@ -383,8 +382,8 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
             "effect, and stop ends the run without a checkpoint [control-file-without-save]"
         )
-    found += check_layout.notes(facts)
-    found += check_ddp.notes(config.parallel, world_size)
+    if _asks_for_layout(facts):
+        found += optional.load("megatron.config.checks.layout").notes(facts)
     if _chooses_kernels(facts):
         found += optional.load("megatron.config.checks.kernels").notes(facts)
     found += check_low_precision.notes(facts)
@@ -618,7 +617,7 @@ def _run(f: Facts) -> Iterator[str]:
                     "one of them [two-warmups]"
                 )
     if f.ok("micro_batch_size") and not f.bad & {"global_batch_size", "seq_length"}:
-        yield from check_layout.batch(f)
+        yield from check_batch.batch(f)
 
 
 def _schedule(f: Facts) -> Iterator[str]:
@@ -886,6 +885,17 @@ def _fp8(f: Facts) -> Iterator[str]:
         yield from optional.load("megatron.config.checks.fp8").rule(f)
 
 
+def _asks_for_layout(f: Facts) -> bool:
+    """Are there several ranks, or flags about them?"""
+    asked = f["world_size"] is not None or f["trace"] or f.world_size > 1
+    return asked or f.config.parallel != ParallelConfig()
+
+
+def _layout(f: Facts) -> Iterator[str]:
+    if _asks_for_layout(f):
+        yield from optional.load("megatron.config.checks.layout").rule(f)
+
+
 def _chooses_kernels(f: Facts) -> bool:
     """Do flags ask for attention or modules other than the default ones?"""
     return (
@@ -925,7 +935,7 @@ _RULES = (
     _precision,
     _fp8,
     check_low_precision.rule,
-    check_layout.rule,
+    _layout,
     _packed,
     _run,
     _schedule,

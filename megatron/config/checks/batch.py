@@ -1,0 +1,55 @@
+"""Rules of batch sizes on a number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config.checks.facts import Facts
+from megatron.config.plan.plan import batch_schedule, evaluation_batch
+
+MOST_COPIES = 1 << 20  # of the model, of which sizes that fit are looked for
+
+
+def sizes_that_fit(f: Facts, one: int) -> list[int]:
+    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole
+    micro-batches."""
+    batch = f["global_batch_size"]
+    micro = f["micro_batch_size"]
+    free = (
+        not f.ok("global_batch_size", "micro_batch_size")
+        or f["decrease_batch_size_if_needed"]
+        or batch % micro
+    )
+    if free:
+        fit = [n * one for n in range(1, f.world_size // one + 2)]
+    else:
+        pieces = batch // micro
+        small = [n for n in range(1, min(math.isqrt(pieces), MOST_COPIES) + 1) if pieces % n == 0]
+        fit = sorted({size * one for n in small for size in (n, pieces // n)})
+    return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
+
+
+def batch(f: Facts) -> list[str]:
+    """What is wrong with the batch sizes on this number of ranks."""
+    try:
+        schedule = batch_schedule(f.config, max(1, f.world_size))
+    except ValueError as error:
+        return str(error).splitlines()
+    # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any
+    # case.
+    near = sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))
+    ranks = (
+        f", or {' or '.join(map(str, near))} ranks"
+        if near and schedule.data_parallel_size > 1
+        else ""
+    )
+    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)
+    if evaluates_otherwise(f) and (said := evaluation_batch(f.config, schedule).problem()):
+        found.append(said)
+    return found
+
+
+def evaluates_otherwise(f: Facts) -> bool:
+    """Has validation a batch of its own?"""
+    flags = {"eval_global_batch_size", "eval_micro_batch_size"}
+    return f["eval_iters"] > 0 and not f.bad & flags and any(f.ok(name) for name in flags)
