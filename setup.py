@@ -117,7 +117,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11",
-    # PyPI's megatron-core owns megatron.core and may be installed beside us: no __init__.py, and
+    # PyPI's megatron-core owns megatron.core and may be installed too: no __init__.py, and
     # never that folder.
     packages=find_namespace_packages(
         include=["megatron", "megatron.*"],

@@ -538,7 +538,7 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def to_args_text(config: Any, leave_out: Iterable[str] = ()) -> str:
-    """The flags that differ from their defaults, one a line: `pretrain_gpt.py @FILE` repeats the
+    """The flags that differ from their defaults, one per line: `pretrain_gpt.py @FILE` repeats the
     run."""
     lines = []
     values = values_of(config)

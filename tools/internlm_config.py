@@ -4,7 +4,7 @@
 
 `torchrun ... pretrain_gpt.py @run.args` then runs it. The config is read, never executed. Each of
 its keys becomes a flag, a comment that says why it needs none, or an error; what it cannot honour
-is listed all at once and nothing is printed. See docs/internlm.md for every key.
+is listed together and nothing is printed. See docs/internlm.md for every key.
 """
 
 from __future__ import annotations

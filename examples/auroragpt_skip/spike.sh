@@ -1,5 +1,5 @@
 #!/bin/sh
-# One bad document in the quickstart's text: the loss spikes, the spike is found, explained and left out; and a run that does
+# One bad document in the quickstart's text: the loss spikes, the spike is found, explained and skipped; and a run that does
 # all that by itself (README.md).
 #     spike.sh [repeats | noise | language] [flags for every training]
 # May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip).

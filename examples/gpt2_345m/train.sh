@@ -1,6 +1,6 @@
 #!/bin/sh
 # The walk-through's second half: GPT-2 345M, its flags unchanged but for the backend. Run preprocess.sh first.
-# Run again, it goes on from the last checkpoint in the work folder ($WORK): --save and --load are the same place.
+# Run again, it resumes from the last checkpoint in the work folder ($WORK): --save and --load are the same place.
 # May be set: WORK (runs/gpt2_345m), PYTHON, DISTRIBUTED_BACKEND (nccl with an NVIDIA GPU, else gloo), MASTER_PORT (a
 # free port otherwise, so that several runs on one machine do not collide).
 # Extra words win over the flags below: examples/gpt2_345m/train.sh --train-iters 2 --initial-loss-scale 65536

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Eight ranks on one machine, a laptop too: two stages, each layer split over two ranks, two replicas of that, which share
-# the optimizer's state. Trains on the quickstart's text, evaluates, saves; run again, it goes on from the last checkpoint.
+# the optimizer's state. Trains on the quickstart's text, evaluates, saves; run again, it resumes from the last checkpoint.
 # May be set: NPROC (8), LAYOUT (the flags that split the work), DATA, OUT (runs/parallel), PYTHON.
 # Words given to this script win over the flags below: examples/parallel/one_node.sh --exit-interval 50
 set -eu

@@ -3,7 +3,7 @@
 # address of the first:
 #   first machine:  examples/parallel/two_nodes.sh 0 10.0.0.1
 #   second machine: examples/parallel/two_nodes.sh 1 10.0.0.1
-# Text ($DATA, made by prepare.sh) and checkpoints ($OUT) lie in a directory that both see under the same name.
+# Text ($DATA, made by prepare.sh) and checkpoints ($OUT) are in a directory that both see under the same name.
 # May be set, alike on both: NPROC (4), LAYOUT, DATA, OUT (runs/parallel), MASTER_PORT (29500), PYTHON.
 # Words after the address win over the flags below.
 set -eu

@@ -88,7 +88,7 @@ class Record:
     """What was written of one iteration, or of an interval that ends with it. What is not there is
     None or 0.
 
-    `loss` is the mean over the interval in nats a token. On a line without a loss nothing was
+    `loss` is the mean over the interval in nats per token. On a line without a loss nothing was
     trained, and the gradient norm that some loops print again there is omitted.
     """
 

@@ -72,7 +72,7 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
     bottom.semilogy(iterations, norms, color=NORM, linewidth=1)
     for which in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
         which(LogFormatter(minor_thresholds=(1.5, 0.6)))
-    top.set_ylabel("loss (nats a token)")
+    top.set_ylabel("loss (nats per token)")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("iteration")
     for axes in (top, bottom):

@@ -29,7 +29,7 @@ class Suspicion:
 @dataclass(frozen=True)
 class Measures:
     """Of one piece: shares of its tokens within repeats and of its characters that are no text, its
-    tokens a character, and the size to which its ids compress."""
+    tokens per character, and the size to which its ids compress."""
 
     tokens: int
     repeated: float
@@ -93,7 +93,7 @@ def _suspicion(piece: Measures, others: Sequence[Measures]) -> Suspicion:
     ]
     if piece.tokens >= FEW:
         for name, what in (
-            ("per_character", "tokens a character"),
+            ("per_character", "tokens per character"),
             ("compressed", "of its size when compressed"),
         ):
             values = np.array([getattr(one, name) for one in others])

@@ -352,14 +352,14 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
         if step is not None and step != int(match[1]):
             raise CheckpointError(
                 f"{path} is iteration {int(match[1])}, but iteration {step} is asked for; use "
-                f"--load {path.parent} or leave --ckpt-step away [checkpoint-step-missing]"
+                f"--load {path.parent} or omit --ckpt-step [checkpoint-step-missing]"
             )
         root = path.parent
         iteration = int(match[1])
     elif (path / manifest.FILE_NAME).is_file():
         if step is not None:
             raise CheckpointError(
-                f"{path} is one checkpoint, not a run directory: leave --ckpt-step {step} away "
+                f"{path} is one checkpoint, not a run directory: omit --ckpt-step {step} "
                 "[flags-exclude-each-other]"
             )
         return path

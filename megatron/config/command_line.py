@@ -1,7 +1,7 @@
 """The command line: from argv to a checked configuration.
 
-Everything wrong with a command line is said at once, in well under a second, before anything large
-is imported.
+Everything wrong with a command line is reported together, in well under a second, before anything
+large is imported.
 """
 
 from __future__ import annotations

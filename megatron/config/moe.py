@@ -17,7 +17,7 @@ BALANCING_LOSSES = {
 ROUTER_LOSSES = (*BALANCING_LOSSES.values(), "z_loss")
 # first part of the names of a single layer's numbers in the log, as in Megatron
 PER_LAYER = "moe/"
-# what the router of a layer sums over tokens, besides its selections of each expert
+# what the router of a layer sums over tokens, in addition to its selections of each expert
 ROUTER_SUMS = (*ROUTER_LOSSES, "router_entropy")
 
 

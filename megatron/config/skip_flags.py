@@ -42,7 +42,7 @@ def parse_skips(
 
     `train_iters` (when known) bounds it, `completed` iterations of a resumed run are behind us,
     and `samples_in(ranges)` with `seq_length` say what they cost. Raises ValueError with ALL
-    problems, one a line.
+    problems, one per line.
     """
     typed = (
         None if one is None else tuple(one) for one in (train_range_to_skip, iterations_to_skip)

@@ -97,7 +97,7 @@ def read_at(file: int, path: str, start: int, count: int) -> bytes:
 
 
 class IndexArrays:
-    """Index arrays by name. Those that lie in files are pickled as paths: a spawned data worker
+    """Index arrays by name. Those of files are pickled as paths: a spawned data worker
     maps them itself."""
 
     def __init__(

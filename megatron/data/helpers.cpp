@@ -1,5 +1,5 @@
 // Sample index and blending for megatron/data/index_helpers.py, whose numpy twins define the same answers.
-// It fills arrays that its caller made and checked; it knows no files, splits or seeds. No thread holds the GIL here.
+// It fills arrays that its caller made and checked; no files, splits or seeds. No thread holds the GIL here.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

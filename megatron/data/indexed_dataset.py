@@ -145,7 +145,7 @@ class IndexedDataset:
         while at > max(0, sequences - 1024) and self.sequence_lengths[at] == 0:
             at -= 1
         end = self._end(at, at + 1)
-        if end < self.bin_bytes:  # sequences may lie in any order
+        if end < self.bin_bytes:  # sequences may be in any order
             end = max(
                 self._end(first, first + BLOCK) for first in range(0, max(1, sequences), BLOCK)
             )
@@ -229,7 +229,7 @@ class IndexedDataset:
 
     def document_of(self, sequence: int) -> tuple[int, int]:
         """(the document that a sequence belongs to, tokens of that document before it)."""
-        # numpy's would copy numbers that lie at odd bytes
+        # numpy's would copy numbers at odd addresses
         document = bisect_right(self.document_indices, sequence) - 1
         return document, int(
             self.sequence_lengths[self.document_indices[document] : sequence].sum(dtype=np.int64)

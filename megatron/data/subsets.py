@@ -9,7 +9,7 @@ from typing import Any
 
 def subset_names(dataset: Any) -> list[str]:
     """The subsets of packed samples; the data sets of a blend, each by what its prefix has beyond
-    the folder that all lie in; of no blend the one."""
+    the folder that all are in; of no blend the one."""
     if hasattr(dataset, "subsets"):
         return list(dataset.subsets)
     return shortened([_called(member) for member in getattr(dataset, "datasets", [dataset])])

@@ -1,4 +1,4 @@
-"""Matrix products of experts: consecutive rows of one tensor, each group with its own matrix."""
+"""GEMMs of experts: consecutive rows of one tensor, each group with its own matrix."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from megatron.parallel.sharding import ParameterFactory
 if TYPE_CHECKING:
     from megatron.model.moe import RouterStep
 
-# What `GPTModel.forward` can return of each token besides the loss that is trained on.
+# What `GPTModel.forward` can return of each token in addition to the loss that is trained on.
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing
 CORRECT = "token correct"  # bool: the label has the largest logit
 TOKEN_METRICS = (UNSMOOTHED_LOSS, CORRECT)

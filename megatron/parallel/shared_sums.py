@@ -5,7 +5,7 @@ A rank copies its tensor into a slot of its own, counts up a number that all see
 have, and adds up all slots in rank order, so that every rank has the same bits. Each rank has
 two slots in turn: when one is written again, all ranks have begun the sum in between and so have
 read it. Nothing but the processor orders copying before counting: on x86 stores are seen in
-their order, elsewhere there is no shared memory. Knows no layer; parallel/collectives.py decides
+their order, elsewhere there is no shared memory. parallel/collectives.py decides
 when to use it.
 """
 

@@ -66,7 +66,7 @@ class Evaluation(Hook):
         samples: Iterator[MicroBatch],
         count: int,
         prefix: str,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         suffix: str = "",
         split: str = "validation",
         final: bool = False,
@@ -84,7 +84,7 @@ class Evaluation(Hook):
                 self._forward_step,
                 samples,
                 count,
-                tell,
+                report,
                 self._agreement.out_of_time if t.exit_duration_in_mins else None,
             )
         if losses is None:
@@ -135,7 +135,7 @@ class Evaluation(Hook):
         )
 
     def validate(
-        self, prefix: str, tell: Callable[[str], None] = lambda text: None, final: bool = False
+        self, prefix: str, report: Callable[[str], None] = lambda text: None, final: bool = False
     ) -> bool:
         """Evaluate on the next samples of each validation set and print its block; True when the
         time was over first.
@@ -155,7 +155,7 @@ class Evaluation(Hook):
                 samples,
                 count,
                 prefix,
-                tell,
+                report,
                 f"-{name}" if several else "",
                 final=final,
             )

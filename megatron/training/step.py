@@ -332,7 +332,7 @@ def evaluate(
     forward_step: ForwardStep,
     samples: Iterator[MicroBatch],
     count: int,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     stop: Callable[[], bool] | None = None,
 ) -> dict[str, float] | None:
     """Mean loss per token over `count` micro-batches, in global batches of evaluation's size;
@@ -346,9 +346,9 @@ def evaluate(
     iterations = -(-count // micro_batches)
     sums = StepSums(run.runtime.device)
     forward = _forwards(run, forward_step, samples, sums, lambda micro_batch: None)
-    tell(f"Evaluating on {count * batch.divisor} samples")
+    report(f"Evaluating on {count * batch.divisor} samples")
     for iteration in range(1, iterations + 1):
-        tell(f"Evaluating iter {iteration}/{iterations}")
+        report(f"Evaluating iter {iteration}/{iterations}")
         run.pipeline.run(min(micro_batches, count - (iteration - 1) * micro_batches), forward)
         if stop and stop():
             return None

@@ -53,7 +53,7 @@ def test_each_reason_stands_out_and_says_so():
     score, reason, others = ranked(ids, "\x00" * 300 + text_of(ids))
     assert score > others and reason.endswith("of its characters are no text")
     score, reason, others = ranked(ids, text_of(ids)[:150])
-    assert score == MOST and "tokens a character, where" in reason
+    assert score == MOST and "tokens per character, where" in reason
     ids = RANDOM.integers(0, 1 << 31, 200)
     score, reason, others = ranked(ids, text_of(ids % 5000))
     assert score > others and "of its size when compressed" in reason

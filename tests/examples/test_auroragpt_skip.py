@@ -71,13 +71,13 @@ def spike_is_found_explained_and_skipped(kind: str, reason: str, data: Path, run
 
 @pytest.mark.campaign
 def test_a_bad_document_is_found_explained_and_skipped(data, tmp_path):
-    spike_is_found_explained_and_skipped("language", "tokens a character, where", data, tmp_path)
+    spike_is_found_explained_and_skipped("language", "tokens per character, where", data, tmp_path)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["noise", "repeats"])
 def test_two_other_bad_documents_are_found_explained_and_skipped(kind, data, tmp_path):
-    spike_is_found_explained_and_skipped(kind, "tokens a character, where", data, tmp_path)
+    spike_is_found_explained_and_skipped(kind, "tokens per character, where", data, tmp_path)
 
 
 @pytest.mark.campaign

@@ -311,7 +311,7 @@ def test_docs_by_loss(run, capsys):
     _, out = said(capsys, "docs", "--iteration", "3", "--order", "loss", str(run.save))
     state = f"{run.save}/iter_0000002"
     assert out.startswith(
-        f"iteration 3 reads {len(rows)} pieces of documents; losses in nats a token at {state}\n"
+        f"iteration 3 reads {len(rows)} pieces of documents; losses in nats per token at {state}\n"
     )
 
 

@@ -310,8 +310,8 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         type=_read(parse_layout),
         metavar="'NAME=RANKS FLAGS...'",
-        help="a layout besides one rank and two apart; may be repeated (default: tp2, tp2+sp, "
-        "dp2, pp2)",
+        help="a layout to compare with one rank and two apart; may be repeated (default: tp2, "
+        "tp2+sp, dp2, pp2)",
     )
     parser.add_argument(
         "--size",
@@ -407,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{size.name} {options.dtype}: {size.family}, {size.layers} layers, hidden {size.hidden}, "
         f"ffn {size.ffn_size}, {size.heads} heads, sequence {size.seq}, vocabulary {size.vocab}; "
-        f"{size.micro_batches} x {size.micro_batch} samples = {size.tokens} tokens a step; "
+        f"{size.micro_batches} x {size.micro_batch} samples = {size.tokens} tokens per step; "
         f"{options.rounds} rounds",
         flush=True,
     )

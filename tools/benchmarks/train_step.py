@@ -110,7 +110,7 @@ def add_contestants(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=OTHERS,
         metavar="NAME",
-        help=f"besides ours: {', '.join(OTHERS)} (default: all; on CUDA none)",
+        help=f"in addition to ours: {', '.join(OTHERS)} (default: all; on CUDA none)",
     )
     add("--alone", action="store_true", help="only ours")
     add(

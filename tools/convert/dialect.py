@@ -73,7 +73,7 @@ def no_extra_keys(keys: Keys, flags: Flags) -> Flags:
 class Dialect:
     """A family whose config.json has Llama's keys: what is different.
 
-    flags: what every model of the family has, besides rotary positions.
+    flags: what every model of the family has, in addition to rotary positions.
     keys: additional keys, each with the flags it sets.
     fixed: keys that must have this value, or be missing: (value, reason). They are not written.
     written: further keys of an exported config.json.

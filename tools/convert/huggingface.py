@@ -50,7 +50,7 @@ class HFModel:
             raise
 
     def _headers(self) -> dict[str, Header]:
-        """By full name, also where the file leaves the family's prefix away, as GPT-2's first files
+        """By full name, also where the file omits the family's prefix, as GPT-2's first files
         do."""
         found = self.folder.headers()
         self.short = bool(self.family.optional) and not any(

@@ -118,7 +118,7 @@ class MegatronCheckpoint:
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2.0:
             raise ConversionError(
-                f"{self.source}: checkpoint_version {version}: queries, keys and values lie in an "
+                f"{self.source}: checkpoint_version {version}: queries, keys and values are in an "
                 "older order; save it again with Megatron-LM of 2021 or later"
             )
         self.parts: dict[str, list[Part]] = {}
@@ -202,7 +202,7 @@ class MegatronCheckpoint:
 
 
 def _their_shape(spec: ParameterSpec, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:
-    """Their shape of a part of ours: gate and up rows lie in one dim."""
+    """Their shape of a part of ours: gate and up rows are in one dim."""
     gated = model.gated and ".mlp.linear_fc1." in spec.name
     return (shape[0] * shape[1], *shape[2:]) if gated else tuple(shape)
 

@@ -52,7 +52,7 @@ def _place(spec: ParameterSpec, shape: Sequence[int], layers: int) -> tuple[str,
 def write_torch_dist(
     folder: Path, parts: Sequence[Part], layers: int, args: dict[str, Any], unpickler: Unpickler
 ) -> None:
-    """Write a checkpoint's folder: `parts` are (ours, number format, their shape, a function that
+    """Write a checkpoint's folder: `parts` are (ours, dtype, their shape, a function that
     makes it)."""
     tensors: dict[str, Any] = {}
     entries = []

@@ -108,7 +108,7 @@ class FlatBuffers:
         if match[5] not in KINDS:
             raise self._wrong(f"{tensor.name} is no state of Adam")
         if self._dtypes.setdefault((group, buffer), match[3]) != match[3] or len(tensor.shape) != 1:
-            raise self._wrong(f"{tensor.name} is not one flat buffer of one number format")
+            raise self._wrong(f"{tensor.name} is not one flat buffer of one dtype")
         kind = self.found.setdefault(KINDS[match[5]], {})
         kind.setdefault((group, buffer), {})[bucket] = tensor
 

@@ -28,7 +28,7 @@ class ApiError(Exception):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
+    """What a stream has in addition to the text."""
 
     include_usage: bool = False
 

@@ -1,5 +1,5 @@
 """The thread that decodes: requests wait in a queue, take free rows of the engine between two
-steps, and leave when they are finished or given up. Knows no HTTP."""
+steps, and leave when they are finished or given up."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Place:
 @dataclass(frozen=True)
 class Suspect:
     """A run of tokens that an iteration reads, and how it stands out. `bytes` are its position in
-    `<dataset>.bin`; `loss` is its mean in nats a token at a checkpoint, where one was asked."""
+    `<dataset>.bin`; `loss` is its mean in nats per token at a checkpoint, where one was asked."""
 
     score: float
     reason: str
@@ -212,7 +212,7 @@ def docs(args: DocsOptions) -> int:
     else:
         print(
             f"iteration {args.iteration} reads {len(found)} pieces of documents"
-            + (f"; losses in nats a token at {state}" if state else "")
+            + (f"; losses in nats per token at {state}" if state else "")
         )
         for one in found[: args.top]:
             first = (

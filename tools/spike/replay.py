@@ -213,7 +213,7 @@ def _replayed(
     args: ReplayOptions,
 ) -> tuple[list[Replayed], list[Row]]:
     """Every sample of the range and of its neighbours, and those of the range with the highest
-    losses. Prints a line an iteration, or a sample, as they come."""
+    losses. Prints one line per iteration, or per sample, as they come."""
     progress = Progress(len(wanted) + len(around))
     found: list[Replayed] = []
     highest: list[Row] = []
@@ -300,7 +300,8 @@ def _show(
             f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of "
             f"iteration {one.iteration} (rank {one.place.dp_rank}, micro-batch "
             f"{one.place.micro_batch})\n        {conclusion}\n"
-            f"        worst in it: {worst.line()}: {worst.loss:.2f} nats a token; {worst.reason}\n"
+            f"        worst in it: {worst.line()}: {worst.loss:.2f} nats per token; "
+            f"{worst.reason}\n"
             f"        {json.dumps(worst.head, ensure_ascii=False)}"
         )
     if not out:

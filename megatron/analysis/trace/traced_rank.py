@@ -37,7 +37,7 @@ class RankTrace:
 
     `memory`: bytes by kind at the peak of the step, `peak` their sum, `peak_place` where;
     `kind_peaks`: the most of each kind at any moment; `activations`: the most that any forward pass
-    left for backward, its own temporaries gone; `build_peak`: the most while building.
+    left for backward, its own temporaries freed; `build_peak`: the most while building.
     `flops` and `operations` by operation, `launches` by phase, `messages` with the axis of each.
     """
 

@@ -185,7 +185,7 @@ class EpochBuilder:
         split: str,
         limited: bool = False,
     ) -> EpochBlend:
-        """A mix from its start, or going on where the checkpoint left it. A `limited` one ends when
+        """A mix from its start, or from where the checkpoint left it. A `limited` one ends when
         each data set has given its weight in samples."""
         since, taken = self._position(datasets, weights) if split == "train" else (0, {})
         available = since + sum(weights)

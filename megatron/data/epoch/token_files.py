@@ -33,7 +33,7 @@ Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_spli
 
 @dataclass(frozen=True)
 class Span:
-    """One split's part of a token file: its sequences and documents, and where its tokens lie in
+    """One split's part of a token file: its sequences and documents, and where its tokens are in
     the .bin."""
 
     sequences: range

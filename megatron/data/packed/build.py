@@ -30,7 +30,7 @@ HEAD = 1024  # ids of a file's first sample that are compared with the vocabular
 
 
 class PackedFlags(DataFlags, Protocol):
-    """What this file reads beside them."""
+    """Other things that this file reads."""
 
     pack_into_one: bool
     pad_samples: bool
@@ -125,7 +125,7 @@ def build_packed_datasets(
 
 def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
     """By name the files of each set: of a folder each directory with .bin files is one, as InternLM
-    has it, called by what its path has beyond the folder that all lie in; a prefix or a pattern is
+    has it, called by what its path has beyond the folder that all are in; a prefix or a pattern is
     one."""
     found: dict[str, list[str]] = {}
     for word in words:

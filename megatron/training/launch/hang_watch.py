@@ -1,4 +1,4 @@
-"""The hook that tells the rank monitor when an iteration begins and ends."""
+"""The hook that reports to the rank monitor when an iteration begins and ends."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class TokenRates:
     blocks: dict[int, float] = field(default_factory=lambda: dict.fromkeys(BLOCKS, 0))
 
     def add(self, tokens: float, seconds: float) -> dict[str, float]:
-        """Take in a step of so many tokens a rank; the rates by name, to two digits."""
+        """Take in a step of so many tokens per rank; the rates by name, to two digits."""
         rate = tokens / seconds
         self.tokens = self.tokens + tokens
         self.seconds = self.seconds + seconds

@@ -255,7 +255,7 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     """From here on the run leaves out iterations first to last; `skips.jsonl` and the checkpoints
     say so. For all ranks.
 
-    The samples that are open already know nothing of it: they must be reopened. Raises
+    The samples that are open do not include it: they must be reopened. Raises
     CheckpointError where it cannot be written.
     """
     new = new_record(run, SkipRanges([(first, last)]), reason, source, order_hash(run))

@@ -101,8 +101,8 @@ class SpikeDetector:
         return len(self._loss.values) >= LEAST
 
     def check(self, loss: float, grad_norm: float | None = None) -> Finding:
-        """What an iteration with this loss (nats a token, mean over all) and norm (before clipping)
-        is."""
+        """What an iteration is with this loss (nats per token, mean over all) and norm (before
+        clipping)."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
             return Finding("non-finite")
         loss_z, excess = self._loss.against(loss)

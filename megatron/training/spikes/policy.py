@@ -89,8 +89,7 @@ class SpikePolicy:
         return self.finding
 
     def line(self, iteration: int, loss: float, grad_norm: float | None) -> str | None:
-        """What a reader is told about the last iteration; None where there is nothing to
-        tell."""
+        """What is printed about the last iteration; None where there is nothing to print."""
         found = self.finding
         if found.kind == "level shift":
             return (
