@@ -56,7 +56,7 @@ if Pybind11Extension is not None:
     )
     # AVX2, AVX512; native.py takes one
     for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():
-        for name in ("rows", "fp32_attention", "few_rows"):
+        for name in ("rows", "fp32_attention", "few_rows", "experts"):
             extensions.append(
                 Pybind11Extension(
                     f"megatron.kernels.cpu.{name}_{level}",

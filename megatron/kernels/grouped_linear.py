@@ -1,12 +1,16 @@
-"""GEMMs of experts: consecutive rows of one tensor, each group with its own matrix."""
+"""GEMMs of experts: consecutive rows of one tensor, each group with its own matrix; copies of
+tokens, and the SwiGLU between the GEMMs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.kernels.activations import swiglu
+from megatron.kernels.cpu import experts
 from megatron.kernels.linear import input_grad, linear_weight_grad, product
 
 
@@ -45,16 +49,102 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+class Copies(NamedTuple):
+    """Copies of the rows of a tensor: copy c of row r has the number r each + c.
+
+    order [n]: the numbers of those that there are, each at most once. rows: of the tensor.
+    """
+
+    order: Tensor
+    each: int
+    rows: int
+
+
+class _CppGroupedLinear(torch.autograd.Function):
+    """`grouped_linear` on a CPU in fp32: no copy of a row is kept or written to memory first."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int],
+        accumulate_into: Tensor | None,
+        of: Copies | None,
+        to: Copies | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        ctx.accumulate_into = accumulate_into
+        ctx.copies = of, to
+        out = experts.product(x, _sources(of), weight, counts, transposed=True)
+        return out if to is None else _add_copies(out, *to)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        x, weight = ctx.saved_tensors
+        of, to = ctx.copies
+        from_rows = _sources(to)
+        grad_x = experts.product(grad_out, from_rows, weight, ctx.counts, transposed=False)
+        grad_weight = experts.weight_grad(
+            grad_out, from_rows, x, _sources(of), ctx.counts, ctx.accumulate_into
+        )
+        grad_x = grad_x if of is None else _add_copies(grad_x, *of)
+        return grad_x, grad_weight, None, None, None, None
+
+
 def grouped_linear(
-    x: Tensor, weight: Tensor, counts: Sequence[int], accumulate_into: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    counts: Sequence[int],
+    accumulate_into: Tensor | None = None,
+    *,
+    of: Copies | None = None,
+    to: Copies | None = None,
 ) -> Tensor:
     """x [n, in], weight [groups, out, in] -> [n, out]: the first counts[0] rows times weight[0]^T,
     and so on.
 
     `counts` are numbers on the host whose sum is n. With `accumulate_into` [groups, out, in]
-    backward adds the weight gradient there, as in `linear`.
+    backward adds the weight gradient there, as in `linear`. `of`: the rows are these copies of
+    x [rows, in] (`dispatch`). `to`: the results of a row's copies are added up, [rows, out]
+    (`combine`).
     """
-    return _GroupedLinear.apply(x, weight, counts, accumulate_into)
+    if experts.multiplies(x, weight, accumulate_into):
+        return _CppGroupedLinear.apply(x, weight, counts, accumulate_into, of, to)
+    rows = x if of is None else dispatch(x, of.order, of.each)
+    y = _GroupedLinear.apply(rows, weight, counts, accumulate_into)
+    return y if to is None else combine(y, *to)
+
+
+class _WeightedSwiGlu(torch.autograd.Function):
+    """Keeps its inputs alone."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        return experts.swiglu(gate_up, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        return experts.swiglu_grad(*ctx.saved_tensors, grad_out)
+
+
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, fused: bool = True) -> Tensor:
+    """SwiGLU, each row times its weight: gate_up [n, 2, ffn] (gate first), weights [n] -> [n, ffn].
+
+    `fused` False: operation by operation on every device.
+    """
+    if fused and weights.dtype == torch.float32 and experts.runs(gate_up):
+        return _WeightedSwiGlu.apply(gate_up, weights)
+    return (swiglu(gate_up, fused) * weights.unsqueeze(-1)).to(gate_up.dtype)
+
+
+def _sources(copies: Copies | None) -> Tensor | None:
+    """Of each copy the number of its row."""
+    return None if copies is None else copies.order // copies.each
 
 
 class _Dispatch(torch.autograd.Function):
@@ -85,8 +175,11 @@ class _Combine(torch.autograd.Function):
 def _add_copies(x: Tensor, order: Tensor, copies: int, rows: int) -> Tensor:
     """The copies of each row, added up in their own order; those that are not there are 0."""
     total = rows * copies
-    inverse = torch.full((total,), len(order), device=order.device)
+    cpp = experts.runs(x)
+    inverse = torch.full((total,), -1 if cpp else len(order), device=order.device)
     inverse[order] = torch.arange(len(order), device=order.device)
+    if cpp:
+        return experts.sum_rows(x, inverse.view(rows, copies))
     if len(order) < total:
         x = torch.cat((x, x.new_zeros(1, x.shape[1])))
     return x[inverse].view(rows, copies, x.shape[1]).sum(1)

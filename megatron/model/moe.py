@@ -13,7 +13,13 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
 from megatron.kernels.dropout import jitter
-from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
+from megatron.kernels.grouped_linear import (
+    Copies,
+    combine,
+    dispatch,
+    grouped_linear,
+    weighted_swiglu,
+)
 from megatron.kernels.kernels import Kernels
 from megatron.model.mlp import MLP, activation
 from megatron.parallel.collectives import (
@@ -320,13 +326,22 @@ class GroupedLinear(nn.Module):
         """From now on compute as `kernels` says."""
         self.accumulate = kernels.accumulation
 
-    def forward(self, x: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """x [n, in], sorted by expert, of which each has so many rows -> [n, out] or [n, 2 out]."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        counts: list[int],
+        *,
+        of: Copies | None = None,
+        to: Copies | None = None,
+    ) -> torch.Tensor:
+        """x [n, in], sorted by expert, of which each has so many rows -> [n, out] or [n, 2 out].
+        `of`: x has the tokens whose copies the rows are; `to`: the results of a token are added
+        up."""
         weight = self.weight.flatten(1, -2)
         main_grad = getattr(self.weight, "main_grad", None) if self.accumulate else None
         if main_grad is not None:
             main_grad = main_grad.flatten(1, -2)
-        return grouped_linear(x, weight, counts, main_grad)
+        return grouped_linear(x, weight, counts, main_grad, of=of, to=to)
 
 
 class Experts(nn.Module):
@@ -336,25 +351,31 @@ class Experts(nn.Module):
         super().__init__()
         self.model = model
         self.recompute_activation = recompute_activation
-        self.activation = activation(model, Kernels())
+        self.set_kernels(Kernels())
         self.linear_fc1 = GroupedLinear(params("linear_fc1.weight"))
         self.linear_fc2 = GroupedLinear(params("linear_fc2.weight"))
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.activation = activation(self.model, kernels)
+        self.fused_swiglu = kernels.fused_swiglu
 
-    def forward(self, x: torch.Tensor, probs: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """x [n, h], sorted by expert, probabilities [n] -> this rank's part of the results,
+    def forward(
+        self, x: torch.Tensor, probs: torch.Tensor, copies: Copies, counts: list[int]
+    ) -> torch.Tensor:
+        """Tokens x [n, h], their copies, sorted by expert, of which each has so many, with
+        probabilities -> this rank's part of the sums of the results of each token's copies,
         [n, h]."""
-        x = self.linear_fc1(x, counts)
+        x = self.linear_fc1(x, counts, of=copies)
+        fc2 = partial(self.linear_fc2, counts=counts, to=copies)
         if self.recompute_activation and torch.is_grad_enabled():
-            fc2 = partial(self.linear_fc2, counts=counts)
             return recompute_input(fc2, self.activate, x, probs)
-        return self.linear_fc2(self.activate(x, probs), counts)
+        return fc2(self.activate(x, probs))
 
     def activate(self, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Activation function, times the probabilities."""
+        if self.model.activation == "swiglu":
+            return weighted_swiglu(x.unflatten(-1, (2, -1)), probs, self.fused_swiglu)
         x = self.activation(x.unflatten(-1, (2, -1)) if self.model.gated else x)
         return (x * probs.unsqueeze(-1)).to(x.dtype)
 
@@ -477,5 +498,4 @@ class MoELayer(nn.Module):
         """Sum of the results of the copies `order`, sorted by expert, of tokens x [n, h] with
         probabilities [n, copies] -> [n, h]."""
         weights = dispatch(probs.reshape(-1, 1), order, 1).squeeze(1)
-        y = self.experts(dispatch(x, order, copies), weights, counts)
-        return combine(y, order, copies, len(x))
+        return self.experts(x, weights, Copies(order, copies, len(x)), counts)

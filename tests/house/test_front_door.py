@@ -177,6 +177,8 @@ def test_it_installs_with_and_without_a_compiler(tmp_path):
             "fp32_attention_v4",
             "few_rows_v3",
             "few_rows_v4",
+            "experts_v3",
+            "experts_v4",
             "bf16_attention_cpp",
         ):
             assert any(helper in name for name in names) is compiler

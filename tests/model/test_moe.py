@@ -109,6 +109,32 @@ def test_copies_are_sent_and_gathered_by_adjoint_operations():
     assert torch.autograd.gradcheck(lambda t: combine(t, order, 3), y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_experts_without_tokens_keep_no_activations(dtype):
+    """What backward needs of the experts depends on the tokens alone."""
+
+    def kept(experts: int) -> int:
+        flags = FLAGS | {"num_experts": experts}
+        layer = tiny_model(dtype, scramble=True, **flags).decoder.layers["0"].mlp
+        weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        x = torch.randn(40, 32, dtype=dtype, requires_grad=True)
+        numbers = torch.arange(80).view(40, 2) % 8  # of the first eight
+        sizes = {}
+
+        def pack(saved: torch.Tensor) -> torch.Tensor:
+            storage = saved.untyped_storage()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            y = layer.route(x, torch.rand(40, 2, dtype=dtype, requires_grad=True), numbers)
+        assert y.requires_grad
+        return sum(sizes.values())
+
+    assert kept(8) == kept(64) > 80 * 2 * 24 * dtype.itemsize  # at least fc1's output
+
+
 def test_only_tokens_that_train_count_in_the_losses_of_routers():
     """Masked positions may hold anything."""
     router = tiny_model(scramble=True, **FLAGS).decoder.layers["0"].mlp.router

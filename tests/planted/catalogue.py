@@ -33,7 +33,7 @@ NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
 LOAD = (
-    "load_samples(samples, numbers, run.config.data.num_workers,"
+    "load_samples(samples, numbers, run.config.data.num_workers, run.runtime.device,"
     " run.recorder.add if run.recorder else None)"
 )
 FORWARD = "forward_step(batch if hidden is None else replace(batch, hidden=hidden)"
@@ -127,9 +127,9 @@ BUGS = {
     ),
     # Experts.
     "probabilities of experts applied twice": Bug(
-        "megatron.model.moe.Experts.activate",
-        "x * probs.unsqueeze(-1)",
-        "x * probs.unsqueeze(-1).square()",
+        "megatron.kernels.grouped_linear.weighted_swiglu",
+        "swiglu(gate_up, fused) * weights.unsqueeze(-1)",
+        "swiglu(gate_up, fused) * weights.unsqueeze(-1).square()",
         "tests/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",
         "",
     ),

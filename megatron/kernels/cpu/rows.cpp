@@ -29,11 +29,6 @@ T* at(uintptr_t address) {
 
 // ---- activations
 
-constexpr float kFar = 87.0f;  // sigmoids from there on are as good as 0 and 1
-
-// For |x| <= 87.5.
-inline V sigmoid(V x) { return inverse_of(1.0f + exp_of(-x)); }
-
 constexpr float kLinear = 1.5957691216057308f;  // 2 sqrt(2 / pi): tanh GELU is x sigmoid(kLinear x + kCubic x^3)
 constexpr float kCubic = 0.044715f * kLinear;
 constexpr float kEnd = 10.0f;  // beyond it tanh GELU is x or, to fp32, 0; the sigmoid there is of 87.3

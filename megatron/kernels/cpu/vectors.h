@@ -196,6 +196,11 @@ inline V exp_of(V v) {
   return same_bits<V>(same_bits<I>(e) + (same_bits<I>(shifted) << 23));
 }
 
+constexpr float kFar = 87.0f;  // sigmoids from there on are as good as 0 and 1
+
+// For |x| <= 87.5.
+inline V sigmoid(V x) { return inverse_of(1.0f + exp_of(-x)); }
+
 // GOMP_parallel of the OpenMP runtime that torch's operations run on; null where torch has none (another runtime).
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 

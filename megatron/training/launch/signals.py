@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -134,7 +135,8 @@ def _exit(code: int, text: str = "") -> NoReturn:
     processes = sys.modules.get("multiprocessing.process")
     for child in getattr(processes, "active_children", list)():
         child.kill()
-    launcher.remove_log_folder()
+        # with the socket of the worker
+        shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
     os._exit(code)
 
 

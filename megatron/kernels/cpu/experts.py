@@ -1,0 +1,139 @@
+"""What experts compute on a CPU by this suite's C++ (experts.cpp): GEMMs in fp32, one expert per
+thread, rows gathered while they are read; SwiGLU times probabilities; sums of the copies of
+tokens."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.cpu.native import load_built
+
+INTERFACE = 1
+
+
+def load(capability: str):
+    """experts.cpp as built for this processor, or why there is none (a str)."""
+    return load_built("experts", INTERFACE, capability)
+
+
+def unavailable_reason(
+    device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = (torch.float32,)
+) -> str | None:
+    """Why the C++ is unavailable for such tensors where it knows `dtypes`, None if it is
+    available."""
+    if torch.compiler.is_compiling():
+        return "not supported under torch.compile"
+    if device.type != "cpu" or dtype not in dtypes:
+        return f"only {' and '.join(map(str, dtypes))} on a CPU"
+    found = load(torch.backends.cpu.get_cpu_capability())
+    return found if isinstance(found, str) else None
+
+
+def multiplies(*tensors: Tensor | None) -> bool:
+    """Whether the GEMMs are available for all of these."""
+    return all(t is None or unavailable_reason(t.device, t.dtype) is None for t in tensors)
+
+
+def runs(x: Tensor) -> bool:
+    """Whether the other functions are available for `x`."""
+    return unavailable_reason(x.device, x.dtype, (torch.float32, torch.bfloat16)) is None
+
+
+def _library():
+    return load(torch.backends.cpu.get_cpu_capability())
+
+
+def _call(name: str, x: Tensor, *arguments) -> None:
+    """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
+    function = getattr(_library(), f"{name}_{str(x.dtype).removeprefix('torch.')}")
+    function(
+        *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads()
+    )
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _check(rows: Tensor, numbers: Tensor | None, weight: Tensor, counts: Sequence[int]) -> None:
+    """The C++ reads memory by these sizes."""
+    n = len(rows if numbers is None else numbers)
+    assert sum(counts) == n and len(weight) == len(counts), (n, counts, weight.shape)
+    assert weight.is_contiguous() and weight.dtype == rows.dtype == torch.float32, weight.dtype
+    assert numbers is None or numbers.dtype == torch.int64 and numbers.is_contiguous()
+
+
+def product(
+    x: Tensor, numbers: Tensor | None, weight: Tensor, counts: Sequence[int], transposed: bool
+) -> Tensor:
+    """x [n, in] times, in groups of so many rows, weight[group]^T ([groups, out, in], `transposed`)
+    or weight[group] ([groups, in, out]) -> [n, out]. With `numbers` [n] row i is x[numbers[i]]."""
+    x = x.contiguous()
+    inputs = x.shape[1]
+    outputs = weight.shape[1 if transposed else 2]
+    assert weight[0].numel() == inputs * outputs, (x.shape, weight.shape)
+    _check(x, numbers, weight, counts)
+    out = x.new_empty(sum(counts), outputs)
+    addresses = [_address(t) for t in (x, numbers, weight, out)]
+    threads = torch.get_num_threads()
+    _library().product(*addresses, counts, inputs, outputs, transposed, threads)
+    return out
+
+
+def weight_grad(
+    grad: Tensor,
+    grad_numbers: Tensor | None,
+    x: Tensor,
+    numbers: Tensor | None,
+    counts: Sequence[int],
+    accumulate_into: Tensor | None,
+) -> Tensor | None:
+    """Of each group the rows of grad [n, out], transposed, times those of x [n, in] -> [groups,
+    out, in], or None where they were added to `accumulate_into`. Rows as in `product`."""
+    grad, x = grad.contiguous(), x.contiguous()
+    shape = len(counts), grad.shape[1], x.shape[1]
+    out = x.new_empty(shape) if accumulate_into is None else accumulate_into
+    assert out.shape == shape, (out.shape, shape)
+    _check(grad, grad_numbers, out, counts)
+    _check(x, numbers, out, counts)
+    _library().weight_grad(
+        *(_address(t) for t in (grad, grad_numbers, x, numbers, out)),
+        counts,
+        x.shape[1],
+        grad.shape[1],
+        accumulate_into is not None,
+        torch.get_num_threads(),
+    )
+    return out if accumulate_into is None else None
+
+
+def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight: [n, 2, ffn], weights fp32 [n] -> [n, ffn]."""
+    gate_up, weights = gate_up.contiguous(), weights.contiguous()
+    rows, _, width = gate_up.shape
+    assert weights.shape == (rows,) and weights.dtype == torch.float32, (weights.shape, rows)
+    out = gate_up.new_empty(rows, width)
+    _call("swiglu", gate_up, gate_up, weights, out, rows, width)
+    return out
+
+
+def swiglu_grad(gate_up: Tensor, weights: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu`'s gate_up and weights, of their shapes and dtypes."""
+    gate_up, weights = gate_up.contiguous(), weights.contiguous()
+    grad_out = grad_out.to(gate_up.dtype).contiguous()
+    rows, _, width = gate_up.shape
+    assert grad_out.shape == (rows, width), (grad_out.shape, gate_up.shape)
+    grads = torch.empty_like(gate_up), torch.empty_like(weights)
+    _call("swiglu_grad", gate_up, gate_up, weights, grad_out, *grads, rows, width)
+    return grads
+
+
+def sum_rows(x: Tensor, numbers: Tensor) -> Tensor:
+    """Sums of the rows of fp32 or bf16 x [n, h] whose numbers are in `numbers` [rows, copies], none
+    for -1 -> [rows, h], in fp32 arithmetic and in the order of the copies."""
+    x, numbers = x.contiguous(), numbers.contiguous()
+    rows, copies = numbers.shape
+    out = x.new_empty(rows, x.shape[1])
+    _call("sum_rows", x, x, numbers, out, rows, copies, x.shape[1])
+    return out

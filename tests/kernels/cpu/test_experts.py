@@ -1,0 +1,114 @@
+"""The C++ of experts against the formulas in fp64, and where it is not used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels import grouped_linear as kernels
+from megatron.kernels.cpu import experts
+from megatron.kernels.cpu.native import LEVELS
+
+CPU = torch.device("cpu")
+# inputs, outputs, rows of each group
+CASES = [
+    (1, 1, [1]),
+    (7, 5, [3, 0, 4]),
+    (48, 96, [8, 16]),
+    (33, 50, [0, 0, 9]),
+    (70, 37, [12, 1, 0, 300, 7]),
+    (600, 40, [5, 530]),
+    (20, 100, [i % 5 for i in range(20)]),
+    (4, 4, [0, 0]),
+]
+
+
+@pytest.fixture(params=list(LEVELS))
+def level(request, monkeypatch):
+    """The C++ as built for each kind of processor that this one is."""
+    real = torch.backends.cpu.get_cpu_capability()
+    if request.param == "AVX512" and real != "AVX512":
+        pytest.skip("this processor has no AVX512")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    reason = experts.unavailable_reason(CPU, torch.float32)
+    if reason:
+        pytest.skip(reason)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def results(case, copied: bool, accumulate: bool, wide: bool, seed: int = 1) -> list[torch.Tensor]:
+    """Output and gradients of `grouped_linear`, of copies of half as many rows if `copied`."""
+    torch.manual_seed(seed)
+    inputs, outputs, counts = case
+    n = sum(counts)
+    rows = max(1, n // 2 + 1)
+    order = torch.randperm(2 * rows)[:n]
+    copies = kernels.Copies(order, 2, rows) if copied else None
+    x, weight = draw(rows if copied else n, inputs), draw(len(counts), outputs, inputs)
+    grad = torch.randn(rows if copied else n, outputs)
+    total = torch.ones(weight.shape) if accumulate else None
+    if wide:
+        x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+        total = None if total is None else total.double()
+    y = kernels.grouped_linear(x, weight, counts, total, of=copies, to=copies)
+    y.backward(grad.to(y.dtype))
+    return [y.detach(), x.grad, weight.grad if total is None else total]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_value_and_gradients_are_those_of_the_loop_in_fp64(level, case, copied, accumulate):
+    found = results(case, copied, accumulate, False)
+    right = results(case, copied, accumulate, True)
+    for got, wanted in zip(found, right, strict=True):
+        assert got.dtype == torch.float32
+        size = max(case[0], case[1], max(case[2]))
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=3e-6 * size**0.5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_number_of_threads_changes_no_bit(level, monkeypatch, case):
+    one = results(case, True, True, False)
+    for threads in (2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for a, b in zip(one, results(case, True, True, False), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16, 37, 192])
+def test_swiglu_times_probabilities(level, dtype, width):
+    torch.manual_seed(2)
+    gate_up = (4 * torch.randn(9, 2, width)).to(dtype).requires_grad_()
+    probs = torch.rand(9, requires_grad=True)
+    y = kernels.weighted_swiglu(gate_up, probs)
+    wide = [t.detach().double().requires_grad_() for t in (gate_up, probs)]
+    gate, up = wide[0].unbind(1)
+    right = F.silu(gate) * up * wide[1].unsqueeze(1)
+    grad = torch.randn(right.shape).to(dtype)
+    found = torch.autograd.grad(y, (gate_up, probs), grad)
+    expected = torch.autograd.grad(right, wide, grad.double())
+    assert y.dtype == found[0].dtype == dtype and found[1].dtype == torch.float32
+    slack = 1e-5 if dtype == torch.float32 else 1e-2
+    for a, b in zip((y, *found), (right, *expected), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_copies_that_are_there(level, dtype):
+    x = torch.randn(5, 21).to(dtype)
+    numbers = torch.tensor([[0, 3], [-1, 2], [-1, -1], [4, 1]])
+    right = torch.stack([x.double()[[i for i in row if i >= 0]].sum(0) for row in numbers.tolist()])
+    torch.testing.assert_close(experts.sum_rows(x, numbers), right.to(dtype))
+
+
+def test_where_it_is_not_used():
+    assert experts.unavailable_reason(torch.device("cuda"), torch.float32)
+    assert experts.unavailable_reason(CPU, torch.float64)
+    assert experts.unavailable_reason(CPU, torch.bfloat16)
+    assert not experts.multiplies(torch.zeros(1), None, torch.zeros(1, dtype=torch.float64))
