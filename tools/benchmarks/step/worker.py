@@ -155,6 +155,12 @@ class TrainingSteps:
         }
         importlib.import_module("torch").save(start, path)
 
+    def save_run(self, path: str, steps: int) -> None:
+        """Write our weights, by Megatron's names, and the samples of the next `steps` steps to a
+        file."""
+        start = {"weights": self._runner.weights(), "samples": self._runner.first_samples(steps)}
+        importlib.import_module("torch").save(start, path)
+
     def _timed_step(self) -> tuple[float, float, bool]:
         """(seconds, loss, whether torch.compile compiled something) of one step."""
         before = compilations()
@@ -231,6 +237,13 @@ def build_loop(job: dict[str, Any], size: Any, device: Any) -> Any:
     return bare_loop.BareLoop(model, loss_of, size, job["dtype"], device, samples, job["compiled"])
 
 
+def build_qwen3_moe(job: dict[str, Any], size: Any, device: Any) -> Any:
+    """The bare loop around transformers' Qwen3-MoE, from our weights and over our samples."""
+    start = importlib.import_module("torch").load(job["start"], weights_only=True)
+    loop = importlib.import_module("qwen3_moe").Qwen3Moe
+    return loop(size, start["weights"], start["samples"], job["dtype"], device, job["flags"])
+
+
 def build_megatron_core(job: dict[str, Any], size: Any, device: Any) -> Any:
     """megatron-core's model in a bare loop."""
     return importlib.import_module("peer").MegatronCore(size, job["launcher"])
@@ -240,6 +253,7 @@ BUILDERS = {
     "ours": build_ours,
     "bare": build_loop,
     "transformers": build_loop,
+    "qwen3-moe": build_qwen3_moe,
     "megatron-core": build_megatron_core,
 }
 
