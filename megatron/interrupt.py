@@ -14,6 +14,7 @@ A program installs the handler before its slow imports and runs its main functio
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 INTERRUPTED = 130  # the exit code that shells report for a program ended by Ctrl-C
+_DIE_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
 
 
 class CheckedOutput:
@@ -79,6 +81,16 @@ def exit_at_once() -> None:
     """
     parent = os.getpid()
     _install(lambda number, frame: _exit(parent))
+
+
+def end_with_parent(parent: int) -> None:
+    """From now on the kernel kills this forked process as soon as process `parent` has ended, even
+    by SIGKILL (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl:
+        prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:

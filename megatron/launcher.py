@@ -11,6 +11,7 @@ import re
 import socket
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -263,6 +264,18 @@ def error_file() -> Path | None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     last = attempt() == int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     return Path(path) if path and last else None
+
+
+def remove_log_folder() -> None:
+    """Remove this rank's log folder of torchrun, which torchrun makes in the temporary directory
+    and leaves there, with those around it that are then empty. A folder with logs or an error, or
+    named by --log-dir, stays, and all do before the last attempt."""
+    file = error_file()
+    around = file.parents[:4] if file else []  # of the rank, attempt, run and torchrun process
+    if around and around[-1].name.startswith("torchelastic_"):
+        with suppress(OSError):  # not empty: the last rank removes it
+            for one in around:
+                one.rmdir()
 
 
 def rendezvous_problems(environ: Environ) -> list[str]:

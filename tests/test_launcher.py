@@ -257,3 +257,45 @@ def test_a_port_that_cannot_be(port, bad):
 def test_first_of_a_nodelist(text, first):
     """As `scontrol show hostnames` expands it."""
     assert launcher.first_of_nodelist(text) == first
+
+
+def folders_of(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def test_the_last_rank_removes_the_log_folder_that_torchrun_made(tmp_path, monkeypatch):
+    """In the order of torchrun: it makes the folders of all ranks before it starts one."""
+    run = tmp_path / "torchelastic_a/b/attempt_0"
+    for rank in (0, 1):
+        (run / str(rank)).mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(run / "1/error.json"))
+    launcher.remove_log_folder()
+    assert folders_of(run) == ["0"]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(run / "0/error.json"))
+    launcher.remove_log_folder()
+    assert tmp_path.is_dir() and not folders_of(tmp_path)
+    launcher.remove_log_folder()
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("torchelastic_a/b/attempt_0/0/stdout.log", {}),
+        ("logs/b/attempt_0/0/", {}),
+        ("torchelastic_a/b/attempt_0/0/", {"TORCHELASTIC_MAX_RESTARTS": "1"}),
+    ],
+)
+def test_a_log_folder_stays(name, more, tmp_path, monkeypatch):
+    """With logs, named by the user, and as long as torchrun may start the ranks again."""
+    folder = (tmp_path / name).parent if name.endswith("log") else tmp_path / name
+    folder.mkdir(parents=True)
+    if name.endswith("log"):
+        (tmp_path / name).touch()
+    before = folders_of(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    for variable, value in more.items():
+        monkeypatch.setenv(variable, value)
+    launcher.remove_log_folder()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    launcher.remove_log_folder()
+    assert folders_of(tmp_path) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-_DIE_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
+from megatron import interrupt
 
 
 class SideProcess:
@@ -58,11 +57,8 @@ def _run(
         ours.close()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        prctl = getattr(ctypes.CDLL(None), "prctl", None)
-        if prctl:  # a rank that is killed cannot say so
-            prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() == parent:
-            serve(pipe)
+        interrupt.end_with_parent(parent)  # a rank that is killed cannot say so
+        serve(pipe)
         code = 0
     except (EOFError, OSError):  # the rank has exited
         code = 0

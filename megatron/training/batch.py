@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing.util
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from megatron import interrupt
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sample_lookup import NO_LABEL
@@ -66,7 +65,8 @@ class MicroBatch(NamedTuple):
     One tensor holds them, since data workers and devices get one tensor faster than several: `rows`
     [b, s + 1] of consecutive tokens, with `subset` [b, s + 2] whose last column is the subset, and
     packed [b, 4, s] of tokens, labels, positions and subsets. This class alone packs and unpacks
-    them.
+    them. Pickled by value: torch would share the memory over a socket in the temporary directory,
+    which a killed process leaves there.
     """
 
     rows: torch.Tensor
@@ -89,9 +89,13 @@ class MicroBatch(NamedTuple):
             rows = np.column_stack((rows, [one.subset for one in samples]))
         return cls(torch.from_numpy(rows), packed, subset, sum(one.hash for one in samples))
 
+    def __reduce__(self) -> tuple[Callable[..., MicroBatch], tuple[Any, ...]]:
+        return _from_values, (self.rows.numpy(), *self[1:])
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
-        return self._replace(rows=self.rows.to(device, non_blocking=True))
+        rows = self.rows.pin_memory() if device.type == "cuda" else self.rows
+        return self._replace(rows=rows.to(device, non_blocking=True))
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -233,23 +237,20 @@ def evaluation_samples(sampler: Sampler, consumed: int) -> Iterator[list[int]]:
         consumed += sampler.step
 
 
-def _start_worker(worker: int) -> None:
+def _from_values(rows: np.ndarray, *others: Any) -> MicroBatch:
+    return MicroBatch(torch.from_numpy(rows), *others)
+
+
+def _start_worker(parent: int) -> None:
+    interrupt.end_with_parent(parent)
     WorkerSignals().install()
     torch.set_num_threads(1)
-    multiprocessing.util.Finalize(None, _remove_sockets, (os.getppid(),), exitpriority=-100)
-
-
-def _remove_sockets(parent: int) -> None:
-    """At the end of a worker that outlives its parent, which had no time to do it."""
-    if os.getppid() != parent:
-        shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
 
 
 def load_samples(
     dataset: Any,
     micro_batches: Iterator[list[int]],
     num_workers: int,
-    device: torch.device,
     on_hash: Callable[[int], None] | None = None,
 ) -> Iterator[MicroBatch]:
     """Read micro-batches of a dataset of `Sample` in order, `num_workers` processes ahead (0: in
@@ -258,8 +259,7 @@ def load_samples(
     `on_hash` gets the hash of a micro-batch when it is handed out. Raises ValueError where data
     cannot be read, in one line also when a worker met it.
     """
-    if num_workers:
-        multiprocessing.util.get_temp_dir()  # of the workers' sockets too: who ends last removes it
+    parent = os.getpid()
     with warnings.catch_warnings():
         # torch's advice for fewer workers than cores, which suits those that compute
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -268,8 +268,7 @@ def load_samples(
             batch_sampler=micro_batches,
             num_workers=num_workers,
             collate_fn=MicroBatch.pack,
-            worker_init_fn=_start_worker,
-            pin_memory=device.type == "cuda",
+            worker_init_fn=lambda worker: _start_worker(parent),
             multiprocessing_context="fork" if num_workers else None,
         )
         batches = iter(loader)

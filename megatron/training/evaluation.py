@@ -125,7 +125,6 @@ class Evaluation(Hook):
                 samples,
                 evaluation_samples(sampler, first),
                 run.config.data.num_workers,
-                run.runtime.device,
             )
         left = sampler.micro_batches_left(0)
         # take micro-batches in rounds
@@ -179,7 +178,6 @@ class Evaluation(Hook):
                 Samples(self._data.test, run.plan.vocab_size),
                 evaluation_samples(self._data.test_sampler, 0),
                 run.config.data.num_workers,
-                run.runtime.device,
             )
             self._evaluate(
                 self._data.test,

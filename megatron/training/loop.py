@@ -107,7 +107,6 @@ class Trainer:
             samples,
             numbers,
             run.config.data.num_workers,
-            run.runtime.device,
             run.recorder.add if run.recorder else None,
         )
 

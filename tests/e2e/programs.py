@@ -217,8 +217,6 @@ def fork_program(
             os.environ.update(kept)
             # it may have DataLoader workers
             multiprocessing.process.current_process()._config["daemon"] = False
-            # ... and removes the directory of their sockets, which is not to be the parent's
-            multiprocessing.process.current_process()._config["tempdir"] = None
             sys.argv = [SCRIPT, *argv]
             if before:
                 before()

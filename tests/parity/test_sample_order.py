@@ -4,7 +4,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron.arguments import config_from
 from megatron.config.plan.plan import make_plan
@@ -58,12 +57,7 @@ def trained_on(
         data = build_data(config, plan, SimpleNamespace(ctx=ctx, rank=0), tokenizer)
         numbers = training_samples(data.train_sampler, plan.batch, plan.skips, 1, ITERATIONS)
         read.append(
-            [
-                one.rows.tolist()
-                for one in load_samples(
-                    Samples(data.train, 211), numbers, workers, torch.device("cpu")
-                )
-            ]
+            [one.rows.tolist() for one in load_samples(Samples(data.train, 211), numbers, workers)]
         )
     order = [row for parts in zip(*read, strict=True) for part in parts for row in part]
     return [order[i : i + 16] for i in range(0, len(order), 16)]

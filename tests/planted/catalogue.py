@@ -33,7 +33,7 @@ NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
 LOAD = (
-    "load_samples(samples, numbers, run.config.data.num_workers, run.runtime.device,"
+    "load_samples(samples, numbers, run.config.data.num_workers,"
     " run.recorder.add if run.recorder else None)"
 )
 FORWARD = "forward_step(batch if hidden is None else replace(batch, hidden=hidden)"

@@ -152,3 +152,26 @@ def test_what_a_run_writes(tmp_path):
     run = read_goodput(str(save))
     assert run.failures == 1 and 0 < run.share < 1
     assert Path(save / NAME).read_text().count("\n") >= 10
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": "8"},
+        {"seconds": None},
+        {"seconds": -1.0},
+        {"first": [1]},
+        {"first": 9},
+        {"last": 10**400},
+        {"time": True},
+        {"event": ["steps"]},
+        {"event": "unknown"},
+    ],
+)
+def test_an_event_without_its_values_is_omitted(change, tmp_path):
+    """Of a file that was damaged, say by a full disk."""
+    good = [FIRST[0], FIRST[1], FIRST[2]]
+    lines = [json.dumps(one) for one in (*good, {**FIRST[1], **change})]
+    (tmp_path / NAME).write_text("\n".join(lines))
+    assert read_events(tmp_path / NAME) == good
+    assert goodput.main([str(tmp_path)]) == 0

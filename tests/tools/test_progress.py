@@ -65,3 +65,15 @@ def test_of_a_pipe_only_the_details_are_known(clock, monkeypatch):
     clock[0] += 6
     work.update(0, "12 documents")
     assert sys.stderr.getvalue() == "12 documents\n"
+
+
+def test_files_that_are_made_piece_by_piece_count_their_bytes(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    work = progress.Progress(4_000_000_000)
+    clock[0] += 1
+    assert progress.counted(lambda: "made", 1_000_000_000, work)() == "made"
+    clock[0] += 1
+    work.update(0, "x" * 200)
+    first, second = sys.stderr.getvalue().split("\x1b[K")[:2]
+    assert first == "\r 25.0%, 1.00 of 4.00 GB, 1000.0 MB/s, ETA 0:00:03"
+    assert len(second) <= 1 + 100

@@ -98,7 +98,7 @@ def test_the_twelve_steps_of_the_demo_logs():
             numbers = training_samples(
                 PackedSampler(len(data.train), 2, rank, dp), plan.batch, plan.skips, 1, len(rows)
             )
-            samples = load_samples(Samples(data.train, 103169), numbers, 0, CPU)
+            samples = load_samples(Samples(data.train, 103169), numbers, 0)
             for total in totals:
                 slots = torch.zeros(counts.size, dtype=torch.float64)
                 for _ in range(4):

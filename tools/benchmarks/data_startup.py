@@ -170,7 +170,6 @@ def peak_kb() -> int:
 def first_of(dataset: object, iteration: int, workers: int) -> None:
     """Read the first micro-batch of an iteration of 256 samples, as training does after a
     resume."""
-    import torch
 
     from megatron.config.plan.batch_size import build_batch_size_schedule
     from megatron.config.skip_ranges import SkipRanges
@@ -182,7 +181,7 @@ def first_of(dataset: object, iteration: int, workers: int) -> None:
     sampler = SequentialSampler(len(dataset), 4, 0, 1)
     numbers = training_samples(sampler, batch, SkipRanges(), iteration, iteration + 10)
     samples = Samples(dataset, 1 << 32)
-    next(load_samples(samples, numbers, workers, torch.device("cpu")))
+    next(load_samples(samples, numbers, workers))
 
 
 def child(

@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,19 @@ def new_folder(path: Path) -> None:
         raise ConversionError(f"{path}: there is no directory {path.parent}; make it first")
 
 
+@contextmanager
+def work_folder(target: Path, purpose: str) -> Iterator[Path]:
+    """An empty folder next to `target`, which is removed at the end unless it was renamed; what a
+    killed conversion to `target` left is removed first."""
+    folder = target.with_name(f".{target.name}.{purpose}")
+    shutil.rmtree(folder, ignore_errors=True)
+    DISK.make_directory(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def write_folder(
     path: Path,
     config: dict[str, Any],
@@ -188,10 +202,7 @@ def write_folder(
     """Write the folder, whole or not at all: under a name of its own, then renamed. `files` are
     copied into it under these names. Returns the names of the shards."""
     new_folder(path)
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    DISK.make_directory(partial)
-    try:
+    with work_folder(path, "partial") as partial:
         shards = shards_of(tensors, limit)
         count = len(shards)
         names = (
@@ -223,9 +234,6 @@ def write_folder(
         DISK.fsync_directory(partial)
         DISK.rename(partial, path)
         DISK.fsync_directory(path.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return names
 
 

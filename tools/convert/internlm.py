@@ -10,7 +10,6 @@ say. Models of the first kind (model_type INTERNLM) only.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron.config.plan.parameters import (
     parameter_table,
 )
 from tools.convert.choices import MLP_ORDERS
-from tools.convert.hf_files import new_folder
+from tools.convert.hf_files import new_folder, work_folder
 from tools.convert.links import QKV, ConversionError
 from tools.convert.native import Incoming, write_checkpoint
 from tools.convert.torch_files import TorchFile, Unpickler
@@ -215,8 +214,8 @@ def internlm_import(
     Returns what to say of it."""
     new_folder(target)
     with (
-        tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder,
-        Unpickler(Path(folder)) as unpickler,
+        work_folder(target, "unpacked") as folder,
+        Unpickler(folder) as unpickler,
     ):
         config, places, tp = _open(source, unpickler)
         positions = positions or config.get("max_position_embeddings") or 2048

@@ -4,7 +4,6 @@ any TP x PP; megatron-import also of torch_dist checkpoints."""
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,13 +27,13 @@ from megatron.config.plan.parameters import (
 )
 from megatron.config.tree import Config
 from tools.convert import torch_dist
-from tools.convert.hf_files import new_folder
+from tools.convert.hf_files import new_folder, work_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
 from tools.convert.native import Incoming, Ours, write_checkpoint
 from tools.convert.torch_dist_export import write_torch_dist
 from tools.convert.torch_files import TorchFile, Unpickler
-from tools.shared.progress import Progress
+from tools.shared.progress import Progress, counted
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -81,6 +80,11 @@ def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
             )
         if match:
             found[int(match[1]), int(match[2] or 0)] = path / FILE
+    if not found and (source / ".metadata").exists():
+        raise ConversionError(
+            f"{source}: has no {torch_dist.METADATA}, so its format is fsdp_dtensor or another of "
+            "torch.distributed.checkpoint, which is not read; save it with --ckpt-format torch_dist"
+        )
     if not found:
         raise ConversionError(
             f"{source}: holds neither mp_rank_XX folders nor the {torch_dist.METADATA} of "
@@ -284,8 +288,8 @@ def megatron_import(
     `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
     with (
-        tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as folder,
-        Unpickler(Path(folder)) as unpickler,
+        work_folder(target, "unpacked") as folder,
+        Unpickler(folder) as unpickler,
     ):
         found = checkpoint_folder(source)
         sharded = (found / torch_dist.METADATA).is_file()
@@ -347,15 +351,15 @@ def megatron_export(
     with Ours(source, step) as ours:
         table, rows, args = _export_plan(ours, tp, pp)
         with (
-            tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent) as name,
-            Unpickler(Path(name)) as unpickler,
+            work_folder(target, "partial") as partial,
+            Unpickler(partial) as unpickler,
         ):
-            partial = Path(name)
             (partial / "run" / "release").mkdir(parents=True)
             total = sum(prod(spec.shape) * ours.reader.dtype(spec.name).itemsize for spec in table)
             progress = Progress(total)
             if sharded:
-                _write_sharded(ours, table, args, partial / "run" / "release", unpickler)
+                folder = partial / "run" / "release"
+                _write_sharded(ours, table, args, folder, unpickler, progress)
             for p in range(0 if sharded else pp):
                 layers = range(
                     p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp
@@ -385,13 +389,19 @@ def megatron_export(
 
 
 def _write_sharded(
-    ours: Ours, table: Sequence[ParameterSpec], args: dict, folder: Path, unpickler: Unpickler
+    ours: Ours,
+    table: Sequence[ParameterSpec],
+    args: dict,
+    folder: Path,
+    unpickler: Unpickler,
+    progress: Progress,
 ) -> None:
     parts = []
     for spec in table:
         shape = _their_shape(spec, spec.shape, ours.model)
+        dtype = ours.reader.dtype(spec.name)
         make = _Slice(ours, spec, 0, 1, shape)
-        parts.append((spec, ours.reader.dtype(spec.name), shape, make))
+        parts.append((spec, dtype, shape, counted(make, prod(shape) * dtype.itemsize, progress)))
     write_torch_dist(folder, parts, ours.model.num_layers, args, unpickler)
 
 

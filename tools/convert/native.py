@@ -15,6 +15,7 @@ import torch
 
 from megatron.arguments import config_from, to_args_text
 from megatron.checkpoint import store
+from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
@@ -27,7 +28,7 @@ from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
 from tools.convert.config_keys import read_json
-from tools.convert.hf_files import CONFIG, Outgoing, new_folder, side_files
+from tools.convert.hf_files import CONFIG, Outgoing, new_folder, side_files, work_folder
 from tools.convert.links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary
 from tools.shared.progress import Progress, counted
 
@@ -250,14 +251,15 @@ def write_checkpoint(
     weights, `state` are its counters and those of the run. Nothing stays behind when it fails.
     """
     new_folder(root)
-    root.mkdir()
-    try:
-        copies = root / ORIGIN
+    with work_folder(root, "partial") as partial:
+        copies = partial / ORIGIN
         copies.mkdir()
         for file in tokenizer_files:
             shutil.copyfile(file, copies / file.name)
         flags = flags or tokenizer_flags(copies.absolute(), model_type, rows)
         choice = choose_tokenizer(flags, rows)
+        here, there = (str(folder.absolute()) for folder in (partial, root))
+        flags = _moved(flags, here, there)
         more = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
         if not any(copies.iterdir()):
             copies.rmdir()
@@ -278,10 +280,25 @@ def write_checkpoint(
             for one in weights
         ]
         layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
-        state = replace(state or RunState(), data={"tokenizer": choice.identity}, layout=layout)
-        written = store.save(root, state.iteration, slices, state, to_args_text(config))
+        state = replace(
+            state or RunState(),
+            data={"tokenizer": _moved(choice.identity, here, there)},
+            layout=layout,
+        )
+        written = store.save(partial, state.iteration, slices, state, to_args_text(config))
         progress.clear()
-        return written
-    except BaseException:
-        shutil.rmtree(root, ignore_errors=True)
-        raise
+        DISK.fsync_directory(partial)
+        DISK.rename(partial, root)
+        DISK.fsync_directory(root.parent)
+        return root / written.name
+
+
+def _moved(value: Any, here: str, there: str) -> Any:
+    """`value`, in which paths below `here` are paths below `there`."""
+    if isinstance(value, dict):
+        return {key: _moved(one, here, there) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_moved(one, here, there) for one in value]
+    if isinstance(value, str) and Path(value).is_relative_to(here):
+        return str(there / Path(value).relative_to(here))
+    return value

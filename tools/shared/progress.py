@@ -10,6 +10,7 @@ from typing import TypeVar
 Made = TypeVar("Made")
 
 SECONDS = 5.0  # between two lines
+COLUMNS = 100  # of a line
 TERMINAL_SECONDS = 0.2  # between two updates of the one line on a terminal
 
 
@@ -24,7 +25,7 @@ class Progress:
 
     def __init__(self, total: int, resumed: bool = False) -> None:
         self.shift = 0
-        self._total = total
+        self.total = total
         self._first = None if resumed else 0
         self._start = self._shown = time.monotonic()
         self.terminal = sys.stderr.isatty()
@@ -38,17 +39,18 @@ class Progress:
         if now - self._shown < (TERMINAL_SECONDS if self.terminal else SECONDS):
             return
         text = details
-        if self._total:
+        if self.total:
             if done <= self._first:
                 return
             rate = (done - self._first) / max(now - self._start, 1e-9)
-            left = max(self._total - done, 0) / rate
-            share = min(1.0, done / self._total)
+            left = max(self.total - done, 0) / rate
+            share = min(1.0, done / self.total)
             text = (
                 f"{share:6.1%}, {details + ', ' if details else ''}{rate / 1e6:.1f} MB/s, ETA "
                 f"{_clock(left)}"
             )
         self._shown = now
+        text = text[:COLUMNS]
         sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
         sys.stderr.flush()
 
@@ -65,7 +67,7 @@ def counted(make: Callable[[], Made], size: int, progress: Progress) -> Callable
     def made() -> Made:
         found = make()
         progress.shift += size
-        progress.update(0)
+        progress.update(0, f"{progress.shift / 1e9:.2f} of {progress.total / 1e9:.2f} GB")
         return found
 
     return made

@@ -125,3 +125,4 @@ def finish(rendezvous: Rendezvous | None) -> None:
         rendezvous.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    launcher.remove_log_folder()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -135,8 +134,7 @@ def _exit(code: int, text: str = "") -> NoReturn:
     processes = sys.modules.get("multiprocessing.process")
     for child in getattr(processes, "active_children", list)():
         child.kill()
-        # with the socket of the worker
-        shutil.rmtree(sys.modules["multiprocessing.util"].get_temp_dir(), ignore_errors=True)
+    launcher.remove_log_folder()
     os._exit(code)
 
 

@@ -10,20 +10,45 @@ from typing import Any
 from megatron.small_files import read_text
 
 NAME = "run_events.jsonl"
+_NUMBERS = {  # what an event holds besides its time
+    "start": ("process_start", "iteration"),
+    "steps": ("first", "last", "seconds"),
+    "save": ("seconds",),
+    "evaluation": ("seconds",),
+    "rollback": ("iteration",),
+    "failure": ("iteration", "rank", "code"),
+    "end": (),
+}
+_TEXTS = {"start": ("starter",), "failure": ("host", "reason")}
+_LARGEST = 1e15
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, the oldest first; what is no whole line of it is omitted. Raises
-    OSError."""
+    """The events of a file, the oldest first; what is no whole line of it is omitted, as is
+    an event without its values. Raises OSError."""
     found = []
     for line in read_text(path, errors="replace").splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue  # a process was killed while it wrote
-        if isinstance(event, dict) and {"event", "time"} <= event.keys():
+        if isinstance(event, dict) and _is_event(event):
             found.append(event)
     return found
+
+
+def _is_event(found: Mapping[str, Any]) -> bool:
+    name = found.get("event")
+    if not isinstance(name, str) or name not in _NUMBERS:
+        return False
+    numbers = [found.get(key) for key in ("time", *_NUMBERS[name])]
+    texts = [found.get(key) for key in _TEXTS.get(name, ())]
+    return (
+        all(type(one) in (int, float) and abs(one) <= _LARGEST for one in numbers)
+        and all(isinstance(one, str) for one in texts)
+        and found.get("seconds", 0) >= 0
+        and (name != "steps" or found["first"] <= found["last"])
+    )
 
 
 def attempts_of(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

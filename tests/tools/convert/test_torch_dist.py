@@ -306,6 +306,7 @@ HOSTILE = {
     "another format": lambda folder, flag: (folder / "metadata.json").write_text(
         '{"sharded_backend": "zarr"}'
     ),
+    "fsdp_dtensor": lambda folder, flag: (folder / "metadata.json").unlink(),
     "metadata.json is a list": lambda folder, flag: (folder / "metadata.json").write_text("[]"),
     "outside the folder": in_metadata(set_place(relative_path="../x")),
     "absolute": in_metadata(set_place(relative_path="/etc/passwd")),
