@@ -227,15 +227,23 @@ class InternLMImport:
     tokenizer_model: Path | None = arg(
         None, parse=Path, metavar="FILE", help="its SentencePiece model (default: NullTokenizer)"
     )
+    args: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="flags of the run (from tools/internlm_config.py): convert the optimizer's state and "
+        "the counters too, so that --load resumes",
+    )
 
     def run(self) -> Answer:
         """Do it."""
-        from tools.convert.internlm import internlm_import
+        from tools.convert.internlm_files.checkpoint import internlm_import
 
         return internlm_import(
             self.source,
             self.target,
             order=self.mlp_weights,
+            args_file=self.args,
             tokenizer=self.tokenizer_model,
             positions=self.max_position_embeddings,
         )

@@ -8,13 +8,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
-from tools.convert.links import ConversionError, Header
+from megatron.checkpoint.safetensors_file import (
+    DTYPES,
+    Entry,
+    SafetensorsFile,
+    bytes_of,
+    write_file,
+)
+from tools.convert.links import ConversionError, Header, Shape
 
 WORKER = Path(__file__).resolve().with_name("unpickle_worker.py")
 
@@ -141,3 +148,28 @@ class TorchFile:
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         return self._file.read(name)
+
+    def read_part(self, name: str, start: int, shape: Shape) -> torch.Tensor:
+        """As many numbers of a tensor, from the number `start` on, as fill the shape."""
+        part = torch.empty(shape, dtype=self.header(name)[0])
+        self._file.read_into(name, bytes_of(part), start * part.itemsize)
+        return part
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor of a file, or a part of a flat one: the numbers from `start` on."""
+
+    file: TorchFile
+    path: str
+    shape: Shape
+    start: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype."""
+        return self.file.header(self.path)[0]
+
+    def read(self) -> torch.Tensor:
+        """It."""
+        return self.file.read_part(self.path, self.start, self.shape)

@@ -582,8 +582,10 @@ def _load(ckpt: Section) -> None:
     )
     tool = CHECKPOINT_TYPES[kind]
     args.note(
-        "a checkpoint of another suite is converted first, its weights alone: python "
-        f"tools/convert_checkpoint.py {tool} {folder} DIR, and --load DIR here"
+        "a checkpoint of another suite is converted first: python tools/convert_checkpoint.py "
+        f"{tool} {folder} DIR, and --load DIR here"
+        + " (--args FILE, this file, converts the optimizer too)"
+        * (tool == "internlm-import")
     )
 
 

@@ -1,5 +1,5 @@
 """internlm-import: the folders of InternLM's and InternEvo's training, model_tp{t}_pp{p}.pt and
-model_config.pt.
+model_config.pt, and the optimizer's files.
 
 Layout: facts of InternLM's sheet, sections 1.6, 2.2 and 4. Queries, keys and values of a rank lie
 one behind the other, so ranks are merged head by head; the bias of the attention's output is on
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     LAYER_PREFIX,
@@ -24,11 +25,19 @@ from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
     parameter_table,
 )
+from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.choices import MLP_ORDERS
 from tools.convert.hf_files import new_folder, work_folder
+from tools.convert.internlm_files.optimizer import (
+    Ranks,
+    has_optimizer,
+    optimizer_parts,
+    read_flags,
+    run_state,
+)
 from tools.convert.links import QKV, ConversionError
 from tools.convert.native import Incoming, write_checkpoint
-from tools.convert.torch_files import TorchFile, Unpickler
+from tools.convert.torch_files import StoredPart, Unpickler
 
 MODEL_CONFIG = "model_config.pt"
 _FILE = re.compile(r"model_tp(\d+)_pp(\d+)\.pt")
@@ -49,24 +58,23 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor on each tensor rank: (file, path)."""
+    """A tensor on each tensor rank."""
 
-    parts: Sequence[tuple[TorchFile, str]]
+    parts: Sequence[StoredPart]
 
     def read(self) -> list[torch.Tensor]:
         """Every rank's part."""
-        return [file.read(path) for file, path in self.parts]
+        return [part.read() for part in self.parts]
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Every rank's shape."""
-        return [file.header(path)[1] for file, path in self.parts]
+        return [part.shape for part in self.parts]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype."""
-        file, path = self.parts[0]
-        return file.header(path)[0]
+        return self.parts[0].dtype
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,9 @@ def _sources(name: str, order: str) -> list[str]:
     return [f"blocks.{layer}.{one}.{kind}" for one in names[stem]]
 
 
-def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], dict[str, _Place], int]:
-    """(model_config.pt, tensors by their name with global layer numbers, tensor ranks)."""
+def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
+    """(model_config.pt, of each (tensor, pipeline) rank its tensors by their name with global layer
+    numbers, in the order of the model's parameters)."""
     files = {
         (int(m[1]), int(m[2])): path
         for path in (source.iterdir() if source.is_dir() else [])
@@ -139,13 +148,14 @@ def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], dict[str,
             f"{source}: {', '.join(missing)} missing of {tp} tensor x {pp} pipeline ranks"
         )
     config = unpickler.read(source / MODEL_CONFIG).values
-    found: dict[str, list[tuple[TorchFile, str]]] = {}
+    found: Ranks = {}
     for t in range(tp):
         offset = 0
         for p in range(pp):
             file = unpickler.read(files[t, p])
+            found[t, p] = {}
             layers = set()
-            for path in file.headers():
+            for path, (_, shape) in file.headers().items():
                 name = path.removeprefix("model.")
                 if name.endswith(".inv_freq"):
                     continue
@@ -154,9 +164,18 @@ def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], dict[str,
                     name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
                 if name in ("embedding.weight", "embedding.word_embeddings.weight"):
                     name = "embedding"
-                found.setdefault(name, []).append((file, path))
+                found[t, p][name] = StoredPart(file, path, shape)
             offset += len(layers)
-    return config, {name: _Place(parts) for name, parts in found.items()}, tp
+    return config, found
+
+
+def _by_name(ranks: Ranks) -> dict[str, _Place]:
+    """Each tensor with its parts on the tensor ranks."""
+    found: dict[str, list[StoredPart]] = {}
+    for parts in ranks.values():
+        for name, part in parts.items():
+            found.setdefault(name, []).append(part)
+    return {name: _Place(parts) for name, parts in found.items()}
 
 
 def _model(
@@ -208,16 +227,21 @@ def internlm_import(
     order: str,
     positions: int | None = None,
     tokenizer: Path | None = None,
+    args_file: Path | None = None,
 ) -> str:
     """Make a run directory of a step's folder. `order`: a key of MLP_ORDERS; `positions`: the
-    context, if the file does not say; `tokenizer`: its SentencePiece model, else ids are numbers.
-    Returns what to say of it."""
+    context, if the file does not say; `tokenizer`: its SentencePiece model, else ids are numbers;
+    `args_file`: flags of the run, with which the optimizer is converted too. Returns what to say of
+    it."""
+    run = read_flags(args_file) if args_file else None
     new_folder(target)
     with (
         work_folder(target, "unpacked") as folder,
         Unpickler(folder) as unpickler,
     ):
-        config, places, tp = _open(source, unpickler)
+        config, ranks = _open(source, unpickler)
+        places = _by_name(ranks)
+        tp = 1 + max(t for t, _ in ranks)
         positions = positions or config.get("max_position_embeddings") or 2048
         model = _model(config, places, source / MODEL_CONFIG, positions)
         rows = config["vocab_size"]
@@ -244,14 +268,50 @@ def internlm_import(
         ]
         if problems:
             raise ConversionError("\n".join(problems[:20]))
+        state = None
+        if run:
+            shards = optimizer_parts(source, unpickler, ranks)
+            state = run_state(source, unpickler, run, model, shards)
+            weights += [
+                Incoming(
+                    f"optimizer.{kind}.{one.name}",
+                    torch.float32,
+                    one.shape,
+                    replace(
+                        one.make, places=[_Place(parts[name]) for name in _sources(one.name, order)]
+                    ),
+                )
+                for kind, parts in shards.parts.items()
+                for one in list(weights)
+                if kind != "fp32_param" or one.dtype != torch.float32
+            ]
         flags: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
+        if run:
+            flags = {one.name: getattr(run.data, one.name) for one in fields(TokenizerConfig)}
         if tokenizer:
             flags = {
                 "tokenizer_type": "Llama2Tokenizer",
                 "tokenizer_model": str(tokenizer.absolute()),
             }
-        written = write_checkpoint(target, model, weights, rows, "internlm", [], flags=flags)
-    return f"{written}: {len(weights)} tensors from {tp} tensor ranks"
+        written = write_checkpoint(
+            target, model, weights, rows, "internlm", [], flags=flags, state=state
+        )
+    return f"{written}: {len(weights)} tensors from {tp} tensor ranks; {_kept(state, source)}"
+
+
+def _kept(state: RunState | None, source: Path) -> str:
+    """What a run goes on with, and what is lost."""
+    if state is not None:
+        return (
+            f"with the optimizer's state, iteration {state.iteration}. Lost: random states "
+            "(dropout masks will be others); the order of the data follows from the flags, "
+            "not from sampler.pt"
+        )
+    lost = "weights only: --load starts at iteration 0 with a new optimizer and schedule, as "
+    lost += 'InternLM\'s content=("model",) does'
+    if has_optimizer(source):
+        lost += "; to resume, give --args with the flags that tools/internlm_config.py made"
+    return lost
 
 
 def _misfits(

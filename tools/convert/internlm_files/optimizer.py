@@ -1,0 +1,273 @@
+"""The optimizer of InternLM's training checkpoints: optimizer_tp{t}_pp{p}_zo{z}.pt and context.pt.
+
+Each ZeRO rank has flat buffers (fp32 weights, Adam's moments) of some parameters of its tensor and
+pipeline rank, one behind the other, largest first. Which ones follows from the sizes, by one of two
+rules, and the files do not say which: the fp32 weights must be the weights of the model, bit by bit
+after rounding, or nothing is converted.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.arguments import build_parser, config_from, parse_typed
+from megatron.checkpoint.state import RunState
+from megatron.config import architecture
+from megatron.config.model import ModelConfig
+from megatron.config.plan.zero_partition import SLACK
+from megatron.config.tree import Config
+from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
+from tools.convert.links import ConversionError
+from tools.convert.torch_files import StoredPart, TorchFile, Unpickler
+
+_FILE = re.compile(r"optimizer_tp(\d+)_pp(\d+)_zo(\d+)\.pt")
+CONTEXT = "context.pt"
+_ADAM = "base_optim_states.state.0."
+# Our kinds of tensors and the flat buffers of a file.
+_BUFFERS = {
+    "fp32_param": "flat_fp32_weights.0",
+    "exp_avg": _ADAM + "exp_avg",
+    "exp_avg_sq": _ADAM + "exp_avg_sq",
+}
+_RAMPS = ("rampup_batch_size", "rampup_micro_batches", "step_batch_size_schedule")
+_REMEDY = "omit --args to convert the weights alone"
+
+Ranks = dict[tuple[int, int], dict[str, StoredPart]]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """By kind and parameter its parts on the tensor ranks; number of updates; loss scale."""
+
+    parts: Mapping[str, Mapping[str, list[StoredPart]]]
+    updates: int
+    scaler: Mapping[str, float]
+
+
+def has_optimizer(source: Path) -> bool:
+    """Has the folder files of the optimizer?"""
+    return any(_FILE.fullmatch(path.name) for path in source.iterdir())
+
+
+def read_flags(path: Path) -> Config:
+    """The run's configuration from a file of flags. Raises ConversionError."""
+    values = parse_typed(build_parser(Config, prog="args", description=""), [f"@{path}"])
+    config = config_from(Config, values)
+    o, t = config.optimizer, config.training
+    lacking = [
+        flag
+        for flag, value in (
+            ("--global-batch-size", t.global_batch_size),
+            ("--lr", o.lr),
+            ("--train-iters", t.train_iters),
+        )
+        if value is None
+    ]
+    if lacking:
+        raise ConversionError(f"--args {path}: {', '.join(lacking)} missing; add it")
+    if o.optimizer != "adam":
+        raise ConversionError(f"--args {path}: --optimizer {o.optimizer}, InternLM's is adam")
+    ramps = [name for name in _RAMPS if values.get(name) is not None]
+    if ramps:
+        flag = "--" + ramps[0].replace("_", "-")
+        raise ConversionError(
+            f"--args {path}: {flag}: the samples that a growing batch has read are not in "
+            f"InternLM's files; {_REMEDY}"
+        )
+    return config
+
+
+def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
+    """Where the optimizer's tensors are. Raises ConversionError unless the fp32 weights are the
+    weights of `ranks`."""
+    files = {
+        (int(m[1]), int(m[2]), int(m[3])): path
+        for path in source.iterdir()
+        if (m := _FILE.fullmatch(path.name))
+    }
+    zero = 1 + max((z for _, _, z in files), default=-1)
+    wanted = {(t, p, z) for t, p in ranks for z in range(zero)}
+    if not files or files.keys() != wanted:
+        wrong = sorted(wanted ^ files.keys()) or [(0, 0, 0)]
+        name = "optimizer_tp{}_pp{}_zo{}.pt".format(*wrong[0])
+        what = "is of another layout than the model" if wrong[0] in files else "is missing"
+        raise ConversionError(f"{source}: {name} {what}; {_REMEDY}")
+    parts: dict[str, dict[str, list[StoredPart]]] = {kind: {} for kind in _BUFFERS}
+    opened = []
+    for (t, p), model in ranks.items():
+        shards = [unpickler.read(files[t, p, z]) for z in range(zero)]
+        opened += shards
+        for name, (file, start) in _located(source, shards, model).items():
+            for kind, path in _BUFFERS.items():
+                part = StoredPart(file, path, model[name].shape, start)
+                parts[kind].setdefault(name, []).append(part)
+    found = {
+        _scalar(file, _ADAM + "step") for file in opened if _BUFFERS["exp_avg"] in file.headers()
+    }
+    updates = next(iter(found)) if len(found) == 1 else None
+    if updates is None or updates != int(updates) or updates < 0:
+        raise ConversionError(
+            f"{source}: the optimizer's number of updates is {found}, should be one number; "
+            f"{_REMEDY}"
+        )
+    names = ("_scale", "_growth_step", "_hysteresis_step")
+    scaler = {name: _scalar(opened[0], f"grad_scaler.{name}") for name in names}
+    return Shards(
+        parts, int(updates), {name: one for name, one in scaler.items() if one is not None}
+    )
+
+
+def _located(
+    source: Path, shards: Sequence[TorchFile], model: Mapping[str, StoredPart]
+) -> dict[str, tuple[TorchFile, int]]:
+    """(file, first number) of each parameter of a tensor and pipeline rank."""
+    lengths = [_length(file) for file in shards]
+    sizes = {name: math.prod(part.shape) for name, part in model.items()}
+    largest_first = sorted(sizes, key=lambda name: -sizes[name])
+    for rule in (_least_loaded, _in_order):
+        owner = rule(sizes, largest_first, len(shards))
+        ends = [0] * len(shards)
+        places = {}
+        for name in largest_first:
+            places[name] = shards[owner[name]], ends[owner[name]]
+            ends[owner[name]] += sizes[name]
+        if ends == lengths and _same_weights(places, model):
+            return places
+    raise ConversionError(
+        f"{shards[0].path}: its fp32 weights are not the weights of the model, in neither of "
+        f"InternLM's two orders; {_REMEDY}"
+    )
+
+
+def _length(file: TorchFile) -> int:
+    """Numbers in each flat buffer of a file, 0 where it has none."""
+    headers = file.headers()
+    flat = [
+        name for name in headers if name.startswith(("flat_fp32_weights.", "base_optim_states."))
+    ]
+    several = sorted(
+        name
+        for name in flat
+        if name not in _BUFFERS.values() and name != _ADAM + "step" and math.prod(headers[name][1])
+    )
+    if several:
+        raise ConversionError(
+            f"{file.path}: {several[0]}: several groups of parameters, or another optimizer than "
+            f"Adam, are not read; {_REMEDY}"
+        )
+    found = [headers.get(path) for path in _BUFFERS.values()]
+    if not any(found):
+        return 0
+    if (
+        None in found
+        or len(set(found)) > 1
+        or len(found[0][1]) != 1
+        or found[0][0] != torch.float32
+    ):
+        raise ConversionError(
+            f"{file.path}: its buffers are not three flat ones of one length in float32; {_REMEDY}"
+        )
+    return found[0][1][0]
+
+
+Owners = dict[str, int]
+Rule = Callable[[Mapping[str, int], Sequence[str], int], Owners]
+
+
+def _least_loaded(sizes: Mapping[str, int], largest_first: Sequence[str], ranks: int) -> Owners:
+    """Each parameter, largest first, on the rank with the fewest numbers."""
+    held = [0] * ranks
+    owner = {}
+    for name in largest_first:
+        owner[name] = held.index(min(held))
+        held[owner[name]] += sizes[name]
+    return owner
+
+
+def _in_order(sizes: Mapping[str, int], largest_first: Sequence[str], ranks: int) -> Owners:
+    """overlap_sync_param: in the model's order; a parameter with which a rank passes 1.01 of the
+    mean goes to the next rank, uncounted."""
+    mean = sum(sizes.values()) // ranks
+    held = rank = 0
+    owner = {}
+    for name, size in sizes.items():
+        held += size
+        if held * SLACK[1] > mean * SLACK[0] and rank < ranks - 1:
+            rank += 1
+            held = 0
+        owner[name] = rank
+    return owner
+
+
+def _same_weights(
+    places: Mapping[str, tuple[TorchFile, int]], model: Mapping[str, StoredPart]
+) -> bool:
+    for name, (file, start) in places.items():
+        part = StoredPart(file, _BUFFERS["fp32_param"], model[name].shape, start)
+        if not torch.equal(part.read().to(model[name].dtype), model[name].read()):
+            return False
+    return True
+
+
+def _scalar(file: TorchFile, path: str) -> float | None:
+    """A number of a file, whether it is a tensor there or a plain value."""
+    if path in file.headers():
+        value = file.read(path)
+        return float(value) if value.numel() == 1 else None
+    table: Any = file.values
+    for key in path.split("."):
+        table = table.get(key) if isinstance(table, dict) else None
+    return float(table) if type(table) in (int, float) else None
+
+
+def run_state(
+    source: Path, unpickler: Unpickler, run: Config, model: ModelConfig, shards: Shards
+) -> RunState:
+    """Counters of the run. `run`: its flags; what InternLM does not save follows from them."""
+    differ = architecture.differences(model, run.model)
+    if differ:
+        lines = "; ".join(f"{one.name} is {one.saved}, --args has {one.now}" for one in differ)
+        raise ConversionError(f"{source}: {lines}; give the flags of this run")
+    context = unpickler.read(source / CONTEXT).values
+    for name in ("batch_count", "step_count"):
+        if type(context.get(name)) is not int or not 0 <= context[name] < 1 << 48:
+            raise ConversionError(
+                f"{source / CONTEXT}: {name} is {context.get(name)!r}, should be a number; "
+                f"{_REMEDY}"
+            )
+    size = run.training.global_batch_size
+    steps = schedule_steps(run.optimizer, run.training, size)
+    schedule = OptimizerParamScheduler(SimpleNamespace(param_groups=[]), run.optimizer, steps)
+    iteration = context["batch_count"] + 1  # InternLM's is the number of the last batch
+    return RunState(
+        iteration=iteration,
+        consumed_train_samples=iteration * size,
+        scheduler=schedule.state_dict() | {"num_steps": context["step_count"] * size},
+        optimizer={
+            "optimizer": "adam",
+            "step": shards.updates,
+            "grad_scaler": _loss_scale(source, run, shards.scaler),
+        },
+    )
+
+
+def _loss_scale(source: Path, run: Config, saved: Mapping[str, float]) -> dict[str, Any] | None:
+    """The dynamic loss scale; InternLM counts overflows up, we count down from --hysteresis."""
+    if not run.precision.fp16 or run.precision.loss_scale is not None:
+        return None
+    scale = saved.get("_scale", 0.0)
+    if not 0 < scale < math.inf:
+        raise ConversionError(f"{source}: its loss scale is {scale}; {_REMEDY}")
+    return {
+        "scale": scale,
+        "growth_tracker": int(saved.get("_growth_step", 0)),
+        "hysteresis_tracker": run.precision.hysteresis - int(saved.get("_hysteresis_step", 0)),
+    }
