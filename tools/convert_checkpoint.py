@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Import checkpoints from other formats and export them: Hugging Face, Megatron-LM, InternLM. See
-docs/convert.md.
+"""Import checkpoints from other formats and export them: Hugging Face, Megatron-LM,
+Megatron-DeepSpeed, InternLM. See docs/convert.md.
 
 Nothing is downloaded and nothing is overwritten; one tensor is in memory at a time, and each is
 used exactly once.
@@ -176,6 +176,38 @@ class MegatronImport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeepSpeedImport:
+    """deepspeed-import."""
+
+    source: Path = path_of("SOURCE", "Megatron-DeepSpeed's run directory or global_stepN")
+    target: Path = path_of("DIR", "run directory to create")
+    args: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="file of flags that override the checkpoint's arguments",
+    )
+    no_tokenizer: bool = arg(
+        False, help="do not keep the tokenizer (the run then uses NullTokenizer)"
+    )
+    vocab_size: int | None = arg(
+        None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
+    )
+
+    def run(self) -> Answer:
+        """Do it."""
+        from tools.convert.deepspeed_files.checkpoint import deepspeed_import
+
+        return deepspeed_import(
+            self.source,
+            self.target,
+            args_file=self.args,
+            tokenizer=not self.no_tokenizer,
+            vocab_size=self.vocab_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MegatronExport:
     """megatron-export."""
 
@@ -346,6 +378,11 @@ COMMANDS = {
     "megatron-import": Command(
         "make a run directory of a Megatron-LM checkpoint (mp_rank_XX or torch_dist, any TP x PP)",
         MegatronImport,
+        finish,
+    ),
+    "deepspeed-import": Command(
+        "make a run directory of the weights of a Megatron-DeepSpeed checkpoint",
+        DeepSpeedImport,
         finish,
     ),
     "megatron-export": Command(

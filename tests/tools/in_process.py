@@ -31,5 +31,5 @@ class InProcess(Unpickler):
 
 def use_it(monkeypatch) -> None:
     """Until the end of the test, for every command."""
-    for name in ("megatron_layout", "internlm"):
+    for name in ("megatron_layout", "internlm_files.checkpoint"):
         monkeypatch.setattr(f"tools.convert.{name}.Unpickler", InProcess)

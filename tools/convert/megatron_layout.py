@@ -282,10 +282,12 @@ def megatron_import(
     tokenizer: bool = True,
     vocab_size: int | None = None,
     optimizer: bool = True,
+    kind: type[MegatronCheckpoint] = MegatronCheckpoint,
 ) -> str:
-    """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders or torch_dist (of
-    that with the `optimizer`). `args_file`: flags that count more than its arguments; without
-    `tokenizer` ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
+    """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders (or of the files that
+    another `kind` reads) or torch_dist (of that with the `optimizer`). `args_file`: flags that
+    count more than its arguments; without `tokenizer` ids are plain numbers, `vocab_size` of them.
+    Returns what to say of it."""
     new_folder(target)
     with (
         work_folder(target, "unpacked") as folder,
@@ -296,7 +298,7 @@ def megatron_import(
         there = (
             torch_dist.TorchDistCheckpoint(found, unpickler, optimizer)
             if sharded
-            else MegatronCheckpoint(found, unpickler)
+            else kind(found, unpickler)
         )
         given = (
             parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"])

@@ -221,14 +221,6 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             "[checkpoint-of-another-suite]"
         )
         return
-    if "latest" in (names := listing(c.load)) or any(n.endswith("_model_states.pt") for n in names):
-        yield (
-            f"--load {c.load}: is a checkpoint of DeepSpeed, which is not converted; write its "
-            "weights as safetensors there (zero_to_fp32.py --safe_serialization) and convert a "
-            "Hugging Face folder of them with tools/convert_checkpoint.py hf-import "
-            "[checkpoint-of-another-suite]"
-        )
-        return
     here = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(
         os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
@@ -268,6 +260,8 @@ def _of_another_suite(load: str) -> str | None:
     names = [n for one in folders for n in listing(one)]
     if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata", n) for n in names):
         return f"megatron-import {load} DIR"
+    if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
+        return f"deepspeed-import {load} DIR"
     if newest is None and (step := _internlm_step(load)):
         return (
             f"internlm-import {step} DIR --mlp-weights w2-up (before February 2024) or "

@@ -4,6 +4,7 @@ everything that is refused."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -301,6 +302,20 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         ("phi3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0]"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling"),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 500000.0},
+                    "sliding_attention": {"rope_theta": 10000.0},
+                }
+            },
+            "rope_parameters",
+        ),
+        ("exaone4", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("exaone4", {"sliding_window": 8}, "give --max-position-embeddings 8"),
+        ("apertus", {"hidden_act": "silu"}, 'hidden_act "silu"'),
         ("starcoder2", {"sliding_window": 8}, "give --max-position-embeddings 8"),
         ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function "relu"'),
@@ -350,6 +365,50 @@ def test_a_model_that_a_family_cannot_express_is_not_written(tmp_path, convert):
     assert (
         "a llama model cannot express this one: qk_layernorm is True, there it is False" in errors
     )
+
+
+def test_a_constant_of_the_family_must_have_its_value(tmp_path, convert):
+    make(transformers, "apertus", tmp_path / "hf")
+    name = "model.layers.2.mlp.act_fn.beta"
+    edit_tensors(tmp_path / "hf", lambda s: s.update({name: torch.tensor(0.7)}))
+    errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
+    assert f"{name} is not the scalar 0.5" in errors
+    assert not (tmp_path / "no").exists()
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+DAMAGED = {
+    "weights end early": (lambda hf: cut(hf / "model.safetensors", 9000), "model.safetensors"),
+    "weights end in the header": (
+        lambda hf: cut(hf / "model.safetensors", 20),
+        "model.safetensors",
+    ),
+    "weights are empty": (lambda hf: cut(hf / "model.safetensors", 0), "model.safetensors"),
+    "weights are a pickle": (
+        lambda hf: torch.save({"a": torch.ones(2)}, hf / "model.safetensors"),
+        "model.safetensors",
+    ),
+    "config is not JSON": (lambda hf: (hf / "config.json").write_text("{"), "config.json"),
+    "config is a list": (lambda hf: (hf / "config.json").write_text("[1]"), "config.json"),
+    "config is nested too deep": (
+        lambda hf: (hf / "config.json").write_text("[" * 100_000),
+        "config.json",
+    ),
+    "tokenizer is a directory": (lambda hf: (hf / "tokenizer.json").mkdir(), "tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_folder_is_one_error_and_nothing_is_written(case, tmp_path, convert):
+    damage, said = DAMAGED[case]
+    make(transformers, "llama", tmp_path / "hf")
+    damage(tmp_path / "hf")
+    errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
+    assert said in errors and all(line.startswith("error: ") for line in errors.splitlines())
+    assert not (tmp_path / "no").exists()
 
 
 def test_shards_and_their_index_must_agree(tmp_path, convert):

@@ -1,0 +1,146 @@
+"""deepspeed-import: the weights of Megatron-DeepSpeed's checkpoints, one file per tensor-parallel
+rank (mp_rank_XX_model_states.pt), or with its pipeline one per layer and tensor-parallel rank
+(layer_XX-model_YY-model_states.pt)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
+from tools.convert.links import ConversionError
+from tools.convert.megatron_layout import MegatronCheckpoint, Part, megatron_import
+from tools.convert.megatron_names import our_name
+from tools.convert.torch_files import TorchFile, Unpickler
+
+LATEST = "latest"
+_RANK = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
+_LAYER = re.compile(r"layer_(\d{2,})-model_(\d{2,})-model_states\.pt")
+_REFUSED = (
+    (re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt"), "ZeRO 3"),
+    (re.compile(r"(layer_\d+_)?expert_\d+_.*model_states\.pt"), "experts"),
+)
+# Our names of what is in the files of the first and the last layers.
+_ENDS = {
+    "word_embeddings.weight": WORD_EMBEDDING,
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "weight": "decoder.final_layernorm.weight",
+    "bias": "decoder.final_layernorm.bias",
+    "lm_head.weight": OUTPUT_LAYER,
+}
+
+
+def deepspeed_import(
+    source: Path,
+    target: Path,
+    *,
+    args_file: Path | None = None,
+    tokenizer: bool = True,
+    vocab_size: int | None = None,
+) -> str:
+    """Make a run directory of a checkpoint's weights; see `megatron_import`. Returns what to say of
+    it."""
+    return megatron_import(
+        checkpoint_folder(source),
+        target,
+        args_file=args_file,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        kind=DeepSpeedCheckpoint,
+    )
+
+
+def checkpoint_folder(source: Path) -> Path:
+    """The checkpoint's folder, of itself or of a run directory."""
+    latest = source / LATEST
+    if latest.is_file():
+        word = latest.read_text(encoding="utf-8", errors="replace").strip()
+        if not re.fullmatch(r"[\w-][\w.-]*", word):
+            raise ConversionError(f"{latest} holds {word[:40]!r}, which is not a folder's name")
+        return source / word
+    return source
+
+
+def _arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Its arguments under Megatron-LM's names of today."""
+    found = dict(args)
+    heads = found.get("num_key_value_heads")
+    if isinstance(heads, int) and heads != found.get("num_attention_heads"):
+        found |= {"num_query_groups": heads, "group_query_attention": True}
+    if found.get("layernorm_epsilon") is not None:
+        found["norm_epsilon"] = found["layernorm_epsilon"]
+    if found.get("num_experts") in ([1], (1,)):
+        found["num_experts"] = None
+    return found
+
+
+class DeepSpeedCheckpoint(MegatronCheckpoint):
+    """An open checkpoint of Megatron-DeepSpeed. Its optimizer is not converted."""
+
+    def __init__(self, source: Path, unpickler: Unpickler):
+        self.source = source
+        names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+        for pattern, what in _REFUSED:
+            wrong = next((name for name in names if pattern.fullmatch(name)), None)
+            if wrong:
+                raise ConversionError(f"{source / wrong}: checkpoints with {what} are not read")
+        ranks = {int(m[1]): m[0] for name in names if (m := _RANK.fullmatch(name))}
+        layers = {(int(m[1]), int(m[2])): m[0] for name in names if (m := _LAYER.fullmatch(name))}
+        if not ranks or sorted(ranks) != list(range(len(ranks))):
+            raise ConversionError(
+                f"{source}: has mp_rank_XX_model_states.pt of {sorted(ranks) or 'no rank'}, should "
+                "be 0, 1, 2, ..."
+            )
+        opened = {m: unpickler.read(source / name, ("module.",)) for m, name in ranks.items()}
+        values = opened[0].values
+        args = values.get("args")
+        self.args = _arguments(args if isinstance(args, dict) else {})
+        version = values.get("checkpoint_version", 0)
+        if not isinstance(version, (int, float)) or version < 2.0:
+            raise ConversionError(
+                f"{source / ranks[0]}: checkpoint_version {version!r}: queries, keys and values "
+                "are in an older order; save it again with Megatron-DeepSpeed of 2021 or later"
+            )
+        self.parts: dict[str, list[Part]] = {}
+        self.copies: dict[str, list[Part]] = {}
+        if layers:
+            self.tp = 1 + max(tp for _, tp in layers)
+            self.pp = max(1, len(ranks) // self.tp)
+            self._sort_layers(layers, unpickler)
+        else:
+            self.tp = len(ranks)
+            self.pp = 1
+            self.files = {(m, 0): file for m, file in opened.items()}
+            for tp in range(self.tp):
+                self._sort(tp)
+
+    def _chunks(self, tp: int):
+        paths = self.files[tp, 0].headers()
+        named = [(path, our_name(path)) for path in paths]
+        yield 0, [(path, name) for path, name in named if name is not None]
+
+    def _sort_layers(self, layers: Mapping[tuple[int, int], str], unpickler: Unpickler) -> None:
+        """Note where the tensors of the files of layers are; their numbers count from the
+        embedding on, with gaps."""
+        files = {
+            place: unpickler.read(self.source / name) for place, name in sorted(layers.items())
+        }
+        numbers = sorted({number for (number, _), file in files.items() if _is_block(file)})
+        for (number, tp), file in files.items():
+            prefix = ""
+            if number in numbers:
+                prefix = f"language_model.encoder.layers.{numbers.index(number)}."
+            for path in file.headers():
+                name = our_name(prefix + path) if prefix else _ENDS.get(path, path)
+                if name is None:
+                    continue
+                found = self.parts.setdefault(name, [])
+                if len(found) > tp:  # the last stage's copy of a tied embedding
+                    found = self.copies.setdefault(name, [])
+                found.append(Part(file, path))
+
+
+def _is_block(file: TorchFile) -> bool:
+    return any(path.startswith("input_layernorm.") for path in file.headers())
