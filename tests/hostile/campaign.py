@@ -53,6 +53,7 @@ class Kind:
     checksummed: bool = False
     needs: tuple[str, ...] = ()
     stream: bool = False  # of any length, also from a pipe, which is waited for
+    message: bool = False  # no file: nothing else stands in its place
     cost: int = 1  # how many inputs of a common kind one of these takes
 
     def runs_here(self) -> bool:
@@ -136,7 +137,7 @@ def one_input(
     name = chance.choice([name for name in good if any(fnmatch(name, one) for one in kind.damage)])
     path = folder / name
     spare = SPARE_BYTES
-    if chance.random() < 0.08:
+    if not kind.message and chance.random() < 0.08:
         what = chance.choice(SPECIAL[2 * kind.stream :])
         put_special(path, what)
         spare += (1 << 30) * (what == "sparse")

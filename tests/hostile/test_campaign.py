@@ -26,16 +26,16 @@ COUNTS = [
 def attack(rank: int, world: int, home: str, count: int, part: int):
     """One quarter of the kinds (`part`) for a campaign, all of them in few inputs."""
 
+    from tests.hostile import kinds, tool_kinds
     from tests.hostile.campaign import run
-    from tests.hostile.kinds import KINDS
 
     os.environ["CANARY"] = str(Path(home) / "canary")
     os.environb[b"HOSTILE_PAYLOAD"] = gadget(0)
     os.fsync = lambda _: None
     folder = Path(home) / "cases"
     folder.mkdir()
-    kinds = [kind for kind in KINDS if kind.runs_here()]
-    return run(kinds if count == 100 else kinds[part::4], count, folder)
+    found = [kind for kind in [*kinds.KINDS, *tool_kinds.KINDS] if kind.runs_here()]
+    return run(found if count == 100 else found[part::4], count, folder)
 
 
 @pytest.mark.parametrize(("count", "part"), COUNTS)

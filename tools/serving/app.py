@@ -22,7 +22,7 @@ from megatron.inference.chat import Chat
 from megatron.inference.engine import Request as EngineRequest
 from megatron.inference.sampling import Sampling
 from tools.serving.answers import Answer, Form
-from tools.serving.schemas import ApiError, ChatBody, CompletionBody, parse
+from tools.serving.schemas import ApiError, ChatBody, CompletionBody, parse, read_json
 from tools.serving.worker import Job, Piece, QueueFull, Worker
 
 PAGE = Path(__file__).with_name("chat.html")
@@ -128,12 +128,7 @@ async def _body(request: Request, served: Served) -> Any:
         if len(data) > served.limits.body_bytes:
             limit = served.limits.body_bytes
             raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON ({str(error)[:200]})") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, "the body is not a JSON object")
+    found = read_json(bytes(data))
     model = found.get("model")
     if model is not None and model != served.name:
         text = f"the model {str(model)[:100]!r} does not exist; this server has {served.name!r}"

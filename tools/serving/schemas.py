@@ -3,6 +3,7 @@ not known are ignored, as clients send many; those that would change the answer 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -117,6 +118,17 @@ class ChatBody(_Body):
     def alternatives(self) -> int | None:
         """As of CompletionBody."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def read_json(data: bytes) -> dict[str, Any]:
+    """The JSON object that a body is. Raises ApiError."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON ({str(error)[:200]})") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body is not a JSON object")
+    return found
 
 
 def parse(kind: type[BaseModel], data: Any) -> Any:
