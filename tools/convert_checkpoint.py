@@ -29,6 +29,7 @@ from megatron import threads
 threads.set_waiting()
 from megatron.arguments import arg
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.config.checkpoint import is_url
 from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS
 from tools.shared.program import Command, run_command
 
@@ -46,9 +47,14 @@ def size(word: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
-def path_of(metavar: str, text: str) -> Any:
+def place(word: str) -> Path | str:
+    """A path, or the URL of an object store."""
+    return word if is_url(word) else Path(word)
+
+
+def path_of(metavar: str, text: str, parse: Any = Path) -> Any:
     """A positional path."""
-    return arg(place="positional", metavar=metavar, parse=Path, help=text)
+    return arg(place="positional", metavar=metavar, parse=parse, help=text)
 
 
 def step_option() -> Any:
@@ -69,7 +75,9 @@ def no_verify_option() -> Any:
 class HFImport:
     """hf-import."""
 
-    source: Path = path_of("HF_FOLDER", "directory with config.json and .safetensors files")
+    source: Path | str = path_of(
+        "HF_FOLDER", "directory with config.json and .safetensors files, or its s3:// URL", place
+    )
     target: Path = path_of("DIR", "run directory to create")
     ignore_config_key: tuple[str, ...] = arg(
         (), metavar="KEY", help="keys of config.json that may be ignored"
@@ -82,17 +90,19 @@ class HFImport:
 
     def run(self) -> Answer:
         """Do it."""
+        from tools.convert.hf_files import local_source
         from tools.convert.huggingface import hf_import
         from tools.convert.verification import verified
 
-        report = hf_import(
-            self.source,
-            self.target,
-            ignored=self.ignore_config_key,
-            tokenizer=not self.no_tokenizer,
-            max_positions=self.max_position_embeddings,
-        )
-        return report if self.no_verify else verified(report, self.target, self.source, self.target)
+        with local_source(self.source, self.target) as source:
+            report = hf_import(
+                source,
+                self.target,
+                ignored=self.ignore_config_key,
+                tokenizer=not self.no_tokenizer,
+                max_positions=self.max_position_embeddings,
+            )
+            return report if self.no_verify else verified(report, self.target, source, self.target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +110,7 @@ class HFExport:
     """hf-export."""
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
-    target: Path = path_of("HF_FOLDER", "directory to create")
+    target: Path | str = path_of("HF_FOLDER", "directory to create, or its s3:// URL", place)
     family: str | None = arg(
         None,
         choices=FAMILY_NAMES,
@@ -119,22 +129,22 @@ class HFExport:
 
     def run(self) -> Answer:
         """Do it."""
+        from tools.convert.hf_files import local_target
         from tools.convert.huggingface import hf_export
         from tools.convert.verification import verified
 
-        report = hf_export(
-            self.source,
-            self.target,
-            step=self.ckpt_step,
-            family=self.family,
-            vocab_size=self.vocab_size,
-            shard_bytes=self.max_shard_size,
-        )
-        return (
-            report
-            if self.no_verify
-            else verified(report, self.source, self.target, self.target, self.ckpt_step)
-        )
+        with local_target(self.target) as target:
+            report = hf_export(
+                self.source,
+                target,
+                step=self.ckpt_step,
+                family=self.family,
+                vocab_size=self.vocab_size,
+                shard_bytes=self.max_shard_size,
+            )
+            if not self.no_verify:
+                report = verified(report, self.source, target, target, self.ckpt_step)
+        return report.replace(str(target), str(self.target))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,6 +172,25 @@ class Remote:
             return False
         return True
 
+    def names(self) -> list[str]:
+        """Names of the files in it, none where it is missing. Raises CheckpointError."""
+        self.files.invalidate_cache()
+        try:
+            found = self._patiently("list", "it", lambda: self.files.ls(self._root, detail=True))
+        except FileNotFoundError:
+            return []
+        files = [one["name"].rpartition("/")[2] for one in found if one["type"] == "file"]
+        return sorted(name for name in files if name not in ("", ".", ".."))
+
+    def get(self, there: str, path: Path) -> None:
+        """Bring one file out of it. Raises CheckpointError, FileNotFoundError."""
+        source = f"{self._root}/{there}"
+        self._patiently("fetch", there, lambda: self.files.get_file(source, str(path)))
+
+    def send(self, path: Path) -> None:
+        """Bring one file into it under its name, read back and compared. Raises CheckpointError."""
+        self._patiently("upload", path.name, lambda: self.put(path, path.name))
+
     def fetch(self, iteration: int, staging: Path, as_newest: bool) -> None:
         """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of
         `staging` then names it.

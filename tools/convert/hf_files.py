@@ -1,5 +1,5 @@
 """A folder in Hugging Face's layout: its safetensors shards, index, config.json and tokenizer
-files."""
+files. One in an object store (s3://bucket/path) is read and written by way of a local copy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.filesystem import DISK
+from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
+from megatron.config.checkpoint import is_url
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape
 from tools.shared.progress import Progress, counted
@@ -37,6 +40,7 @@ SIDE_FILES = (
     "chat_template.jinja",
 )
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+_WANTED = (CONFIG, INDEX, *SIDE_FILES)
 
 
 class HFFolder:
@@ -251,3 +255,41 @@ def side_files(folder: Path) -> list[Path]:
                 f"{file}: not a readable file; repair it, or remove it if it is not wanted"
             )
     return found
+
+
+@contextmanager
+def local_source(place: Path | str, target: Path) -> Iterator[Path]:
+    """The folder `place`; of a URL a copy next to `target`, removed at the end. Raises
+    ConversionError, ValueError for a URL that cannot be used, CheckpointError where the store
+    refuses."""
+    if not is_url(str(place)):
+        yield Path(place)
+        return
+    new_folder(target)
+    remote = Remote(str(place))
+    names = [n for n in remote.names() if n.endswith(".safetensors") or n in _WANTED]
+    if CONFIG not in names:
+        raise ConversionError(f"{place}: there is no {CONFIG}; give the URL of a whole folder")
+    with work_folder(target, "fetched") as folder:
+        for name in names:
+            remote.get(name, folder / name)
+        yield folder
+
+
+@contextmanager
+def local_target(place: Path | str) -> Iterator[Path]:
+    """Where to write the folder `place`; of a URL a temporary one, which is uploaded at the end:
+    config.json last, so that what is not whole does not look so. Raises as `local_source`."""
+    if not is_url(str(place)):
+        yield Path(place)
+        return
+    remote = Remote(str(place))
+    if CONFIG in remote.names():
+        raise ConversionError(
+            f"{place}: is there already; nothing is overwritten, give another place"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "hf"
+        yield folder
+        for path in sorted(folder.iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+            remote.send(path)
