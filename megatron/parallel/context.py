@@ -60,7 +60,7 @@ class ParallelContext:
         tp = config.tensor_model_parallel_size
         cp = config.context_parallel_size
         pp = config.pipeline_model_parallel_size
-        assert world_size % (tp * cp * pp) == 0, "config/checks/rules.py refuses this"
+        assert world_size % (tp * cp * pp) == 0, "config/checks/layout.py refuses this"
         self.rank = rank
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
@@ -114,7 +114,7 @@ class ParallelContext:
         their group."""
         ranks = grid.shape[1]
         instances = config.num_distributed_optimizer_instances
-        assert ranks % instances == 0, "config/checks/rules.py refuses this"
+        assert ranks % instances == 0, "config/checks/layout.py refuses this"
         alone = Axis("alone", ranks=(self.rank,))
         if not config.use_distributed_optimizer or instances == ranks:
             shard = alone

@@ -102,8 +102,9 @@ class Sizes:
     def _mlp(self, layer: int) -> int:
         """What the MLP of a layer keeps, or router, experts and shared expert.
 
-        Of experts: the copies of tokens that they compute, the activation function's and the
-        probability's results, and the order of the copies; of the router: its logits and scores.
+        Of experts: the copies of tokens that they compute (not where the C++ multiplies, in fp32 on
+        a CPU), the activation function's and the probability's results, and the order of the
+        copies; of the router: its logits and scores.
         """
         m = self.config.model
         if not m.is_moe_layer(layer):
@@ -113,22 +114,27 @@ class Sizes:
         copies = int(self.expert_tokens * m.moe_router_topk * share)
         width = m.expert_ffn // self.etp
         modules = self.config.training.recomputed_modules
-        inner = self._width(width) + self.item * width
+        fused = m.activation == "swiglu" and self.native and self._fuses_swiglu
+        inner = self._width(width) + self.item * width * (not fused)
         if "moe_act" in modules:
             inner = self.item * width * (2 if m.gated else 1)
-        kept = copies * (self.hidden * self.item + inner + 3 * IDS)
+        copied = 0 if self.native and self.item == 4 else self.hidden * self.item
+        kept = copies * (copied + inner + 3 * IDS)
         kept += self.rows * m.num_experts * 3 * self.wide
         if m.moe_shared_expert_intermediate_size and "shared_experts" not in modules:
             kept += self.tokens * self._width(m.moe_shared_expert_intermediate_size // self.tp)
         return kept
 
+    @property
+    def _fuses_swiglu(self) -> bool:
+        return self.on_cpu and self.config.kernels.bias_swiglu_fusion
+
     def _width(self, ffn: int) -> int:
         """Of an MLP of this width and one token: input (or slope) and result of the activation
         function, and what a gated one keeps between."""
         m = self.config.model
-        runs = self.on_cpu and self.config.kernels.bias_swiglu_fusion
         widths = {
-            "swiglu": 3 if runs else 4,
+            "swiglu": 3 if self._fuses_swiglu else 4,
             "geglu": 5 if self.on_cpu and not self.native else 4,
         }.get(m.activation, 2)
         return self.item * widths * ffn

@@ -1,0 +1,210 @@
+"""Rules of the shape of the model, its dtypes and activation recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+from megatron.config.moe import parse_layer_pattern
+
+ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "xielu", "openai_gelu")
+
+
+def shape(f: Facts) -> Iterator[str]:
+    """Sizes of the model that do not fit each other."""
+    if f.ok("hidden_size", "num_attention_heads") and f["kv_channels"] is None:
+        hidden = f["hidden_size"]
+        heads = f["num_attention_heads"]
+        if hidden % heads:
+            near = sorted({max(heads, hidden // heads * heads), (hidden // heads + 1) * heads})
+            yield (
+                f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}; use "
+                f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels "
+                "[hidden-size-not-divisible-by-heads]"
+            )
+    if f.ok("num_attention_heads", "num_query_groups"):
+        heads = f["num_attention_heads"]
+        groups = f["num_query_groups"]
+        if f["group_query_attention"] and heads % groups:
+            fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            yield (
+                f"--num-query-groups {groups}: --num-attention-heads {heads} is not a multiple of "
+                f"it; use {', '.join(fit[:12])} [heads-not-divisible-by-query-groups]"
+            )
+        if (
+            "num_query_groups" in f.typed
+            and not f["group_query_attention"]
+            and groups not in (1, heads)
+        ):
+            yield (
+                f"--num-query-groups {groups}: counts only with --group-query-attention; add "
+                "that, or omit it [flag-needs-other-flag]"
+            )
+    if (
+        f.ok("seq_length", "max_position_embeddings")
+        and f["max_position_embeddings"] < f["seq_length"]
+    ):
+        yield (
+            f"--max-position-embeddings {f['max_position_embeddings']}: less than --seq-length "
+            f"{f['seq_length']}; use {f['seq_length']} or more "
+            "[position-embeddings-shorter-than-sequence]"
+        )
+    if (
+        f.ok("hidden_size", "num_attention_heads", "rotary_percent")
+        and f.config.model.positions == "rope"
+    ):
+        width = f.config.model.head_dim
+        rotated = int(width * f["rotary_percent"])
+        if rotated < 2 or rotated % 2:
+            yield (
+                f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {width} "
+                "channels of a head; it must be an even number (see --kv-channels) "
+                "[rotary-channels-odd]"
+            )
+    if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
+        yield (
+            "--position-embedding-type none: --use-rotary-position-embeddings asks for rope; "
+            "omit one of them [flags-exclude-each-other]"
+        )
+    yield from _rope_pattern(f)
+    yield from _norms(f)
+    yield from only_one(f, *ACTIVATIONS)
+    yield from only_one(f, "ffn_hidden_size", "ffn_multiple_of")
+    for name in ("ffn_multiple_of", "init_scheme"):
+        if f[name] not in (None, "megatron") and not f.config.model.gated:
+            yield (
+                f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it "
+                "out [flag-needs-other-flag]"
+            )
+
+
+def _norms(f: Facts) -> Iterator[str]:
+    after = "apply_residual_connection_post_layernorm"
+    yield from only_one(f, "use_parallel_residual", after)
+    yield from only_one(f, "no_pre_layernorm", after)
+    yield from only_one(f, "no_pre_layernorm", "fp32_residual_connection")
+    if f["no_pre_layernorm"] and not (f["post_self_attn_layernorm"] and f["post_mlp_layernorm"]):
+        yield (
+            "--no-pre-layernorm: layers would have no norm; add --post-self-attn-layernorm "
+            "--post-mlp-layernorm [flag-needs-other-flag]"
+        )
+    if f["qk_layernorm"] and f["qk_layernorm_all_heads"] and f["normalization"] != "RMSNorm":
+        yield (
+            "--qk-layernorm-all-heads: needs --normalization RMSNorm; add it, or omit "
+            "--qk-layernorm-all-heads [flag-needs-other-flag]"
+        )
+
+
+def _rope_pattern(f: Facts) -> Iterator[str]:
+    text = f["no_rope_freq"]
+    if text is None or not f.ok("num_layers"):
+        return
+    layers = f["num_layers"]
+    try:
+        fits = int(text) > 0 if text.isdigit() else len(parse_layer_pattern(text)) == layers
+    except ValueError:
+        fits = False
+    if not fits:
+        f.bad.add("no_rope_freq")
+        yield (
+            f"--no-rope-freq {text}: must be a number of at least 1, or a pattern of "
+            f"--num-layers {layers} times 0 or 1 such as [0]*3+[1]*1 [value-out-of-range]"
+        )
+
+
+def only_one(f: Facts, *names: str) -> Iterator[str]:
+    """At most one of these flags."""
+    given = [f.flags[name].spelling for name in names if f[name]]
+    if len(given) > 1:
+        yield f"{' and '.join(given)}: only one of these can be given [flags-exclude-each-other]"
+
+
+def precision(f: Facts) -> Iterator[str]:
+    """Dtypes that exclude each other."""
+    yield from only_one(f, "fp16", "bf16", "fp64")
+    if f["fp32_residual_connection"] and not (f["fp16"] or f["bf16"]):
+        yield (
+            "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, "
+            "so omit it [flag-needs-other-flag]"
+        )
+    if f["fp16_lm_cross_entropy"] and not f["fp16"]:
+        yield "--fp16-lm-cross-entropy: needs --fp16; omit it [flag-needs-other-flag]"
+    if f["tf32"] and (f["fp16"] or f["bf16"] or f["fp64"] or f["device"] == "cpu"):
+        yield (
+            "--tf32: has an effect on fp32 GEMMs on CUDA only; omit it [tf32-without-fp32-on-cuda]"
+        )
+    if (
+        f["fp16"]
+        and f.ok("initial_loss_scale", "max_loss_scale")
+        and f["initial_loss_scale"] > f["max_loss_scale"]
+    ):
+        yield (
+            f"{f.say('initial_loss_scale')}: greater than {f.say('max_loss_scale')}; use at most "
+            "that [initial-loss-scale-out-of-bounds]"
+        )
+    if (
+        f["fp16"]
+        and f.ok("initial_loss_scale", "min_loss_scale")
+        and f["initial_loss_scale"] < f["min_loss_scale"]
+    ):
+        yield (
+            f"{f.say('initial_loss_scale')}: less than {f.say('min_loss_scale')}; use at least "
+            "that [initial-loss-scale-out-of-bounds]"
+        )
+
+
+_RECOMPUTE = (
+    "recompute_activations",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+
+
+def recompute(f: Facts) -> Iterator[str]:
+    """Activation recomputation."""
+    given = [f.say(name) for name in _RECOMPUTE if f[name]]
+    if f["recompute_fraction"] is not None:
+        if given:
+            yield (
+                f"{f.say('recompute_fraction')}: sets recompute completely; omit "
+                f"{', '.join(given)} [flags-exclude-each-other]"
+            )
+    elif f["recompute_activations"] and f["recompute_granularity"] == "full":
+        yield (
+            "--recompute-granularity full: --recompute-activations means selective; omit one of "
+            "them [flags-exclude-each-other]"
+        )
+    elif f["moe_layer_recompute"] and f["recompute_granularity"] == "full":
+        yield (
+            "--moe-layer-recompute: --recompute-granularity full recomputes whole layers; omit one "
+            "of the two [flags-exclude-each-other]"
+        )
+    elif f["recompute_granularity"] == "full":
+        yield from _full_recompute(f)
+    elif f["recompute_activations"] or f["recompute_granularity"]:
+        for name in ("recompute_method", "recompute_num_layers"):
+            if f[name] is not None:
+                yield (
+                    f"{f.say(name)}: needs --recompute-granularity full; add that, or omit it "
+                    "[flag-needs-other-flag]"
+                )
+
+
+def _full_recompute(f: Facts) -> Iterator[str]:
+    layers = f["recompute_num_layers"]
+    if f["recompute_method"] is None:
+        yield (
+            "--recompute-method is missing: --recompute-granularity full needs uniform or "
+            "block [flag-missing]"
+        )
+    if layers is None:
+        yield (
+            "--recompute-num-layers is missing: --recompute-granularity full needs it, 1 is "
+            "usual [flag-missing]"
+        )
+    elif f.ok("num_layers", "recompute_num_layers") and layers > f["num_layers"]:
+        yield (
+            f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use "
+            "at most that [recompute-layers-above-num-layers]"
+        )

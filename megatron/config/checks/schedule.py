@@ -1,0 +1,133 @@
+"""Rules of the length of a run, its batch size, learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks import batch as check_batch
+from megatron.config.checks.facts import Facts
+from megatron.config.checks.model import only_one
+from megatron.config.plan.plan import batch_schedule
+
+
+def length_and_batch(f: Facts) -> Iterator[str]:
+    """Length, batch and what counts in iterations or in samples."""
+    if f["train_iters"] is not None and f["train_samples"] is not None:
+        yield (
+            f"{f.say('train_iters')} and {f.say('train_samples')}: two lengths of the same run; "
+            "give only one of them [two-run-lengths]"
+        )
+    else:
+        samples = f["train_samples"] is not None
+        mine, other = ("samples", "iters") if samples else ("iters", "samples")
+        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            if (samples or f["train_iters"] is not None) and f[f"{stem}_{other}"]:
+                yield (
+                    f"{f.say(f'{stem}_{other}')}: the run is counted by --train-{mine}; use "
+                    f"--{stem.replace('_', '-')}-{mine} [schedule-in-other-unit-than-run]"
+                )
+        if f["train_iters"] is not None:
+            for name in ("rampup_batch_size", "step_batch_size_schedule"):
+                if f[name] is not None:
+                    yield (
+                        f"{f.say(name)}: changes the batch by samples; give --train-samples "
+                        "instead of --train-iters [batch-schedule-needs-train-samples]"
+                    )
+    if f["lr_warmup_fraction"] is not None:
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):
+            if f[name]:
+                yield (
+                    f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only "
+                    "one of them [two-warmups]"
+                )
+    if f.ok("micro_batch_size") and not f.bad & {"global_batch_size", "seq_length"}:
+        yield from check_batch.batch(f)
+
+
+def learning_rate(f: Facts) -> Iterator[str]:
+    """Learning rate and weight decay."""
+    yield from _learning_rates(f)
+    unit = "iters" if f["train_samples"] is None else "samples"
+    horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
+    if f.ok(horizon):
+        yield from _warm_up(f, unit, horizon)
+        yield from _wsd(f, unit, horizon)
+    yield from _weight_decay(f)
+    yield from only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+
+
+def _learning_rates(f: Facts) -> Iterator[str]:
+    for name, peak in (
+        ("min_lr", "lr"),
+        ("lr_warmup_init", "lr"),
+        ("lr_warmup_init", "decoupled_lr"),
+        ("decoupled_min_lr" if f["decoupled_min_lr"] is not None else "min_lr", "decoupled_lr"),
+    ):
+        if f.ok(peak, name) and f[name] > f[peak]:
+            yield f"{f.say(name)}: greater than {f.say(peak)}; use at most that [lr-above-peak]"
+    if f["decoupled_min_lr"] is not None and f["decoupled_lr"] is None:
+        yield (
+            f"{f.say('decoupled_min_lr')}: is the floor of --decoupled-lr; give that too, or "
+            "omit it [flag-needs-other-flag]"
+        )
+
+
+def _warm_up(f: Facts, unit: str, horizon: str) -> Iterator[str]:
+    """The warm-up, which follows --lr-init-iters, must end before the decay does."""
+    fraction = f["lr_warmup_fraction"] is not None
+    name = "lr_warmup_fraction" if fraction else f"lr_warmup_{unit}"
+    if not f.ok(name, "lr_init_iters"):
+        return
+    warmup = f[name] * f[horizon] if fraction else f[name]
+    end = f"must be less than {f.say(horizon)}, the end of the decay [lr-warmup-too-long]"
+    if warmup >= f[horizon]:
+        yield f"{f.say(name)}: {end}"
+    elif f["lr_init_iters"] and (
+        warmup + f["lr_init_iters"] * (_batch_size(f) if unit == "samples" else 1) >= f[horizon]
+    ):
+        yield f"{f.say(name)}: with {f.say('lr_init_iters')} {end}"
+
+
+def _batch_size(f: Facts) -> int:
+    """The final global batch size; 0 where the batch flags have problems of their own."""
+    try:
+        return batch_schedule(f.config, max(1, f.world_size)).final_global_batch_size
+    except (ValueError, TypeError):
+        return 0
+
+
+def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
+    if f["lr_decay_style"] != "WSD":
+        return
+    wsd = f"lr_wsd_decay_{unit}"
+    if f[wsd] is None:
+        yield (
+            "--lr-decay-style WSD: needs the length of its anneal; give "
+            f"{f.flags[wsd].spelling} [flag-missing]"
+        )
+    elif f.ok(wsd) and f[wsd] > f[horizon]:
+        yield (
+            f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most "
+            "that [wsd-decay-too-long]"
+        )
+
+
+def _weight_decay(f: Facts) -> Iterator[str]:
+    ends = ("start_weight_decay", "end_weight_decay")
+    constant = f["weight_decay_incr_style"] == "constant"
+    for name in ends:
+        if constant and f[name] is not None:
+            yield (
+                f"{f.say(name)}: weight decay is constant; use --weight-decay, or "
+                "--weight-decay-incr-style linear or cosine [weight-decay-is-constant]"
+            )
+        elif not constant and f[name] is None:
+            yield (
+                f"{f.flags[name].spelling} is missing: {f.say('weight_decay_incr_style')} "
+                "needs start and end [flag-missing]"
+            )
+    if not constant and f.ok(*ends) and f[ends[0]] > f[ends[1]]:
+        yield (
+            f"{f.say(ends[0])}: greater than {f.say(ends[1])}; weight decay can only rise "
+            "[weight-decay-decreases]"
+        )

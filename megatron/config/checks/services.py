@@ -1,0 +1,119 @@
+"""Rules of evaluation, profiling, spikes and skipped iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron import optional
+from megatron.config.checks.facts import Facts
+from megatron.config.checks.model import recompute
+from megatron.config.plan.plan import batch_schedule
+
+
+def spike_action(f: Facts) -> Iterator[str]:
+    """What --spike-action needs."""
+    if f["spike_action"] != "rewind":
+        return
+    if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
+        yield (
+            "--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval "
+            "0 and neither --save nor --load; give --save DIR, or an interval such as 50 "
+            "[spike-action-without-snapshots]"
+        )
+    if f["no_save_optim"]:
+        yield (
+            "--no-save-optim: --spike-action rewind saves where it goes back to, and needs the "
+            "optimizer there; omit one of them [spike-action-needs-optimizer-state]"
+        )
+
+
+def saving(f: Facts) -> Iterator[str]:
+    """Recompute, determinism, checkpoints."""
+    yield from recompute(f)
+    if f["cudnn_benchmark"] and (f["deterministic_mode"] or f["cudnn_deterministic"]):
+        yield (
+            "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; omit "
+            "one of the two [flags-exclude-each-other]"
+        )
+    if f["save"] is not None and f["save_interval"] is None:
+        yield (
+            f"--save-interval is missing: {f.say('save')} needs the iterations between "
+            "checkpoints [flag-missing]"
+        )
+    for name in ("ckpt_step", "use_checkpoint_args"):
+        if f[name] not in (None, False) and f["load"] is None:
+            yield (
+                f"{f.say(name)}: needs --load DIR, the directory of the checkpoint "
+                "[flag-needs-other-flag]"
+            )
+
+
+def task_scores(f: Facts) -> Iterator[str]:
+    """What --eval-tasks needs."""
+    if not f["eval_tasks"]:
+        return
+    if f["eval_tasks_interval"] is None:
+        yield (
+            f"--eval-tasks-interval is missing: {f.say('eval_tasks')} needs the iterations between "
+            "scores [flag-missing]"
+        )
+    for name, off in (
+        ("pipeline_model_parallel_size", 1),
+        ("context_parallel_size", 1),
+        ("expert_model_parallel_size", 1),
+        ("fp8", None),
+    ):
+        if f[name] != off:
+            yield (
+                f"{f.say(name)}: not supported with --eval-tasks; omit one of the two, and score "
+                "checkpoints with tools/run_lm_eval.py [flags-exclude-each-other]"
+            )
+
+
+def profiling(f: Facts) -> Iterator[str]:
+    """What --profile needs."""
+    if f["profile"] and f.ok("profile_step_start", "profile_step_end"):
+        if f["profile_step_end"] <= f["profile_step_start"]:
+            yield (
+                f"{f.say('profile_step_end')}: profiles no iteration, because "
+                f"{f.say('profile_step_start')} is not less; iterations start + 1 to end are "
+                "profiled [profile-steps-empty]"
+            )
+        for rank in f["profile_ranks"]:
+            if not 0 <= rank < f.world_size:
+                yield (
+                    f"--profile-ranks {rank}: there are ranks 0 to {f.world_size - 1} "
+                    "[value-out-of-range]"
+                )
+
+
+def skipped(f: Facts) -> list[str]:
+    """Skipped iterations that cannot be read."""
+    return read_skips(f)[0]
+
+
+def read_skips(f: Facts) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of the iterations to skip."""
+    if f["train_range_to_skip"] is None and f["iterations_to_skip"] is None:
+        return [], []
+    iterations = f["train_iters"] if f.ok("train_iters") else None
+    samples_in = None
+    try:
+        schedule = batch_schedule(f.config, max(1, f.world_size))
+        samples_in = schedule.samples_in
+        if f.ok("train_samples"):
+            iterations = schedule.train_iters_from_samples(f["train_samples"])
+    except (ValueError, TypeError):
+        # the batch flags have problems of their own, said above
+        pass
+    try:
+        skips = optional.load("megatron.config.skip_flags").parse_skips(
+            f["train_range_to_skip"],
+            iterations,
+            iterations_to_skip=f["iterations_to_skip"],
+            samples_in=samples_in,
+            seq_length=f["seq_length"],
+        )
+    except ValueError as error:
+        return str(error).splitlines(), []
+    return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos
