@@ -68,6 +68,12 @@ _LAUNCHERS = (
 )
 # Alike for all ranks of one start, different between starts: the port is derived from it.
 _JOB = ("PMIX_NAMESPACE", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID")
+# ... and of the attempts of one torchrun
+_RUN = (
+    *("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *_JOB,
+)
 _FIRST_PORT = 20_000  # below the ports that Linux gives to outgoing connections
 _PORTS = 12_000
 
@@ -233,6 +239,14 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes of this run; 1 without a launcher."""
     return info().world_size
+
+
+def rank_in_same_run(environ: Environ) -> int | None:
+    """The rank of a process with these variables, if it belongs to the run and the attempt of this
+    process; else None."""
+    there = read(environ)[0]
+    same = all(environ.get(name) == os.environ.get(name) for name in _RUN)
+    return there.rank if same and there.world_size == world_size() > 1 else None
 
 
 def under_torchrun() -> bool:

@@ -48,6 +48,7 @@ MODULES = {
     "megatron.data.tokenizers.bpe": "--tokenizer-type GPT2BPE, HuggingFace or TikTokenizer",
     "megatron.data.tokenizers.sentencepiece": "the SentencePiece types of --tokenizer-type",
     "megatron.training.launch.control_file": "--control-file",
+    "megatron.training.launch.hang": "more than one rank",
     "megatron.training.launch.hang_watch": "more than one rank",
     "megatron.training.launch.rendezvous": "more than one rank",
     "megatron.training.dry_run": "--dry-run",

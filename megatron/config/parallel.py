@@ -146,10 +146,35 @@ class ParallelConfig:
     hang_timeout_seconds: float | None = arg(
         None,
         dump=False,
-        help="with several ranks: seconds for one iteration (without validation and save), after "
+        help="with several ranks: seconds without progress (a micro-batch) in an iteration, after "
         "which the rank that keeps the others waiting is named with its stack and the run ends "
-        "with exit code 4 (0: never; default: the larger of 15 and 5 times the median iteration; "
-        "never with --torch-compile)",
+        "with exit code 4 (0: never, in no phase; default: the larger of 15 and 5 times the "
+        "median iteration; never with --torch-compile)",
+    )
+    hang_timeout_startup_seconds: float | None = arg(
+        None,
+        dump=False,
+        help="as --hang-timeout-seconds, for start-up: until all ranks have joined, and from then "
+        "to the first iteration (default: 0.9 x --distributed-timeout-minutes; 0: never)",
+    )
+    hang_timeout_first_iteration_seconds: float | None = arg(
+        None,
+        dump=False,
+        help="as --hang-timeout-seconds, for the first iteration of a process (default: 0.9 x "
+        "--distributed-timeout-minutes; 0: never)",
+    )
+    hang_timeout_evaluation_seconds: float | None = arg(
+        None,
+        dump=False,
+        help="as --hang-timeout-seconds, for an evaluation (default: 0.9 x "
+        "--distributed-timeout-minutes; 0: never)",
+    )
+    hang_timeout_save_seconds: float | None = arg(
+        None,
+        dump=False,
+        help="as --hang-timeout-seconds, for saving a checkpoint, where each MiB written is "
+        "progress, and for the time between iterations (default: 0.9 x "
+        "--distributed-timeout-minutes; 0: never)",
     )
     crash_loop_limit: int = arg(
         3,

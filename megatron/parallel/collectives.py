@@ -18,11 +18,12 @@ _scatter_into = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatte
 
 
 class Pending:
-    """Communication under way: calling it waits and gives the result."""
+    """Communication under way over an axis: calling it waits and gives the result."""
 
-    def __init__(self, works: list[Any], result: Callable[[], torch.Tensor]):
+    def __init__(self, works: list[Any], result: Callable[[], torch.Tensor], axis: Axis):
         self._works = works
         self._result = result
+        self.axis = axis
 
     @property
     def arrived(self) -> bool:
@@ -97,8 +98,8 @@ def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
     returns it."""
     if axis.shared and axis.shared.takes(x):
         work = axis.shared.start(x)
-        return _waiting(work, work.result)
-    return _waiting(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+        return Pending([work], work.result, axis)
+    return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], lambda: x, axis)
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
@@ -106,7 +107,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
     whole."""
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return _waiting(_gather_into(out, x, group=axis.group, async_op=True), lambda: out)
+    return Pending([_gather_into(out, x, group=axis.group, async_op=True)], lambda: out, axis)
 
 
 def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
@@ -119,14 +120,14 @@ def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
     parts = x.chunk(axis.size)
     if dist.get_backend(axis.group) != "gloo":
         return Pending(
-            [_gather_into(x, parts[axis.rank], group=axis.group, async_op=True)], lambda: x
+            [_gather_into(x, parts[axis.rank], group=axis.group, async_op=True)], lambda: x, axis
         )
     works = []
     for rank, part in zip(axis.ranks, parts, strict=True):
         if rank != axis.ranks[axis.rank]:
             works.append(dist.isend(parts[axis.rank], rank, group=axis.group))
             works.append(dist.irecv(part, rank, group=axis.group))
-    return Pending(works, lambda: x)
+    return Pending(works, lambda: x, axis)
 
 
 def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
@@ -138,9 +139,9 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     if dist.get_backend(axis.group) == "gloo":
         parts = torch.empty_like(x)
         work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-        return _waiting(work, lambda: parts.unflatten(0, (axis.size, -1)).sum(0))
+        return Pending([work], lambda: parts.unflatten(0, (axis.size, -1)).sum(0), axis)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    return _waiting(_scatter_into(out, x, group=axis.group, async_op=True), lambda: out)
+    return Pending([_scatter_into(out, x, group=axis.group, async_op=True)], lambda: out, axis)
 
 
 def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool = False) -> Pending:
@@ -153,10 +154,12 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool =
     mine = x.chunk(axis.size)[axis.rank]
     exchange = fp32_accumulation and x.dtype.itemsize == 2
     if dist.get_backend(axis.group) != "gloo" and not exchange:
-        return Pending([_scatter_into(mine, x, group=axis.group, async_op=True)], lambda: mine)
+        return Pending(
+            [_scatter_into(mine, x, group=axis.group, async_op=True)], lambda: mine, axis
+        )
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=mine))
+    return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=mine), axis)
 
 
 def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
@@ -167,7 +170,7 @@ def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
         for rank, part in zip(axis.ranks, parts, strict=True)
         if part.numel()
     ]
-    return Pending(works, lambda: parts[axis.rank])
+    return Pending(works, lambda: parts[axis.rank], axis)
 
 
 def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
@@ -178,7 +181,7 @@ def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending
         for rank, part in zip(axis.ranks, parts, strict=True)
         if part.numel()
     ]
-    return Pending(works, lambda: parts[axis.rank])
+    return Pending(works, lambda: parts[axis.rank], axis)
 
 
 def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
@@ -206,17 +209,13 @@ def start_send(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Ten
     """Start to send `x` to the axis's rank `peer`; the function waits until it is sent and returns
     what was sent."""
     x = x.contiguous()
-    return _waiting(dist.isend(x, axis.ranks[peer], group=axis.group), lambda: x)
+    return Pending([dist.isend(x, axis.ranks[peer], group=axis.group)], lambda: x, axis)
 
 
 def start_receive(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
     """Begin to overwrite `x` with what the axis's rank `peer` sends next; the function waits and
     returns it."""
-    return _waiting(dist.irecv(x, axis.ranks[peer], group=axis.group), lambda: x)
-
-
-def _waiting(work: Any, result: Callable[[], torch.Tensor]) -> Pending:
-    return Pending([work], result)
+    return Pending([dist.irecv(x, axis.ranks[peer], group=axis.group)], lambda: x, axis)
 
 
 def my_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:

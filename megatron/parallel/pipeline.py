@@ -4,7 +4,7 @@ point-to-point transfers between neighbouring stages."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
 import torch
@@ -193,6 +193,7 @@ class Pipeline:
         self.chunks = chunks
         self._group = group
         self._overlap = overlap
+        self.actions_done = 0  # since the start: how the rank monitor sees progress
         self._links, self._forward_links = (
             P2PLinks(ctx.pp, ctx.pp_gradients, one, dtype, device, overlap)
             if ctx.pp.size > 1
@@ -216,4 +217,10 @@ class Pipeline:
             self._overlap,
             self._group,
         )
-        run_schedule(actions, forward, backward, self._links if backward else self._forward_links)
+        links = self._links if backward else self._forward_links
+        run_schedule(self._counted(actions), forward, backward, links)
+
+    def _counted(self, actions: Schedule) -> Iterator[Action]:
+        for action in actions:
+            yield action
+            self.actions_done += 1

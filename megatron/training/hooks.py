@@ -30,11 +30,9 @@ def build_hooks(
     config = run.config
     hooks: list[Hook] = []
     monitor = getattr(run.services.signals, "monitor", None)
-    limit = config.parallel.hang_timeout_seconds
-    # compiling again, for another shape, takes longer than any iteration
-    if monitor and (limit or limit is None and not config.training.torch_compile):
+    if monitor:
         watch = optional.load("megatron.training.launch.hang_watch").HangWatch
-        hooks.append(watch(monitor, limit, run.plan.num_microbatches))
+        hooks.append(watch(monitor, monitor.limits, run))
     if config.profiling.profile:
         hooks.append(optional.load("megatron.training.profiler").Profiling(run))
     if config.training.check_weight_hash_across_dp_replicas_interval:

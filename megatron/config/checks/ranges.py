@@ -35,7 +35,8 @@ _NOT_NEGATIVE = (
     "lr_init_iters adam_beta2_schedule_c spike_snapshot_interval min_sample_length "
     "profile_step_start start_eval_at_iter "
     "moe_z_loss_coeff moe_router_bias_update_rate crash_loop_limit "
-    "hang_timeout_seconds"
+    "hang_timeout_seconds hang_timeout_startup_seconds hang_timeout_first_iteration_seconds "
+    "hang_timeout_evaluation_seconds hang_timeout_save_seconds"
 ).split()
 
 

@@ -1,5 +1,5 @@
-"""A rank that makes no progress: of which phase of a run its stack is, and how a process of this
-machine that does not respond is asked for its stack and ended."""
+"""A rank that makes no progress: what its stack is doing, and how a process of this machine that
+does not respond is found, asked for its stack and ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from megatron import launcher
 from megatron.training.launch.process import HUNG, Failure, ProcessId
 
 STACK_WITHIN = 3.0  # seconds
@@ -23,10 +25,17 @@ STACKS = "megatron-stacks"  # name of the memory file that a stack is written to
 PHASES = (
     ("/torch/distributed/", "collective"),
     ("megatron/parallel/collectives.py", "collective"),
+    ("megatron/parallel/shared_sums.py", "collective"),
+    ("receive_activation", "pipeline transfer"),
+    ("receive_gradient", "pipeline transfer"),
+    ("send_activation", "pipeline transfer"),
+    ("send_gradient", "pipeline transfer"),
+    ("megatron/parallel/ddp.py", "gradient reduction"),
     ("megatron/training/evaluation.py", "evaluation"),
     ("megatron/training/checkpointing/", "save"),
     ("megatron/checkpoint/", "save"),
     ("megatron/optimizer/", "optimizer"),
+    ("_update", "optimizer"),
     ("/torch/utils/data/", "data"),
     ("megatron/data/", "data"),
     ("next_samples", "data"),
@@ -36,7 +45,17 @@ PHASES = (
     ("megatron/model/", "forward"),
     ("train_step", "training step"),
 )
-SILENT = {"at": "does not respond", "phase": "unknown", "stack": ""}
+START_UP = "start-up"
+NEVER_JOINED = "never joined"
+# files whose code waits for other ranks
+WAITING = (
+    "/torch/distributed/",
+    "megatron/parallel/collectives.py",
+    "megatron/parallel/shared_sums.py",
+    "megatron/parallel/pipeline.py",
+)
+# ... and for the device, which runs the collectives of CUDA
+DEVICE_WAIT = "megatron/training/step_sums.py"
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -61,54 +80,176 @@ def phase(frames: Sequence[tuple[str, str]]) -> str:
         for mark, found in PHASES:
             if mark == name or "/" in mark and mark in file:
                 return found
-    return "start-up"
+    return START_UP
+
+
+def full_phase(known: str, frames: Sequence[tuple[str, str]]) -> str:
+    """`evaluation, data`: the phase that a rank said it is in, and what its stack is doing."""
+    inner = phase(frames) if frames else ""
+    if known.startswith("iteration"):
+        return inner or known
+    return known if inner in ("", START_UP, "training step", known) else f"{known}, {inner}"
+
+
+def frames_of(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a stack, outermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def stack_text(frames: Sequence[FrameType]) -> str:
+    """The stack as a traceback has it, without the text of the lines: no file is read."""
+    return "".join(
+        f'  File "{one.f_code.co_filename}", line {one.f_lineno}, in {one.f_code.co_name}\n'
+        for one in frames
+    )
+
+
+def waiting_in(frame: FrameType) -> str | None:
+    """What the thread with this innermost frame waits for: `all_reduce over dp (ranks 0-3)`; None
+    if it does not wait for other ranks."""
+    path = frame.f_code.co_filename.replace(os.sep, "/")
+    if DEVICE_WAIT in path:
+        return "the device"
+    if not any(part in path for part in WAITING):
+        return None
+    here: FrameType | None = frame
+    while here is not None and any(part in here.f_code.co_filename for part in WAITING):
+        owner = here.f_locals.get("self")
+        axis = here.f_locals.get("axis") or getattr(owner, "axis", None)
+        if axis is not None and hasattr(axis, "ranks"):
+            # of Pending: the function that started it
+            result = getattr(owner, "_result", None)
+            name = getattr(result, "__qualname__", here.f_code.co_name).split(".")[0]
+            name = name.removeprefix("start_").rstrip("_")
+            return f"{name} over {axis.name} (ranks {numbers(axis.ranks)})"
+        here = here.f_back
+    return frame.f_code.co_name
 
 
 def failure(process: ProcessId, seconds: float, answer: Mapping[str, Any]) -> Failure:
     """The failure of a run in which `process` hangs; `answer`: what it does."""
-    text = (
-        f"made no progress for {seconds:.0f} seconds (--hang-timeout-seconds); phase: "
-        f"{answer['phase']}; {answer['at']}"
-    )
+    text = f"made no progress for {seconds:.0f} seconds; phase: {answer['phase']}; {answer['at']}"
     return Failure(process, text, HUNG, silent=True)
 
 
 def report(hang: Failure, answer: Mapping[str, Any]) -> str:
     """The failure and the Python stack of the process, innermost call last."""
-    return f"hang: {hang.process} {hang.text}\n{answer['stack'].rstrip()}"
+    return f"hang: {hang.process} {hang.text}\n{answer['stack'].rstrip()}".rstrip()
 
 
-def inspect(process: ProcessId) -> dict[str, Any]:
-    """What a process does that does not respond; its stack where it is on this machine and
-    prepared. One that is stopped runs on for a moment."""
-    if process.host != socket.gethostname():
-        return dict(SILENT)
-    try:
-        state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]
-    except (OSError, IndexError):
-        return dict(SILENT)
-    at = "stopped by a signal (SIGSTOP)" if state in "Tt" else "holds the interpreter's lock"
-    number = stack_signal()
-    file = _memory_file(process.pid)
-    text = ""
-    if file is not None and number is not None:
+def unknown(known: str) -> dict[str, Any]:
+    """The answer of a process that cannot be inspected."""
+    return {"at": "does not respond", "phase": known, "stack": ""}
+
+
+def inspect(
+    known: Mapping[ProcessId, str], missing: Iterable[int] = ()
+) -> dict[ProcessId, dict[str, Any]]:
+    """What processes do that do not respond, whose phase is known, and those of this machine that
+    are ranks that never joined; with their stacks where they are on this machine and prepared. One
+    that is stopped runs on for a moment."""
+    late = {one: START_UP for one in find(missing).values()}
+    here = socket.gethostname()
+    asked = {one: _Inspection(one.pid) for one in (*known, *late) if one.host == here}
+    deadline = time.monotonic() + STACK_WITHIN
+    while time.monotonic() < deadline and not all(one.is_whole() for one in asked.values()):
+        time.sleep(0.05)
+    answers = {
+        one: asked[one].answer(text) if one in asked else unknown(text)
+        for one, text in {**known, **late}.items()
+    }
+    for one in late:
+        stopped = f"; {answers[one]['at']}" if asked[one].state in ("T", "t") else ""
+        answers[one]["at"] = f"{NEVER_JOINED}{stopped}"
+    return answers
+
+
+class _Inspection:
+    """The request for the stack of a process of this machine, and its answer."""
+
+    def __init__(self, pid: int):
+        self.state = process_state(pid)
+        self._text = ""
+        self._file = _memory_file(pid)
+        number = stack_signal()
+        self._start = 0
+        if self._file is None or number is None:
+            return
         with contextlib.suppress(OSError):
-            _signal_main_thread(process.pid, number)
-            if state in "Tt":
-                os.kill(process.pid, signal.SIGCONT)
-            deadline = time.monotonic() + STACK_WITHIN
-            while time.monotonic() < deadline and not _is_whole(text):
-                time.sleep(0.05)
-                text = file.read_text(errors="replace")
-    frames = _main_thread(text)
-    stack = "".join(f'  File "{path}", line {line}, in {name}\n' for path, line, name in frames)
-    doing = phase([(path, name) for path, _, name in frames]) if frames else "unknown"
-    return {"at": at, "phase": doing, "stack": stack}
+            self._start = self._file.stat().st_size
+            _signal_main_thread(pid, number)
+            if self.state in "Tt":
+                os.kill(pid, signal.SIGCONT)
+
+    def is_whole(self) -> bool:
+        """Has the main thread, which is the last, been written to its end, the program's own
+        file?"""
+        if self._file is None:
+            return True
+        with contextlib.suppress(OSError):
+            self._text = self._file.read_bytes()[self._start :].decode(errors="replace")
+        return self._text.endswith(("in <module>\n", "in _run_code\n", "in _run_module_as_main\n"))
+
+    def answer(self, known: str) -> dict[str, Any]:
+        frames = _main_thread(self._text)
+        stack = "".join(f'  File "{path}", line {line}, in {name}\n' for path, line, name in frames)
+        doing = full_phase(known, [(path, name) for path, _, name in frames])
+        return {"at": _why_silent(self.state), "phase": doing, "stack": stack}
+
+
+def _why_silent(state: str) -> str:
+    if state == "":
+        return "does not respond"
+    if state in "Tt":
+        return "stopped by a signal (SIGSTOP)"
+    return "does not respond: C code holds the interpreter's lock, or its network is cut"
+
+
+def process_state(pid: int) -> str:
+    """R, S, T ... of a process of this machine; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except (OSError, IndexError):
+        return ""
+
+
+def find(ranks: Iterable[int]) -> dict[int, ProcessId]:
+    """The processes of these ranks of this run on this machine: the oldest that is prepared, else
+    the newest (before it come its shells)."""
+    wanted = set(ranks)
+    found: dict[int, list[tuple[bool, int]]] = {}
+    if not wanted:
+        return {}
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(folder.name)
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            rank = launcher.rank_in_same_run(environ)
+            if rank in wanted and pid != os.getpid() and process_state(pid) != "Z":
+                found.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
+    host = socket.gethostname()
+    return {
+        rank: ProcessId(rank, _best(candidates), host, host) for rank, candidates in found.items()
+    }
+
+
+def _best(candidates: Sequence[tuple[bool, int]]) -> int:
+    prepared = [pid for is_prepared, pid in candidates if is_prepared]
+    return min(prepared) if prepared else max(pid for _, pid in candidates)
 
 
 def kill(process: ProcessId) -> None:
-    """End a process of this machine that is prepared, also one that is stopped."""
-    if process.host == socket.gethostname() and _memory_file(process.pid):
+    """End a process of this machine that is a rank of this run, also one that is stopped."""
+    if (
+        process.pid > 0
+        and process.host == socket.gethostname()
+        and (_memory_file(process.pid) or process.rank in find([process.rank]))
+    ):
         with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
 
@@ -128,12 +269,22 @@ def _memory_file(pid: int) -> Path | None:
     return None
 
 
-def _is_whole(text: str) -> bool:
-    """Has the main thread, which is the last, been written to its end, the program's own file?"""
-    return text.endswith(("in <module>\n", "in _run_code\n", "in _run_module_as_main\n"))
-
-
 def _main_thread(text: str) -> list[tuple[str, str, str]]:
     """(file, line, function) of the main thread's stack, outermost first."""
     block = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
     return [match.groups() for match in reversed(list(_FRAME.finditer(block)))]
+
+
+def numbers(ranks: Sequence[int]) -> str:
+    """`0, 2-5`."""
+    return ", ".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in _spans(ranks)
+    )
+
+
+def _spans(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for i in range(1, len(ranks) + 1):
+        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
+            yield ranks[first], ranks[i - 1]
+            first = i

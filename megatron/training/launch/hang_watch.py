@@ -1,43 +1,60 @@
-"""The hook that reports to the rank monitor when an iteration begins and ends."""
+"""The hook that reports to the rank monitor which phase of the run this rank is in."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 
+from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
-from megatron.training.launch import hang
+from megatron.training.launch.hang_limits import LEAST_SECONDS, MEDIANS, Limits, Phase
 from megatron.training.launch.rank_monitor import MonitorClient
 from megatron.training.logging.iteration import IterationResult
+from megatron.training.run import Run
 
-LEAST_SECONDS = 15.0
-MEDIANS = 5.0
 STEPS = 21  # that the median is of
 
 
 class HangWatch(Hook):
-    """An iteration has `limit` seconds; without it the larger of 15 and 5 times the median of the
-    latest iterations, with as many seconds for a micro-batch as they had (`micro_batches` of an
-    iteration: their number grows with the batch). The first of a process has none: it may
-    compile."""
+    """An iteration has the limit that was given, else the larger of 15 s and 5 times the median of
+    the latest iterations, with as many seconds for a micro-batch as they had (their number grows
+    with the batch). A micro-batch that is done is progress."""
 
-    def __init__(
-        self, monitor: MonitorClient, limit: float | None, micro_batches: Callable[[int], int]
-    ):
+    def __init__(self, monitor: MonitorClient, limits: Limits, run: Run):
         self._monitor = monitor
-        self._limit = limit
-        self._micro_batches = micro_batches
+        self._limits = limits
+        self._micro_batches = run.plan.num_microbatches
         self._seconds: deque[float] = deque(maxlen=STEPS)  # for each micro-batch
-        hang.prepare()
+        pipeline = run.pipeline
+        monitor.progress = lambda: pipeline.actions_done
 
     def before_step(self, iteration: int) -> None:
-        limit = None
-        if self._seconds:
+        limits = self._limits
+        if not self._seconds:
+            self._monitor.begin(Phase("first iteration", iteration, limits.first_iteration))
+            return
+        limit = limits.given
+        if limits.iterations and not limit:
             usual = median(self._seconds) * self._micro_batches(iteration)
-            limit = self._limit or max(LEAST_SECONDS, MEDIANS * usual)
-        self._monitor.begin_step(iteration, limit)
+            limit = max(LEAST_SECONDS, MEDIANS * usual)
+        self._monitor.begin(Phase("iteration", iteration, limit or None, announced=False))
 
     def after_step(self, result: IterationResult) -> None:
-        self._monitor.end_step()
+        self._monitor.begin(
+            Phase("after iteration", result.iteration, self._limits.between, announced=False)
+        )
         self._seconds.append(result.seconds / self._micro_batches(result.iteration))
+
+    def before_evaluation(self) -> None:
+        self._monitor.begin(Phase("evaluation", limit=self._limits.evaluation))
+
+    def before_save(self) -> None:
+        self._monitor.begin(Phase("save", limit=self._limits.save))
+
+    def after_iteration(self, iteration: int, requests: Requests) -> None:
+        self._monitor.begin(
+            Phase("after iteration", iteration, self._limits.between, announced=False)
+        )
+
+    def on_end(self) -> None:
+        self._monitor.begin(Phase("end of training", limit=self._limits.between))

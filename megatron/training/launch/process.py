@@ -18,7 +18,7 @@ HUNG = 4  # exit code of a run that a rank kept from making progress
 @dataclass(frozen=True)
 class ProcessId:
     """The process of a rank; `node` distinguishes the launcher's nodes, also where two are one
-    machine."""
+    machine. `pid` is 0 where it is not known."""
 
     rank: int
     pid: int
@@ -26,7 +26,7 @@ class ProcessId:
     node: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
+        return f"rank {self.rank} (process {self.pid or 'unknown'} on {self.host})"
 
 
 @dataclass(frozen=True)

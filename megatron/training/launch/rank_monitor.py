@@ -24,12 +24,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron import launcher
 from megatron.training.launch import hang
+from megatron.training.launch.hang_limits import Limits, Phase
 from megatron.training.launch.process import (
     HUNG,
     Failure,
@@ -59,9 +60,17 @@ LONGEST_HELLO = 1 << 12  # ... and of one that has yet to prove that it is a ran
 LONGEST_ANSWER = 1 << 26  # ... and of rank 0's: it describes every rank
 HELLO_WITHIN = 5.0
 TICK = 1.0  # seconds between looks at the progress of a rank
-ANSWERS_ABOUT_STALL_WITHIN = 5.0
-SERVER_IS_SILENT_AFTER = 10  # ticks
+ANSWERS_ABOUT_STALL_WITHIN = 4.0
+SERVER_IS_SILENT_AFTER = 6  # ticks
+ASKS_AGAIN_AFTER = 5  # ticks
+MOST_REPORTS = 8  # ranks
+ALL_WAIT_LIMITS = 4  # limits that all may wait for each other: a network may recover
+IO_STEP = 20  # bits: a MiB that was read or written is progress
 STRANGERS = 64  # connections beyond one per rank that may wait to prove themselves
+
+
+def _line(kind: str, content: Mapping[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **content}).encode() + b"\n"
 
 
 class _Wire:
@@ -81,8 +90,12 @@ class _Wire:
 
     def send(self, kind: str, **content: Any) -> None:
         """A message; what cannot be sent is dropped, for the reader finds out who has exited."""
+        self.send_line(_line(kind, content))
+
+    def send_line(self, line: bytes) -> None:
+        """A message that has been encoded."""
         with contextlib.suppress(OSError), self._lock:
-            self.socket.sendall(json.dumps({"kind": kind, **content}).encode() + b"\n")
+            self.socket.sendall(line)
 
     def receive(self, limit: int) -> list[dict[str, Any]] | None:
         """Wait for messages; None when the connection is closed. Raises ValueError for what is no
@@ -121,6 +134,9 @@ def _proof(key: str, side: str, challenge: str) -> str:
     return hmac.new(key.encode(), f"{side} {challenge}".encode(), "sha256").hexdigest()
 
 
+NO_LIMITS = Limits(None, None, None, None, None)
+
+
 @dataclass
 class _Visitor:
     """A connection, and its rank once it has proved that it is one."""
@@ -148,6 +164,7 @@ class MonitorServer:
         host: str = "",
         secret: str = "",
         noticed: Callable[[Failure], None] = lambda failure: None,
+        startup: float | None = None,
     ):
         self.world_size = world_size
         self._noticed = noticed
@@ -168,7 +185,15 @@ class MonitorServer:
         self._asking: set[int] = set()
         self._stall_of: int | None = None  # seconds, while the ranks are asked why
         self._answers: dict[int, Any] = {}
+        self._phases: dict[int, tuple[str, float]] = {}  # long ones, and when their limit ends
+        self._stragglers: set[tuple[int, str]] = set()  # that were reported
+        self._inspected: list[dict[str, Any]] = []  # by ranks of other hosts
+        self._doomed: list[ProcessId] = []  # that do not respond
+        self._delegates: list[int] = []  # ranks that end those of their hosts
+        self._startup_limit = startup or 0.0
         self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY}
+        if startup:
+            self._deadlines["joined"] = time.monotonic() + startup
         self._reported_limit = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -242,7 +267,7 @@ class MonitorServer:
         self._visitors[connection] = visitor
         self._selector.register(connection, selectors.EVENT_READ, visitor)
         visitor.wire.send("challenge", challenge=visitor.challenge)
-        self._deadlines.setdefault("late", visitor.deadline)
+        self._deadlines.setdefault("silent_visitors", visitor.deadline)
 
     def _accept(self) -> None:
         if self._listening:
@@ -258,14 +283,14 @@ class MonitorServer:
             for visitor in list(self._visitors.values()):
                 self._close(visitor)
 
-    def _late(self) -> None:
+    def _silent_visitors(self) -> None:
         """Close connections that have not proved in time that they are ranks."""
         now = time.monotonic()
         for visitor in list(self._visitors.values()):
             if visitor.deadline <= now:
                 self._turn_away(visitor, f"nothing valid within {HELLO_WITHIN:.0f} seconds")
         if self._visitors:
-            self._deadlines["late"] = next(iter(self._visitors.values())).deadline
+            self._deadlines["silent_visitors"] = next(iter(self._visitors.values())).deadline
 
     def _turn_away(self, visitor: _Visitor, reason: str) -> None:
         """Close the connection of one that is not a rank; a reason is logged once."""
@@ -326,6 +351,7 @@ class MonitorServer:
             wire.send("end", end=self._decided)
         if len(self._processes) == self.world_size:
             self._deadlines.pop("absent", None)
+            self._deadlines.pop("joined", None)
             self._stop_listening()
         return process.rank
 
@@ -344,15 +370,28 @@ class MonitorServer:
                 self._deadlines["answer"] = time.monotonic() + ANSWERS_WITHIN
                 self._send_all("where")
             self._asking.add(rank)
-        elif kind == "stalled" and self._stall_of is None and not self._decided:
-            self._stall_of = int(message["seconds"])
-            self._answers = {}
-            self._deadlines["answer"] = time.monotonic() + ANSWERS_ABOUT_STALL_WITHIN
-            self._send_all("where")
+        elif kind == "phase":
+            limit = message["limit"]
+            until = float("inf") if limit is None else time.monotonic() + float(limit)
+            self._phases[rank] = (str(message["name"]), until)
+        elif kind == "inspected":
+            self._inspected.append(message)
+        elif kind == "stalled":
+            self._stalled(rank, int(message["seconds"]))
         elif kind == "at":
             self._answers[rank] = message
             if len(self._answers) >= len(self._wires):
                 self._deadlines["answer"] = 0.0
+
+    def _stalled(self, rank: int, seconds: int) -> None:
+        """A rank has made no progress for longer than its limit: ask all what they do."""
+        if self._stall_of is not None or self._decided:
+            self._wires[rank].send("wait")
+            return
+        self._stall_of = seconds
+        self._answers = {}
+        self._deadlines["answer"] = time.monotonic() + ANSWERS_ABOUT_STALL_WITHIN
+        self._send_all("where")
 
     def _note(self, failure: Failure, seconds: float) -> None:
         if self._decided:
@@ -365,7 +404,8 @@ class MonitorServer:
     def _absent(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self._processes))
         print(
-            f"waiting for {len(missing)} of {self.world_size} ranks to join: {_numbers(missing)}",
+            f"waiting for {len(missing)} of {self.world_size} ranks to join: "
+            f"{hang.numbers(missing)}",
             flush=True,
         )
         self._deadlines["absent"] = time.monotonic() + ABSENCE_REPORTED_EVERY
@@ -380,7 +420,7 @@ class MonitorServer:
         missing = [rank for rank in range(self.world_size) if rank not in self._processes]
         if missing:
             processes[missing[0]] = (
-                f"rank{'s' * (len(missing) > 1)} {_numbers(missing)} never joined"
+                f"rank{'s' * (len(missing) > 1)} {hang.numbers(missing)} never joined"
             )
         for rank in self._asking:
             if rank in self._wires:
@@ -394,22 +434,159 @@ class MonitorServer:
 
     def _judge(self, seconds: int) -> None:
         """Some rank has made no progress for longer than its limit: end the run, unless a rank that
-        the others may wait for is within its own limit, or all wait for each other."""
+        the others may wait for is within its own limit, or all have waited for each other not long
+        enough."""
         busy = {rank: one for rank, one in self._answers.items() if one["at"]}
-        silent = sorted(set(self._wires) - set(self._answers))
-        culprits = sorted([*silent, *busy])
-        if not culprits or self._failures or not all(one["stalled"] for one in busy.values()):
+        silent = [
+            rank for rank in sorted(set(self._wires) - set(self._answers)) if self._late(rank)
+        ]
+        within = [rank for rank, one in busy.items() if not one["stalled"]]
+        if self._failures:
             return
-        failures = []
-        for rank in culprits:
-            answer = busy.get(rank) or hang.inspect(self._processes[rank])
-            failures.append(hang.failure(self._processes[rank], seconds, answer))
-            print(hang.report(failures[-1], answer), file=sys.stderr)
-        others = sorted(set(self._wires) - set(culprits))
-        print(f"waiting for it: rank {_numbers(others) or 'none'}", file=sys.stderr, flush=True)
+        if within and not any(self._stopped(rank) for rank in silent):
+            self._report_stragglers(within)
+        elif silent or busy:
+            self._hang(seconds, silent, busy)
+        elif len(self._answers) == len(self._wires) and all(
+            one["stalled"] and one["seconds"] > ALL_WAIT_LIMITS * one["limit"]
+            for one in self._answers.values()
+        ):
+            self._hang(seconds, [], self._at_odds())
+
+    def _late(self, rank: int) -> bool:
+        """Should this rank have answered? In a phase that may hold the interpreter's lock for long
+        it need not, within the limit of that, unless it is stopped."""
+        _, until = self._phases.get(rank, ("", 0.0))
+        return self._stopped(rank) or time.monotonic() > until
+
+    def _stopped(self, rank: int) -> bool:
+        process = self._processes[rank]
+        here = process.host == socket.gethostname()
+        return here and hang.process_state(process.pid) in ("T", "t")
+
+    def _at_odds(self) -> dict[int, dict[str, Any]]:
+        """Where all ranks wait: those that wait for something else than most of the others."""
+        waits = {rank: one["waits"] for rank, one in self._answers.items()}
+        texts = list(waits.values())
+        usual = max(texts, key=texts.count)
+        odd = [rank for rank, text in waits.items() if text != usual] or list(waits)
+        return {
+            rank: {
+                **self._answers[rank],
+                "phase": f"collective ({waits[rank]})",
+                "at": "all ranks wait for each other",
+            }
+            for rank in odd
+        }
+
+    def _report_stragglers(self, ranks: Iterable[int]) -> None:
+        """A line for a rank that is slow, or in a long phase, but within its limit; once for each
+        of its phases."""
+        for rank in ranks:
+            answer = self._answers[rank]
+            if (rank, answer["known"]) in self._stragglers:
+                continue
+            self._stragglers.add((rank, answer["known"]))
+            waiting = sorted(set(self._answers) - set(ranks))
+            print(
+                f"straggler: {self._processes[rank]} is still in {answer['known']} "
+                f"(phase: {answer['phase']}) after {answer['elapsed']:.0f} s, "
+                f"{answer['share']:.0%} of them without waiting for others; "
+                f"waiting for it: rank {hang.numbers(waiting) or 'none'}",
+                flush=True,
+            )
+
+    def _hang(
+        self, seconds: int, silent: Iterable[int], busy: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """End the run: these ranks do not respond, and those are not waiting for others."""
+        known = {
+            self._processes[rank]: self._phases.get(rank, ("", 0.0))[0] or "iteration"
+            for rank in silent
+        }
+        found = {process.rank: (process, one) for process, one in self._inspect(known).items()}
+        for rank, answer in busy.items():
+            found[rank] = (self._processes[rank], answer)
+        self._report_hang(seconds, found)
+
+    def _report_hang(
+        self, seconds: float, found: Mapping[int, tuple[ProcessId, Mapping[str, Any]]]
+    ) -> None:
+        ranks = sorted(found)
+        failures = [hang.failure(found[rank][0], seconds, found[rank][1]) for rank in ranks]
+        for failure in failures[:MOST_REPORTS]:
+            answer = found[failure.process.rank][1]
+            print(hang.report(failure, answer), file=sys.stderr)
+        if ranks[MOST_REPORTS:]:
+            more = hang.numbers(ranks[MOST_REPORTS:])
+            print(f"hang: also rank {more}, in the same way", file=sys.stderr)
+        waits: dict[str, list[int]] = {}
+        for rank in sorted(set(self._wires) - set(found)):
+            answer = self._answers.get(rank, {})
+            where = f" in {answer['waits']}" if answer.get("waits") else ""
+            waits.setdefault(where, []).append(rank)
+        text = "; ".join(f"{hang.numbers(ranks)}{where}" for where, ranks in waits.items())
+        print(f"waiting for it: rank {text or 'none'}", file=sys.stderr, flush=True)
         self._note(failures[0], 0.0)
-        for rank in silent:
-            hang.kill(self._processes[rank])
+        self._kill_silent()
+
+    def _inspect(
+        self, known: Mapping[ProcessId, str], missing: Iterable[int] = ()
+    ) -> dict[ProcessId, dict[str, Any]]:
+        """What processes do that do not respond, and where ranks are that never joined; each host's
+        are inspected by a rank there that responds."""
+        self._send_all("wait")
+        missing = list(missing)
+        here = socket.gethostname()
+        hosts: dict[str, int] = {}
+        quiet = {process.rank for process in known}
+        for rank in sorted(set(self._wires) - quiet):
+            if self._processes[rank].host != here:
+                hosts.setdefault(self._processes[rank].host, rank)
+        self._inspected = []
+        for host, rank in hosts.items():
+            theirs = [(asdict(one), text) for one, text in known.items() if one.host == host]
+            if theirs or missing:
+                self._wires[rank].send("inspect", processes=theirs, missing=missing)
+        asked = len(hosts) if missing else len({one.host for one in known} & set(hosts))
+        answers = hang.inspect(known, missing)
+        deadline = time.monotonic() + hang.STACK_WITHIN
+        while len(self._inspected) < asked and time.monotonic() < deadline:
+            self._listen(deadline)
+        for message in self._inspected:
+            answers |= {ProcessId(**one): answer for one, answer in message["answers"]}
+        self._doomed = list(answers)
+        self._delegates = list(hosts.values())
+        return answers
+
+    def _kill_silent(self) -> None:
+        """End the processes that were inspected, which cannot be asked to exit."""
+        for process in self._doomed:
+            hang.kill(process)
+        doomed = [asdict(process) for process in self._doomed]
+        for rank in self._delegates if doomed else ():
+            if rank in self._wires:
+                self._wires[rank].send("kill", processes=doomed)
+
+    def _joined(self) -> None:
+        """The time for start-up is over, and some ranks never joined."""
+        missing = [rank for rank in range(self.world_size) if rank not in self._processes]
+        answers = {one.rank: (one, answer) for one, answer in self._inspect({}, missing).items()}
+        for rank in missing:
+            node = self._node_of(rank)
+            place = ProcessId(rank, 0, node, node)
+            answers.setdefault(
+                rank, (place, hang.unknown(hang.START_UP) | {"at": hang.NEVER_JOINED})
+            )
+        self._answers = {}
+        self._report_hang(self._startup_limit, answers)
+
+    def _node_of(self, rank: int) -> str:
+        """The host of a rank that never joined, if each host has as many consecutive ranks as this
+        one."""
+        size = launcher.info().local_world_size or 1
+        hosts = {one.host for one in self._processes.values() if one.rank // size == rank // size}
+        return f"{hosts.pop()}, probably" if len(hosts) == 1 else "an unknown host"
 
     def _end(self) -> None:
         """All but the rank that failed exit; rank 0, with this thread, after the others; the rank
@@ -426,8 +603,10 @@ class MonitorServer:
         last = (0,) if hung else (failure.process.rank, 0)
         self._send_all("end", but=last, end=self._decided)
         deadline = time.monotonic() + OTHERS_JOIN_WITHIN
-        while len(self._processes) < self.world_size and time.monotonic() < deadline:
+        joined = hung or len(self._processes) == self.world_size
+        while not joined and time.monotonic() < deadline:
             self._listen(deadline)
+            joined = len(self._processes) == self.world_size
         self._wait_until_gone(last)
         if (failure.process.rank or hung) and 0 in self._wires:
             self._wires[0].send("end", end=self._decided)
@@ -435,10 +614,11 @@ class MonitorServer:
         if failure.process.rank in self._wires:
             self._wires[failure.process.rank].send("speak")
 
-    def _send_all(self, kind: str, but: Iterable[int] = (), **content: Any) -> None:
+    def _send_all(self, kind: str, but: Collection[int] = (), **content: Any) -> None:
+        line = _line(kind, content)
         for rank, wire in self._wires.items():
             if rank not in but:
-                wire.send(kind, **content)
+                wire.send_line(line)
 
     def _wait_until_gone(self, but: Iterable[int]) -> None:
         deadline = time.monotonic() + OTHERS_EXIT_WITHIN
@@ -463,20 +643,27 @@ class MonitorClient:
         on_failure: Callable[[Failure], None],
         process: ProcessId | None = None,
         noticed: Callable[[Failure], None] = lambda failure: None,
+        limits: Limits = NO_LIMITS,
     ):
         self.process = process or this_process()
-        self._server_process = server
+        self.limits = limits
+        self.server_process = server
         self._on_failure = on_failure
         self._noticed = noticed
         self._main = threading.main_thread().ident
         self._reported = self._closed = self._ended = False
-        self._step: tuple[int, float] | None = None  # iteration under way, and its limit
-        self._ticks = 0  # for which it has been under way
-        self._seen = 0  # iteration of the last tick
-        self._unanswered = 0  # ticks since rank 0 was to answer
+        # the actions of the pipeline that are done, say
+        self.progress: Callable[[], int] = lambda: 0
+        self._phase = Phase(hang.START_UP, limit=limits.startup)
+        self._seen: tuple[Any, ...] = ()  # phase and progress at the last tick
+        self._ticks = 0  # since progress
+        self._phase_ticks = 0  # since the phase began
+        self._busy_ticks = 0  # ... of which this rank did not wait for others
+        self._asks_at = 0  # ticks at which rank 0 is notified next
+        self._unanswered = 0  # ticks since it was
         self._turn = threading.Event()
         self._answered = threading.Event()
-        self._locations: list[str] = []
+        self._locations: list[str] | None = None
         self._early: list[dict[str, Any]] = []
         self._wire = self._connect(addresses, key)
         threading.Thread(target=self._run, name="rank monitor", daemon=True).start()
@@ -520,10 +707,11 @@ class MonitorClient:
         while self._ended:
             time.sleep(1.0)  # the other thread ends this process
 
-    def ask(self) -> list[str]:
+    def ask(self) -> list[str] | None:
         """Of each rank that does not wait for others: its process and the line of code it
-        executes."""
+        executes. None where rank 0 does not answer."""
         self._answered.clear()
+        self._locations = None
         self._wire.send("ask")
         self._answered.wait(2 * ANSWERS_WITHIN)
         return self._locations
@@ -533,45 +721,55 @@ class MonitorClient:
         self._closed = True
         self._wire.send("bye")
 
-    def begin_step(self, iteration: int, limit: float | None) -> None:
-        """Iteration `iteration` is under way; no end of it within `limit` seconds is a hang. The
-        time is counted in looks of a thread, so that a machine without a free core is none."""
-        self._step = None if limit is None else (iteration, limit)
-
-    def end_step(self) -> None:
-        """No step is under way, and nothing is limited."""
-        self._step = None
+    def begin(self, phase: Phase) -> None:
+        """This rank is in `phase` from now on. The time without progress is counted in looks of a
+        thread, so that a machine without a free core is no hang."""
+        before = self._phase
+        self._phase = phase
+        if phase.announced or before.announced:
+            name, limit = (str(phase), phase.limit) if phase.announced else ("", 0.0)
+            self._wire.send("phase", name=name, limit=limit)
 
     def _tick(self) -> None:
-        step = self._step
-        if step is None or step[0] != self._seen:
-            self._seen = step[0] if step else 0
-            self._ticks = self._unanswered = 0
+        phase = self._phase
+        now = (phase, self.progress(), _bytes_moved() if phase.announced else 0)
+        self._phase_ticks = self._phase_ticks + 1 if self._seen[:1] == now[:1] else 0
+        if self._phase_ticks == 0:
+            self._busy_ticks = 0
+        elif self._phase_ticks > 1:
+            self._busy_ticks += self._waits() is None
+        if now != self._seen:
+            self._seen = now
+            self._ticks = self._unanswered = self._asks_at = 0
             return
         self._ticks += 1
         if not self._is_stalled():
             return
-        if self._unanswered == 0 or self._ticks % SERVER_IS_SILENT_AFTER == 0:
+        if self._asks_at <= self._ticks:
+            self._asks_at = self._ticks + ASKS_AGAIN_AFTER
+            self._unanswered = self._unanswered or 1
             self._wire.send("stalled", seconds=self._ticks * TICK)
-        self._unanswered += 1
+        elif self._unanswered:
+            self._unanswered += 1
         if self._unanswered > SERVER_IS_SILENT_AFTER and self.process.rank:
             self._give_up_server()
 
     def _is_stalled(self) -> bool:
-        step = self._step
-        return step is not None and step[0] == self._seen and self._ticks * TICK > step[1]
+        limit = self._phase.limit
+        return limit is not None and self._ticks * TICK > limit and self._seen[0] == self._phase
 
     def _give_up_server(self) -> None:
         """Rank 0 does not answer: rank 1 reports it and ends it, the others follow."""
-        server = self._server_process
-        answer = hang.inspect(server) if self.process.rank == 1 else hang.SILENT
+        server = self.server_process
+        first = self.process.rank == 1
+        known = {server: str(self._phase)}
+        answer = hang.inspect(known)[server] if first else hang.unknown("")
         failure = hang.failure(server, int(self._ticks * TICK), answer)
-        if self.process.rank == 1:
+        if first:
             print(hang.report(failure, answer), file=sys.stderr, flush=True)
+            hang.kill(server)
         else:
             time.sleep(hang.STACK_WITHIN + DEATH_COUNTS_AFTER)
-        if self.process.rank == 1:
-            hang.kill(server)
         self._leave(failure)
 
     def _run(self) -> None:
@@ -594,14 +792,14 @@ class MonitorClient:
         while messages is not None:
             for message in messages:
                 self._take(message)
-            self._unanswered = min(self._unanswered, 1)
+            self._unanswered = 0
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wire.socket, selectors.EVENT_READ)
                 while not selector.select(TICK):
                     self._tick()
             messages = self._wire.receive(LONGEST_ANSWER)
         if not self._closed and not self._reported:
-            failure = Failure(self._server_process, DIED, silent=True)
+            failure = Failure(self.server_process, DIED, silent=True)
             self._noticed(failure)
             time.sleep(DEATH_COUNTS_AFTER)
             self._leave(failure)
@@ -615,14 +813,14 @@ class MonitorClient:
         elif kind == "speak":
             self._turn.set()
         elif kind == "where":
-            stack = traceback.extract_stack(sys._current_frames()[self._main])
-            self._wire.send(
-                "at",
-                at=None if self._reported else self._doing(),
-                stalled=self._is_stalled(),
-                phase=hang.phase([(frame.filename, frame.name) for frame in stack]),
-                stack="".join(traceback.format_list(stack))[-LONGEST_TEXT:],
-            )
+            self._wire.send("at", **self._state())
+        elif kind == "inspect":
+            known = {ProcessId(**one): text for one, text in message["processes"]}
+            answers = hang.inspect(known, message["missing"])
+            self._wire.send("inspected", answers=[(asdict(p), a) for p, a in answers.items()])
+        elif kind == "kill":
+            for one in message["processes"]:
+                hang.kill(ProcessId(**one))
         elif kind == "answer":
             self._locations = message["processes"]
             self._answered.set()
@@ -633,34 +831,39 @@ class MonitorClient:
         self._ended = True
         self._on_failure(failure)
 
-    def _doing(self) -> str | None:
-        """The line of code of the main thread; None while any thread waits for other ranks."""
-        found = sys._current_frames()
-        stacks = {ident: traceback.extract_stack(frame) for ident, frame in found.items()}
-        if any(_waits(stack[-1]) for stack in stacks.values()) or any(
-            f.name == "leave_with" for f in stacks[self._main]
-        ):
-            return None
-        return code_location(stacks[self._main])
+    def _state(self) -> dict[str, Any]:
+        """What this rank is doing, for rank 0: where it waits, or the line of code and the stack of
+        its main thread."""
+        waits = self._waits()
+        phase = self._phase
+        frames = hang.frames_of(sys._current_frames()[self._main])
+        places = [(one.f_code.co_filename, one.f_code.co_name) for one in frames]
+        leaves = self._reported or any(name == "leave_with" for _, name in places)
+        idle = leaves or waits is not None
+        return {
+            "at": None if idle else code_location(traceback.extract_stack(frames[-1])),
+            "waits": waits,
+            "known": str(phase),
+            "phase": hang.full_phase(str(phase), places),
+            "stalled": self._is_stalled(),
+            "seconds": self._ticks * TICK,
+            "limit": phase.limit,
+            "elapsed": self._phase_ticks * TICK,
+            "share": self._busy_ticks / max(1, self._phase_ticks - 1),
+            "stack": "" if idle else hang.stack_text(frames)[-LONGEST_TEXT:],
+        }
+
+    def _waits(self) -> str | None:
+        """The collective in which a thread of this rank waits for others; None if none does."""
+        found = map(hang.waiting_in, sys._current_frames().values())
+        return next((text for text in found if text is not None), None)
 
 
-def _waits(frame: traceback.FrameSummary) -> bool:
-    path = Path(frame.filename).as_posix()
-    return "/torch/distributed/" in path or path.endswith(
-        ("megatron/parallel/collectives.py", "megatron/parallel/pipeline.py")
-    )
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """`0, 2-5`."""
-    return ", ".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in _spans(ranks)
-    )
-
-
-def _spans(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = 0
-    for i in range(1, len(ranks) + 1):
-        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
-            yield ranks[first], ranks[i - 1]
-            first = i
+def _bytes_moved() -> int:
+    """MiB that this process has read and written, where the system counts them."""
+    try:
+        with open("/proc/self/io", "rb") as file:
+            first, second = file.read().split(b"\n")[:2]
+        return int(first.split()[1]) + int(second.split()[1]) >> IO_STEP
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -7,14 +7,17 @@ import json
 import os
 import secrets
 import socket
+import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron import launcher
+from megatron import launcher, log
 from megatron.config.tree import Config
+from megatron.training.launch import hang
+from megatron.training.launch.hang_limits import limits
 from megatron.training.launch.network import (
     address_towards,
     allow_open_files,
@@ -24,9 +27,9 @@ from megatron.training.launch.network import (
     run_secret,
     unreachable,
 )
-from megatron.training.launch.process import Failure, ProcessId, this_process
+from megatron.training.launch.process import HUNG, Failure, ProcessId, this_process
 from megatron.training.launch.rank_monitor import MonitorClient, MonitorServer
-from megatron.training.launch.signals import SignalWatch
+from megatron.training.launch.signals import Refusal, SignalWatch
 
 CONNECT_WITHIN = 50.0  # seconds
 STRANGERS_ANSWER_WITHIN = 5.0
@@ -45,11 +48,13 @@ class Rendezvous:
         self._server: MonitorServer | None = None
         self._monitor: MonitorClient | None = None
         minutes = config.parallel.distributed_timeout_minutes
+        self.limits = limits(config)
         if launcher.rank() == 0:
             allow_open_files()  # one connection per rank for the store and one for the monitor
         self.master = launcher.rendezvous(os.environ)
-        self.store = open_store(*self.master, timedelta(minutes=minutes))
+        self.store = open_store(*self.master, timedelta(minutes=minutes), self.limits.startup)
         if watch is not None:
+            log.print_rank_0(f"hang limits, in seconds without progress: {self.limits}")
             watch.limit = f"--distributed-timeout-minutes {minutes}"
             self._monitor = watch.monitor = self._connect(watch)
 
@@ -72,9 +77,18 @@ class Rendezvous:
                     address if is_loopback(address) else "",
                     secret,
                     noticed,
+                    self.limits.startup,
                 )
                 contact = [address, self._server.port, self._server.token, asdict(this_process())]
                 self.store.set("rank-monitor", json.dumps(contact))
+            try:
+                self.store.wait(["rank-monitor"], timedelta(seconds=self.limits.startup or 1e6))
+            except dist.DistError:
+                raise _rank_0_is_missing(
+                    f"rank 0 made no progress between {self.master[0]}, port {self.master[1]}, and "
+                    "its rank monitor [rendezvous-failed]",
+                    self.limits.startup,
+                ) from None
             address, port, token, process = json.loads(self.store.get("rank-monitor"))
             return MonitorClient(
                 [(address, port), (self.master[0], port)],
@@ -82,6 +96,7 @@ class Rendezvous:
                 ProcessId(**process),
                 watch.leave_for,
                 noticed=noticed,
+                limits=self.limits,
             )
         except OSError as error:
             print(
@@ -106,18 +121,33 @@ class Rendezvous:
             self._server.finish()
 
 
-def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
+def _rank_0_is_missing(text: str, startup: float | None) -> ValueError:
+    """The error of a rank that rank 0 did not answer: `text`, or what rank 0 is doing if its
+    process is on this machine; it is ended then."""
+    answers = {} if startup is None else hang.inspect({}, [0])
+    for process, answer in answers.items():
+        failure = hang.failure(process, startup, answer)
+        print(hang.report(failure, answer), file=sys.stderr, flush=True)
+        hang.kill(process)
+        return Refusal(f"{process} {failure.text}", HUNG)
+    return ValueError(text)
+
+
+def open_store(host: str, port: int, limit: timedelta, startup: float | None = None) -> dist.Store:
     """The key-value store in which the ranks meet, served by rank 0.
 
     Operations on it wait for `limit` at most, connections about a minute. Without torchrun it is at
     `host` and `port`. torchrun's own store is there otherwise, and outlives the ranks that it
     restarts (--max-restarts), with the addresses of dead ones: from it only the address of rank 0's
-    store is read, until one answers that this rank has not joined yet. Raises ValueError where rank
-    0 cannot listen, or does not answer.
+    store is read, until one answers that this rank has not joined yet. Rank 0 has `startup` seconds
+    to answer, at most about a minute. Raises ValueError where rank 0 cannot listen, or does not
+    answer.
     """
     here = launcher.info()
     agent = launcher.agent_has_store()
     seconds = _answer_limit(here.world_size, limit)
+    if startup:
+        seconds = min(seconds, startup)
     if here.rank == 0 and not agent and (reason := listen_problem(port)):
         raise ValueError(
             f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port "
@@ -125,10 +155,11 @@ def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
         )
     if (here.rank or agent) and (reason := unreachable(host, port, seconds)):
         who = "torchrun's agent" if agent else "rank 0"
-        raise ValueError(
+        raise _rank_0_is_missing(
             f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
             "MASTER_ADDR must be rank 0's node, and all ranks must be started and reach that port "
-            "[rendezvous-failed]"
+            "[rendezvous-failed]",
+            None if agent else startup,
         )
     try:
         store = _store_at(host, port, here.rank == 0 and not agent, seconds)
@@ -136,13 +167,14 @@ def open_store(host: str, port: int, limit: timedelta) -> dist.Store:
             store = (
                 _serve_attempt(store, host, port)
                 if here.rank == 0
-                else _join_attempt(store, seconds)
+                else _join_attempt(store, seconds, startup)
             )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(
+        raise _rank_0_is_missing(
             f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
-            "MASTER_ADDR must be an address of rank 0's node [rendezvous-failed]"
+            "MASTER_ADDR must be an address of rank 0's node [rendezvous-failed]",
+            startup if here.rank else None,
         ) from None
     store.set_timeout(limit)
     return store
@@ -177,7 +209,7 @@ def _serve_attempt(agent: dist.Store, host: str, port: int) -> dist.TCPStore:
     return store
 
 
-def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
+def _join_attempt(agent: dist.Store, seconds: float, startup: float | None) -> dist.TCPStore:
     """Rank 0's store for this attempt.
 
     Until rank 0 was restarted, its last address leads nowhere, to another program, or (agents
@@ -186,16 +218,21 @@ def _join_attempt(agent: dist.Store, seconds: float) -> dist.TCPStore:
     """
     deadline = time.monotonic() + seconds
     while True:
-        address, port, token = json.loads(agent.get("store of rank 0"))
-        if unreachable(address, port, 0.0) is None:
+        where = "rank 0's store: its address is not in torchrun's store"
+        known = agent.check(["store of rank 0"])
+        if known:
+            address, port, token = json.loads(agent.get("store of rank 0"))
+            where = f"rank 0's store at {address}, port {port}"
+        if known and unreachable(address, port, 0.0) is None:
             with contextlib.suppress(dist.DistError):
                 store = _store_at(address, port, False, STRANGERS_ANSWER_WITHIN)
                 if store.check(["token"]) and store.get("token").decode() == token:
                     if store.add(f"rank {launcher.rank()} joined", 1) == 1:
                         return store
         if time.monotonic() > deadline:
-            raise ValueError(
-                f"rank 0's store at {address}, port {port}: no answer for {seconds:.0f} seconds; "
-                "let the nodes reach each other at any port [rendezvous-failed]"
+            raise _rank_0_is_missing(
+                f"{where}: no answer for {seconds:.0f} seconds; "
+                "let the nodes reach each other at any port [rendezvous-failed]",
+                startup,
             )
         time.sleep(RETRY_SECONDS)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron import interrupt, launcher, log
+from megatron import interrupt, launcher, log, optional
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
@@ -62,6 +62,8 @@ class SignalWatch:
         """From now on Ctrl-C means one line, no traceback, exit code 130; and a crash in a library
         shows where it was."""
         faulthandler.enable(all_threads=False)
+        if launcher.world_size() > 1:
+            optional.load("megatron.training.launch.hang").prepare()
         self._listen(signal.SIGINT)
 
     def remember_requests(self) -> None:
@@ -251,8 +253,11 @@ def _is_lost(error: BaseException) -> bool:
 
 def _timeout(error: BaseException, monitor: MonitorClient, limit: str) -> str:
     """Where this rank waited, and what the ranks that do not wait are doing."""
+    busy = monitor.ask()
     others = (
-        "; ".join(monitor.ask()[:8])
+        f"{monitor.server_process} does not answer (stopped, or its network is cut)"
+        if busy is None
+        else "; ".join(busy[:8])
         or "none (a slow network, or collectives that do not fit each other)"
     )
     return (

@@ -1,4 +1,4 @@
-"""How long an iteration may take before it counts as a hang."""
+"""How long each phase may take before it counts as a hang."""
 
 from __future__ import annotations
 
@@ -6,40 +6,82 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.config import command_line
+from megatron.training.agreement import Requests
+from megatron.training.launch.hang_limits import Limits, limits
 from megatron.training.launch.hang_watch import HangWatch
+from tests.runs import SMALL
 
 
 class Monitor:
-    """Keeps the limit of each iteration."""
+    """Keeps the phases."""
 
     def __init__(self):
-        self.limits: list[float | None] = []
+        self.phases = []
 
-    def begin_step(self, iteration: int, limit: float | None) -> None:
-        self.limits.append(limit)
-
-    def end_step(self) -> None:
-        pass
+    def begin(self, phase) -> None:
+        self.phases.append(phase)
 
 
-def limits(seconds: list[float], limit: float | None = None, micro_batches=lambda _: 1):
-    """Those of iterations that took so many seconds, and of the one after them."""
+def watch(given: float | None = None, micro_batches=lambda _: 1, pipeline=None):
+    run = SimpleNamespace(plan=SimpleNamespace(num_microbatches=micro_batches), pipeline=pipeline)
     monitor = Monitor()
-    watch = HangWatch(monitor, limit, micro_batches)
+    return monitor, HangWatch(monitor, Limits(100.0, 90.0, 80.0, 70.0, given), run)
+
+
+def iteration_limits(seconds: list[float], given: float | None = None, micro_batches=lambda _: 1):
+    """Those of iterations that took so many seconds, and of the one after them."""
+    monitor, hook = watch(given, micro_batches)
     for iteration, one in enumerate([*seconds, 0.0], 1):
-        watch.before_step(iteration)
-        watch.after_step(SimpleNamespace(iteration=iteration, seconds=one))
-    return monitor.limits
+        hook.before_step(iteration)
+        hook.after_step(SimpleNamespace(iteration=iteration, seconds=one))
+    return [phase.limit for phase in monitor.phases if phase.name.endswith("iteration")][::2]
 
 
-def test_the_first_iteration_has_no_limit_and_the_others_at_least_15_seconds():
-    assert limits([9.0, 0.1, 0.1]) == [None, 45.0, pytest.approx(22.75), 15.0]
+def test_the_first_iteration_has_a_limit_of_its_own_and_the_others_at_least_15_seconds():
+    assert iteration_limits([9.0, 0.1, 0.1]) == [90.0, 45.0, pytest.approx(22.75), 15.0]
 
 
 def test_a_limit_that_is_given_holds():
-    assert limits([9.0, 0.1], 3.0) == [None, 3.0, 3.0]
+    assert iteration_limits([9.0, 0.1], 3.0) == [90.0, 3.0, 3.0]
 
 
 def test_a_batch_that_grows_has_as_many_times_the_seconds():
     sizes = {1: 2, 2: 2, 3: 40}
-    assert limits([8.0, 8.0], micro_batches=sizes.get) == [None, 40.0, 800.0]
+    assert iteration_limits([8.0, 8.0], micro_batches=sizes.get) == [90.0, 40.0, 800.0]
+
+
+def test_evaluation_and_save_have_limits_and_what_is_between_has_the_larger_one():
+    pipeline = SimpleNamespace(actions_done=0)
+    monitor, hook = watch(pipeline=pipeline)
+    hook.before_evaluation()
+    hook.before_save()
+    hook.after_iteration(3, Requests())
+    hook.on_end()
+    assert [phase.limit for phase in monitor.phases] == [80.0, 70.0, 80.0, 80.0]
+    assert [phase.announced for phase in monitor.phases] == [True, True, False, True]
+    pipeline.actions_done = 7
+    assert monitor.progress() == 7
+
+
+def limits_of(*words: str) -> Limits:
+    return limits(
+        command_line.read([*SMALL, "--mock-data", "--train-iters", "10", *words], {}).config
+    )
+
+
+def test_the_flags():
+    assert limits_of() == Limits(540.0, 540.0, 540.0, 540.0, None)
+    assert limits_of("--hang-timeout-startup-seconds", "0").startup is None
+    none = limits_of("--hang-timeout-seconds", "0")
+    assert none == Limits(None, None, None, None, 0.0, iterations=False)
+    compiled = limits_of("--torch-compile")
+    assert compiled.first_iteration is None and not compiled.iterations and compiled.save == 540.0
+    assert limits_of("--torch-compile", "--hang-timeout-seconds", "3").iterations
+    given = limits_of(
+        *("--hang-timeout-first-iteration-seconds", "4"),
+        *("--hang-timeout-evaluation-seconds", "5"),
+        *("--hang-timeout-save-seconds", "6"),
+        *("--distributed-timeout-minutes", "1"),
+    )
+    assert given == Limits(54.0, 4.0, 5.0, 6.0, None)

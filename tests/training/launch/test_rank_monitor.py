@@ -10,13 +10,17 @@ import queue
 import re
 import resource
 import socket
+import sys
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 
-from megatron.training.launch import network, rank_monitor
+from megatron.parallel.collectives import Pending
+from megatron.parallel.context import Axis
+from megatron.training.launch import hang, network, rank_monitor
+from megatron.training.launch.hang_limits import Phase
 from megatron.training.launch.process import HUNG
 from megatron.training.launch.rank_monitor import (
     DIED,
@@ -30,9 +34,9 @@ from megatron.training.launch.rank_monitor import (
 class Ranks:
     """A server and the lines of some ranks; `ended` collects (rank, the end it was told)."""
 
-    def __init__(self, world: int, joined: int):
+    def __init__(self, world: int, joined: int, startup: float | None = None):
         self.ended: queue.Queue[tuple[int, Failure]] = queue.Queue()
-        self.server = MonitorServer(world)
+        self.server = MonitorServer(world, startup=startup)
         self.places = [ProcessId(rank, 100 + rank, "here", str(rank)) for rank in range(world)]
         self.dead: set[int] = set()
         self.lines = [self.join(rank) for rank in range(joined)]
@@ -422,7 +426,7 @@ def test_the_address_on_the_way():
         network.address_towards("no-such-host.invalid", 9)
 
 
-def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch):
+def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch, capsys):
     """Ranks 0 and 1 have waited longer than their limit; rank 2, which has none now (it writes a
     file, say), is no hang. Later it is one."""
     monkeypatch.setattr(rank_monitor, "TICK", 0.05)
@@ -436,10 +440,116 @@ def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch):
 
     ranks.server._judge = counted
     for line in ranks.lines[:2]:
-        line.begin_step(5, 0.1)
+        line.begin(Phase("iteration", 5, 0.1, announced=False))
     for _ in range(2):
         assert judged.acquire(timeout=60)
     assert ranks.ended.empty()
-    ranks.lines[2].begin_step(5, 0.1)
+    assert len(re.findall(r"^straggler: rank 2 .* rank 0-1$", capsys.readouterr().out, re.M)) <= 1
+    ranks.lines[2].begin(Phase("iteration", 5, 0.1, announced=False))
     ends = dict(ranks.ended.get(timeout=60) for _ in range(3))
     assert {end.code for end in ends.values()} == {HUNG}
+
+
+ITERATION = Phase("iteration", 5, 0.1, announced=False)
+
+
+def named(ranks: Ranks, count: int) -> set[tuple[int, int]]:
+    """(rank that was named, exit code) as so many ranks were told."""
+    ends = dict(ranks.ended.get(timeout=60) for _ in range(count))
+    return {(end.process.rank, end.code) for end in ends.values()}
+
+
+def test_a_rank_that_never_joins_is_named(capfd):
+    ranks = Ranks(3, 2, startup=0.3)
+    assert named(ranks, 2) == {(2, HUNG)}
+    assert "rank 2 (process unknown on" in capfd.readouterr().err
+
+
+def test_ranks_that_wait_for_each_other_and_the_one_at_odds(monkeypatch, capfd):
+    monkeypatch.setattr(rank_monitor, "TICK", 0.05)
+    ranks = Ranks(3, 3)
+    for rank, line in enumerate(ranks.lines):
+        where = "all_reduce over tp" if rank == 2 else "all_reduce over dp"
+        monkeypatch.setattr(line, "_waits", lambda where=where: where)
+        line.begin(ITERATION)
+    assert named(ranks, 3) == {(2, HUNG)}
+    assert "rank 0-1 in all_reduce over dp" in capfd.readouterr().err
+
+
+def test_progress_is_no_hang(monkeypatch):
+    """The phase is the same for many times its limit, but its counter moves."""
+    monkeypatch.setattr(rank_monitor, "TICK", 0.05)
+    ranks = Ranks(2, 2)
+    stalled = []
+    ticks = threading.Semaphore(0)
+
+    def progress() -> int:
+        ticks.release()
+        stalled.append(ranks.lines[1]._is_stalled())
+        return len(stalled)
+
+    ranks.lines[1].progress = progress
+    ranks.lines[1].begin(ITERATION)
+    for _ in range(20):
+        assert ticks.acquire(timeout=60)
+    assert not any(stalled) and ranks.ended.empty()
+
+
+def test_a_silent_rank_is_inspected_by_a_rank_on_its_host(monkeypatch, capfd):
+    monkeypatch.setattr(rank_monitor, "TICK", 0.05)
+    monkeypatch.setattr(rank_monitor, "ANSWERS_ABOUT_STALL_WITHIN", 0.5)
+    ranks = Ranks(3, 3)
+    asked = []
+
+    def inspect(known, missing=()):
+        asked.append([process.rank for process in known])
+        return {one: {"at": "stopped", "phase": "data", "stack": "inspected"} for one in known}
+
+    monkeypatch.setattr(hang, "inspect", inspect)
+    for line in ranks.lines:
+        monkeypatch.setattr(line, "_waits", lambda: "all_reduce over dp")
+    ranks.lines[2]._take = lambda message: None  # it never answers
+    for line in ranks.lines[:2]:
+        line.begin(ITERATION)
+    rank, end = ranks.ended.get(timeout=60)
+    assert (rank, end.process.rank, end.code) == (1, 2, HUNG)
+    assert [2] in asked and "inspected" in capfd.readouterr().err
+
+
+def test_a_rank_in_a_long_phase_need_not_answer():
+    """It may hold the interpreter's lock in a save; in an iteration it does not."""
+    ranks = Ranks(2, 2)
+    ranks.lines[1].begin(Phase("save", limit=1000.0))
+    ranks.lines[1].ask()  # so the server has read what was sent before
+    assert not ranks.server._late(1)
+    ranks.lines[1].begin(ITERATION)
+    ranks.lines[1].ask()
+    assert ranks.server._late(1)
+
+
+def test_a_rank_0_that_does_not_answer_is_not_nobody(monkeypatch):
+    monkeypatch.setattr(rank_monitor, "ANSWERS_WITHIN", 0.05)
+    ranks = Ranks(2, 2)
+    monkeypatch.setattr(ranks.server, "_take", lambda rank, message: None)
+    assert ranks.lines[1].ask() is None
+
+
+def test_the_collective_and_its_axis_are_read_off_the_stack():
+    begun, end = threading.Event(), threading.Event()
+
+    class Work:
+        def wait(self) -> None:
+            begun.set()
+            end.wait(60)
+
+    def start_all_reduce(axis: Axis) -> Pending:
+        return Pending([Work()], lambda: None, axis)
+
+    thread = in_thread(start_all_reduce(Axis("tp", 4, 1, (0, 1, 2, 3))))
+    assert begun.wait(60)
+    frame = sys._current_frames()[thread.ident]
+    while "collectives" not in frame.f_code.co_filename:  # it waits in Python here, in C otherwise
+        frame = frame.f_back
+    assert hang.waiting_in(frame).endswith(" over tp (ranks 0-3)")
+    end.set()
+    assert hang.waiting_in(sys._getframe()) is None
