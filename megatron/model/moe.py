@@ -476,7 +476,8 @@ class MoELayer(nn.Module):
         rows = all_to_all(dispatch(x, order, self.topk), ep, send, receive)
         weights = all_to_all(dispatch(probs.view(-1, 1), order, 1), ep, send, receive)
         local = torch.arange(received.shape[1], device=x.device).repeat(ep.size)
-        inner = local.repeat_interleave(received.flatten()).argsort(stable=True)
+        inner = local.repeat_interleave(received.flatten(), output_size=sum(receive))
+        inner = inner.argsort(stable=True)
         y = self.compute(rows, weights, inner, 1, received.sum(0).tolist())
         return combine(all_to_all(y, ep, receive, send), order, self.topk, len(x))
 

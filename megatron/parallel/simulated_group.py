@@ -3,7 +3,7 @@ collective under torch's dispatcher says of itself. For --dry-run --trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,6 +47,38 @@ def simulated_ranks(world_size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def on_wait(call: Callable[[Any], None]) -> Iterator[None]:
+    """In this context `call` gets the handle of a simulated collective when it is waited for."""
+    kind = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)
+    own = kind.wait
+
+    def wait(handle: Any, *timeout: Any) -> Any:
+        call(handle)
+        return own(handle, *timeout)
+
+    kind.wait = wait
+    try:
+        yield
+    finally:
+        kind.wait = own
+
+
+def started(operation: Any, args: Sequence[Any], out: Any) -> tuple[Any, torch.Tensor | None]:
+    """(Handle of an operation of torch.ops.c10d that has not been waited for yet, or None; what it
+    writes, None of a send)."""
+    names = [one.name for one in operation._schema.arguments]
+    if "async_op" in names and names.index("async_op") < len(args):
+        if not args[names.index("async_op")]:
+            return None, None
+    name = operation.overloadpacket.__name__
+    if name == "barrier":
+        return None, None
+    handle = out[-1] if isinstance(out, (tuple, list)) else out
+    written = None if name == "send" else next(_tensors(args))
+    return dist.Work.unbox(handle), written
 
 
 def serve_meta(group: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron.parallel.simulated_group import Message, message_of
+from megatron.parallel.simulated_group import Message, message_of, on_wait, started
 
 # Functions that may read a number from the device in a step: the sums of the step (loss, requests),
 # the gradient norm, and with --log-num-zeros-in-grad and --log-params-norm these.
@@ -25,9 +25,14 @@ MAY_READ = {
     ("optimizer.py", "_measure"),
     ("optimizer.py", "params_norm"),
     ("clip_grads.py", "count_zeros"),
+    ("moe.py", "sinkhorn"),
 }
+# These read how many copies of tokens go to each expert, or to each rank; the trace gives all as
+# many. Counts are of all the copies that the layer sorted last.
+ROUTES = {("moe.py", "by_all_gather"), ("moe.py", "by_all_to_all")}
+SORTS = ("moe.py", "sort")
 # ... and that may make large float64 tensors: angles of positions, sums of squares.
-MAY_WIDEN = {("rotary.py", None), ("clip_grads.py", None), ("step_sums.py", None)}
+MAY_WIDEN = {("rotary.py", None), ("clip_grads.py", None), ("step_sums.py", None), ("moe.py", None)}
 WIDE_FROM = 1024  # elements; a float64 tensor of fewer costs nothing
 # Operations whose result depends on values on the device.
 READS = {
@@ -95,6 +100,16 @@ class Kept(NamedTuple):
     place: Place
 
 
+class _Started(NamedTuple):
+    """A collective or message that nothing has waited for; it writes these bytes of a storage."""
+
+    handle: Any
+    operation: str
+    place: Place
+    storage: int
+    span: tuple[int, int]
+
+
 class _Piece(NamedTuple):
     """One piece of memory that is alive; `reference` calls back when it is freed."""
 
@@ -134,6 +149,17 @@ class StepRecorder(TorchDispatchMode):
         self.copies_to_device = 0
         self._spans: list[str] = ["build"]
         self._pieces: dict[int, _Piece] = {}
+        self._started: dict[int, _Started] = {}
+        self._waits = on_wait(lambda handle: self._started.pop(id(handle), None))
+        self._copies = 0  # of tokens, that the last layer of experts sorted
+
+    def __enter__(self) -> StepRecorder:
+        self._waits.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._waits.__exit__(*error)
 
     # The timers of the step say which phase it is in.
     @contextmanager
@@ -182,12 +208,17 @@ class StepRecorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d":
             self.messages.append(message_of(name, args, self.rank))
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if self.in_step:
+                self._start(func, args, out)
+            return out
         inputs = list(_tensors((*args, *kwargs.values())))
         if self.in_step:
             self._check_devices(name, inputs)
+            if self._started and not func.is_view and name not in NO_LAUNCH:
+                self._check_arrived(name, inputs)
             if _reads(name, inputs, kwargs):
-                return self._read(name, inputs)
+                return self._read(name, inputs, kwargs.get("minlength", 0))
         out = func(*args, **kwargs)
         self._count(func, name, args, kwargs, out)
         for tensor in _tensors((out,)):
@@ -218,10 +249,43 @@ class StepRecorder(TorchDispatchMode):
                 "there (device=...) [trace-device-mixed]"
             )
 
-    def _read(self, name: str, inputs: list[torch.Tensor]) -> Any:
+    def _start(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        handle, written = started(func, args, out)
+        if handle is None:
+            return
+        storage, span = (0, (0, 0)) if written is None else _span(written)
+        name = self.messages[-1].operation
+        self._started[id(handle)] = _Started(handle, name, _place(), storage, span)
+
+    def _check_arrived(self, name: str, inputs: list[torch.Tensor]) -> None:
+        for storage, (first, end) in map(_span, inputs):
+            for one in self._started.values():
+                if one.storage == storage and first < one.span[1] and one.span[0] < end:
+                    raise TraceError(
+                        f"{_place()}: {name} takes what the {one.operation} of {one.place} writes, "
+                        "and nothing has waited for it: call wait() of its handle first "
+                        "[trace-missing-wait]"
+                    )
+
+    def check_waited(self) -> None:
+        """Raise TraceError for a collective or message of the step that nothing waited for."""
+        for one in self._started.values():
+            raise TraceError(
+                f"{one.place}: nothing waits for this {one.operation} in the step: call wait() of "
+                "its handle [trace-missing-wait]"
+            )
+
+    def _read(self, name: str, inputs: list[torch.Tensor], minlength: int) -> Any:
         """Zeros in place of the values that a listed function waits for."""
         place = _place()
-        if (Path(place.file).name, place.function) not in MAY_READ:
+        where = (Path(place.file).name, place.function)
+        if where == SORTS and name == "bincount":
+            self._copies = inputs[0].numel()
+            return torch.empty(minlength, dtype=torch.int64, device="meta")
+        if where in ROUTES:
+            self.operations["host sync"] += 1
+            return _shares(self._copies, inputs[0])
+        if where not in MAY_READ:
             raise TraceError(
                 f"{place}: {name} makes the host wait for the device in the training step; "
                 "keep the value on the device, or read it after the step [trace-host-sync]"
@@ -279,6 +343,24 @@ def _reads(name: str, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> boo
         return True
     device = kwargs.get("device")
     return name == "_to_copy" and device is not None and torch.device(device).type == "cpu"
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
+    """(Storage, first and last byte + 1 in it)."""
+    first = tensor.storage_offset()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    item = tensor.element_size()
+    end = (last + 1) * item if tensor.numel() else first * item
+    return tensor.untyped_storage()._cdata, (first * item, end)
+
+
+def _shares(copies: int, counts: torch.Tensor) -> torch.Tensor:
+    """Numbers of the shape of `counts` that are as equal as `copies`, their sum, allows."""
+    each, more = divmod(copies, counts.numel())
+    found = torch.full((counts.numel(),), each, dtype=counts.dtype)
+    found[:more] += 1
+    return found.view(counts.shape)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ from megatron.training.step import ForwardStep, train_step
 
 META = torch.device("meta")
 # Of several axes with the same ranks and group the first one counts.
-AXES = ("tp", "cp", "pp", "pp_gradients", "ends", "shard", "instances", "dp_cp", "dp")
+AXES = ("tp", "etp", "ep", "cp", "pp", "pp_gradients", "ends", "shard", "instances", "dp_cp", "dp")
 AXES += ("optimizer", "model", "world")
 # Memory made in a step that may outlive it: names of metrics, scales, a first use's tables.
 KEPT_BYTES = 1 << 20
@@ -91,6 +91,7 @@ def trace_rank(
         recorder.begin_step()
         train_step(run, forward_step, _samples(config), plan.train_iters)
         recorder.in_step = False
+        recorder.check_waited()
         _check_kept(recorder.kept())
         names = _axis_names(ctx)
         return RankTrace(
@@ -167,8 +168,8 @@ def _check_kept(kept: list[Kept]) -> None:
 def _axis_names(ctx: ParallelContext) -> dict[str, str]:
     """The axis of each process group by torch's name of the group."""
     found: dict[str, str] = {}
-    for name in AXES:
-        axis = ctx.axis(name)
+    experts = {"expert_shard": ctx.experts.shard, "expert_instances": ctx.experts.instances}
+    for name, axis in [*((name, ctx.axis(name)) for name in AXES), *experts.items()]:
         if axis.group is not None:
             found.setdefault(axis.group.group_name, name)
     return found

@@ -113,6 +113,31 @@ def test_a_float64_constant():
     assert "float64" in refused("trace-widened", forward_step)
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_a_missing_wait(used):
+    def forward_step(batch, model):
+        losses, *rest = plain(batch, model)
+        total = losses.detach().clone()
+        torch.distributed.all_reduce(total, async_op=True)
+        return (losses + 0.0 * total if used else losses), *rest
+
+    message = refused("trace-missing-wait", forward_step, world=2)
+    assert "all-reduce" in message and "forward_step" in message
+
+
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4".split()
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("more", [(), (TP, "2", "--sequence-parallel", PP, "2", *SHARDED)])
+def test_bytes_of_experts_are_the_plans(dispatcher, more):
+    flags = with_flags(FLAGS, *EXPERTS, "--moe-token-dispatcher-type", dispatcher, *more)
+    traced = Traced(flags, 8)
+    for rank in (0, 7):
+        trace = traced.rank(rank)
+        assert sent(trace) == sent_by_axis(traced.config, traced.plan, trace.stage)
+
+
 def test_activations_that_a_closure_keeps():
     hidden = []
     forward = MLP.forward
