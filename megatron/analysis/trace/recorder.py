@@ -74,6 +74,7 @@ KINDS = {
 }
 
 
+WEIGHTS = "params-all-gather"
 HERE = f"{Path(__file__).parent}/"
 
 
@@ -108,6 +109,7 @@ class _Started(NamedTuple):
     place: Place
     storage: int
     span: tuple[int, int]
+    phase: str
 
 
 class _Piece(NamedTuple):
@@ -255,7 +257,7 @@ class StepRecorder(TorchDispatchMode):
             return
         storage, span = (0, (0, 0)) if written is None else _span(written)
         name = self.messages[-1].operation
-        self._started[id(handle)] = _Started(handle, name, _place(), storage, span)
+        self._started[id(handle)] = _Started(handle, name, _place(), storage, span, self._spans[-1])
 
     def _check_arrived(self, name: str, inputs: list[torch.Tensor]) -> None:
         for storage, (first, end) in map(_span, inputs):
@@ -268,8 +270,11 @@ class StepRecorder(TorchDispatchMode):
                     )
 
     def check_waited(self) -> None:
-        """Raise TraceError for a collective or message of the step that nothing waited for."""
+        """Raise TraceError for a collective or message of the step that nothing waited for. Weights
+        may arrive in the next step's forward pass (--overlap-param-gather)."""
         for one in self._started.values():
+            if one.phase == WEIGHTS:
+                continue
             raise TraceError(
                 f"{one.place}: nothing waits for this {one.operation} in the step: call wait() of "
                 "its handle [trace-missing-wait]"

@@ -125,7 +125,7 @@ def test_a_missing_wait(used):
     assert "all-reduce" in message and "forward_step" in message
 
 
-EXPERTS = "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4".split()
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --disable-bias-linear --expert-model-parallel-size 2".split()
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
