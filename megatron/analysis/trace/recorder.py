@@ -220,7 +220,7 @@ class StepRecorder(TorchDispatchMode):
             if self._started and not func.is_view and name not in NO_LAUNCH:
                 self._check_arrived(name, inputs)
             if _reads(name, inputs, kwargs):
-                return self._read(name, inputs, kwargs.get("minlength", 0))
+                return self._read(name, inputs, args)
         out = func(*args, **kwargs)
         self._count(func, name, args, kwargs, out)
         for tensor in _tensors((out,)):
@@ -280,13 +280,13 @@ class StepRecorder(TorchDispatchMode):
                 "its handle [trace-missing-wait]"
             )
 
-    def _read(self, name: str, inputs: list[torch.Tensor], minlength: int) -> Any:
+    def _read(self, name: str, inputs: list[torch.Tensor], args: Sequence[Any]) -> Any:
         """Zeros in place of the values that a listed function waits for."""
         place = _place()
         where = (Path(place.file).name, place.function)
         if where == SORTS and name == "bincount":
             self._copies = inputs[0].numel()
-            return torch.empty(minlength, dtype=torch.int64, device="meta")
+            return torch.empty(args[2], dtype=torch.int64, device="meta")
         if where in ROUTES:
             self.operations["host sync"] += 1
             return _shares(self._copies, inputs[0])
