@@ -17,6 +17,7 @@ MODULES = {
     "megatron.config.megatron_compat.deepspeed": "--deepspeed_config",
     "megatron.config.checks.kernels": "a choice of kernels",
     "megatron.config.checks.layout": "several ranks, or flags about them",
+    "megatron.config.checks.low_precision": "gradients or moments in 16 bits",
     "megatron.config.checks.moe": "--num-experts",
     "megatron.config.checks.fp8": "--fp8-format",
     "megatron.kernels.transformer_engine": "--transformer-impl transformer_engine",

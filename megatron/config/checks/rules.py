@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator
 
 from megatron import optional
 from megatron.config.checks import effects, model, ranges, schedule, services
-from megatron.config.checks import low_precision as check_low_precision
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.parallel import ParallelConfig
@@ -55,7 +54,8 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         found += optional.load("megatron.config.checks.layout").notes(facts)
     if _chooses_kernels(facts):
         found += optional.load("megatron.config.checks.kernels").notes(facts)
-    found += check_low_precision.notes(facts)
+    if _stores_16_bits(facts):
+        found += optional.load("megatron.config.checks.low_precision").notes(facts)
     found += services.read_skips(facts)[1]
     if config.training.dry_run:
         found += [f"not here yet: {line}" for line in check_paths.missing(config)]
@@ -75,6 +75,17 @@ def _experts(f: Facts) -> Iterator[str]:
 def _fp8(f: Facts) -> Iterator[str]:
     if f["fp8"] is not None:
         yield from optional.load("megatron.config.checks.fp8").rule(f)
+
+
+def _stores_16_bits(f: Facts) -> bool:
+    """Do flags ask for gradients or moments in other dtypes than fp32?"""
+    dtypes = (f["main_grads_dtype"], f["exp_avg_dtype"], f["exp_avg_sq_dtype"])
+    return f["use_precision_aware_optimizer"] or set(dtypes) != {"fp32"}
+
+
+def _low_precision(f: Facts) -> Iterator[str]:
+    if _stores_16_bits(f):
+        yield from optional.load("megatron.config.checks.low_precision").rule(f)
 
 
 def _asks_for_layout(f: Facts) -> bool:
@@ -126,7 +137,7 @@ _RULES = (
     model.shape,
     model.precision,
     _fp8,
-    check_low_precision.rule,
+    _low_precision,
     _layout,
     _packed,
     schedule.length_and_batch,
