@@ -11,7 +11,7 @@ import torch
 
 from megatron.arguments import Problems, read_words
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.config import command_line
 from megatron.training.logging.run_events_file import NAME, crash_loop, read_events
 from tests.data.chat.conversations import CONVERSATIONS
@@ -20,6 +20,7 @@ from tests.hostile.kinds import run_tool
 from tests.load_tool import load_tool
 from tests.tools.in_process import InProcess
 from tools.convert import torch_dist
+from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
 from tools.convert.unpickle_worker import METADATA
 
@@ -50,6 +51,40 @@ def read_torch_dist(folder: Path) -> Any:
             for name, parts in found.parts.items()
         }
     return tensors, found.args
+
+
+def make_experts(folder: Path) -> None:
+    """Two shards with an index."""
+    layer = "model.layers.0.block_sparse_moe"
+    shards = {
+        "model-00001-of-00002.safetensors": [f"{layer}.gate.weight"],
+        "model-00002-of-00002.safetensors": [f"{layer}.experts.{n}.w1.weight" for n in range(2)],
+    }
+    for file, names in shards.items():
+        write_file(
+            folder / file,
+            [Entry(name, torch.float32, (2, 4), torch.arange(8.0).view(2, 4)) for name in names],
+        )
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    index = {"metadata": {"total_size": 96}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 4,
+        "intermediate_size": 2,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 32,
+        "vocab_size": 8,
+        "tie_word_embeddings": False,
+        "router_aux_loss_coef": 0.02,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def make_events(folder: Path) -> None:
@@ -141,6 +176,14 @@ KINDS = [
         (METADATA, torch_dist.COMMON, torch_dist.METADATA, "*.distcp"),
         (CheckpointError, ConversionError, ValueError, OSError),
         cost=4,
+    ),
+    Kind(
+        "Hugging Face shards, experts",
+        make_experts,
+        lambda folder: inspect(folder, None, True),
+        ("*.json", "*.safetensors"),
+        (CheckpointError, ConversionError, ValueError, OSError),
+        cost=2,
     ),
     Kind("run_events.jsonl", make_events, read_run_events, (NAME,), cost=2),
     Kind(

@@ -17,6 +17,9 @@ from tools.convert.hf_files import CONFIG, HFFolder, Outgoing, new_folder, side_
 from tools.convert.links import ConversionError, Header, Link, check, links_of
 from tools.convert.native import Incoming, Ours, write_checkpoint
 
+MOST = 1 << 20  # channels, heads, experts
+MOST_IDS = 1 << 28
+
 
 class HFModel:
     """An open Hugging Face model: its family, architecture, and links to our names, checked. A
@@ -31,6 +34,7 @@ class HFModel:
             self.family, self.model, self.rows = read_config(keys, max_positions)
             self.notes = keys.notes
             self.headers = self._headers()
+            self._check_sizes()
             self.links = links_of(self.model, self.rows, self.family.names)
             self.copies = self._tied_copies()
             self.constants = self.family.constant_names(self.model)
@@ -48,6 +52,27 @@ class HFModel:
         except BaseException:
             self.folder.close()
             raise
+
+    def _check_sizes(self) -> None:
+        """Raise ConversionError for sizes of config.json that no such files can have, before
+        anything is made of them."""
+        m = self.model
+        sizes = {
+            "layers": (m.num_layers, len(self.headers)),
+            "ids": (self.rows, MOST_IDS),
+            "experts": (m.num_experts or 0, MOST),
+            "attention heads": (m.num_attention_heads, MOST),
+            "key/value heads": (m.query_groups, MOST),
+            "channels per head": (m.head_dim, MOST),
+            "hidden channels": (m.hidden_size, MOST),
+            "MLP channels": (max(m.ffn, m.expert_ffn), MOST),
+        }
+        for what, (size, most) in sizes.items():
+            if size > most:
+                raise ConversionError(
+                    f"{self.folder.path / CONFIG}: {size} {what}, and files with "
+                    f"{len(self.headers)} tensors can have {most} at most; repair {CONFIG}"
+                )
 
     def _headers(self) -> dict[str, Header]:
         """By full name, also where the file omits the family's prefix, as GPT-2's first files
