@@ -196,7 +196,7 @@ dist_ckpt_strictness=assume_ok_unexpected
 verify_integrity=False | damage to a checkpoint is always detected before the first step
 replication=False replication_jump= replication_factor=2 non_persistent_ckpt_type=
   non_persistent_local_ckpt_algo=fully_parallel
-  | every snapshot is a complete checkpoint and is not replicated
+  | a snapshot is one complete checkpoint, not replicated, in a directory that all nodes share
 check_for_large_grads=False check_for_spiky_loss=False
   | every run looks for spikes of loss and gradients; --spike-action selects the reaction
 error_injection_rate=0 error_injection_type=transient_error rerun_mode=disabled
