@@ -259,7 +259,7 @@ BUGS = {
     ),
     "copies of tokens mixed up between experts": Bug(
         "megatron.model.moe.MoELayer.by_all_to_all",
-        "local.repeat_interleave(received.flatten()).argsort(stable=True)",
+        "inner.argsort(stable=True)",
         "torch.arange(len(rows))",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
