@@ -482,7 +482,7 @@ class SlowLink:
         def slow(x: torch.Tensor, axis: Axis, *more: Any) -> Pending:
             done = threading.Event()
             self.jobs.put((lambda: start(x, axis, *more)(), done))
-            pending = Pending([], lambda: x)
+            pending = Pending([], lambda: x, axis)
             pending._works = [done]
             done.is_completed = done.is_set
             return pending
