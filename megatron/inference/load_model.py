@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from megatron.parallel.sharding import local_box
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.load import read_into
 from megatron.training.checkpointing.saved_args import saved_config
-from megatron.training.launch.initialize import initialize
+from megatron.training.launch.initialize import finish, initialize
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
                 f"{tp} processes: {name} ({size}) must be divisible by the number of tensor-"
                 "parallel processes; start another number of them"
             )
+    # Gloo's threads may hold Python objects: they must end before the interpreter does.
+    atexit.register(finish, None)
     runtime = initialize(replace(config, training=replace(config.training, device=device)))
     return runtime.ctx, runtime.device
 
