@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as data_worker
 from megatron.checkpoint import store
 from megatron.parallel import context
 from megatron.training import build_data, loop, step
-from megatron.training.launch import initialize
+from megatron.training.launch import initialize, rendezvous
 from tests.e2e.programs import Program, fork_ranks
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, write_text
@@ -278,7 +278,7 @@ def complain() -> None:
 
 
 def seconds_for_minutes() -> None:
-    for module in (initialize, context):
+    for module in (initialize, context, rendezvous):
         module.timedelta = lambda minutes=0, seconds=0: timedelta(seconds=minutes + seconds)
 
 

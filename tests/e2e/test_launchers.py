@@ -18,6 +18,7 @@ import pytest
 
 from megatron import launcher
 from megatron.checkpoint import store
+from megatron.training.launch import rendezvous
 from tests.e2e.programs import (
     SCRIPT,
     Program,
@@ -179,11 +180,15 @@ def test_ranks_of_a_cluster(folder, two_ranks, ranks, job):
     assert rows(folder) == two_ranks.series(*EXACT)
 
 
+def impatient() -> None:
+    rendezvous.CONNECT_WITHIN = 4.0
+
+
 def alone(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
     os.chdir(folder)
     started = time.monotonic()
     program = fork_program(
-        argv(folder), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ}
+        argv(folder), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ}, before=impatient
     )
     return program.end(70), program.err, time.monotonic() - started
 
@@ -207,7 +212,7 @@ def alone(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple
         pytest.param(
             {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "free"},
             1,
-            60,
+            20,
             ["127.0.0.1", "refused"],
             marks=pytest.mark.campaign,
         ),
@@ -215,7 +220,7 @@ def alone(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple
     ids=["port 0", "no such host", "port in use", "nobody answers"],
 )
 def test_ranks_that_cannot_meet(folder, environ, code, seconds, named):
-    """One line that names the address, within a minute."""
+    """One line that names the address, within the time to connect."""
     with socket.create_server(("", 0)) as other:
         ports = {"taken": str(other.getsockname()[1]), "free": str(free_port())}
         environ = {
