@@ -145,7 +145,7 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     recomputed.
 
     With sequence parallelism a column-parallel layer's input is gathered in forward and once more
-    in backward. The second forward of a run ends before the last sum, whose result nothing needs.
+    in backward.
     """
     whole = sizes.tokens * sizes.hidden * sizes.item
     layers = len(chunk)
@@ -161,16 +161,32 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     elif "shared_experts" in modules:
         found += _times(moe, _shared_again(config, sizes))
     if "mlp" in modules and sizes.sequence:
-        found += _times(layers - moe, [Transfer("tp", "all-gather", 1, whole)])
-    again = sum(runs)
-    if sizes.sequence:
-        found += [Transfer("tp", "all-gather", 2 * again, 2 * again * whole)]
-    sums = 2 * again - len(runs)
-    found += [
-        Transfer("tp", "reduce-scatter" if sizes.sequence else "all-reduce", sums, sums * whole)
-    ]
-    cores = 2 * layers + (layers if "core_attn" in config.training.recomputed_modules else again)
+        found += _times(layers - moe, [_gather(sizes)])
+    for run in runs:
+        found += _run_again(config, sizes, chunk[:run])
+        chunk = chunk[run:]
+    cores = 2 * layers + (layers if "core_attn" in modules else sum(runs))
     return [*found, *_context_parallel(config, sizes, cores, layers)]
+
+
+def _run_again(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
+    """Of the second forward of a run of recomputed layers. It ends before the last sum, whose
+    result nothing but a norm needs."""
+    m = config.model
+    shared = bool(m.moe_shared_expert_intermediate_size)
+    moe = sum(map(m.is_moe_layer, run))
+    blocks = 2 * len(run) - (0 if shared else moe)
+    found = _times(moe, _experts_forward(config, sizes))
+    if not m.post_mlp_layernorm:
+        if m.is_moe_layer(run[-1]):
+            blocks -= shared
+            found = _times(moe - 1, _experts_forward(config, sizes))
+            found += _experts_again(config, sizes)
+        else:
+            blocks -= 1
+            found += [_gather(sizes)] if sizes.sequence else []
+    gathers = [_gather(sizes)] if sizes.sequence else []
+    return found + _times(blocks, [*gathers, _sum(sizes)])
 
 
 def _times(number: int, found: list[Transfer]) -> list[Transfer]:
@@ -181,19 +197,24 @@ def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
     """Of so many MLPs of experts: tokens, probabilities and numbers of experts go to the ranks
     that share the experts, results come back, and the gradients of tokens, probabilities and
     results; routers count the tokens of each expert."""
-    found = _router(config, sizes)
-    for backward in (False, True):
-        found += _to_experts(config, sizes, backward)
-        found += _from_experts(config, sizes, backward)
+    found = _experts_forward(config, sizes)
+    found += _to_experts(config, sizes, True)
+    found += _from_experts(config, sizes, True)
     return _times(layers, found)
+
+
+def _experts_forward(config: Config, sizes: Sizes) -> list[Transfer]:
+    """Of the forward of an MLP of experts."""
+    found = [*_router(config, sizes), *_to_experts(config, sizes, False)]
+    return [*found, *_from_experts(config, sizes, False)]
 
 
 def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
     """Of the second forward of an MLP of experts. It ends before the last sum, whose result nothing
     needs."""
-    found = [*_router(config, sizes), *_to_experts(config, sizes, False)]
     if config.model.moe_shared_expert_intermediate_size:
-        return [*found, *_from_experts(config, sizes, False), *_shared_again(config, sizes)]
+        return [*_experts_forward(config, sizes), *_shared_again(config, sizes)]
+    found = [*_router(config, sizes), *_to_experts(config, sizes, False)]
     if config.model.moe_token_dispatcher_type == "alltoall":
         back = _from_experts(config, sizes, False)
         return [*found, *(t for t in back if t.axis == "ep")]
@@ -204,11 +225,19 @@ def _shared_again(config: Config, sizes: Sizes) -> list[Transfer]:
     """Of the second forward of a shared expert, whose sum only its gate needs."""
     if not config.model.moe_shared_expert_intermediate_size:
         return []
-    whole = sizes.tokens * sizes.hidden * sizes.item
-    gather = [Transfer("tp", "all-gather", 1, whole)] if sizes.sequence else []
+    gather = [_gather(sizes)] if sizes.sequence else []
+    return [*gather, *([_sum(sizes)] if config.model.moe_shared_expert_gate else [])]
+
+
+def _gather(sizes: Sizes) -> Transfer:
+    """The input of a column-parallel layer, under sequence parallelism."""
+    return Transfer("tp", "all-gather", 1, sizes.tokens * sizes.hidden * sizes.item)
+
+
+def _sum(sizes: Sizes) -> Transfer:
+    """The result of a row-parallel layer."""
     operation = "reduce-scatter" if sizes.sequence else "all-reduce"
-    gate = config.model.moe_shared_expert_gate
-    return [*gather, *([Transfer("tp", operation, 1, whole)] if gate else [])]
+    return _gather(sizes)._replace(operation=operation)
 
 
 def _router(config: Config, sizes: Sizes) -> list[Transfer]:

@@ -28,6 +28,7 @@ WIDE = (
     "--global-batch-size 32 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16"
 ).split()
 FLAGS = with_flags(SMALL, *NO_DROPOUT, *WIDE)
+NARROW = with_flags(FLAGS, "--hidden-size", "32", "--seq-length", "64", "--global-batch-size", "16")
 
 
 def refused(code: str, forward_step=None, flags=(), world: int = 1, rank: int = 0) -> str:
@@ -136,6 +137,34 @@ def test_bytes_of_experts_are_the_plans(dispatcher, more):
     for rank in (0, 7):
         trace = traced.rank(rank)
         assert sent(trace) == sent_by_axis(traced.config, traced.plan, trace.stage)
+
+
+def full(method: str, layers: int) -> tuple[str, ...]:
+    words = ("--recompute-granularity", "full", "--recompute-method", method)
+    return (*words, "--recompute-num-layers", str(layers))
+
+
+SHARED_EXPERT = ("--moe-shared-expert-intermediate-size", "16")
+GATE = ("--moe-shared-expert-gate",)
+CP = ("--context-parallel-size", "2")
+SEQUENCE = (TP, "2", "--sequence-parallel")
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "more"),
+    [
+        ("alltoall", full("uniform", 1)),
+        ("allgather", (*full("uniform", 3), TP, "2")),
+        ("alltoall", (*full("uniform", 4), *SEQUENCE, *SHARED_EXPERT)),
+        ("allgather", (*full("block", 2), "--moe-layer-freq", "2", *SEQUENCE, *CP)),
+        ("alltoall", (*full("uniform", 2), TP, "2", "--post-mlp-layernorm", *SHARED_EXPERT, *GATE)),
+    ],
+)
+def test_bytes_of_recomputed_experts_are_the_plans(dispatcher, more):
+    """Router and experts exchange tokens in the second forward too."""
+    flags = with_flags(NARROW, *EXPERTS, "--moe-token-dispatcher-type", dispatcher, *more)
+    traced = Traced(flags, 8)
+    assert sent(traced.rank(0)) == sent_by_axis(traced.config, traced.plan, 0)
 
 
 def test_activations_that_a_closure_keeps():
