@@ -30,6 +30,7 @@ _TOKEN = re.compile(
     (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""",
     re.S | re.X,
 )
+_LONGEST_WORD = 131_072  # as Linux allows in a command line
 _OFF = re.compile("--(no|disable)-")
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
@@ -502,14 +503,12 @@ def read_words(path: Path) -> list[str]:
     at = 0
     while at < len(text):
         token = _TOKEN.match(text, at)
-        if token is None:
+        if token is None or len(token["word"] or "") > _LONGEST_WORD:
             line = text.count("\n", 0, at) + 1
-            raise Problems(
-                [
-                    f"@{path}, line {line}: a quote is not closed; close it, or write \\ "
-                    "before it [args-file-malformed]"
-                ]
-            )
+            what = "a quote is not closed; close it, or write \\ before it"
+            if token:
+                what = f"a word has more than {_LONGEST_WORD} characters"
+            raise Problems([f"@{path}, line {line}: {what} [args-file-malformed]"])
         words += (token["numbers"] or "").split() or (
             shlex.split(token[0]) if token["word"] else []
         )

@@ -286,7 +286,7 @@ def _row(row: dict[str, Any]) -> Record:
         | (
             {}
             if row.get("tokens_per_second") is None
-            else {"tokens_per_second": row["tokens_per_second"]}
+            else {"tokens_per_second": float(row["tokens_per_second"])}
         ),
     )
 
@@ -296,12 +296,14 @@ def read_metrics_evaluations(lines: Iterable[str]) -> Iterator[Evaluation]:
     for line in lines:
         try:
             row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "split" in row:
+            if not isinstance(row, dict) or not isinstance(row.get("split"), str):
+                continue
             bits = row.get("bits_per_byte")
             bits = None if bits is None else float(bits)
-            yield Evaluation(int(row["iteration"]), row["split"], float(row["lm_loss"]), bits)
+            found = Evaluation(int(row["iteration"]), row["split"], float(row["lm_loss"]), bits)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
+        yield found
 
 
 _TAGS = {

@@ -171,9 +171,10 @@ def _owner(path: Path) -> Owner | None:
     """Who holds a lock file; None where it does not exist, is not written yet, or is not one of
     ours."""
     try:
-        return Owner(**parse_json(read_small_file(path, 10_000)))
+        owner = Owner(**parse_json(read_small_file(path, 10_000)))
     except (CheckpointError, ValueError, TypeError):
         return None
+    return owner if isinstance(owner.pid, int) else None
 
 
 def _refuse_if_alive(path: Path) -> None:

@@ -126,7 +126,7 @@ def parse(lines: Iterable[str], source: str) -> list[Entry]:
                 or not record.parts
             ):
                 raise ValueError("its values make no sense")
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{source}, line {number}: is no record of skipped iterations ({error}): "
                 f"{line[:80]!r}; fix or remove that line [skip-record-malformed]"

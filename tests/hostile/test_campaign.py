@@ -19,7 +19,7 @@ from tests.forkrun import run_ranks
 COUNTS = [
     pytest.param(100, 0, id="100"),
     *(pytest.param(500, part, id=f"2000-{part}", marks=pytest.mark.campaign) for part in range(4)),
-    *(pytest.param(5000, part, id=f"20000-{part}", marks=pytest.mark.sweep) for part in range(4)),
+    *(pytest.param(25000, part, id=f"100000-{part}", marks=pytest.mark.sweep) for part in range(4)),
 ]
 
 
@@ -40,7 +40,7 @@ def attack(rank: int, world: int, home: str, count: int, part: int):
 
 @pytest.mark.parametrize(("count", "part"), COUNTS)
 def test_every_file_is_read_or_refused(memory_path, count, part):
-    counts, bad = run_ranks(1, attack, str(memory_path), count, part, seconds=900)[0]
+    counts, bad = run_ranks(1, attack, str(memory_path), count, part, seconds=3600)[0]
     for kind, outcomes in counts.items():
         print(f"{kind}: {outcomes}")
     assert not bad, "\n".join(

@@ -232,6 +232,7 @@ class _Reader:
             isinstance(function, ast.Attribute)
             and function.attr == "join"
             and isinstance(function.value, ast.Constant)
+            and isinstance(function.value.value, str)
         )
         if called not in _CALLS and called not in ("os.environ.get", "os.getenv") and not joins:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")

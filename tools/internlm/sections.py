@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MISSING = object()
+LARGEST = 1e100  # of numbers that are multiplied by whole ones
 
 
 @dataclass
@@ -75,13 +76,15 @@ class Section:
         return self.take(
             key,
             default,
-            lambda v: v is None or type(v) is int and v >= least,
+            lambda v: v is None or type(v) is int and least <= v < 2**63,
             f"a whole number, at least {least}",
         )
 
     def number(self, key: str, default: Any = None) -> Any:
         """A number."""
-        return self.take(key, default, lambda v: type(v) in (int, float), "a number")
+        return self.take(
+            key, default, lambda v: type(v) in (int, float) and abs(v) <= LARGEST, "a number"
+        )
 
     def switch(self, key: str, default: bool) -> bool:
         """True or False."""

@@ -140,7 +140,7 @@ def _model(model: Section) -> str:
     if scale != 1:
         args.flag("--embed-grad-scale", scale)
     dtype = model.take(
-        "dtype", "torch.float16", lambda v: v in DTYPES, "one of " + ", ".join(DTYPES)
+        "dtype", "torch.float16", lambda v: v in [*DTYPES], "one of " + ", ".join(DTYPES)
     )
     for word in DTYPES[dtype]:
         args.flag(word)
@@ -533,13 +533,13 @@ def _load(ckpt: Section) -> None:
         content = inner.take(
             "content",
             ("all",),
-            lambda v: isinstance(v, list | tuple) and set(v) <= set(CONTENTS),
+            lambda v: isinstance(v, list | tuple) and all(one in CONTENTS for one in v),
             f"some of {', '.join(CONTENTS)}",
         )
         kind = inner.take(
             "ckpt_type",
             "internlm",
-            lambda v: v in CHECKPOINT_TYPES,
+            lambda v: v in [*CHECKPOINT_TYPES],
             f"one of {', '.join(CHECKPOINT_TYPES)}; convert others to a Hugging Face folder first",
         )
         inner.done()

@@ -21,7 +21,8 @@ def sizes_that_fit(f: Facts, one: int) -> list[int]:
         or batch % micro
     )
     if free:
-        fit = [n * one for n in range(1, f.world_size // one + 2)]
+        copies = f.world_size // one
+        fit = [n * one for n in range(max(1, copies - 1), copies + 2)]
     else:
         pieces = batch // micro
         small = [n for n in range(1, min(math.isqrt(pieces), MOST_COPIES) + 1) if pieces % n == 0]

@@ -27,7 +27,7 @@ from megatron.data.preprocess.jsonl import ids_of
 from megatron.small_files import open_regular
 
 _NOT_AN_ARRAY = (SyntaxError, tokenize.TokenError, MemoryError, OverflowError, RecursionError)
-MAX_LINE_BYTES = 1 << 28
+MAX_LINE_BYTES = 1 << 26
 BLOCK_BYTES = 1 << 16  # read at once where the end of a line is not known
 
 
@@ -111,8 +111,9 @@ class JsonlTokens:
             count = min(count, self.bin_bytes - start - len(found))
             if count <= 0:
                 return found
-            found += read_at(self._file, self.path, start + len(found), count)
-            end = found.find(b"\n")
+            searched = len(found)
+            found += read_at(self._file, self.path, start + searched, count)
+            end = found.find(b"\n", searched)
             if end >= 0:
                 return found[:end]
             count = len(found)

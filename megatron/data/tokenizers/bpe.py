@@ -361,7 +361,9 @@ def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
             continue
         try:
             entries = read_json(file)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            if not isinstance(entries, dict):
+                raise TypeError("not an object")
+        except (UnicodeDecodeError, json.JSONDecodeError, TypeError) as error:
             raise ValueError(
                 f"--tokenizer-model {file}: not a JSON file ({error}) [tokenizer-file-malformed]"
             ) from None
