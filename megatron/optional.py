@@ -26,7 +26,9 @@ MODULES = {
     "megatron.config.checks.packed": "--packed-samples",
     "megatron.config.plan.batch_ramps": "--rampup-batch-size, --rampup-micro-batches, "
     "--step-batch-size-schedule",
-    "megatron.config.plan.pipeline_layout": "--pipeline-model-parallel-layout",
+    "megatron.config.plan.experts": "--num-experts",
+    "megatron.config.plan.pipeline_layout": "--pipeline-model-parallel-layout, "
+    "--account-for-embedding-in-pipeline-split, --account-for-loss-in-pipeline-split",
     "megatron.config.plan.zero_partition": "--zero-partition whole-params",
     "megatron.optimizer.precision_aware": "--use-precision-aware-optimizer; other moments",
     "megatron.optimizer.scaler": "--fp16 or --loss-scale",

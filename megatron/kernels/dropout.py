@@ -13,6 +13,13 @@ LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
 LANES = 4  # 16-bit lanes of one 64-bit draw
 
 
+def seeded(device: torch.device, seed: int) -> torch.Generator:
+    """A generator of `device`. The meta device (--dry-run --trace) draws nothing and has none."""
+    kind = "cpu" if device.type == "meta" else device
+    # A CPU generator takes 32 bits of its seed: fold the upper ones in.
+    return torch.Generator(device=kind).manual_seed(seed ^ (seed >> 32))
+
+
 class DropoutBits:
     """A stream of dropout masks that depends on the seed alone.
 
@@ -24,11 +31,8 @@ class DropoutBits:
 
     def __init__(self, seed: int, p: float, device: torch.device):
         assert 0.0 <= p <= 1.0 - 2**-16, f"dropout probability must be in [0, 1), got {p}"
-        # A CPU generator takes 32 bits of its seed: fold the upper ones in.
-        # The meta device (--dry-run --trace) draws nothing and has no generator.
         self.device = device
-        kind = "cpu" if device.type == "meta" else device
-        self.generator = torch.Generator(device=kind).manual_seed(seed ^ (seed >> 32))
+        self.generator = seeded(device, seed)
         self.dither = random.Random(seed)
         self.level = (1.0 - p) * 2**16
         self.chunk = CHUNK_ELEMENTS if device.type == "cpu" else LAUNCH_ELEMENTS
@@ -83,9 +87,9 @@ def _drop(x: Tensor, p: float, seed: int) -> Tensor:
 def jitter(x: Tensor, eps: float, seed: int) -> Tensor:
     """Multiply each element by a random number, uniform between 1 - eps and 1 + eps: a pure
     function of (seed, shape) on a kind of device."""
-    generator = torch.Generator(device=x.device).manual_seed(seed ^ (seed >> 32))
     wide = torch.promote_types(x.dtype, torch.float32)
-    noise = torch.rand(x.shape, generator=generator, dtype=wide, device=x.device)
+    noise = torch.empty(x.shape, dtype=wide, device=x.device)
+    noise.uniform_(generator=seeded(x.device, seed))
     return x * noise.mul_(2 * eps).add_(1 - eps).to(x.dtype)
 
 

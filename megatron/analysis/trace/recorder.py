@@ -173,7 +173,8 @@ class StepRecorder(TorchDispatchMode):
         finally:
             self._spans.pop()
             if name == "forward-compute":
-                self.activations = max(self.activations, self.live["activations"])
+                kept = self.live["activations"] + self.live["communication"]
+                self.activations = max(self.activations, kept)
 
     def begin_step(self) -> None:
         """From here on it is the step: counts begin again, and rules hold."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.analysis.trace.fused_kernels import fused_kernels
 from megatron.analysis.trace.recorder import Kept, StepRecorder, TraceError
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
@@ -76,7 +77,7 @@ def trace_rank(
     """Build `rank` and run the step with the most micro-batches. `metric_names`: those that the
     last pipeline stage returns, if they are known. Raises TraceError."""
     recorder = StepRecorder(rank, allow_float64=config.precision.fp64)
-    with simulated_ranks(plan.world_size, rank), recorder:
+    with simulated_ranks(plan.world_size, rank), fused_kernels(), recorder:
         ctx = ParallelContext(config.parallel, plan.world_size, rank)
         serve_meta(ctx.cp.group)
         runtime = Runtime(META, ctx, plan.world_size, rank)

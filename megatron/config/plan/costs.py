@@ -9,8 +9,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
+from megatron import optional
 from megatron.config.plan.plan import BYTES, Plan
-from megatron.config.plan.stages import activations_alive
+from megatron.config.plan.stages import activations_alive, messages_waiting
 from megatron.config.tree import Config
 
 IDS = 8  # bytes of a token id
@@ -100,41 +101,21 @@ class Sizes:
         return self._mlp(layer) if kind in self.config.training.recomputed_modules else 0
 
     def _mlp(self, layer: int) -> int:
-        """What the MLP of a layer keeps, or router, experts and shared expert.
-
-        Of experts: the copies of tokens that they compute (not where the C++ multiplies, in fp32 on
-        a CPU), the activation function's and the probability's results, and the order of the
-        copies; of the router: its logits and scores.
-        """
-        m = self.config.model
-        if not m.is_moe_layer(layer):
-            return self.tokens * self._width(m.ffn // self.tp)
-        # of all experts, as many tokens go to each rank; with a capacity at most its share
-        share = min(1.0, m.moe_expert_capacity_factor or 1.0)
-        copies = int(self.expert_tokens * m.moe_router_topk * share)
-        width = m.expert_ffn // self.etp
-        modules = self.config.training.recomputed_modules
-        fused = m.activation == "swiglu" and self.native and self._fuses_swiglu
-        inner = self._width(width) + self.item * width * (not fused)
-        if "moe_act" in modules:
-            inner = self.item * width * (2 if m.gated else 1)
-        copied = 0 if self.native and self.item == 4 else self.hidden * self.item
-        kept = copies * (copied + inner + 3 * IDS)
-        kept += self.rows * m.num_experts * 3 * self.wide
-        if m.moe_shared_expert_intermediate_size and "shared_experts" not in modules:
-            kept += self.tokens * self._width(m.moe_shared_expert_intermediate_size // self.tp)
-        return kept
+        """What the MLP of a layer keeps, or router, experts and shared expert."""
+        if self.config.model.is_moe_layer(layer):
+            return optional.load("megatron.config.plan.experts").kept(self)
+        return self.tokens * self.width(self.config.model.ffn // self.tp)
 
     @property
-    def _fuses_swiglu(self) -> bool:
+    def fuses_swiglu(self) -> bool:
         return self.on_cpu and self.config.kernels.bias_swiglu_fusion
 
-    def _width(self, ffn: int) -> int:
+    def width(self, ffn: int) -> int:
         """Of an MLP of this width and one token: input (or slope) and result of the activation
         function, and what a gated one keeps between."""
         m = self.config.model
         widths = {
-            "swiglu": 3 if self._fuses_swiglu else 4,
+            "swiglu": 3 if self.fuses_swiglu else 4,
             "geglu": 5 if self.on_cpu and not self.native else 4,
         }.get(m.activation, 2)
         return self.item * widths * ffn
@@ -154,6 +135,30 @@ class Sizes:
             - self.recomputed_mlp(number)
         )
 
+    def layer_backward(self, number: int) -> int:
+        """The most that the backward of a layer holds at a time in addition to what its forward
+        kept: gradients, tensors that are gathered or summed, a weight's gradient before it is
+        added. It frees what it no longer needs."""
+        m = self.config.model
+        attention = self.linear_backward(self.query + 2 * self.key, self.hidden)
+        if m.is_moe_layer(number):
+            return max(attention, optional.load("megatron.config.plan.experts").backward(self))
+        ffn = m.ffn // self.tp
+        inner = ffn * (2 if m.gated else 1)
+        first = self.linear_backward(inner, self.hidden)
+        first += self.tokens * (self.item * inner - self.width(ffn))
+        second = self.linear_backward(ffn, self.hidden)  # of the transposed matrix
+        second += self.tokens * self.item * (ffn - self.hidden)
+        return max(attention, first, second) + self.rows * self.hidden * self.item
+
+    def linear_backward(self, outputs: int, inputs: int) -> int:
+        """The gradients of a column-parallel layer's weight (before it is added to that of other
+        micro-batches, in another dtype) and input, and its gathered input."""
+        p = self.config.precision
+        weight = inputs * (0 if self.on_cpu or p.params_dtype == p.grad_dtype else outputs)
+        gathered = self.tokens + self.rows if self.sequence else 0
+        return self.item * (weight + (self.tokens + gathered) * inputs)
+
     def head(self) -> int:
         """Final norm, output layer and loss: above all the logits."""
         kept = (
@@ -166,17 +171,25 @@ class Sizes:
 class Activations(NamedTuple):
     """Bytes of activations of a rank at its peak: `stored` between forward and backward, by `alive`
     (micro-batch, chunk) pairs; `head`: final norm, logits and loss of one micro-batch; `again`:
-    layers that are computed a second time."""
+    layers that are computed a second time; `moving`: hidden states and gradients that travel
+    between stages; `backward`: the most that backward holds of head or again, and gradients."""
 
     stored: int
     alive: int
     head: int
     again: int
+    moving: int
+    backward: int
+
+    @property
+    def kept(self) -> int:
+        """The most after a forward."""
+        return self.stored + self.head + self.moving
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return self.stored + self.head + self.again
+        """The most in a step, which is in backward."""
+        return self.stored + self.moving + self.backward
 
 
 def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
@@ -218,6 +231,10 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     layers = map(sizes.layer, largest)
     again = max(sum(islice(layers, run)) for run in runs) if runs else 0
     again = max(again, *map(sizes.recomputed_mlp, largest), 0)
-    return Activations(
-        alive * one, alive, head_activations(config, plan) if stage == stages - 1 else 0, again
-    )
+    head = sizes.head() if stage == stages - 1 else 0
+    backward = again + max(map(sizes.layer_backward, largest), default=0)
+    if head:
+        backward = max(backward, head + sizes.linear_backward(sizes.vocab, sizes.hidden))
+    moving = messages_waiting(stage, stages, len(chunks), config.parallel.overlap_p2p_comm)
+    moving *= sizes.rows * sizes.hidden * sizes.residual
+    return Activations(alive * one, alive, head, again, moving, backward)

@@ -1,11 +1,11 @@
 """The notation of --pipeline-model-parallel-layout, as in Megatron: read, checked and turned into
-the layers of each stage."""
+the layers of each stage; stages where embedding or loss count as a layer."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from megatron.config.plan.stages import CHUNKS, LAYOUT, Split
+from megatron.config.plan.stages import CHUNKS, EMBEDDING, LAYOUT, LOSS, Split
 
 MOST_SYMBOLS = 100_000
 _WORDS = {"E": "the embedding", "t": "a transformer layer", "L": "the loss"}
@@ -143,4 +143,35 @@ def parse_layout(layout: str, num_layers: int, stages: int, chunks: int | None =
             next(item.position for item in items if item.symbol == "|"),
             "virtual stages need --pipeline-model-parallel-size 2 or more",
         )
+    return tuple(map(tuple, split))
+
+
+def split_with_ends(
+    num_layers: int, stages: int, chunks: int, embedding: bool, loss: bool
+) -> Split:
+    """As `split_layers`, where the embedding, the loss or both count as a layer of the virtual
+    stage they are on, and all virtual stages are alike.
+
+    Raises ValueError with the flags, values and remedy.
+    """
+    counted = num_layers + embedding + loss
+    size, rest = divmod(counted, stages * chunks)
+    said = " and ".join([EMBEDDING] * embedding + [LOSS] * loss)
+    if rest or not size:
+        lower = counted - rest - embedding - loss
+        fits = [n for n in (lower, lower + stages * chunks) if n > 0]
+        raise ValueError(
+            f"{said}: --num-layers {num_layers} + {embedding + loss} is not a multiple of "
+            f"--pipeline-model-parallel-size {stages}"
+            + f" x {chunks} virtual stages"
+            * (chunks > 1)
+            + f"; use --num-layers {' or '.join(map(str, fits))}, or omit the flag "
+            "[layers-not-divisible-by-stages]"
+        )
+    split: list[list[range]] = [[] for _ in range(stages)]
+    start = 0
+    for place in range(stages * chunks):
+        stop = min(num_layers, (place + 1) * size - embedding)
+        split[place % stages].append(range(start, stop))
+        start = stop
     return tuple(map(tuple, split))

@@ -31,7 +31,6 @@ from megatron.config.plan.stages import (
     Split,
     chunks_per_stage,
     split_layers,
-    split_with_ends,
 )
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
@@ -203,7 +202,9 @@ def layer_split(config: Config) -> Split:
         counted=sum(counted),
     )
     if any(counted):
-        return split_with_ends(layers, stages, chunks, *counted)
+        return optional.load("megatron.config.plan.pipeline_layout").split_with_ends(
+            layers, stages, chunks, *counted
+        )
     return split_layers(layers, stages, chunks, *ends)
 
 

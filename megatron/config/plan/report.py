@@ -124,7 +124,7 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
         )
     return [
         *lines,
-        "  not counted: padding of flat buffers, scratch memory of kernels and collectives, "
+        "  not counted: padding of flat buffers, scratch memory inside kernels and collectives, "
         "what libraries take",
     ]
 

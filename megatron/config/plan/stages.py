@@ -13,6 +13,8 @@ CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 EMBEDDING = "--account-for-embedding-in-pipeline-split"
 LOSS = "--account-for-loss-in-pipeline-split"
+# of a stage, each of which holds a tensor; a receive is posted before the computation after next
+SENDS_UNDER_WAY = 4
 
 
 def chunks_per_stage(
@@ -130,37 +132,6 @@ def split_layers(
     return tuple(map(tuple, split))
 
 
-def split_with_ends(
-    num_layers: int, stages: int, chunks: int, embedding: bool, loss: bool
-) -> Split:
-    """As `split_layers`, where the embedding, the loss or both count as a layer of the virtual
-    stage they are on, and all virtual stages are alike.
-
-    Raises ValueError with the flags, values and remedy.
-    """
-    counted = num_layers + embedding + loss
-    size, rest = divmod(counted, stages * chunks)
-    said = " and ".join([EMBEDDING] * embedding + [LOSS] * loss)
-    if rest or not size:
-        lower = counted - rest - embedding - loss
-        fits = [n for n in (lower, lower + stages * chunks) if n > 0]
-        raise ValueError(
-            f"{said}: --num-layers {num_layers} + {embedding + loss} is not a multiple of "
-            f"--pipeline-model-parallel-size {stages}"
-            + f" x {chunks} virtual stages"
-            * (chunks > 1)
-            + f"; use --num-layers {' or '.join(map(str, fits))}, or omit the flag "
-            "[layers-not-divisible-by-stages]"
-        )
-    split: list[list[range]] = [[] for _ in range(stages)]
-    start = 0
-    for place in range(stages * chunks):
-        stop = min(num_layers, (place + 1) * size - embedding)
-        split[place % stages].append(range(start, stop))
-        start = stop
-    return tuple(map(tuple, split))
-
-
 def check_micro_batches(
     micro_batches: int, stages: int, chunks: int = 1, group: int | None = None
 ) -> None:
@@ -213,6 +184,20 @@ def activations_alive(
     """The most (micro-batch, chunk) pairs whose activations a stage holds at a time."""
     warm_up = warm_up_forwards(stage, stages, micro_batches, chunks, group)
     return min(warm_up + 1, micro_batches * chunks)
+
+
+def messages_waiting(stage: int, stages: int, chunks: int, overlap: bool = True) -> int:
+    """The most hidden states and gradients that a stage holds because they are being sent or wait
+    for their computation.
+
+    With virtual stages the gradients of the last stage's other chunks come around the whole
+    pipeline: a backward takes about two thirds of a micro-batch's time, so they run ahead of the
+    last stage by a third of the stages.
+    """
+    if stages == 1:
+        return 0
+    received = 1 if chunks == 1 else stages // 3 if stage == stages - 1 else 2
+    return received + (SENDS_UNDER_WAY if overlap else 0)
 
 
 def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:

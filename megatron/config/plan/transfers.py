@@ -149,9 +149,10 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     """
     whole = sizes.tokens * sizes.hidden * sizes.item
     layers = len(chunk)
+    m = config.model
     runs = config.training.recomputed_runs(layers)
-    moe = sum(map(config.model.is_moe_layer, chunk))
-    blocks = 2 * layers - (0 if config.model.moe_shared_expert_intermediate_size else moe)
+    moe = sum(map(m.is_moe_layer, chunk))
+    blocks = 2 * layers - (0 if m.moe_shared_expert_intermediate_size else moe)
     found = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
     modules = config.training.recomputed_modules
     if moe:
@@ -165,6 +166,9 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     for run in runs:
         found += _run_again(config, sizes, chunk[:run])
         chunk = chunk[run:]
+    # q and k of all heads are divided by one root mean square, forward and backward
+    norms = (2 * layers + sum(runs)) * 2 * (m.qk_layernorm and m.qk_layernorm_all_heads)
+    found += _times(norms, [Transfer("tp", "all-reduce", 1, sizes.tokens * sizes.wide)])
     cores = 2 * layers + (layers if "core_attn" in modules else sum(runs))
     return [*found, *_context_parallel(config, sizes, cores, layers)]
 

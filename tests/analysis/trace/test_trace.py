@@ -58,8 +58,8 @@ def test_memory_and_bytes_are_the_plans(flags, world):
         compared = {one.name: one for one in figures(traced.config, traced.plan, trace)}
         for name in ("weights", "gradients", "optimizer"):
             assert not compared[name].differs, compared[name]
-        assert abs(compared["activations"].traced / compared["activations"].planned - 1) < 0.08
-        assert 1.0 < compared["peak"].traced / compared["peak"].planned < 1.25
+        assert abs(compared["activations"].traced / compared["activations"].planned - 1) < 0.15
+        assert abs(compared["peak"].traced / compared["peak"].planned - 1) < 0.03
         assert sent(trace) == sent_by_axis(traced.config, traced.plan, trace.stage)
         assert trace.operations["host sync"] == 2
 
@@ -293,21 +293,3 @@ def test_ranks_by_name(word, found):
 def test_peers_share_a_group_with_rank_0():
     traced = Traced(with_flags(FLAGS, TP, "2", PP, "2"), 8)
     assert dry_run.chosen_ranks(("peers",), traced.config, traced.plan) == {0, 1, 2}
-
-
-LARGE = (
-    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
-    "--max-position-embeddings 2048 --vocab-size 50257 --micro-batch-size 1 "
-    "--global-batch-size 1536 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16 --sequence-parallel "
-    "--num-virtual-stages-per-pipeline-rank 2 --recompute-granularity selective"
-).split()
-
-
-@pytest.mark.campaign
-def test_a_rank_of_a_thousand():
-    """175B parameters: bytes sent as planned, memory within 3 % of the plan."""
-    traced = Traced(with_flags([*SMALL, *NO_DROPOUT], *LARGE, *SHARDED, TP, "8", PP, "16"), 1024)
-    trace = traced.rank(1023)
-    assert sent(trace) == sent_by_axis(traced.config, traced.plan, 15)
-    peak = {one.name: one for one in figures(traced.config, traced.plan, trace)}["peak"]
-    assert abs(peak.traced / peak.planned - 1) < 0.03

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from megatron.config.plan.pipeline_layout import expand, parse_layout
-from megatron.config.plan.stages import split_with_ends
+from megatron.config.plan.pipeline_layout import expand, parse_layout, split_with_ends
 
 
 @pytest.mark.parametrize(
