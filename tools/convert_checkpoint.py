@@ -203,6 +203,9 @@ class DeepSpeedImport:
     vocab_size: int | None = arg(
         None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
     )
+    no_load_optim: bool = arg(
+        False, help="convert the weights alone, without the optimizer state in zero_pp_rank_* files"
+    )
 
     def run(self) -> Answer:
         """Do it."""
@@ -214,6 +217,7 @@ class DeepSpeedImport:
             args_file=self.args,
             tokenizer=not self.no_tokenizer,
             vocab_size=self.vocab_size,
+            optimizer=not self.no_load_optim,
         )
 
 
@@ -391,7 +395,7 @@ COMMANDS = {
         finish,
     ),
     "deepspeed-import": Command(
-        "make a run directory of the weights of a Megatron-DeepSpeed checkpoint",
+        "make a run directory of a Megatron-DeepSpeed checkpoint, with the optimizer of ZeRO 1, 2",
         DeepSpeedImport,
         finish,
     ),

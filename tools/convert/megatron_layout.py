@@ -4,7 +4,7 @@ any TP x PP; megatron-import also of torch_dist checkpoints."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -282,7 +282,7 @@ def megatron_import(
     tokenizer: bool = True,
     vocab_size: int | None = None,
     optimizer: bool = True,
-    kind: type[MegatronCheckpoint] = MegatronCheckpoint,
+    kind: Callable[[Path, Unpickler], MegatronCheckpoint] = MegatronCheckpoint,
 ) -> str:
     """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders (or of the files that
     another `kind` reads) or torch_dist (of that with the `optimizer`). `args_file`: flags that

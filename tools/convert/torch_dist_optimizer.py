@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from megatron.config.plan.parameters import (
     ParameterSpec,
 )
 from tools.convert.links import ConversionError
+from tools.convert.run_counters import RunCounters, dicts
 
 if TYPE_CHECKING:
     from tools.convert.torch_dist import StoredTensor
@@ -51,10 +52,6 @@ REMEDY = (
 _READ = ("fully_reshardable", "dp_reshardable", None)
 _ALIGNMENT = 64  # numbers, of each parameter in a buffer
 _COUNTS = ("step", "common_step")
-_SCHEDULE = (
-    *("max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr"),
-    *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
-)
 _MODULES = (
     *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
     *("self_attention.q_layernorm", "self_attention.k_layernorm"),
@@ -219,7 +216,7 @@ def _spans(
 
 def check_format(source: Any, common: Mapping[str, Any]) -> None:
     """Raise ConversionError for a format of the distributed optimizer that is not read."""
-    for one in _dicts(common.get("optimizer")):
+    for one in dicts(common.get("optimizer")):
         kind = one.get("param_state_sharding_type")
         if kind not in _READ:
             raise ConversionError(f"{source}: its optimizer is in the format {kind!r}; {REMEDY}")
@@ -234,57 +231,33 @@ def run_state(
 ) -> RunState:
     """Counters of the run and of the optimizer from common.pt. Raises ConversionError for what is
     missing."""
-
-    def count(table: Mapping[str, Any], name: str, default: int | None = None) -> int:
-        value = table.get(name, default)
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise ConversionError(f"{source}: {name} is {value!r}, should be a number; {REMEDY}")
-        return value
-
+    counters = RunCounters(source, REMEDY)
     schedule = common.get("opt_param_scheduler")
-    schedule = schedule if isinstance(schedule, dict) else {}
-    lacking = [name for name in _SCHEDULE if type(schedule.get(name)) not in (int, float, str)]
-    if lacking:
-        raise ConversionError(
-            f"{source}: its opt_param_scheduler lacks {', '.join(lacking)}; {REMEDY}"
-        )
-    count(schedule, "num_steps")
     scaler = None
     grown = next(
-        (one["grad_scaler"] for one in _dicts(common.get("optimizer")) if "grad_scaler" in one),
+        (one["grad_scaler"] for one in dicts(common.get("optimizer")) if "grad_scaler" in one),
         None,
     )
     if isinstance(grown, dict):
         scale = next((name for name in file.headers() if name.endswith("grad_scaler.scale")), None)
         value = float(file.read(scale)) if scale else grown.get("scale")
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ConversionError(f"{source}: its loss scale is {value!r}; {REMEDY}")
         trackers = ("growth_tracker", "hysteresis_tracker")
-        scaler = {"scale": float(value)} | {
-            name: count(grown, name) for name in trackers if name in grown
-        }
-    return RunState(
-        iteration=count(common, "iteration"),
-        consumed_train_samples=count(args, "consumed_train_samples"),
-        consumed_valid_samples=count(args, "consumed_valid_samples", 0),
-        skipped_train_samples=count(args, "skipped_train_samples", 0),
-        scheduler={name: schedule[name] for name in _SCHEDULE},
-        optimizer={
-            "optimizer": "adam",
-            "step": _updates(source, common, objects, file),
-            "grad_scaler": scaler,
-        },
+        scaler = {"scale": value} | {name: grown[name] for name in trackers if name in grown}
+    return counters.run_state(
+        common,
+        args,
+        schedule if isinstance(schedule, dict) else {},
+        _updates(common, objects, file),
+        scaler,
     )
 
 
-def _updates(
-    source: Any, common: Mapping[str, Any], objects: Mapping[str, Any], file: TorchFile
-) -> int:
-    """How many updates the optimizer has made."""
+def _updates(common: Mapping[str, Any], objects: Mapping[str, Any], file: TorchFile) -> set[float]:
+    """How many updates the optimizer has made; one number in a good checkpoint."""
     found = {
         one[name]
         for table in (common.get("optimizer"), *objects.values())
-        for one in _dicts(table)
+        for one in dicts(table)
         for name in _COUNTS
         if isinstance(one.get(name), (int, float))
     }
@@ -295,19 +268,4 @@ def _updates(
         and name.endswith(tuple(f".{c}" for c in _COUNTS))
         and math.prod(shape) == 1
     }
-    value = next(iter(found)) if len(found) == 1 else -1
-    if not 0 <= value < 1 << 62 or value != int(value):
-        raise ConversionError(
-            f"{source}: its optimizer's number of updates is {sorted(found) or 'missing'}, should "
-            f"be one number; {REMEDY}"
-        )
-    return int(value)
-
-
-def _dicts(tree: Any) -> Iterator[dict[str, Any]]:
-    """All dicts in nested dicts and lists."""
-    if isinstance(tree, dict):
-        yield tree
-    if isinstance(tree, (dict, list)):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from _dicts(one)
+    return found

@@ -200,6 +200,10 @@ ALLOWED: dict[tuple[str, str], Any] = {
     (_DCP + "metadata", "_MEM_FORMAT_ENCODING"): Opaque,
     (_DCP + "filesystem", "_StorageInfo"): Namespace,
     ("torch.serialization", "_get_layout"): Opaque,
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): Namespace,
+    ("deepspeed.utils.mixed_precision_linkage", "fragment_address"): Namespace,
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Namespace,
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): Namespace,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     **{("torch", name): f"torch.{name}" for name in _DTYPES},
 }

@@ -1,18 +1,25 @@
-"""deepspeed-import: the weights of Megatron-DeepSpeed's checkpoints, one file per tensor-parallel
-rank (mp_rank_XX_model_states.pt), or with its pipeline one per layer and tensor-parallel rank
-(layer_XX-model_YY-model_states.pt)."""
+"""deepspeed-import: Megatron-DeepSpeed's checkpoints, weights in one file per tensor-parallel rank
+(mp_rank_XX_model_states.pt), or with its pipeline in one per layer and tensor-parallel rank
+(layer_XX-model_YY-model_states.pt); the optimizer in ZeRO's files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
+import torch
+
+from megatron.checkpoint.state import RunState
+from megatron.config.model import ModelConfig
+from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec
+from tools.convert.deepspeed_files.optimizer import ZeroOptimizer
 from tools.convert.links import ConversionError
 from tools.convert.megatron_layout import MegatronCheckpoint, Part, megatron_import
 from tools.convert.megatron_names import our_name
+from tools.convert.native import Incoming
 from tools.convert.torch_files import TorchFile, Unpickler
 
 LATEST = "latest"
@@ -39,16 +46,17 @@ def deepspeed_import(
     args_file: Path | None = None,
     tokenizer: bool = True,
     vocab_size: int | None = None,
+    optimizer: bool = True,
 ) -> str:
-    """Make a run directory of a checkpoint's weights; see `megatron_import`. Returns what to say of
-    it."""
+    """Make a run directory of a checkpoint, with its `optimizer` where ZeRO's files are there; see
+    `megatron_import`. Returns what to say of it."""
     return megatron_import(
         checkpoint_folder(source),
         target,
         args_file=args_file,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        kind=DeepSpeedCheckpoint,
+        kind=partial(DeepSpeedCheckpoint, with_optimizer=optimizer),
     )
 
 
@@ -77,9 +85,9 @@ def _arguments(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeedCheckpoint(MegatronCheckpoint):
-    """An open checkpoint of Megatron-DeepSpeed. Its optimizer is not converted."""
+    """An open checkpoint of Megatron-DeepSpeed."""
 
-    def __init__(self, source: Path, unpickler: Unpickler):
+    def __init__(self, source: Path, unpickler: Unpickler, with_optimizer: bool = True):
         self.source = source
         names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
         for pattern, what in _REFUSED:
@@ -103,6 +111,8 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 f"{source / ranks[0]}: checkpoint_version {version!r}: queries, keys and values "
                 "are in an older order; save it again with Megatron-DeepSpeed of 2021 or later"
             )
+        self._root = values
+        self._names: dict[str, str] = {}  # ours by those of ZeRO's files
         self.parts: dict[str, list[Part]] = {}
         self.copies: dict[str, list[Part]] = {}
         if layers:
@@ -115,6 +125,46 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
             self.files = {(m, 0): file for m, file in opened.items()}
             for tp in range(self.tp):
                 self._sort(tp)
+            self._names = {
+                part.path.removeprefix("module."): name
+                for name, parts in self.parts.items()
+                for part in parts
+            }
+        self._zero = (
+            ZeroOptimizer.open(source, unpickler, self.tp, self.pp) if with_optimizer else None
+        )
+
+    @property
+    def layout(self) -> str:
+        """What it is, for the report."""
+        ranks = f"{self.tp} tensor x {self.pp} pipeline ranks"
+        if self._zero is None:
+            return f"{ranks}; weights only, without the optimizer's state"
+        return f"{ranks} with the optimizer's state, iteration {self.state.iteration}"
+
+    @property
+    def state(self) -> RunState | None:
+        """Counters of the run, if its optimizer is converted."""
+        return self._zero.run_state(self._root, self.args) if self._zero else None
+
+    def optimizer(
+        self,
+        table: Mapping[str, ParameterSpec],
+        model: ModelConfig,
+        weights: Sequence[Incoming],
+    ) -> list[Incoming]:
+        """The optimizer's tensors under our names, or none."""
+        if self._zero is None:
+            return []
+        by_name = {one.name: one for one in weights}
+        made = self._zero.tensors(table, self._names, by_name)
+        return [
+            Incoming(f"optimizer.{kind}.{name}", torch.float32, table[name].shape, make)
+            for kind, tensors in made.items()
+            for name, make in tensors.items()
+            # of an fp32 model the main weights are the weights
+            if kind != "fp32_param" or by_name[name].dtype != torch.float32
+        ]
 
     def _chunks(self, tp: int):
         paths = self.files[tp, 0].headers()
@@ -136,6 +186,9 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 name = our_name(prefix + path) if prefix else _ENDS.get(path, path)
                 if name is None:
                     continue
+                self._names[f"{number}.{path}"] = name
+                if name.startswith("embedding."):
+                    self._names[f"tied_modules.embed.{path}"] = name
                 found = self.parts.setdefault(name, [])
                 if len(found) > tp:  # the last stage's copy of a tied embedding
                     found = self.copies.setdefault(name, [])

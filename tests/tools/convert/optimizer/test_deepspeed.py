@@ -3,17 +3,16 @@ tensor-parallel rank, or with its pipeline one per layer."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.config.plan.parameters import parameter_table
 from megatron.inference.load_model import open_trained_model
 from tests.load_tool import load_tool
 from tests.model.tiny import tiny_config, tiny_model
+from tests.tools.convert.deepspeed_writer import write_files
 
 VOCAB = 64
 LAYERS = 4
@@ -29,111 +28,15 @@ LLAMA = dict(
     num_query_groups=2,
     untie_embeddings_and_output_weights=True,
 )
-MODULES = {
-    "self_attention.linear_qkv": "self_attention.query_key_value",
-    "self_attention.linear_proj": "self_attention.dense",
-    "mlp.linear_fc1": "mlp.dense_h_to_4h",
-    "mlp.linear_fc2": "mlp.dense_4h_to_h",
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-}
-
-
-def parts(flags: dict, tp: int) -> tuple[torch.nn.Module, list[dict[str, torch.Tensor]]]:
-    """A model, and the tensors of each tensor-parallel rank under our names."""
-    model = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, **SIZE, **flags)
-    splits = {
-        one.name: dict(one.splits).get("tp")
-        for one in parameter_table(tiny_config(**SIZE, **flags), VOCAB, VOCAB)
-    }
-    ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(tp)]
-    for name, p in model.named_parameters():
-        whole = p.detach()
-        pieces = [whole] * tp if splits[name] is None else whole.chunk(tp, splits[name])
-        for rank, piece in zip(ranks, pieces, strict=True):
-            gated = piece.dim() == 3 or (name.endswith("linear_fc1.bias") and piece.dim() == 2)
-            rank[name] = (piece.flatten(0, 1) if gated else piece).clone()
-    return model, ranks
-
-
-def arguments(flags: dict, tp: int, pp: int) -> argparse.Namespace:
-    """What Megatron-DeepSpeed saves of its command line."""
-    config = vars(tiny_config(**SIZE, **flags))
-    for name in ("num_query_groups", "group_query_attention", "norm_epsilon", "num_experts"):
-        config.pop(name)
-    return argparse.Namespace(
-        **config
-        | dict(
-            num_key_value_heads=flags.get("num_query_groups", 4),
-            layernorm_epsilon=1e-5,
-            num_experts=[1],
-            normalization=flags.get("normalization", "LayerNorm").lower(),
-            tokenizer_type="NullTokenizer",
-            vocab_size=VOCAB,
-            padded_vocab_size=VOCAB,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            params_dtype=torch.float32,
-        )
-    )
-
-
-def in_layer(name: str) -> tuple[int, str]:
-    """Number of the layer, and the name in its file."""
-    _, _, layer, rest = name.split(".", 3)
-    module, _, kind = rest.rpartition(".")
-    return int(layer), f"{MODULES[module]}.{kind}"
-
-
-def nested(rank: dict[str, torch.Tensor]) -> dict:
-    """The state dict of its model without a pipeline."""
-    embedding: dict = {}
-    encoder: dict = {}
-    language = {"embedding": embedding, "encoder": encoder}
-    for name, x in rank.items():
-        if name.startswith("embedding."):
-            _, table, kind = name.split(".")
-            embedding[table] = {kind: x}
-        elif name.startswith("output_layer"):
-            language["output_layer"] = {"weight": x}
-        elif "final_layernorm" in name:
-            encoder[name.removeprefix("decoder.")] = x
-        else:
-            layer, rest = in_layer(name)
-            encoder[f"layers.{layer}.{rest}"] = x
-    return {"language_model": language}
 
 
 def write(folder: Path, flags: dict, tp: int, pp: int, **root) -> torch.nn.Module:
     """A run directory with one checkpoint; pp 0: without DeepSpeed's pipeline."""
-    model, ranks = parts(flags, tp)
-    step = folder / "global_step7"
-    step.mkdir(parents=True)
+    model = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, **SIZE, **flags)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    config = tiny_config(**SIZE, **flags)
+    write_files(folder / "global_step7", tensors, config, tp, pp, **root)
     (folder / "latest").write_text("global_step7")
-    common = {
-        "args": arguments(flags, tp, max(pp, 1)),
-        "checkpoint_version": 3.0,
-        "iteration": 7,
-        "ds_config": {"zero_optimization": {"stage": 1}},
-        "ds_version": "0.14.0",
-    } | root
-    for m in range(tp * max(pp, 1)):
-        module = None if pp else nested(ranks[m])
-        torch.save(common | {"module": module}, step / f"mp_rank_{m:02d}_model_states.pt")
-    for t in range(tp if pp else 0):
-        files: dict[int, dict[str, torch.Tensor]] = {}
-        for name, x in ranks[t].items():
-            if name.startswith("embedding."):
-                files.setdefault(1, {})[name.removeprefix("embedding.")] = x
-            elif name.startswith("output_layer"):
-                files.setdefault(LAYERS + 6, {})["lm_head.weight"] = x
-            elif "final_layernorm" in name:
-                files.setdefault(LAYERS + 5, {})[name.rpartition(".")[2]] = x
-            else:
-                layer, rest = in_layer(name)
-                files.setdefault(3 + layer, {})[rest] = x
-        for number, tensors in files.items():
-            torch.save(tensors, step / f"layer_{number:02d}-model_{t:02d}-model_states.pt")
     return model
 
 

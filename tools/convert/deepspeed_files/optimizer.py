@@ -1,0 +1,256 @@
+"""The optimizer of Megatron-DeepSpeed's checkpoints with ZeRO 1 or 2:
+zero_pp_rank_{d}_mp_rank_{m}_optim_states.pt, of every data-parallel rank and model-parallel rank.
+
+Each file has flat buffers (fp32 weights, Adam's moments) of one data-parallel part of each group of
+parameters; param_slice_mappings says by name where a parameter is in them. A parameter that crosses
+the end of a part continues in the next rank's file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.state import RunState
+from megatron.config.plan.parameters import ParameterSpec
+from tools.convert.links import ConversionError
+from tools.convert.run_counters import RunCounters, dicts
+from tools.convert.torch_files import StoredPart, TorchFile, Unpickler
+
+_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_ROOT = "optimizer_state_dict"
+_GROUPS = "single_partition_of_fp32_groups"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("fp32_param", *_MOMENTS)
+_REMEDY = "give --no-load-optim to convert the weights alone"
+_BY_TOKENS = ("lr_warmup_tokens", "lr_decay_tokens")
+_TIED = "tied_modules."  # its prefix of parameters that several pipeline stages have
+
+Parts = list[StoredPart]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Makes one tensor of the optimizer of the parts that the data-parallel ranks of each
+    tensor-parallel rank hold."""
+
+    spec: ParameterSpec
+    ranks: Sequence[Parts]
+
+    def __call__(self) -> torch.Tensor:
+        shape = self.spec.local_shape({"tp": len(self.ranks)})
+        dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
+        whole = [
+            torch.cat([part.read() for part in parts]).view(shape)
+            for parts in (self.ranks if dims else self.ranks[:1])
+        ]
+        return torch.cat(whole, dim=dims[0]) if dims else whole[0]
+
+
+def find_files(source: Path) -> dict[tuple[int, int], Path]:
+    """{(model-parallel rank, data-parallel rank): file}."""
+    return {
+        (int(match[2]), int(match[1])): path
+        for path in (source.iterdir() if source.is_dir() else ())
+        if (match := _FILE.fullmatch(path.name))
+    }
+
+
+@dataclass
+class ZeroOptimizer:
+    """The open files of `tp` x `pp` model-parallel ranks; raises ConversionError for what cannot be
+    converted."""
+
+    source: Path
+    tp: int
+    pp: int
+    files: dict[tuple[int, int], TorchFile] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, source: Path, unpickler: Unpickler, tp: int, pp: int) -> ZeroOptimizer | None:
+        """The optimizer of a folder, or None without files of one."""
+        paths = find_files(source)
+        if not paths:
+            return None
+        found = cls(source, tp, pp)
+        strange = [path.name for (m, _), path in sorted(paths.items()) if m >= tp * pp]
+        if strange:
+            raise found.wrong(f"{strange[0]} is of no rank of {tp} tensor x {pp} pipeline ranks")
+        for m in range(tp * pp):
+            there = sorted(d for rank, d in paths if rank == m)
+            if not there or there != list(range(len(there))):
+                raise found.wrong(
+                    f"the optimizer's files of mp_rank_{m:02d} are those of the data-parallel "
+                    f"ranks {there}, should be 0, 1, 2, ..."
+                )
+        found.files = {
+            place: unpickler.read(path, (f"{_ROOT}.",)) for place, path in sorted(paths.items())
+        }
+        for (m, _), file in found.files.items():
+            world = found._state(file).get("partition_count")
+            if isinstance(world, list) and world and world[0] != found.ranks(m):
+                raise found.wrong(
+                    f"{file.path.name} is one of {world[0]} data-parallel ranks, {found.ranks(m)} "
+                    "are there"
+                )
+        return found
+
+    def wrong(self, text: str) -> ConversionError:
+        """The error that says it."""
+        return ConversionError(f"{self.source}: {text}; {_REMEDY}")
+
+    def ranks(self, m: int) -> int:
+        """Data-parallel ranks of a model-parallel rank."""
+        return sum(rank == m for rank, _ in self.files)
+
+    def _state(self, file: TorchFile) -> Mapping[str, Any]:
+        state = file.values.get(_ROOT)
+        if not isinstance(state, dict):
+            raise self.wrong(f"{file.path.name} has no {_ROOT}")
+        return state
+
+    def parts(self, names: Mapping[str, str]) -> dict[str, dict[str, list[Parts]]]:
+        """By kind and our name, of each tensor-parallel rank the parts, in order. `names`: ours by
+        theirs."""
+        found: dict[str, dict[str, list[Parts]]] = {kind: {} for kind in KINDS}
+        for t in range(self.tp):
+            held: set[str] = set()
+            for p in range(self.pp):
+                stage: dict[str, dict[str, Parts]] = {kind: {} for kind in KINDS}
+                for d in range(self.ranks(p * self.tp + t)):
+                    for kind, theirs, part in self._slices(self.files[p * self.tp + t, d]):
+                        if theirs not in names:
+                            raise self.wrong(f"{theirs} is in the optimizer, and no weight")
+                        stage[kind].setdefault(theirs, []).append(part)
+                for kind, tensors in stage.items():
+                    for theirs, parts in tensors.items():
+                        if p and theirs.startswith(_TIED) and names[theirs] in held:
+                            continue  # the last stage's copy of a tied embedding
+                        found[kind].setdefault(names[theirs], []).append(parts)
+                held |= {names[theirs] for theirs in stage[KINDS[0]]}
+        return found
+
+    def _slices(self, file: TorchFile) -> Iterator[tuple[str, str, StoredPart]]:
+        """(kind, their name, part) of a file."""
+        state = self._state(file)
+        groups = state.get("param_slice_mappings")
+        if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+            raise self.wrong(
+                f"{file.path.name} has no param_slice_mappings (DeepSpeed writes them since 0.7)"
+            )
+        elastic = "" if isinstance(state.get("base_optimizer_state"), list) else ".state"
+        headers = file.headers()
+        for number, group in enumerate(groups):
+            paths = {
+                "fp32_param": f"{_ROOT}.{_GROUPS}.{number}",
+                **{
+                    kind: f"{_ROOT}.base_optimizer_state{elastic}.{number}.{kind}"
+                    for kind in _MOMENTS
+                },
+            }
+            for name, place in group.items():
+                start, size = (
+                    place.get(word) if isinstance(place, dict) else None
+                    for word in ("start", "numel")
+                )
+                for kind, path in paths.items():
+                    dtype, shape = headers.get(path, (None, ()))
+                    if dtype != torch.float32 or len(shape) != 1:
+                        raise self.wrong(f"{file.path.name}: {path} is no flat buffer in float32")
+                    if not _within(start, size, shape[0]):
+                        raise self.wrong(
+                            f"{file.path.name}: {name} is at {start!r}, {size!r} numbers, in a "
+                            f"buffer of {shape[0]}"
+                        )
+                    yield kind, name, StoredPart(file, path, (size,), start)
+
+    def tensors(
+        self,
+        table: Mapping[str, ParameterSpec],
+        names: Mapping[str, str],
+        weights: Mapping[str, Any],
+    ) -> dict[str, dict[str, Joined]]:
+        """By kind and our name, what makes each tensor. `weights` make the weights, which the fp32
+        weights must be after rounding."""
+        found = self.parts(names)
+        for kind, tensors in found.items():
+            strange = sorted(tensors.keys() ^ table.keys())
+            if strange:
+                raise self.wrong(f"{kind} of {strange[0]} is missing")
+            for name, ranks in tensors.items():
+                size = math.prod(table[name].local_shape({"tp": self.tp}))
+                sizes = [sum(part.shape[0] for part in parts) for parts in ranks]
+                if sizes != [size] * self.tp:
+                    raise self.wrong(
+                        f"{kind} of {name} has {sizes} numbers on the tensor ranks, should be "
+                        f"{size} on each of {self.tp}"
+                    )
+        made = {
+            kind: {name: Joined(table[name], ranks) for name, ranks in tensors.items()}
+            for kind, tensors in found.items()
+        }
+        for name, weight in weights.items():
+            if not torch.equal(made["fp32_param"][name]().to(weight.dtype), weight.make()):
+                raise self.wrong(f"the optimizer's fp32 weights of {name} are not the weights")
+        return made
+
+    def run_state(self, root: Mapping[str, Any], args: Mapping[str, Any]) -> RunState:
+        """Counters from the root of a file of weights and its arguments."""
+        schedule = root.get("lr_scheduler") or root.get("opt_param_scheduler")
+        schedule = schedule if isinstance(schedule, dict) else {}
+        for name in _BY_TOKENS:
+            if schedule.get(name) is not None:
+                raise self.wrong(
+                    f"its learning rate follows from tokens ({name} {schedule[name]!r}), which "
+                    "has no flag here"
+                )
+        scaler = self._loss_scale()
+        return RunCounters(self.source, _REMEDY).run_state(
+            root, args, schedule, self._updates(), scaler
+        )
+
+    def _updates(self) -> set[float]:
+        """How many updates the optimizer has made; one number in a good checkpoint."""
+        found = set()
+        for file in self.files.values():
+            state = self._state(file)
+            for one in dicts(state.get("base_optimizer_state")):
+                if isinstance(one.get("step"), (int, float)):
+                    found.add(float(one["step"]))
+            if isinstance(state.get("base_optimizer_state_step"), (int, float)):
+                found.add(float(state["base_optimizer_state_step"]))
+            found |= {
+                float(file.read(name))
+                for name, (_, shape) in file.headers().items()
+                if name.endswith(".step") and math.prod(shape) == 1
+            }
+        return found
+
+    def _loss_scale(self) -> dict[str, Any] | None:
+        """The dynamic loss scale; it counts iterations since the last overflow, we count updates
+        since the last change."""
+        scaler = self._state(self.files[0, 0]).get("loss_scaler")
+        if not isinstance(scaler, dict) or not scaler.get("dynamic"):
+            return None
+        numbers = {
+            name: scaler.get(name)
+            for name in ("cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
+        }
+        if any(type(one) is not int for one in numbers.values()) or numbers["scale_window"] < 1:
+            raise self.wrong(f"its loss_scaler has {numbers}")
+        stable = numbers["cur_iter"] - numbers["last_overflow_iter"] - 2
+        return {
+            "scale": scaler.get("cur_scale"),
+            "growth_tracker": max(0, stable) % numbers["scale_window"],
+            "hysteresis_tracker": max(1, numbers["cur_hysteresis"]),
+        }
+
+
+def _within(start: Any, size: Any, length: int) -> bool:
+    return type(start) is int and type(size) is int and 0 <= start and 0 < size <= length - start
