@@ -101,14 +101,15 @@ class Program:
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
         """Wait until it has printed `text`."""
-        self._wait(lambda: text in self.out, seconds, f"{text!r} was not printed")
+        self.wait_until(lambda: text in self.out, seconds, f"{text!r} was not printed")
 
     def end(self, seconds: float = 60.0) -> int:
         """Wait for its end; its exit code."""
-        self._wait(lambda: self.poll() is not None, seconds, "still running")
+        self.wait_until(lambda: self.poll() is not None, seconds, "still running")
         return self.code
 
-    def _wait(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
+    def wait_until(self, done: Callable[[], bool], seconds: float, complaint: str) -> None:
+        """Wait until `done()`; an error if it has ended before."""
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline or self.poll() is not None and not done():
