@@ -129,7 +129,8 @@ class StepRecorder(TorchDispatchMode):
     `live` and `at_peak`: bytes by kind now and at the peak, `peak_place`: where that was;
     `kind_peaks`: the most bytes of each kind at any moment; `activations`: the most that forward
     passes have left for backward; `operations`, `flops`: by name of the
-    operation; `launches`: kernels by phase of the step; `messages` in order.
+    operation; `launches`: kernels by phase of the step; `messages` in order; `reductions`: those of
+    gradients, and from where.
     """
 
     def __init__(self, rank: int, allow_float64: bool = False):
@@ -147,6 +148,7 @@ class StepRecorder(TorchDispatchMode):
         self.flops: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.messages: list[Message] = []
+        self.reductions: list[tuple[Message, Place]] = []
         self.activations = 0
         self.copies_to_device = 0
         self._spans: list[str] = ["build"]
@@ -195,6 +197,19 @@ class StepRecorder(TorchDispatchMode):
                 self.live[kind] += piece.nbytes
                 self._pieces[key] = piece._replace(kind=kind)
 
+    def _kind(self, tensor: torch.Tensor) -> str | None:
+        piece = self._pieces.get(tensor.untyped_storage()._cdata)
+        return None if piece is None else piece.kind
+
+    def unnamed(self) -> list[Kept]:
+        """Memory made while building that is of no kind, largest first."""
+        found = [
+            Kept(piece.nbytes, piece.operation, piece.place)
+            for piece in self._pieces.values()
+            if piece.kind == "build"
+        ]
+        return sorted(found, reverse=True)
+
     def kept(self) -> list[Kept]:
         """Memory made in the step that is still there, largest first."""
         found = [
@@ -211,6 +226,8 @@ class StepRecorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d":
             self.messages.append(message_of(name, args, self.rank))
+            if any(self._kind(tensor) == "gradients" for tensor in _tensors(args)):
+                self.reductions.append((self.messages[-1], _place()))
             out = func(*args, **kwargs)
             if self.in_step:
                 self._start(func, args, out)

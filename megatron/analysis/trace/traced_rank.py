@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from megatron.analysis.trace.fused_kernels import fused_kernels
 from megatron.analysis.trace.recorder import Kept, StepRecorder, TraceError
 from megatron.config.plan.plan import Plan
+from megatron.config.plan.transfers import axis_sizes, gradients
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.parallel.context import ParallelContext
@@ -86,6 +88,7 @@ def trace_rank(
         _use_fused_update(run)
         _name_kinds(run, recorder)
         build_peak = recorder.peak
+        _check_kept(recorder.unnamed(), "training begins, of no parameter, gradient or moment")
         is_last = run.pipeline.is_last(len(run.model) - 1)
         if not is_last:
             run.metric_names = metric_names or ()
@@ -93,8 +96,9 @@ def trace_rank(
         train_step(run, forward_step, _samples(config), plan.train_iters)
         recorder.in_step = False
         recorder.check_waited()
-        _check_kept(recorder.kept())
+        _check_kept(recorder.kept(), "the step")
         names = _axis_names(ctx)
+        _check_reductions(config, plan, ctx.pp.rank, recorder, names)
         return RankTrace(
             rank,
             ctx.pp.rank,
@@ -154,16 +158,54 @@ def _name_kinds(run: Run, recorder: StepRecorder) -> None:
     recorder.adopt([run.buffers.flat], "gradients")
 
 
-def _check_kept(kept: list[Kept]) -> None:
-    """Raise TraceError for what a step leaves behind."""
+def _check_kept(kept: list[Kept], when: str) -> None:
+    """Raise TraceError for what building or a step leaves behind."""
     together = sum(one.nbytes for one in kept)
     if together > KEPT_BYTES:
         largest = kept[0]
         raise TraceError(
             f"{largest.place}: {largest.operation} makes {largest.nbytes:,} bytes that are still "
-            f"alive after the step ({together:,} bytes in {len(kept)} tensors): something keeps a "
+            f"alive after {when} ({together:,} bytes in {len(kept)} tensors): something keeps a "
             "reference [trace-memory-kept]"
         )
+
+
+def _check_reductions(
+    config: Config, plan: Plan, stage: int, recorder: StepRecorder, names: dict[str, str]
+) -> None:
+    """Raise TraceError for gradients that are not summed over the ranks of the plan."""
+    if config.parallel.zero_partition == "whole-params":
+        return  # ranks of a group send different amounts
+    sizes = axis_sizes(config, plan)
+    planned = Counter()
+    for transfer in gradients(config, plan, stage):
+        if sizes[transfer.axis] > 1 and transfer.operation != "all-gather":
+            planned[_replicas(transfer.axis), transfer.operation] += transfer.nbytes
+    found = Counter()
+    places = {}
+    for message, place in recorder.reductions:
+        key = _replicas(names.get(message.group, "world")), message.operation
+        found[key] += message.nbytes
+        places[key] = place
+    for (axis, operation), nbytes in found.items():
+        if nbytes > planned[axis, operation]:
+            raise TraceError(
+                f"{places[axis, operation]}: {operation} of {nbytes:,} bytes of gradients over the "
+                f"ranks of {axis}, where the plan has {planned[axis, operation]:,}: sum them over "
+                "the ranks that have other samples or another part of the gradient "
+                "[trace-wrong-group]"
+            )
+    for (axis, operation), nbytes in planned.items():
+        if found[axis, operation] < nbytes:
+            raise TraceError(
+                f"{operation} of {found[axis, operation]:,} bytes of gradients over the ranks of "
+                f"{axis}, where the plan has {nbytes:,}: replicas would differ [trace-wrong-group]"
+            )
+
+
+def _replicas(axis: str) -> str:
+    """Experts may be replicated over the ranks of everything else."""
+    return axis.removeprefix("expert_")
 
 
 def _axis_names(ctx: ParallelContext) -> dict[str, str]:

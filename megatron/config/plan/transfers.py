@@ -76,7 +76,7 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     chunks = plan.layers_per_stage[stage]
     micro_batches = plan.num_microbatches(plan.train_iters)
     last = stage == len(plan.layers_per_stage) - 1
-    found = [*_gradients(config, plan, stage), *_scalars(config, sizes)]
+    found = [*gradients(config, plan, stage), *_scalars(config, sizes)]
     per_micro_batch = [
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
@@ -341,7 +341,7 @@ def _links(config: Config, sizes: Sizes, chunks: int, first: bool, last: bool) -
     ]
 
 
-def _gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
+def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     """Bucket by bucket: copies that saw part of their gradient, then ranks that saw other tokens,
     then the weights."""
     p = config.precision

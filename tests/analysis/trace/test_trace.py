@@ -195,7 +195,6 @@ def test_logits_that_are_kept():
 
 
 def test_a_bucket_kept_twice(monkeypatch):
-    """Not an error by itself: the figure differs from the plan's."""
     flatten = ddp._flatten
     twice = []
 
@@ -204,14 +203,9 @@ def test_a_bucket_kept_twice(monkeypatch):
         twice.append(flat.clone())
         return flat
 
-    flags = with_flags(FLAGS, *SHARDED)
-    traced = Traced(flags, 2)
-    before = traced.rank(0)
     monkeypatch.setattr(ddp, "_flatten", keeping)
-    after = traced.rank(0)
-    assert after.peak - before.peak >= twice[0].nbytes
-    peak = {one.name: one for one in figures(traced.config, traced.plan, after)}["peak"]
-    assert peak.differs
+    message = refused("trace-memory-kept", flags=SHARDED, world=2)
+    assert "keeping" in message and f"{twice[0].nbytes:,} bytes" in message
 
 
 def test_a_collective_that_only_one_rank_calls(monkeypatch):
@@ -244,24 +238,25 @@ def test_a_message_that_nobody_receives(monkeypatch):
         check_agreement([traced.rank(0), traced.rank(1)])
 
 
-def test_a_sum_over_the_wrong_group(monkeypatch):
-    """Gradients over all ranks instead of those with other data: the bytes of dp differ."""
-    start = ddp.start_all_reduce
-
-    monkeypatch.setattr(
-        ddp, "start_all_reduce", lambda x, axis: start(x, axes["tp"] if "tp" in axes else axis)
-    )
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_sum_over_the_wrong_group(monkeypatch, missing):
+    """Gradients over ranks with the same samples instead of those with others, or not at all."""
     axes = {}
-    traced = Traced(with_flags(FLAGS, TP, "2"), 4)
-    assert sent(traced.rank(0)) == sent_by_axis(traced.config, traced.plan, 0)
+    built = ddp.GradBuffers.__init__
 
     def remembering(self, params, ctx, *args, **kwargs):
         axes["tp"] = ctx.tp
         built(self, params, ctx, *args, **kwargs)
 
-    built = ddp.GradBuffers.__init__
+    start = ddp.start_all_reduce
+
+    def wrong(x, axis):
+        return (lambda: x) if missing else start(x, axes["tp"])
+
     monkeypatch.setattr(ddp.GradBuffers, "__init__", remembering)
-    assert sent(traced.rank(0)) != sent_by_axis(traced.config, traced.plan, 0)
+    monkeypatch.setattr(ddp, "start_all_reduce", wrong)
+    message = refused("trace-wrong-group", flags=(TP, "2"), world=4)
+    assert ("of 0 bytes" in message) if missing else ("ranks of tp" in message)
 
 
 def test_the_lines_and_the_file(tmp_path, capsys):
