@@ -169,6 +169,22 @@ def watch() -> None:
     loop.pretrain = pretrain
 
 
+def watch_balanced() -> None:
+    """As `watch`; every expert gets as many tokens, which is what the plan and a trace count
+    with."""
+    from megatron.model import moe
+
+    def select(
+        logits: torch.Tensor, model: Any, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k = model.moe_router_topk
+        experts = torch.arange(k * len(logits)).view(-1, k) % model.num_experts
+        return logits.softmax(-1).gather(1, experts), experts
+
+    moe.select_experts = select
+    watch()
+
+
 def read(folder: Path, rank: int) -> list[list[Call]]:
     """The steps of a rank of a run that was watched."""
     steps = json.loads((folder / f"calls.{rank}").read_text())

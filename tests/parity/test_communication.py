@@ -20,14 +20,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan import transfers
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
-from megatron.model import moe
 from tests import recorder
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
@@ -443,7 +441,12 @@ def check(case: Case, folder: Any, data: str) -> None:
         ],
         *case.flags,
     )
-    train(folder, flags, case.world, hook=balanced if "--num-experts" in flags else recorder.watch)
+    train(
+        folder,
+        flags,
+        case.world,
+        hook=recorder.watch_balanced if "--num-experts" in flags else recorder.watch,
+    )
     for rank in range(case.world):
         first, second = map(recorder.totals, recorder.read(folder, rank))
         assert first == second
@@ -452,18 +455,6 @@ def check(case: Case, folder: Any, data: str) -> None:
         assert wire(second) == planned(flags, case.world, rank), (
             f"rank {rank}: the plan says something else"
         )
-
-
-def balanced() -> None:
-    """A hook: every expert gets as many tokens, which is what the plan counts with."""
-
-    def select(logits, model, bias):
-        k = model.moe_router_topk
-        experts = torch.arange(k * len(logits)).view(-1, k) % model.num_experts
-        return logits.softmax(-1).gather(1, experts), experts
-
-    moe.select_experts = select
-    recorder.watch()
 
 
 def wire(calls: Counter) -> tuple[Counter, int]:

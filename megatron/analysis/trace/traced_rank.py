@@ -184,7 +184,9 @@ def _check_reductions(
     found = Counter()
     places = {}
     for message, place in recorder.reductions:
-        key = _replicas(names.get(message.group, "world")), message.operation
+        # gloo scatters sums by an exchange of parts
+        operation = "reduce-scatter" if message.operation == "all-to-all" else message.operation
+        key = _replicas(names.get(message.group, "world")), operation
         found[key] += message.nbytes
         places[key] = place
     for (axis, operation), nbytes in found.items():
