@@ -105,6 +105,8 @@ def _pipeline(f: Facts) -> list[str]:
     in every phase."""
     if not f.ok("num_layers", "pipeline_model_parallel_size"):
         return []
+    if f["pipeline_model_parallel_size"] > f.world_size:
+        return []  # another rule says that there are too few ranks
     try:
         chunks = len(layer_split(f.config)[0])
     except ValueError as error:

@@ -9,6 +9,13 @@ from megatron.config.checks.facts import Facts
 from megatron.config.checks.model import only_one
 from megatron.config.plan.plan import batch_schedule
 
+_BATCH = (
+    "micro_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+
 
 def length_and_batch(f: Facts) -> Iterator[str]:
     """Length, batch and what counts in iterations or in samples."""
@@ -40,7 +47,7 @@ def length_and_batch(f: Facts) -> Iterator[str]:
                     f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only "
                     "one of them [two-warmups]"
                 )
-    if f.ok("micro_batch_size") and not f.bad & {"global_batch_size", "seq_length"}:
+    if f.ok(*_BATCH) and not f.bad & {"global_batch_size", "seq_length"}:
         yield from check_batch.batch(f)
 
 

@@ -101,15 +101,15 @@ def split_layers(
                 + f" and a multiple of {CHUNKS} {chunks}" * (chunks > 1)
                 + " [stage-layers-do-not-fit]"
             )
-    free = [stage for stage in range(stages) if stage not in given]
+    free = stages - len(given)
     rest = num_layers - sum(n for _, n in given.values())
-    places = len(free) * chunks
+    places = free * chunks
     if rest < places or (rest and not places):
         asked = "".join(f", {flag} {n}" for flag, n in given.values())
         size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
             chunks > 1
         )
-        left = f"leave {rest} for {len(free)} stages" if given else f"are less than {places}"
+        left = f"leave {rest} for {free} stages" if given else f"are less than {places}"
         raise ValueError(
             f"--num-layers {num_layers} with {size}{asked}: the layers {left}, and each (virtual) "
             "stage needs one; give "
