@@ -413,7 +413,8 @@ def run(cell: Cell, keep: Path | None) -> Outcome:
                 process.wait()
             if network:
                 network.close()
-        files = sorted(set(os.listdir("/dev/shm")) - shared)
+        new = set(os.listdir("/dev/shm")) - shared  # other programs make files there, too
+        files = sorted(one for one in new if one.startswith(("torch", "psm_", "sem.")))
         outcome.left = " ".join(filter(None, [outcome.left, *files]))
         if keep and outcome.problems(cell):
             keep.mkdir(parents=True, exist_ok=True)
