@@ -237,6 +237,11 @@ class MegatronExport:
     model: Literal["core", "legacy"] = arg(
         "core", help="names of megatron-core's GPTModel, or of the older model"
     )
+    transformer_impl: Literal["transformer_engine", "local"] = arg(
+        "transformer_engine",
+        help="layers of Megatron that will load a torch_dist checkpoint with experts (its own "
+        "--transformer-impl; without experts the names are the same)",
+    )
     ckpt_step: int | None = step_option()
 
     def run(self) -> Answer:
@@ -250,6 +255,7 @@ class MegatronExport:
             kind=self.model,
             pp=self.pipeline_model_parallel_size,
             sharded=self.ckpt_format == "torch_dist",
+            layers=self.transformer_impl,
             step=self.ckpt_step,
         )
 

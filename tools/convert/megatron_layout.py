@@ -207,8 +207,10 @@ class MegatronCheckpoint:
 
 def _their_shape(spec: ParameterSpec, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:
     """Their shape of a part of ours: gate and up rows are in one dim."""
-    gated = model.gated and ".mlp.linear_fc1." in spec.name
-    return (shape[0] * shape[1], *shape[2:]) if gated else tuple(shape)
+    if not (model.gated and ".linear_fc1." in spec.name):
+        return tuple(shape)
+    lead = 1 if ".mlp.experts." in spec.name else 0  # dims before those of one matrix
+    return (*shape[:lead], shape[lead] * shape[lead + 1], *shape[lead + 2 :])
 
 
 @dataclass(frozen=True)
@@ -342,16 +344,18 @@ def megatron_export(
     pp: int = 1,
     kind: str = "core",
     sharded: bool = False,
+    layers: str = "transformer_engine",
     step: int | None = None,
 ) -> str:
     """Write a Megatron-LM run directory with a `release` checkpoint for tp x pp ranks; `kind` is
     core or legacy. `sharded`: as torch_dist, for all sizes (tp decides about the padding of the
-    vocabulary alone). One rank's part is in memory at a time. Returns what to say of it."""
+    vocabulary alone), with experts for its `layers` of transformer_engine or local. One rank's part
+    is in memory at a time. Returns what to say of it."""
     if sharded and kind != "core":
         raise ConversionError("--ckpt-format torch_dist: has no older model; omit --model legacy")
     new_folder(target)
     with Ours(source, step) as ours:
-        table, rows, args = _export_plan(ours, tp, pp)
+        table, rows, args = _export_plan(ours, tp, pp, sharded)
         with (
             work_folder(target, "partial") as partial,
             Unpickler(partial) as unpickler,
@@ -361,18 +365,20 @@ def megatron_export(
             progress = Progress(total)
             if sharded:
                 folder = partial / "run" / "release"
-                _write_sharded(ours, table, args, folder, unpickler, progress)
+                _write_sharded(
+                    ours, table, args | {"transformer_impl": layers}, folder, unpickler, progress
+                )
             for p in range(0 if sharded else pp):
-                layers = range(
+                numbers = range(
                     p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp
                 )
-                stage = stage_table(table, layers, p == 0, p == pp - 1)
+                stage = stage_table(table, numbers, p == 0, p == pp - 1)
                 for t in range(tp):
                     folder = (
                         partial / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     )
                     folder.mkdir()
-                    entries, paths = _rank(ours, stage, layers.start, t, tp, p, kind)
+                    entries, paths = _rank(ours, stage, numbers.start, t, tp, p, kind)
                     progress.update(
                         total * (p * tp + t) // (pp * tp), f"rank {p * tp + t + 1} of {pp * tp}"
                     )
@@ -404,10 +410,12 @@ def _write_sharded(
         dtype = ours.reader.dtype(spec.name)
         make = _Slice(ours, spec, 0, 1, shape)
         parts.append((spec, dtype, shape, counted(make, prod(shape) * dtype.itemsize, progress)))
-    write_torch_dist(folder, parts, ours.model.num_layers, args, unpickler)
+    write_torch_dist(folder, parts, ours.model, args, unpickler)
 
 
-def _export_plan(ours: Ours, tp: int, pp: int) -> tuple[list[ParameterSpec], int, dict[str, Any]]:
+def _export_plan(
+    ours: Ours, tp: int, pp: int, sharded: bool
+) -> tuple[list[ParameterSpec], int, dict[str, Any]]:
     """(our tensors, rows of the vocabulary padded for tp, their arguments). Raises ConversionError
     for a bad layout."""
     model = ours.model
@@ -433,6 +441,7 @@ def _export_plan(ours: Ours, tp: int, pp: int) -> tuple[list[ParameterSpec], int
             "tokenizer_model": d.tokenizer_model,
             "vocab_size": d.vocab_size,
         },
+        experts=sharded,
     )
     table = parameter_table(model, rows, size)
     held = {spec.name for spec in table}

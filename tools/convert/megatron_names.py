@@ -156,9 +156,9 @@ def flags_from(args: Mapping[str, Any], source: str) -> dict[str, Any]:
     return flags | {name: args[name] for name in _TOKENIZER if args.get(name) is not None}
 
 
-def args_for(model: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Their arguments of our model; `data` are more (sizes of the layout, tokenizer). Raises
-    ConversionError for what their models cannot express."""
+def args_for(model: ModelConfig, data: Mapping[str, Any], experts: bool) -> dict[str, Any]:
+    """Their arguments of our model; `data` are more (sizes of the layout, tokenizer); `experts`:
+    the format has a place for them. Raises ConversionError for what their models cannot express."""
     problems = []
     if (
         model.attention_output_bias != model.add_bias_linear
@@ -167,8 +167,13 @@ def args_for(model: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
         problems.append(
             "--add-attention-output-bias, --add-mlp-bias: Megatron-LM has no such biases alone"
         )
-    if model.num_experts is not None:
-        problems.append("--num-experts: experts are not converted")
+    if model.num_experts is not None and not experts:
+        problems.append("--num-experts: experts are written by --ckpt-format torch_dist alone")
+    if model.num_experts is not None and len(model.moe_layers) < model.num_layers:
+        problems.append(
+            f"--moe-layer-freq {model.moe_layer_freq}: experts are converted where every layer has "
+            "them"
+        )
     problems += [
         f"--{name.replace('_', '-')}: models with it are not converted"
         for name in _NOT_THEIRS
@@ -189,5 +194,6 @@ def args_for(model: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
         "encoder_seq_length": model.seq_length,
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
+        "moe_layer_freq": 1,
         **data,
     }

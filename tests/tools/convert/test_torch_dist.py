@@ -144,11 +144,11 @@ def test_every_spelling_of_the_tensors(flags, split, tmp_path, convert, monkeypa
     torch.testing.assert_close(logits_of(tmp_path / "ours"), expected(flags), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "experts"])
 def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch):
     """By this suite, and by torch.distributed.checkpoint itself."""
     use_it(monkeypatch)
-    flags = MODELS[name]
+    flags = {**MODELS, "experts": MOE}[name]
     tensors = tensors_of(flags, False)
     write(tmp_path / "theirs", flags, tensors)
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
@@ -164,7 +164,9 @@ def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch
     dcp.load(found, storage_reader=reader, no_dist=True)
     usual = {
         key.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
-            "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+            # Transformer Engine's layers have the norm before experts alone
+            "pre_mlp_layernorm.",
+            "pre_mlp_layernorm." if name == "experts" else "mlp.linear_fc1.layer_norm_",
         ): value
         for key, value in tensors.items()
     }
@@ -178,18 +180,41 @@ def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch
 
 @pytest.mark.peers
 @pytest.mark.campaign
-@pytest.mark.parametrize(("name", "layout"), [("llama", (2, 2)), ("gpt2", (1, 2))])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("llama", (2, 2)), ("gpt2", (1, 2)), ("experts", (2, 2))]
+)
 def test_megatron_core_loads_what_is_exported(name, layout, tmp_path, convert):
     """With strict checking, at a layout that the export does not know."""
     pytest.importorskip("megatron.core")
-    flags = MODELS[name]
+    flags = {**MODELS, "experts": MOE}[name]
     write(tmp_path / "theirs", flags, tensors_of(flags, False))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
-    words = ["--ckpt-format", "torch_dist"]
+    words = ["--ckpt-format", "torch_dist", "--transformer-impl", "local"]
     convert("megatron-export", tmp_path / "ours", tmp_path / "back", *words)
     tp, pp = layout
     folder = tmp_path / "back" / "release"
     run_ranks(tp * pp, load_torch_dist_on_a_rank, flags, tp, pp, folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words", "said"),
+    [
+        (MOE, [], "--ckpt-format torch_dist"),
+        (
+            MOE | dict(moe_layer_freq="[0,1,1,1]"),
+            ["--ckpt-format", "torch_dist"],
+            "--moe-layer-freq",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_exported(flags, words, said, tmp_path, convert, monkeypatch):
+    use_it(monkeypatch)
+    write(tmp_path / "theirs", flags, tensors_of(flags, True))
+    convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
+    assert said in convert(
+        "megatron-export", tmp_path / "ours", tmp_path / "back", *words, fails=True
+    )
+    assert not (tmp_path / "back").exists()
 
 
 def test_the_older_model_has_no_torch_dist(tmp_path, convert, monkeypatch):
