@@ -147,6 +147,7 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over each new tensor
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.backends.cudnn.deterministic = cudnn_deterministic or deterministic
 

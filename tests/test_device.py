@@ -219,8 +219,10 @@ def test_determinism(monkeypatch, deterministic, benchmark, cudnn):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", not (cudnn or deterministic))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     device.set_determinism(deterministic, benchmark, cudnn)
     assert said == [True] * deterministic
+    assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic
     assert torch.backends.cudnn.benchmark is benchmark
     assert torch.backends.cudnn.deterministic is (cudnn or deterministic)
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
