@@ -14,6 +14,9 @@ have a goal of at most 2 %:
   - instructions of a step, counted by valgrind's callgrind (Python's included). They hardly depend
     on the machine or on other work there, which a clock does. The model is tiny on purpose: a real
     one has the same number of calls and more work in each, so its share is smaller.
+  - the same for the rank monitor and run_events.jsonl, as a share of that step: the hooks of an
+    iteration, one look of the monitor's thread and one line written (a run does these two once per
+    second). Goal: at most 0.5 %.
   - microseconds of processor time: each parallel piece timed alone, again and again, against the
     direct call it stands for, on tensors so small that the kernel is all overhead; times its calls
     in a step, as a share of the time of a step.
@@ -39,10 +42,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +75,13 @@ from megatron.timers import Timers  # noqa: E402
 from megatron.training import build
 from megatron.training.batch import MicroBatch, make_batch  # noqa: E402
 from megatron.training.launch import initialize
+from megatron.training.launch.hang_limits import Limits, Phase  # noqa: E402
+from megatron.training.launch.hang_watch import HangWatch  # noqa: E402
+from megatron.training.launch.rank_monitor import MonitorClient  # noqa: E402
+from megatron.training.launch.signals import SignalWatch  # noqa: E402
+from megatron.training.logging.iteration import IterationResult  # noqa: E402
+from megatron.training.logging.run_events import RunEvents  # noqa: E402
+from megatron.training.run import Services  # noqa: E402
 from megatron.training.spikes import detector as spikes  # noqa: E402
 from megatron.training.spikes.policy import SpikePolicy  # noqa: E402
 from megatron.training.step import train_step  # noqa: E402
@@ -80,6 +91,8 @@ DEFAULT_SIZE = (
     "overhead:layers=4,hidden=128,heads=4,seq=128,micro_batch=2,micro_batches=4,vocab=1024"
 )
 GOAL = 0.02
+WATCH_GOAL = 0.005
+WATCHED = 100  # iterations whose hooks are counted
 SECONDS = 7200  # for valgrind
 HEADER = "/usr/include/valgrind/callgrind.h"
 # To count only what is wanted: everything before runs several times faster.
@@ -324,6 +337,39 @@ def detector_microseconds(repeats: int) -> float:
     return microseconds(judge, repeats, 100)
 
 
+def watch_iteration(folder: str, run: Any) -> Callable[[], None]:
+    """What rank 0 of many does beside the step: hooks of the hang watch and of the run's events, a
+    look of the monitor's thread, and a line in run_events.jsonl."""
+    monitor = MonitorClient.__new__(MonitorClient)
+    main = threading.main_thread().ident
+    monitor.__dict__ |= {
+        "_phase": Phase("start", announced=False),
+        "_wire": None,
+        "_seen": (),
+        "_main": main,
+    }
+    monitor.__dict__ |= {name: 0 for name in ("_ticks", "_phase_ticks", "_busy_ticks")}
+    limits = Limits(540.0, 540.0, 540.0, 540.0, None)
+    watch = HangWatch(monitor, limits, run)
+    watch._seconds.append(0.1)
+    run.services = Services(SignalWatch())
+    events = RunEvents(run, time.time())
+    events._path = Path(folder, "run_events.jsonl")
+    numbers = itertools.count(1)
+
+    def iteration() -> None:
+        number = next(numbers)
+        result = IterationResult(number, 8, 8 * number, 1e-3, 1.0, 0.1, 2.0, 1.0)
+        watch.before_step(number)
+        monitor._tick()
+        for hook in (watch, events):
+            hook.after_step(result)
+            hook.after_iteration(number, None)
+        events._write_steps(number)
+
+    return iteration
+
+
 def function_calls(function: Callable[[], Any]) -> int:
     """Calls of Python and C functions in this thread while it runs."""
     count = 0
@@ -369,14 +415,18 @@ def instructions(size_text: str, steps: int) -> dict[str, int]:
         if done.returncode:
             raise RuntimeError(f"valgrind ended with {done.returncode}: {done.stderr[-2000:]}")
         counts = []
-        for number in (1, 2):
+        for number in (1, 2, 3):
             text = Path(f"{folder}/out.{number}").read_text(errors="replace")
             counts.append(int(re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE)[1]))
-    return {"with": counts[0] // steps, "without": counts[1] // steps}
+    return {
+        "with": counts[0] // steps,
+        "without": counts[1] // steps,
+        "watch": counts[2] // WATCHED,
+    }
 
 
 def inside(size: Size, steps: int, switch: ctypes.CDLL) -> None:
-    """Under callgrind: warm up and count steps with, then steps without."""
+    """Under callgrind: warm up and count steps with, steps without, then what watches a step."""
     step = Step(size)
     for turn in (step.with_parallel_code, step.without):
         undo = step.strip() if turn == step.without else _nothing
@@ -387,6 +437,16 @@ def inside(size: Size, steps: int, switch: ctypes.CDLL) -> None:
             turn()
         switch.off()
         undo()
+    with tempfile.TemporaryDirectory() as folder:
+        step.run.config = replace(
+            step.run.config, checkpoint=replace(step.run.config.checkpoint, save=folder)
+        )
+        iteration = watch_iteration(folder, step.run)
+        for number in range(WATCHED + 10):
+            if number == 10:
+                switch.on()
+            iteration()
+        switch.off()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -507,6 +567,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"instructions: {counts['with']:,} a step with the parallel code, "
             f"{counts['without']:,} without: {100 * shares[-1]:+.2f} % (goal: at most 2 %)"
         )
+        report["watch_share"] = counts["watch"] / counts["with"]
+        print(
+            f"rank monitor and run events: {counts['watch']:,} instructions an iteration, "
+            f"{100 * report['watch_share']:.3f} % of the step (goal: at most 0.5 %)"
+        )
+        shares.append(report["watch_share"] * GOAL / WATCH_GOAL)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return int(max(shares) > GOAL)
