@@ -31,7 +31,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # A flag that carries one of these is not a flag of ours: the launcher's and make's words.
 LAUNCHER_FLAGS = {
-    "--max-restarts",
     "--rdzv-backend",
     "--rdzv-endpoint",
     "--rdzv-id",
