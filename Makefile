@@ -9,8 +9,6 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt
 PYTEST := $(PY) -m pytest -q
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
-# One worker more than processors: many of these tests wait, for a limit or for another process.
-CAMPAIGN := -n $(shell expr $$(getconf _NPROCESSORS_ONLN || echo 1) + 1) --maxprocesses 5 --dist worksteal
 # After `make peers` a test that is skipped for a missing package is a failure.
 REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
@@ -33,7 +31,7 @@ test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `ma
 
 test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 25 minutes on 2 slow cores)
 	$(PYTEST) $(REQUIRED) -m "campaign and alone"
-	$(PYTEST) $(CAMPAIGN) $(REQUIRED) -m "campaign and not alone"
+	$(PYTEST) $(PARALLEL) $(REQUIRED) -m "campaign and not alone"
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
 	$(PYTEST) $(REQUIRED) -m alone

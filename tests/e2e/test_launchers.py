@@ -522,15 +522,17 @@ def test_a_crash_loop_ends(folder):
     assert "[crash-loop]" in program.err and len(list(folder.glob("killed.*"))) == 2
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     "how",
     [
-        ["--master-port", "free"],
-        ["--standalone"],
-        "--standalone --nnodes 1:2 --rdzv-conf last_call_timeout=2".split(),
+        pytest.param(["--master-port", "free"], marks=pytest.mark.sweep, id="port"),
+        pytest.param(["--standalone"], marks=pytest.mark.campaign, id="standalone"),
+        pytest.param(
+            "--standalone --nnodes 1:2 --rdzv-conf last_call_timeout=2".split(),
+            marks=pytest.mark.campaign,
+            id="elastic",
+        ),
     ],
-    ids=["port", "standalone", "elastic"],
 )
 def test_torchrun_restarts(folder, how, tmp_path_factory):
     """--max-restarts: a rank is killed in each of four attempts, and the fifth trains to the end

@@ -110,14 +110,14 @@ BUGS = {
         "_linear(x, self.weight, scaling=self.scaling, accumulate=self.accumulate)",
         "_linear(x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate)",
         f"{LAYOUTS}[tp2]",
-        "campaign",
+        "sweep",
     ),
     "padding inside the softmax": Bug(
         "megatron.parallel.cross_entropy.parallel_cross_entropy",
         "min(max(vocab_size - vocab_start, 0), logits.shape[1])",
         "logits.shape[1]",
         f"{LAYOUTS}[tp2]",
-        "campaign",
+        "sweep",
     ),
     "loss counted on every tensor-parallel rank": Bug(
         "megatron.training.step._sum_over_ranks",
@@ -320,7 +320,7 @@ BUGS = {
         f"{FORWARD}, run.model[chunk])",
         f"{FORWARD}, run.model[chunks - 1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk])",
         f"{ALL_LAYOUTS}[pp4 vpp2]",
-        "campaign",
+        "sweep",
     ),
     "backward begins with the first virtual chunk": Bug(
         "megatron.parallel.schedules._alternate",
@@ -409,7 +409,7 @@ BUGS = {
         "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
         "reduce_sum=lambda x: all_reduce(x, ctx.world)",
         f"{LAYOUTS}[{TWICE}]",
-        "campaign",
+        "sweep",
     ),
     "clip counts one shard": Bug(
         "megatron.training.build.build_run",
@@ -422,7 +422,7 @@ BUGS = {
         "self._expected[p] == 0",
         "self._expected[p] == 1",
         f"{LAYOUTS}[{TWICE}]",
-        "campaign",
+        "sweep",
     ),
     "a bucket is sent when its first parameter is complete": Bug(
         "megatron.parallel.ddp.GradBuffers.zero", "len(bucket.params)", "1", f"{LAYOUTS}[{TWICE}]"
@@ -445,7 +445,7 @@ BUGS = {
         "run.buffers.gather_weights()",
         "",
         f"{LAYOUTS}[{SHARDS}]",
-        "campaign",
+        "sweep",
     ),
     "weights used before they arrive": Bug(
         "megatron.parallel.ddp._before_forward",

@@ -42,14 +42,13 @@ OVERLAP = [
 ]
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     "flags, graphs, frames",
     [
-        ([], 5, 11),
-        (["--recompute-granularity", "selective"], 5, 11),
-        (NO_DROPOUT, 1, 1),
-        ([*NO_DROPOUT, "--reset-attention-mask"], 5, 11),
+        pytest.param([], 5, 11, marks=pytest.mark.campaign),
+        pytest.param(["--recompute-granularity", "selective"], 5, 11, marks=pytest.mark.sweep),
+        pytest.param(NO_DROPOUT, 1, 1, marks=pytest.mark.campaign),
+        pytest.param([*NO_DROPOUT, "--reset-attention-mask"], 5, 11, marks=pytest.mark.sweep),
     ],
 )
 def test_dropout_does_not_compile_again(tmp_path, flags, graphs, frames):

@@ -260,9 +260,9 @@ def test_a_step_that_is_not_the_same_is_not_compared(tool, monkeypatch, capsys):
 
 
 @pytest.mark.campaign
-def test_instructions_are_read_from_two_dumps(tool, monkeypatch, capsys):
+def test_instructions_are_read_from_three_dumps(tool, monkeypatch, capsys):
     """callgrind's files stand in for a run of minutes: a total for the steps with, one for the
-    steps without."""
+    steps without, one for what watches 100 iterations."""
     overhead = tool("overhead")
 
     monkeypatch.setattr(overhead, "HEADER", __file__)  # any file that is there
@@ -273,17 +273,16 @@ def test_instructions_are_read_from_two_dumps(tool, monkeypatch, capsys):
         out = next(
             word.partition("=")[2] for word in words if word.startswith("--callgrind-out-file=")
         )
-        for number, total in ((1, 3090), (2, 3000)):
+        for number, total in ((1, 3090), (2, 3000), (3, 200)):
             Path(f"{out}.{number}").write_text(f"events: Ir\nfn=x\n1 5\ntotals: {total}\n")
         return overhead.subprocess.CompletedProcess(words, 0, "", "")
 
     monkeypatch.setattr(overhead.shutil, "which", lambda name: "/usr/bin/valgrind")
     monkeypatch.setattr(overhead.subprocess, "run", valgrind)
     assert overhead.main(["--size", TINY, "--steps", "3", "--repeats", "2"]) == 1
-    assert (
-        "instructions: 1,030 a step with the parallel code, 1,000 without: +3.00 %"
-        in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert "instructions: 1,030 a step with the parallel code, 1,000 without: +3.00 %" in printed
+    assert "2 instructions an iteration, 0.194 % of the step" in printed
     monkeypatch.setattr(overhead.shutil, "which", lambda name: None)
     overhead.main(["--size", TINY, "--repeats", "2"])
     assert "instructions are not counted" in capsys.readouterr().out

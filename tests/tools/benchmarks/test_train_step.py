@@ -628,32 +628,23 @@ def test_a_size_that_is_not_accepted(load, capsys):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(["ours", "bare-compiled", "transformers"], marks=pytest.mark.campaign),
-        pytest.param(
-            [
-                "ours",
-                "ours-compiled",
-                "bare",
-                "bare-compiled",
-                "transformers",
-                "transformers-compiled",
-            ],
-            marks=pytest.mark.sweep,
-        ),
-    ],
-    ids=["some", "all"],
-)
-def test_contestants(tmp_path, names):
+@pytest.mark.sweep
+def test_all_contestants(tmp_path):
     """Eager and compiled, with two settings, by the command: equal losses, all figures in the file,
     and in the table what follows from them."""
     pytest.importorskip("transformers")
+    names = [
+        "ours",
+        "ours-compiled",
+        "bare",
+        "bare-compiled",
+        "transformers",
+        "transformers-compiled",
+    ]
     file = tmp_path / "figures.json"
     done = run(
         "--size",
-        f"{GPT},layers=1",
+        GPT,
         "--dtype",
         "fp32",
         "--rounds",
@@ -763,7 +754,7 @@ def test_mfu_stands_beside_the_matmul_rate(tmp_path):
     )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_another_checkout_takes_part(tmp_path):
     """It runs with its own modules: one that learns faster is seen, one that does not has a row and
     a column."""
