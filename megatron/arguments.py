@@ -17,20 +17,11 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
-from pathlib import Path
 from typing import Any
 
 from megatron import optional
-from megatron.small_files import read_text
+from megatron.problems import Problems as Problems
 
-# Of an @FILE: blanks (a backslash at the end of a line is one), a comment, any number of whole
-# numbers (there may be thousands), or a word with the shell's quoting.
-_TOKEN = re.compile(
-    r"""(?:\s|\\\r?\n)+|\#[^\n]*|(?P<numbers>\d[\d\s]*(?<=\d)(?=\s))|
-    (?P<word>(?:[^\s'"\\]|\\(?!\r?\n).|'[^']*'|"(?:\\.|[^"\\])*")+)""",
-    re.S | re.X,
-)
-_LONGEST_WORD = 131_072  # as Linux allows in a command line
 _OFF = re.compile("--(no|disable)-")
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
@@ -246,14 +237,6 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
     )
 
 
-class Problems(ValueError):
-    """Everything that is wrong with a command line, one line each."""
-
-    def __init__(self, lines: Iterable[str]):
-        self.lines = list(lines)
-        super().__init__("\n".join(self.lines))
-
-
 @dataclasses.dataclass(frozen=True)
 class OtherFlags:
     """Flags that no config class declares: `flags` are read, but the help does not show them; of a
@@ -382,7 +365,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             typed.append(word)
             continue
         try:
-            words = expand_files([word])
+            words = optional.load("megatron.args_file").expand_files([word])
         except Problems as error:
             parsed.problems += error.lines
             parsed.unread_file = True
@@ -459,61 +442,6 @@ def convert(flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool
 def is_flag(word: str) -> bool:
     """Does this word begin a flag? Negative numbers do not."""
     return len(word) > 1 and word[0] == "-" and not _NUMBER.match(word)
-
-
-def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
-    """Replace each @FILE word by the words of that file: shell quoting, `#` comments, @FILE inside
-    relative to it."""
-    words: list[str] = []
-    if "@" not in "".join(argv):
-        return list(argv)
-    for word in argv:
-        if not word.startswith("@"):
-            words.append(word)
-            continue
-        path = Path(word[1:]) if not seen else seen[-1].parent / word[1:]
-        if path.resolve() in [p.resolve() for p in seen]:
-            raise Problems([f"@{path}: includes itself [args-file-includes-itself]"])
-        words += expand_files(read_words(path), (*seen, path))
-    return words
-
-
-def read_words(path: Path) -> list[str]:
-    """The words of an @FILE, with the shell's quoting and `#` comments. Raises Problems, with the
-    line's number."""
-    try:
-        text = read_text(path, "utf-8-sig")
-    except OSError as error:
-        raise Problems(
-            [
-                f"@{path}: {error.strerror or error}; an @FILE holds flags, one or more per "
-                "line [file-not-readable]"
-            ]
-        ) from None
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise Problems(
-            [
-                f"@{path}: not a text file; an @FILE holds flags, one or more per line "
-                "[args-file-malformed]"
-            ]
-        )
-    words = []
-    at = 0
-    while at < len(text):
-        token = _TOKEN.match(text, at)
-        if token is None or len(token["word"] or "") > _LONGEST_WORD:
-            line = text.count("\n", 0, at) + 1
-            what = "a quote is not closed; close it, or write \\ before it"
-            if token:
-                what = f"a word has more than {_LONGEST_WORD} characters"
-            raise Problems([f"@{path}, line {line}: {what} [args-file-malformed]"])
-        words += (token["numbers"] or "").split() or (
-            shlex.split(token[0]) if token["word"] else []
-        )
-        at = token.end()
-    return words
 
 
 def config_from(tree: type, values: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import importlib
 from types import ModuleType
 
 MODULES = {
+    "megatron.args_file": "an @FILE, or the args file of a checkpoint",
     "megatron.command_help": "--help, a flag that does not exist",
     "megatron.config.megatron_compat.flags": "a flag of Megatron-LM without a field; argument dump",
     "megatron.config.megatron_compat.deepspeed": "--deepspeed_config",
@@ -68,6 +69,7 @@ MODULES = {
     "megatron.training.rollback": "--spike-action skip-update or rewind",
     "megatron.training.skipping.skip_plan": "flags that skip iterations, --load, or skips.jsonl",
     "megatron.training.spikes.actions": "--spike-action skip-update or rewind",
+    "megatron.training.verify_step": "--verify-step-interval",
     "megatron.training.weight_check": "--check-weight-hash-across-dp-replicas-interval",
     "megatron.analysis.trace.dry_run": "--trace",
     "megatron.analysis.eval_tasks": "--eval-tasks",

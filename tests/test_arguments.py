@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 
+from megatron.args_file import expand_files
 from megatron.arguments import (
     Flag,
     OtherFlags,
@@ -17,7 +18,6 @@ from megatron.arguments import (
     arg,
     build_parser,
     config_from,
-    expand_files,
     flags_of,
     is_flag,
     parse,

@@ -15,7 +15,8 @@ import pytest
 
 from megatron import small_files
 from megatron.analysis.run_history import read_history
-from megatron.arguments import Problems, read_words
+from megatron.args_file import read_words
+from megatron.arguments import Problems
 from megatron.checkpoint import filesystem, lock
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line

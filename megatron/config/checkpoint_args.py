@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron import optional
 from megatron.arguments import (
     Parser,
     Problems,
     config_from,
     flags_of,
     parse,
-    read_words,
     to_args_text,
     values_of,
 )
@@ -69,7 +69,7 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
                     "another --load [checkpoint-args-damaged]"
                 ]
             )
-        words = read_words(folder / "args")
+        words = optional.load("megatron.args_file").read_words(folder / "args")
     except Problems as error:
         found.problems += [
             f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines

@@ -150,6 +150,20 @@ class TrainingConfig:
         help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
         "run ends if they differ (default: never)",
     )
+    verify_step_interval: int | None = arg(
+        None,
+        metavar="N",
+        help="compute the gradients of every N-th iteration a second time on another data-parallel "
+        "rank and compare them by hash; on GPUs with --deterministic-mode (default: never)",
+        dump=False,
+    )
+    verify_step_action: str = arg(
+        "exit",
+        choices=("exit", "majority"),
+        help="with --verify-step-interval, where gradients differ and a third computation has "
+        "named a rank: exit, or continue with the gradients of the majority",
+        dump=False,
+    )
     manual_gc: bool = arg(
         False,
         help="disable Python's automatic garbage collection; collect every "

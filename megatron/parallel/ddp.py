@@ -3,7 +3,7 @@ gathered by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -124,6 +124,8 @@ class GradBuffers:
         self._expected: dict[nn.Parameter, int] = {}
         # the first bucket whose sum has not begun
         self._next = 0
+        # called by `reduce`, with this rank's gradients; while it is set no sum starts before
+        self.before_reduce: Callable[[], None] | None = None
         if overlap_grad_reduce and ctx.dp_cp.size > 1:
             for bucket in self._buckets:
                 for p in bucket.params:
@@ -150,6 +152,8 @@ class GradBuffers:
         """
         # the update that follows writes them
         self.wait_for_weights()
+        if self.before_reduce:
+            self.before_reduce()
         ctx = self._ctx
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
@@ -171,6 +175,8 @@ class GradBuffers:
     def _arrived(self, bucket: _Bucket, p: nn.Parameter) -> None:
         """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in
         order on every rank."""
+        if self.before_reduce:
+            return
         self._expected[p] -= 1
         assert self._expected[p] >= 0, (
             f"{p.sharding.name}: more gradients than the micro-batches announced by zero()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron import log
+from megatron import log, optional
 from megatron.data.samples import Samples
 from megatron.training.agreement import Agreement, Requests
 from megatron.training.batch import MicroBatch, load_samples, training_samples
@@ -42,6 +42,10 @@ class Trainer:
         self.lines = lines
         if run.config.training.exit_signal_handler:
             run.services.signals.remember_requests()
+        self.verification = None
+        if run.config.training.verify_step_interval:
+            verify_step = optional.load("megatron.training.verify_step")
+            self.verification = verify_step.StepVerification(run, forward_step)
         self.agreement = Agreement(run, started)
         self.skipping = Skipping(run)
         self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement)
@@ -116,7 +120,8 @@ class Trainer:
         run = self.run
         for hook in self.hooks:
             hook.before_step(iteration)
-        outcome = train_step(
+        step = self.verification or train_step
+        outcome = step(
             run, self.forward_step, samples, iteration, lambda: self._requests(iteration)
         )
         size = run.plan.global_batch_size(iteration)

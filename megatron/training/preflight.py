@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron import launcher, optional
-from megatron.arguments import Problems, config_from, parse, read_words
+from megatron.arguments import Problems, config_from, parse
 from megatron.config import architecture, command_line
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks.paths import newest_with_good_args, vouched_file
@@ -196,7 +196,7 @@ def _saved_config(folder: Path) -> Config | None:
     try:
         if vouched_file(folder, "args") is None:
             return None
-        words = read_words(folder / "args")
+        words = optional.load("megatron.args_file").read_words(folder / "args")
         parsed = parse(command_line.parser(), words)
     except Problems:
         return None

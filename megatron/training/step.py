@@ -75,8 +75,6 @@ def train_step(
     start = time.perf_counter()
     timers = run.timers
     num_microbatches = run.plan.num_microbatches(iteration)
-    nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
-    backward_scale = run.optimizer.loss_scale / nominal_tokens
     sums = StepSums(
         run.runtime.device,
         run.recorder is not None,
@@ -84,23 +82,11 @@ def train_step(
         run.config.model.router_numbers,
     )
 
-    def dropout_seeds(micro_batch: int) -> DropoutSeeds:
-        seed = run.config.training.seed
-        return DropoutSeeds(seed, iteration, micro_batch, run.runtime.ctx.dp_cp.rank)
-
-    def backward(output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
-        with timers("backward-compute", 2):
-            if gradient is None:
-                (output * backward_scale).backward()
-            else:
-                torch.autograd.backward(output, gradient)
-
     run.buffers.zero(num_microbatches)
     with timers("forward-backward", 1):
-        forward = _forwards(
-            run, forward_step, samples, sums, dropout_seeds, run.rows, backward_scale
+        nominal_tokens = forward_backward(
+            run, forward_step, samples, sums, iteration, run.runtime.ctx.dp_cp.rank, run.rows
         )
-        run.pipeline.run(num_microbatches, forward, backward)
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         local_loss = sums.loss.clone()
@@ -132,6 +118,36 @@ def train_step(
         fwd_bwd_seconds,
         metrics,
     )
+
+
+def forward_backward(
+    run: Run,
+    forward_step: ForwardStep,
+    samples: Iterator[MicroBatch],
+    sums: StepSums,
+    iteration: int,
+    dp_cp_rank: int,
+    rows: SubsetMetrics | None = None,
+) -> int:
+    """Losses, counts and gradients of the micro-batches that rank `dp_cp_rank` of dp_cp has in an
+    iteration; the nominal number of tokens of the global batch, by which gradients are divided."""
+    timers = run.timers
+    nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
+    backward_scale = run.optimizer.loss_scale / nominal_tokens
+
+    def dropout_seeds(micro_batch: int) -> DropoutSeeds:
+        return DropoutSeeds(run.config.training.seed, iteration, micro_batch, dp_cp_rank)
+
+    def backward(output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
+        with timers("backward-compute", 2):
+            if gradient is None:
+                (output * backward_scale).backward()
+            else:
+                torch.autograd.backward(output, gradient)
+
+    forward = _forwards(run, forward_step, samples, sums, dropout_seeds, rows, backward_scale)
+    run.pipeline.run(run.plan.num_microbatches(iteration), forward, backward)
+    return nominal_tokens
 
 
 def _add_counts(run: Run, sums: StepSums, requests: Requests) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.arguments import read_words
+from megatron.args_file import read_words
 from tests.data.vocabularies import write_sentencepiece
 from tests.e2e.programs import spawn_program
 from tests.forkrun import ROOT

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from megatron.analysis.run_history import read_history
-from megatron.arguments import Problems, read_words
+from megatron.args_file import read_words
+from megatron.arguments import Problems
 from megatron.checkpoint import lock, skip_log, store
 from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.filesystem import CheckpointError

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron import arguments
+from megatron import args_file, arguments
 from megatron.analysis import log_reader
 from megatron.checkpoint import lock, skip_log
 from megatron.checkpoint.filesystem import CheckpointError
@@ -61,7 +61,7 @@ def test_sizes_near_a_very_large_number_of_ranks():
 def test_a_word_longer_than_a_command_line_can_hold(tmp_path):
     (tmp_path / "args").write_text("--lr 1\n--data-path '" + "[" * 200_000 + "'\n")
     with pytest.raises(arguments.Problems, match="line 2"):
-        arguments.read_words(tmp_path / "args")
+        args_file.read_words(tmp_path / "args")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.arguments import Problems, read_words
+from megatron.args_file import read_words
+from megatron.arguments import Problems
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.config import command_line

@@ -65,9 +65,9 @@ BUGS = {
         "campaign",
     ),
     "gradient not averaged over accumulation": Bug(
-        "megatron.training.step.train_step",
+        "megatron.training.step.forward_backward",
         "run.optimizer.loss_scale / nominal_tokens",
-        "run.optimizer.loss_scale / nominal_tokens * num_microbatches",
+        "run.optimizer.loss_scale / nominal_tokens * run.plan.num_microbatches(iteration)",
         "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
         "campaign",
     ),
@@ -341,10 +341,23 @@ BUGS = {
         f"{ALL_LAYOUTS}[pp4]",
     ),
     "a loss scale applied on every stage": Bug(
-        "megatron.training.step.train_step.backward",
+        "megatron.training.step.forward_backward.backward",
         "torch.autograd.backward(output, gradient)",
         "torch.autograd.backward(output, gradient * backward_scale)",
         f"{LAYOUTS}[pp2]",
+    ),
+    "a rank that outvotes the other by repeating itself": Bug(
+        "megatron.training.verify_step._majority",
+        "len(by) > 1",
+        "len(by) > 0",
+        "tests/training/test_verify_step.py"
+        "::test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself",
+    ),
+    "buckets summed before the gradients are compared": Bug(
+        "megatron.parallel.ddp.GradBuffers._arrived",
+        "self.before_reduce",
+        "None",
+        "tests/training/test_verify_step.py::test_a_verified_run_is_the_same_run",
     ),
     "sums of a step reduced over data-parallel ranks only": Bug(
         "megatron.training.step._sum_over_ranks",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.arguments import config_from, parse_typed, read_words
+from megatron.args_file import read_words
+from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config

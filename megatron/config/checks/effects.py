@@ -55,6 +55,7 @@ _NEEDED = (
         "--wandb-project",
         lambda v: v["wandb_project"],
     ),
+    ("verify_step_action", "--verify-step-interval", lambda v: v["verify_step_interval"]),
     ("trace_ranks trace_output", "--trace", lambda v: v["trace"]),
     ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
     ("no_save_optim async_save keep_last snapshot_interval", "--save", lambda v: v["save"]),

@@ -22,6 +22,11 @@ def rule(f: Facts) -> Iterator[str]:
             "--torch-compile: cannot follow delayed scales, which change every step; use "
             "--fp8-recipe tensorwise [fp8-delayed-scaling-with-torch-compile]"
         )
+    if f["verify_step_interval"]:
+        yield (
+            f"{f.say('verify_step_interval')}: a second computation would change FP8 scales; omit "
+            "it [flags-exclude-each-other]"
+        )
     sizes = (
         "hidden_size",
         "num_attention_heads",

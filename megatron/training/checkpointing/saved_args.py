@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron import log
-from megatron.arguments import build_parser, config_from, parse_typed, read_words, values_of
+from megatron import log, optional
+from megatron.arguments import build_parser, config_from, parse_typed, values_of
 from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import ForeignCheckpoint
 from megatron.checkpoint.state import differences
@@ -49,7 +49,7 @@ def saved_config(found: Checkpoint) -> Config:
     """The configuration a checkpoint was saved with, from its `args` file."""
     parser = build_parser(Config, prog="args", description="")
     path = found.directory / store.ARGS
-    words = read_words(path)
+    words = optional.load("megatron.args_file").read_words(path)
     if any(word.startswith("@") for word in words):
         raise ForeignCheckpoint(
             f"{path} includes another file, which no checkpoint of this suite does "

@@ -1,0 +1,113 @@
+"""--verify-step-interval: a run that is verified is the run that is not, and a wrong gradient is
+found, with the rank that computed it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.training import verify_step
+from tests.forkrun import RanksFailed
+from tests.runs import SMALL, same_tensors, train, with_flags, write_text
+
+EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate")
+LAYOUTS = {
+    "one rank": (1, ()),
+    "dp 2": (2, ()),
+    "dp 2, overlap, distributed": (
+        2,
+        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    "dp 3": (3, ("--global-batch-size", "12")),
+    "tp 2": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
+    "pp 2 dp 2": (4, ("--pipeline-model-parallel-size", "2")),
+    "cp 2 dp 2": (4, ("--context-parallel-size", "2")),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 300)
+
+
+def argv(text: str, folder: Path, *more: str) -> list[str]:
+    mine = ["--data-path", text, "--split", "100,0,0", "--train-iters", "6", "--eval-iters", "0"]
+    save = ["--save", str(folder / "save"), "--save-interval", "6"]
+    return with_flags([*SMALL, *mine, *save], *more)
+
+
+def flip(rank: int, first: int, last: int | None = None) -> None:
+    """Hook: in its `first` to `last` computation of gradients (default: only that one) this rank
+    has a wrong number."""
+    count = 0
+    right = verify_step.StepVerification._hash
+
+    def wrong(self) -> str:
+        nonlocal count
+        count += 1
+        if first <= count <= (last or first) and int(os.environ["RANK"]) == rank:
+            self._run.buffers.flat.view(-1)[5] += 1e-3
+        return right(self)
+
+    verify_step.StepVerification._hash = wrong
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.campaign] if world > 2 or name == "dp 2" else [])
+        for name, (world, _) in LAYOUTS.items()
+    ],
+)
+def test_a_verified_run_is_the_same_run(text, tmp_path, name):
+    world, flags = LAYOUTS[name]
+    plain = train(tmp_path / "plain", argv(text, tmp_path / "plain", *flags), world)
+    verified = train(
+        tmp_path / "verified",
+        argv(text, tmp_path / "verified", *flags, "--verify-step-interval", "2"),
+        world,
+    )
+    assert verified.series(*EXACT) == plain.series(*EXACT)
+    same_tensors(verified.tensors(), plain.tensors())
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "at"),
+    [
+        ("one rank", 0, 2),
+        ("dp 2", 1, 2),
+        pytest.param("one rank", 0, 1, marks=pytest.mark.campaign),
+        pytest.param("dp 3", 1, 1, marks=pytest.mark.campaign),
+        pytest.param("dp 3", 2, 2, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_wrong_gradient_is_found(text, tmp_path, name, rank, at):
+    world, flags = LAYOUTS[name]
+    words = argv(text, tmp_path, *flags, "--verify-step-interval", "2")
+    with pytest.raises(RanksFailed, match="gradients-differ") as error:
+        train(tmp_path, words, world, hook=functools.partial(flip, rank, at))
+    assert f"rank {rank} (" in str(error.value) and "differs from the majority" in str(error.value)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("rank", "at"), [(1, 2), (2, 1)])
+def test_the_majoritys_gradients_are_used(text, tmp_path, rank, at):
+    world, flags = LAYOUTS["dp 3"]
+    plain = train(tmp_path / "plain", argv(text, tmp_path / "plain", *flags), world)
+    folder = tmp_path / "verified"
+    words = argv(text, folder, *flags, "--verify-step-interval", "2")
+    words = [*words, "--verify-step-action", "majority"]
+    verified = train(folder, words, world, hook=functools.partial(flip, rank, at))
+    assert verified.series(*EXACT) == plain.series(*EXACT)
+    same_tensors(verified.tensors(), plain.tensors())
+    assert "majority's gradients" in verified.first_rank_log
+
+
+def test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself(text, tmp_path):
+    """Of two replicas both are suspected, and nothing is trained on a guess."""
+    words = argv(text, tmp_path, "--verify-step-interval", "2", "--verify-step-action", "majority")
+    with pytest.raises(RanksFailed, match="suspected: rank 0 .*, rank 1 "):
+        train(tmp_path, words, 2, hook=functools.partial(flip, 1, 1, 99))
