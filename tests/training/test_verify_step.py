@@ -11,6 +11,7 @@ import pytest
 
 from megatron.training import verify_step
 from tests.forkrun import RanksFailed
+from tests.parity.layouts import MOE
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate")
@@ -25,6 +26,12 @@ LAYOUTS = {
     "tp 2": (2, ("--tensor-model-parallel-size", "2", "--sequence-parallel")),
     "pp 2 dp 2": (4, ("--pipeline-model-parallel-size", "2")),
     "cp 2 dp 2": (4, ("--context-parallel-size", "2")),
+    "dp 2, experts": (
+        2,
+        (*MOE, "--moe-router-load-balancing-type", "aux_loss", "global_aux_loss")
+        + ("--moe-aux-loss-coeff", "1e-2", "1e-2"),
+    ),
+    "dp 2, fp16": (2, ("--fp16",)),
 }
 
 
@@ -58,7 +65,9 @@ def flip(rank: int, first: int, last: int | None = None) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.campaign] if world > 2 or name == "dp 2" else [])
+        pytest.param(
+            name, marks=[pytest.mark.campaign] if world > 2 or name.startswith("dp 2") else []
+        )
         for name, (world, _) in LAYOUTS.items()
     ],
 )
@@ -111,3 +120,27 @@ def test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself(text, tmp_path)
     words = argv(text, tmp_path, "--verify-step-interval", "2", "--verify-step-action", "majority")
     with pytest.raises(RanksFailed, match="suspected: rank 0 .*, rank 1 "):
         train(tmp_path, words, 2, hook=functools.partial(flip, 1, 1, 99))
+
+
+@pytest.mark.campaign
+def test_a_repeated_step_counts_packed_samples_once(tmp_path):
+    sizes = [*SMALL[: SMALL.index("--tokenizer-type")], *SMALL[SMALL.index("--micro-batch-size") :]]
+    words = with_flags(
+        sizes,
+        *"--train-iters 4 --packed-samples --dummy-data internlm --vocab-size 200".split(),
+        *"--eval-iters 0 --global-batch-size 12 --lr-warmup-iters 1".split(),
+    )
+    verified = ["--verify-step-interval", "2", "--verify-step-action", "majority"]
+    hook = functools.partial(flip, 1, 2)
+    plain = train(tmp_path / "plain", words, 3)
+    repeated = train(tmp_path / "verified", [*words, *verified], 3, hook=hook)
+    assert "majority's gradients" in repeated.first_rank_log
+    counts = (
+        "lm_loss",
+        "num_samples_in_batch",
+        "largest_length",
+        "largest_batch",
+        "smallest_batch",
+    )
+    assert repeated.series(*counts) == plain.series(*counts)
+    assert all(row["largest_batch"] >= row["smallest_batch"] > 0 for row in repeated.rows)

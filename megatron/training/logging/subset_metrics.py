@@ -33,14 +33,14 @@ class SubsetMetrics:
         self.token_metrics = TOKEN_METRICS if accuracy else (UNSMOOTHED_LOSS,)
         self.kinds = 1 + len(self.token_metrics)
         self.size = len(self.filled) + self.kinds * len(self.subsets)
-        self._tells = not (ctx.dp.rank or ctx.cp.rank or ctx.tp.rank or ctx.pp.rank)
+        self._reports = not (ctx.dp.rank or ctx.cp.rank or ctx.tp.rank or ctx.pp.rank)
         self._sums = ctx.tp.rank == 0  # the others have the same losses
         self._rows: list[tuple[int, int]] = []
 
     def see(self, samples: MicroBatch) -> None:
         """Count how a micro-batch of this rank, still on the host, is filled, if its samples are
         packed."""
-        if self._tells and self.filled:
+        if self._reports and self.filled:
             positions = samples.positions[0]
             self._rows.append((int((positions == 0).sum()), int(positions.max()) + 1))
 
@@ -72,10 +72,10 @@ class SubsetMetrics:
         """The step is over: complete this rank's slots, and start the next step's."""
         if not self._sums:
             slots.zero_()
-        if self._tells and self.filled:
+        if self._reports and self.filled:
             pieces, longest = zip(*self._rows, strict=True)
-            told = [sum(pieces), max(longest), max(pieces), min(pieces)]
-            slots[: len(told)] = torch.tensor(told, dtype=slots.dtype)
+            counts = [sum(pieces), max(longest), max(pieces), min(pieces)]
+            slots[: len(counts)] = torch.tensor(counts, dtype=slots.dtype)
         self._rows.clear()
 
     def named(self, sums: Sequence[float]) -> dict[str, float | int | None]:
