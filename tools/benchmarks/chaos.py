@@ -20,9 +20,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.training.logging.run_events_file import NAME, attempts_of, failure_of, read_events
+from tools.shared import ranks
 
 # kind: whether the rank ends or hangs by it
 KINDS = {
@@ -62,21 +59,17 @@ LAYOUTS = {
 }
 LAUNCHERS = ("loop", "torchrun loop", "torchrun --max-restarts")
 ITERATIONS = 30
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 211 --lr 0.003 "
-    "--mock-data --micro-batch-size 1 --global-batch-size 4 --log-interval 1 --eval-iters 0 "
-    f"--num-workers 0 --device cpu --train-iters {ITERATIONS} --save-interval 3 "
+FLAGS = (
+    "--lr 0.003 --global-batch-size 4 --eval-iters 0 "
+    f"--train-iters {ITERATIONS} --save-interval 3 "
     "--save saved --load saved --crash-loop-limit 0 --hang-timeout-seconds 3 "
     "--hang-timeout-save-seconds 4 --hang-timeout-first-iteration-seconds 30"
 ).split()
 STARTS = 3  # per fault, before a run counts as one that never ends
 PATIENCE = 120.0  # seconds for one attempt
-# Runs as a rank: does what faults.json says, then runs the script.
-RANK = """
-import errno, glob, json, os, resource, runpy, signal, sys, time
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-rank = int(os.environ["RANK"])
+# A rank does what faults.json says.
+CHANGES = """
+import errno, glob, json, resource, signal, time
 faults = json.load(open("faults.json"))
 since = {"step": 0, "save": 0}
 slow = [0.0]
@@ -171,8 +164,6 @@ around(step, "make_batch", at("data"))
 around(gpt.GPTModel, "forward", at("forward"))
 around(torch.autograd, "backward", at("backward"))
 filesystem.Disk.step = disk_step
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -215,62 +206,25 @@ def drawn(seed: int, count: int, kinds: Sequence[str]) -> Case:
     return Case(seed, layout, launcher, tuple(faults))
 
 
-def spawn(words: Sequence[str], folder: Path, environ: Mapping[str, str]) -> subprocess.Popen:
-    """A process of a session of its own that works in `folder`."""
-    places = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "GROUP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(places)}
-    with open(folder / "err", "ab") as err, open(folder / "log", "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, *words],
-            cwd=folder,
-            env=kept | {"OMP_NUM_THREADS": "1", **environ},
-            stdout=log,
-            stderr=err,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-
-def start(case: Case, folder: Path) -> list[subprocess.Popen]:
-    """The processes of one attempt, or of torchrun's agent for all attempts."""
-    words = ["rank.py", str(ROOT / "pretrain_gpt.py"), *MODEL, *LAYOUTS[case.layout]]
-    if case.launcher == "loop":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        common["MASTER_PORT"] = port
-        return [
-            spawn(words, folder, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(2)
-        ]
-    again = str(len(case.faults) * STARTS) if case.launcher.endswith("restarts") else "0"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return [spawn([*launch, f"--max-restarts={again}", *words], folder, {})]
-
-
-def living(folder: Path) -> list[int]:
-    """Processes that work in `folder`, zombies aside."""
-    found = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and os.readlink(process / "cwd") == str(folder):
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
+def launch(case: Case) -> ranks.Launch:
+    """How the ranks of an attempt start; torchrun's agent may make all attempts."""
+    again = len(case.faults) * STARTS if case.launcher.endswith("restarts") else 0
+    flags = [*ranks.tiny_model(), *FLAGS, *LAYOUTS[case.layout]]
+    launcher = "env" if case.launcher == "loop" else "torchrun"
+    return ranks.Launch(launcher, 2, flags, again)
 
 
 def attempt(case: Case, folder: Path, patience: float) -> tuple[bool, bool]:
     """One start of the launcher: (trained to the end, ended by itself)."""
-    processes = start(case, folder)
+    processes = ranks.start(launch(case), folder)
     deadline = time.monotonic() + patience
     try:
-        while any(one.poll() is None for one in processes) or living(folder):
+        while any(one.poll() is None for one in processes) or ranks.living(folder):
             if (folder / "kill_all").exists():
                 (folder / "kill_all").unlink()
                 agents = [one.pid for one in processes] if case.launcher != "loop" else []
-                for pid in set(living(folder)) - set(agents):
-                    _kill(pid)
+                for pid in set(ranks.living(folder)) - set(agents):
+                    ranks.kill(pid)
             if (folder / "kill_launcher").exists():
                 (folder / "kill_launcher").unlink()
                 processes[0].kill()
@@ -279,23 +233,7 @@ def attempt(case: Case, folder: Path, patience: float) -> tuple[bool, bool]:
             time.sleep(0.05)
         return all(one.poll() == 0 for one in processes), True
     finally:
-        for pid in living(folder):
-            _kill(pid)
-        for one in processes:
-            one.wait()
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def checkpoint(folder: Path) -> dict[str, bytes]:
-    """The files of the last iteration that hold weights and optimizer states."""
-    last = folder / "saved" / f"iter_{ITERATIONS:07d}"
-    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
+        ranks.end(folder, processes)
 
 
 def check_ledger(case: Case, folder: Path, starts: int) -> list[str]:
@@ -318,9 +256,9 @@ def check_ledger(case: Case, folder: Path, starts: int) -> list[str]:
 def run(case: Case, folder: Path, expected: Mapping[str, bytes]) -> tuple[list[str], int, float]:
     """(what is not as it must be, starts, seconds) of a case."""
     folder.mkdir()
-    (folder / "rank.py").write_text(RANK)
+    ranks.write_rank(folder, CHANGES)
     (folder / "faults.json").write_text(json.dumps([asdict(one) for one in case.faults]))
-    shared = set(os.listdir("/dev/shm"))
+    shared = ranks.shared_files()
     begun = time.monotonic()
     starts = 0
     found: list[str] = []
@@ -338,11 +276,10 @@ def run(case: Case, folder: Path, expected: Mapping[str, bytes]) -> tuple[list[s
     injected = len(list(folder.glob("injected.*")))
     if injected < len(case.faults):  # the run ended before they came
         case = Case(case.seed, case.layout, case.launcher, case.faults[:injected])
-    if checkpoint(folder) != expected:
+    if ranks.checkpoint(folder, ITERATIONS) != expected:
         found.append("the final checkpoint differs")
     found += check_ledger(case, folder, starts)
-    new = set(os.listdir("/dev/shm")) - shared
-    if left := sorted(one for one in new if one.startswith(("torch", "psm_", "sem."))):
+    if left := sorted(ranks.shared_files() - shared):
         found.append(f"left in /dev/shm: {' '.join(left)}")
     return found, starts, seconds
 
@@ -370,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 folder = home / f"undisturbed {case.layout}"
                 found, _, _ = run(whole, folder, {})
                 assert found == ["the final checkpoint differs"], found
-                expected[case.layout] = checkpoint(folder)
+                expected[case.layout] = ranks.checkpoint(folder, ITERATIONS)
             folder = home / str(seed)
             found, starts, seconds = run(case, folder, expected[case.layout])
             injected = len(list(folder.glob("injected.*")))

@@ -18,31 +18,26 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import os
 import random
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.shared import ranks
+
 PLACES = ("weight", "gradient", "output")
 RANKS = 3
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 211 --lr 0.0003 "
-    "--mock-data --micro-batch-size 1 --global-batch-size 3 --log-interval 1 --eval-iters 0 "
-    "--num-workers 0 --device cpu --log-format megatron --use-distributed-optimizer"
+FLAGS = (
+    "--lr 0.0003 --global-batch-size 3 --eval-iters 0 --log-format megatron "
+    "--use-distributed-optimizer --save saved --save-interval 1000000"
 ).split()
-# Runs as a rank: changes what errors.json says, then runs the script.
-RANK = """
-import json, os, runpy, sys
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-rank = int(os.environ["RANK"])
+# A rank changes what errors.json says.
+CHANGES = """
+import json
 errors = {one["iteration"]: one for one in json.load(open("errors.json")) if one["rank"] == rank}
 
 import torch
@@ -90,8 +85,6 @@ def output(self, *args, **kwargs):
 Verified.__call__ = call
 Verified._hash = hashed
 layer.TransformerLayer.forward = output
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -112,35 +105,16 @@ def drawn(seed: int, count: int) -> list[dict[str, int | str]]:
 
 
 def train(folder: Path, iterations: int, errors: Sequence, *flags: str) -> tuple[str, float]:
-    """Rank 0's output of a run, and its seconds. Raises RuntimeError."""
+    """What a run printed, and its seconds. Raises RuntimeError."""
     folder.mkdir()
-    (folder / "rank.py").write_text(RANK)
+    ranks.write_rank(folder, CHANGES)
     (folder / "errors.json").write_text(json.dumps(errors))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    words = [sys.executable, "rank.py", str(ROOT / "pretrain_gpt.py"), *MODEL, *flags]
-    words += ["--train-iters", str(iterations), "--save", "saved", "--save-interval", "1000000"]
-    common = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    words = [*ranks.tiny_model(), *FLAGS, *flags, "--train-iters", str(iterations)]
     started = time.monotonic()
-    outputs = [open(folder / f"log.{rank}", "wb") for rank in range(RANKS)]
-    processes = [
-        subprocess.Popen(
-            words,
-            cwd=folder,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    codes = [one.wait() for one in processes]
-    for output in outputs:
-        output.close()
-    text = (folder / "log.0").read_text(errors="replace")
+    codes = [one.wait() for one in ranks.start(ranks.Launch("env", RANKS, words), folder)]
     if any(codes):
-        raise RuntimeError(f"exit codes {codes}: {text[-2000:]}")
-    return text, time.monotonic() - started
+        raise RuntimeError(f"exit codes {codes}: {(folder / 'err').read_text()[-2000:]}")
+    return (folder / "log").read_text(errors="replace"), time.monotonic() - started
 
 
 def reported(text: str) -> dict[int, list[int]]:
@@ -149,12 +123,6 @@ def reported(text: str) -> dict[int, list[int]]:
     return {
         int(number): [int(r) for r in re.findall(r"rank (\d+) \(", rest)] for number, rest in found
     }
-
-
-def weights(folder: Path, iteration: int) -> dict[str, bytes]:
-    """The files of a checkpoint that hold weights and optimizer states."""
-    last = folder / "saved" / f"iter_{iteration:07d}"
-    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,16 +140,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors = drawn(args.seed, args.flips)
         text, _ = train(home / "flips", args.flips, errors, *verify)
         train(home / "right", args.flips, [])
-        named = reported(text)
-        same = weights(home / "flips", args.flips) == weights(home / "right", args.flips) != {}
+        flipped, right = (ranks.checkpoint(home / one, args.flips) for one in ("flips", "right"))
+        same = flipped == right != {}
         clean, verified = train(home / "clean", args.clean, [], *verify)
         alarms = len(reported(clean))
+    named = reported(text)
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     bad = 0
     for error in errors:
-        ranks = named.get(error["iteration"])
-        outcome = "no effect" if ranks is None else "found"
-        if ranks is not None and ranks != [error["rank"]]:
+        found = named.get(error["iteration"])
+        outcome = "no effect" if found is None else "found"
+        if found is not None and found != [error["rank"]]:
             outcome = "wrong rank"
         bad += outcome == "wrong rank" or error["place"] == "gradient" and outcome != "found"
         counts[error["place"], outcome] += 1

@@ -21,8 +21,6 @@ import argparse
 import os
 import random
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,27 +28,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.analysis.goodput import Goodput, read_goodput, table
+from tools.shared import ranks
 
 RANKS = 4
 GRACE = 2.0  # seconds that the other ranks have to end by themselves
 CLEAN = 30  # iterations of the undisturbed run, of which the last 20 are timed
 LAUNCHERS = ("loop", "torchrun")
 SAVES = ("snapshots", "checkpoints")
-MODEL = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 211 --lr 0.003 "
-    "--mock-data --micro-batch-size 1 --global-batch-size 4 --log-interval 1 --eval-iters 0 "
-    "--num-workers 0 --device cpu --use-distributed-optimizer --save saved --load saved "
-    "--keep-last 2 --crash-loop-limit 0 --metrics-file metrics.jsonl"
+FLAGS = (
+    "--lr 0.003 --global-batch-size 4 --eval-iters 0 --use-distributed-optimizer "
+    "--save saved --load saved --keep-last 2 --crash-loop-limit 0 --metrics-file metrics.jsonl"
 ).split()
-# Runs as a rank: notes its process, then runs the script with padded iterations.
-RANK = """
-import os, runpy, sys, time
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-with open(f"rank.{os.environ['RANK']}", "w") as file:
+# A rank notes its process, and its iterations are padded.
+CHANGES = """
+import time
+with open(f"rank.{rank}", "w") as file:
     file.write(str(os.getpid()))
 seconds = float(os.environ["STEP_SECONDS"])
 from megatron.training import loop
@@ -63,8 +57,6 @@ def padded(*args, **kwargs):
     return outcome._replace(seconds=time.perf_counter() - begun)
 
 loop.train_step = padded
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -78,36 +70,13 @@ class Case:
     step_seconds: float
 
 
-def start(case: Case, folder: Path) -> list[subprocess.Popen]:
+def launch(case: Case) -> ranks.Launch:
     """The four ranks, or torchrun."""
-    words = ["rank.py", str(ROOT / "pretrain_gpt.py"), *MODEL, *case.flags]
-    words += ["--train-iters", str(case.iterations)]
+    flags = [*ranks.tiny_model(4, 64), *FLAGS, *case.flags, "--train-iters", str(case.iterations)]
+    environ = {"STEP_SECONDS": str(case.step_seconds)}
     if case.launcher == "torchrun":
-        launch = f"-m torch.distributed.run --standalone --nproc-per-node={RANKS}"
-        return [spawn([*launch.split(), "--max-restarts=100000", *words], folder, case)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [
-        spawn(words, folder, case, RANK=str(rank), LOCAL_RANK=str(rank), **common)
-        for rank in range(RANKS)
-    ]
-
-
-def spawn(words: Sequence[str], folder: Path, case: Case, **environ: str) -> subprocess.Popen:
-    """A process that works in `folder`; it writes into log there."""
-    with open(folder / "log", "a") as log:
-        return subprocess.Popen(
-            [sys.executable, *words],
-            cwd=folder,
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "STEP_SECONDS": str(case.step_seconds), **environ},
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        return ranks.Launch("torchrun", RANKS, flags, 100000, environ)
+    return ranks.Launch("env", RANKS, flags, environ=environ)
 
 
 def rank_process(folder: Path, rank: int) -> int | None:
@@ -133,18 +102,18 @@ def run(case: Case, folder: Path, every: float, seed: int, most: float) -> tuple
     """(seconds from the first start to the end, kills) of a run that is started again until it is
     done. Raises RuntimeError after `most` seconds."""
     folder.mkdir()
-    (folder / "rank.py").write_text(RANK)
+    ranks.write_rank(folder, CHANGES)
     kills = 0
     failed = 0.0  # when the first rank of this start was seen to have ended by an error
     due = kill_times(seed, every)
     at, rank = next(due)
     begun = time.monotonic()
-    processes = start(case, folder)
+    processes = ranks.start(launch(case), folder)
     try:
         while True:
             now = time.monotonic() - begun
             if now > most:
-                raise RuntimeError(f"not done after {most:.0f} s, see {folder / 'log'}")
+                raise RuntimeError(f"not done after {most:.0f} s, see {folder / 'err'}")
             codes = [one.poll() for one in processes]
             failed = (failed or now) if any(codes) else 0.0
             if failed and now > failed + GRACE:
@@ -154,20 +123,15 @@ def run(case: Case, folder: Path, every: float, seed: int, most: float) -> tuple
                 if not any(codes):
                     return now, kills
                 if case.launcher == "torchrun":
-                    raise RuntimeError(f"torchrun ended, see {folder / 'log'}")
-                processes = start(case, folder)
+                    raise RuntimeError(f"torchrun ended, see {folder / 'err'}")
+                processes = ranks.start(launch(case), folder)
             if now >= at and (pid := rank_process(folder, rank)):
-                os.kill(pid, 9)
+                ranks.kill(pid)
                 kills += 1
                 at, rank = next(due)
             time.sleep(0.02)
     finally:
-        for number in range(RANKS):
-            if pid := rank_process(folder, number):
-                os.kill(pid, 9)
-        for one in processes:
-            one.kill()
-            one.wait()
+        ranks.end(folder, processes)
 
 
 def seconds_per_iteration(step_seconds: float, home: Path) -> float:
@@ -175,17 +139,17 @@ def seconds_per_iteration(step_seconds: float, home: Path) -> float:
     its metrics file."""
     folder = home / "undisturbed"
     folder.mkdir()
-    (folder / "rank.py").write_text(RANK)
+    ranks.write_rank(folder, CHANGES)
     flags = ("--save-interval", "1000000")
     case = Case("loop", CLEAN, flags, step_seconds)
-    processes = start(case, folder)
+    processes = ranks.start(launch(case), folder)
     seen: dict[int, float] = {}
     metrics = folder / "metrics.jsonl"
     while CLEAN not in seen:
         count = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         seen.setdefault(count, time.monotonic())
         if all(one.poll() is not None for one in processes) and count < CLEAN:
-            raise RuntimeError((folder / "log").read_text()[-2000:])
+            raise RuntimeError((folder / "err").read_text()[-2000:])
         time.sleep(0.005)
     for one in processes:
         one.wait()

@@ -26,16 +26,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.shared import ranks
+
 HUNG = 4
 REPORT_WITHIN = 15.0  # seconds after the limit
 END_WITHIN = 5.0
 PATIENCE = 90.0
-LAUNCHERS = ("env", "srun", "torchrun")
 LONG = {"import", "start-up", "first iteration", "evaluation", "save"}
 ITERATION_LIMIT = 3
 LONG_LIMIT = 6
@@ -107,18 +108,10 @@ PLACES = {
     ),
 }
 KINDS = ("sleep", "stopped", "C code with the lock", "disk", "network")
-MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 211 --lr 0.003 "
-    "--mock-data --micro-batch-size 1 --global-batch-size 12 --train-iters 500 --log-interval 1 "
-    "--eval-iters 1 --num-workers 0 --device cpu"
-).split()
-# runs as a rank: makes the culprit hang, then runs the script
-CULPRIT = """
-import importlib, os, re, runpy, signal, subprocess, sys, time
-place, kind, culprit, script = sys.argv[1:5]
-module, name, at, axis = place.split("|")
-rank = os.environ.get("RANK") or os.environ["SLURM_PROCID"]
+FLAGS = "--lr 0.003 --global-batch-size 12 --train-iters 500 --eval-iters 1".split()
+# the culprit hangs; module, name, at, axis, kind, culprit are defined before
+CHANGES = """
+import importlib, re, signal, subprocess, time
 
 def hang():
     print(f"hangs {os.getpid()} {time.time()}", file=sys.stderr, flush=True)
@@ -147,15 +140,12 @@ if rank == culprit:
     def wrong(*args, **kwargs):
         if not axis or any(getattr(one, "name", "") == axis for one in args):
             calls.append(1)
-            if len(calls) == int(at):
+            if len(calls) == at:
                 hang()
         return right(*args, **kwargs)
 
     wrong.__code__ = wrong.__code__.replace(co_name=name)
     setattr(owner, name, wrong)
-sys.argv = [script, *sys.argv[5:]]
-sys.path.insert(0, os.path.dirname(script))
-runpy.run_path(script, run_name="__main__")
 """
 
 
@@ -217,7 +207,7 @@ def all_cells() -> list[Cell]:
     for place in PLACES:
         for kind in KINDS:
             for culprit, world in ((0, 2), (1, 2), (1, 3), (2, 3)):
-                for launcher in LAUNCHERS:
+                for launcher in ranks.LAUNCHERS:
                     early = place in ("import", "start-up", "save", "evaluation")
                     # a cut network shows in the next collective only; torchrun's agents have theirs
                     if kind == "network" and (launcher == "torchrun" or early or world == 3):
@@ -288,30 +278,6 @@ def _call(*words: str) -> None:
     subprocess.run(words, check=True)
 
 
-def environment(cell: Cell, rank: int, port: int, address: str) -> dict[str, str]:
-    """What the launcher of a cell gives a rank."""
-    common = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    apart = cell.kind == "network"  # every rank is a node
-    local = "0" if apart else str(rank)
-    size = "1" if apart else str(cell.world)
-    if cell.launcher == "srun":
-        return common | {
-            "SLURM_PROCID": str(rank),
-            "SLURM_STEP_NUM_TASKS": str(cell.world),
-            "SLURM_LOCALID": local,
-            "SLURM_JOB_ID": "7",
-            "SLURM_STEP_ID": "0",
-            "SLURM_NODEID": str(rank) if apart else "0",
-            "SLURM_STEP_TASKS_PER_NODE": f"1(x{cell.world})" if apart else size,
-        }
-    return common | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(cell.world),
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": size,
-    }
-
-
 def flags(cell: Cell) -> list[str]:
     """The command line of the script."""
     _, _, _, _, more, _ = PLACES[cell.place]
@@ -320,7 +286,8 @@ def flags(cell: Cell) -> list[str]:
         words += [] if flag in more else [flag, "1000"]
     long = str(LONG_LIMIT)
     return [
-        *MODEL,
+        *ranks.tiny_model(4),
+        *FLAGS,
         *words,
         *("--save", "saved"),
         *("--hang-timeout-seconds", str(ITERATION_LIMIT)),
@@ -336,85 +303,35 @@ def flags(cell: Cell) -> list[str]:
 
 def start(cell: Cell, folder: Path, network: Network | None) -> list[subprocess.Popen[bytes]]:
     """The processes that a launcher starts; their stderr is `folder`/err."""
-    module, name, at, axis, _, _ = PLACES[cell.place]
-    (folder / "culprit.py").write_text(CULPRIT)
-    script = str(ROOT / "pretrain_gpt.py")
-    place = f"{module}|{name}|{at}|{axis}"
-    words = ["culprit.py", place, cell.kind, str(cell.culprit), script, *flags(cell)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(
-            ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC")
+    names = "module, name, at, axis, kind, culprit"
+    values = (*PLACES[cell.place][:4], cell.kind, cell.culprit)
+    ranks.write_rank(folder, f"{names} = {values!r}\n{CHANGES}")
+    launch = ranks.Launch(cell.launcher, cell.world, flags(cell))
+    if network:
+        address = "10.99.0.2" if cell.culprit == 0 else "10.99.0.1"
+        launch = replace(
+            launch,
+            apart=True,
+            address=address,
+            enter=lambda rank: network.enter(int(rank == cell.culprit)),
         )
-    } | {"PYTHONPATH": str(ROOT)}
-    started = []
-    with open(folder / "err", "ab") as err, open(folder / "log", "ab") as log:
-
-        def spawn(command: list[str], environ: dict[str, str]) -> None:
-            started.append(
-                subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env=kept | environ,
-                    stdout=log,
-                    stderr=err,
-                    start_new_session=True,
-                )
-            )
-
-        if cell.launcher == "torchrun":
-            launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            spawn([*launch, f"--nproc-per-node={cell.world}", *words], {"OMP_NUM_THREADS": "1"})
-            return started
-        address = "10.99.0.1" if network else "127.0.0.1"
-        if network and cell.culprit == 0:
-            address = "10.99.0.2"
-        for rank in range(cell.world):
-            enter = network.enter(int(rank == cell.culprit)) if network else []
-            spawn([*enter, sys.executable, *words], environment(cell, rank, port, address))
-    return started
-
-
-def sessions(leaders: Sequence[int]) -> list[int]:
-    """Living processes of these sessions, and of those that torchrun opened for its ranks."""
-    found = []
-    parents: dict[int, tuple[int, int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                fields = (folder / "stat").read_text().rpartition(") ")[2].split()
-            except OSError:
-                continue
-            if fields[0] not in "ZX":
-                parents[int(folder.name)] = (int(fields[1]), int(fields[3]))
-    for pid, (_, session) in parents.items():
-        if session in leaders:
-            found.append(pid)
-    return found
+    return ranks.start(launch, folder)
 
 
 def run(cell: Cell, keep: Path | None) -> Outcome:
     """One cell."""
     with tempfile.TemporaryDirectory(prefix="hangs-") as name:
         folder = Path(name)
-        shared = set(os.listdir("/dev/shm"))
+        shared = ranks.shared_files()
         network = Network() if cell.kind == "network" else None
         processes = start(cell, folder, network)
-        children: set[int] = set()
         try:
-            outcome = watch(cell, folder, processes, children)
+            outcome = watch(cell, folder, processes)
         finally:
-            for pid in {*sessions([one.pid for one in processes]), *alive(children)}:
-                os.kill(pid, signal.SIGKILL)
-            for process in processes:
-                process.wait()
+            ranks.end(folder, processes)
             if network:
                 network.close()
-        new = set(os.listdir("/dev/shm")) - shared  # other programs make files there, too
-        files = sorted(one for one in new if one.startswith(("torch", "psm_", "sem.")))
+        files = sorted(ranks.shared_files() - shared)
         outcome.left = " ".join(filter(None, [outcome.left, *files]))
         if keep and outcome.problems(cell):
             keep.mkdir(parents=True, exist_ok=True)
@@ -423,25 +340,8 @@ def run(cell: Cell, keep: Path | None) -> Outcome:
     return outcome
 
 
-def alive(pids: set[int]) -> list[int]:
-    """Those that are no zombies."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-        except OSError:
-            continue
-        if state not in "ZX":
-            found.append(pid)
-    return found
-
-
-def watch(
-    cell: Cell, folder: Path, processes: list[subprocess.Popen[bytes]], children: set[int]
-) -> Outcome:
-    """Wait for the hang, its report and the end of all; the ranks' processes are added to
-    `children`."""
-    leaders = [one.pid for one in processes]
+def watch(cell: Cell, folder: Path, processes: list[subprocess.Popen[bytes]]) -> Outcome:
+    """Wait for the hang, its report and the end of all."""
     hung_at = reported_at = ended_at = 0.0
     pid = 0
     named: list[tuple[str, str, str, str]] = []
@@ -451,11 +351,9 @@ def watch(
         if not hung_at and (match := re.search(r"hangs (\d+) ([\d.]+)", text)):
             pid = int(match[1])
             hung_at = float(match[2])
-        if not hung_at or not children:
-            children.update(ranks_below(leaders, cell))
         if not reported_at and (named := reports(text)):
             reported_at = time.time()
-        if all(one.poll() is not None for one in processes) and not alive(children):
+        if all(one.poll() is not None for one in processes) and not ranks.living(folder):
             ended_at = time.time()
             break
         time.sleep(0.05)
@@ -469,7 +367,7 @@ def watch(
     is_right = bool(named) and named[0][:3] in culprits and named[0][3] in phases
     ended_at = ended_at or time.time()
     time.sleep(0.2)
-    left = [*sessions(leaders), *alive(children)]
+    left = ranks.living(folder)
     return Outcome(
         "; ".join(f"rank {one[0]} ({one[1]}): {one[3]}" for one in named),
         is_right,
@@ -484,19 +382,6 @@ def reports(text: str) -> list[tuple[str, str, str, str]]:
     """(rank, process, host, phase) of each that was named."""
     found = re.findall(r"hang: rank (\d+) \(process (\w+) on (\S+)\) .*?phase: ([^;\n]+);", text)
     return list(dict.fromkeys(found))
-
-
-def ranks_below(leaders: Sequence[int], cell: Cell) -> Iterator[int]:
-    """The processes of the ranks."""
-    if cell.launcher != "torchrun":
-        yield from leaders
-        return
-    for leader in leaders:
-        try:
-            for task in Path(f"/proc/{leader}/task").iterdir():
-                yield from map(int, (task / "children").read_text().split())
-        except OSError:
-            continue
 
 
 def main(argv: Sequence[str] | None = None) -> int:
