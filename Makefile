@@ -30,8 +30,7 @@ test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `ma
 	$(PYTEST) $(PARALLEL) --require-peers -m "peers and not campaign and not sweep"
 
 test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 25 minutes on 2 slow cores)
-	$(PYTEST) $(REQUIRED) -m "campaign and alone"
-	$(PYTEST) $(PARALLEL) $(REQUIRED) -m "campaign and not alone"
+	$(PYTEST) $(PARALLEL) $(REQUIRED) -m campaign
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
 	$(PYTEST) $(REQUIRED) -m alone

@@ -16,7 +16,7 @@ FOLDER = ROOT / "examples" / "lagent"
 
 
 @pytest.mark.peers
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_the_agent_calls_the_tool_and_answers(tmp_path):
     for name in ("lagent", "fastapi", "uvicorn", "tokenizers"):
         pytest.importorskip(name)

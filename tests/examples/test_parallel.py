@@ -274,8 +274,13 @@ sys.exit(next((code for code in [process.wait() for process in started] if code)
 '''
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("script, tasks", [("slurm_srun.sbatch", 8), ("slurm_torchrun.sbatch", 2)])
+@pytest.mark.parametrize(
+    "script, tasks",
+    [
+        pytest.param("slurm_srun.sbatch", 8, marks=pytest.mark.sweep),
+        pytest.param("slurm_torchrun.sbatch", 2, marks=pytest.mark.campaign),
+    ],
+)
 def test_slurm(folder, straight, tmp_path, script, tasks):
     """The batch scripts with an srun and an scontrol of ours."""
     scontrol = "#!/bin/sh\necho 127.0.0.1\necho other\n"

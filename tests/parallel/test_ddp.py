@@ -524,7 +524,7 @@ def step_times(rank: int, world: int, compute: float, communication: float) -> d
     return found
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.alone
 @pytest.mark.parametrize("compute, communication", [(0.05, 0.025), (0.025, 0.05), (0.05, 0.05)])
 def test_overlapped_reduction_costs_a_tenth_more_than_the_longer_of_the_two(compute, communication):

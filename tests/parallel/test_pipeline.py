@@ -203,7 +203,7 @@ def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds
     return time.perf_counter() - start
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.alone
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_the_measured_bubble_is_that_of_the_formula(chunks):

@@ -14,7 +14,7 @@ SMALL = (
 )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_line_for_each_start(tmp_path, capsys):
     tool = load_tool("benchmarks/data_startup")
     words = ["start", "--folder", str(tmp_path), "--no-megatron-core", *SMALL.split()]
@@ -48,7 +48,7 @@ def test_a_line_for_each_start(tmp_path, capsys):
     ]
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_line_for_each_resume(tmp_path, capsys):
     words = [
         "resume",

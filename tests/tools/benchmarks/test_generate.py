@@ -14,7 +14,7 @@ from tests.runs import SMALL, train
 TOOL = ROOT / "tools" / "benchmarks" / "generate.py"
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.peers
 def test_both_sides_generate_the_same_tokens(tmp_path):
     pytest.importorskip("transformers")

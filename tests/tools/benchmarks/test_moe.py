@@ -12,7 +12,7 @@ from tests.forkrun import ROOT
 TOOL = ROOT / "tools" / "benchmarks" / "moe.py"
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.peers
 def test_each_side_has_its_line():
     pytest.importorskip("transformers")

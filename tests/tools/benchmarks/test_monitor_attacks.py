@@ -9,7 +9,7 @@ from tests.load_tool import load_tool
 TOOL = "benchmarks/monitor_attacks"
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_attacks_change_no_loss_and_add_at_most_a_line_each(capsys):
     assert load_tool(TOOL).main(["--iterations", "20", "--rounds", "1"]) == 0
     printed = capsys.readouterr().out

@@ -88,7 +88,7 @@ def test_layouts_take_turns(tool, tmp_path, capsys):
     assert "goal" in out and re.search(r"^  dp2 .* 1\.80 (reached|missed)$", out, re.MULTILINE)
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_another_checkout_takes_part(tool, tmp_path, capsys):
     """A row for each layout in either checkout; its speed-up is against its own rank, the ratio
     within the round."""
@@ -123,7 +123,7 @@ def test_another_checkout_takes_part(tool, tmp_path, capsys):
     )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_checkout_that_trains_another_model_does_not_race(tool, tmp_path, capsys):
     tree = make_checkout(
         tmp_path / "before",
@@ -148,7 +148,7 @@ def test_a_checkout_that_trains_another_model_does_not_race(tool, tmp_path, caps
 
 
 @pytest.mark.peers
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_megatron_core_takes_part(tool, tmp_path, capsys):
     """Of the same shape, against its own one rank."""
     pytest.importorskip("megatron.core")
@@ -186,7 +186,7 @@ def test_megatron_core_takes_part(tool, tmp_path, capsys):
     )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_layouts_that_train_another_model_do_not_race(tool, capsys):
     parallel = tool("parallel")
     words = ["--size", TINY, "--rounds", "1", "--warmup", "2", "--layout", "other=1 --seed 7"]
@@ -198,7 +198,7 @@ def test_layouts_that_train_another_model_do_not_race(tool, capsys):
     assert "speed-up" not in out
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_rank_that_fails_ends_the_race(tool, capsys):
     parallel = tool("parallel")
     assert (

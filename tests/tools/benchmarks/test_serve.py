@@ -11,7 +11,7 @@ from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.tools.server import trained_run
 
-pytestmark = [pytest.mark.peers, pytest.mark.campaign]
+pytestmark = [pytest.mark.peers, pytest.mark.sweep]
 
 
 @pytest.fixture(scope="module")

@@ -464,7 +464,7 @@ def test_ours_and_the_bare_loop_lose_alike(load, tmp_path, family):
     load("race").check_losses("bare", bare.warm_up(3)["losses"], ours.warm_up(3)["losses"], "fp32")
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", [GPT, LLAMA])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_fifty_steps_lose_as_a_plain_loop_does(load, tmp_path, dtype, family):
@@ -687,7 +687,7 @@ def test_all_contestants(tmp_path):
 
 
 @pytest.mark.peers
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_the_llama_family(tmp_path):
     """Ours, the bare loop and transformers train the same model; --busy and --profile work in the
     same run."""
@@ -720,7 +720,7 @@ def test_the_llama_family(tmp_path):
     )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_mfu_stands_beside_the_matmul_rate(tmp_path):
     """The CUDA run's own columns, on a CPU with a given peak: both shares from the same FLOPs and
     the same median."""
