@@ -52,7 +52,16 @@ def place(word: str) -> Path | str:
     return word if is_url(word) else Path(word)
 
 
-def path_of(metavar: str, text: str, parse: Any = Path) -> Any:
+def local(word: str) -> Path:
+    """A path. Raises ValueError for a URL."""
+    if is_url(word):
+        raise ValueError(
+            "is in an object store; give a directory (only Hugging Face folders may be URLs)"
+        )
+    return Path(word)
+
+
+def path_of(metavar: str, text: str, parse: Any = local) -> Any:
     """A positional path."""
     return arg(place="positional", metavar=metavar, parse=parse, help=text)
 
@@ -90,11 +99,12 @@ class HFImport:
 
     def run(self) -> Answer:
         """Do it."""
-        from tools.convert.hf_files import local_source
+        from tools.convert.hf_files import new_folder, opened_folder
         from tools.convert.huggingface import hf_import
         from tools.convert.verification import verified
 
-        with local_source(self.source, self.target) as source:
+        new_folder(self.target)
+        with opened_folder(self.source) as source:
             report = hf_import(
                 source,
                 self.target,
@@ -129,22 +139,23 @@ class HFExport:
 
     def run(self) -> Answer:
         """Do it."""
-        from tools.convert.hf_files import local_target
+        from tools.convert.hf_files import opened_folder, target_of
         from tools.convert.huggingface import hf_export
         from tools.convert.verification import verified
 
-        with local_target(self.target) as target:
-            report = hf_export(
-                self.source,
-                target,
-                step=self.ckpt_step,
-                family=self.family,
-                vocab_size=self.vocab_size,
-                shard_bytes=self.max_shard_size,
-            )
-            if not self.no_verify:
-                report = verified(report, self.source, target, target, self.ckpt_step)
-        return report.replace(str(target), str(self.target))
+        target = target_of(self.target)
+        report = hf_export(
+            self.source,
+            target,
+            step=self.ckpt_step,
+            family=self.family,
+            vocab_size=self.vocab_size,
+            shard_bytes=self.max_shard_size,
+        )
+        if self.no_verify:
+            return report
+        with opened_folder(self.target) as made:
+            return verified(report, self.source, made, target, self.ckpt_step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,31 +345,39 @@ class Upcycle:
 class Inspect:
     """inspect."""
 
-    path: Path = path_of("PATH", "run directory, iter_XXXXXXX, or Hugging Face folder")
+    path: Path | str = path_of(
+        "PATH", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", place
+    )
     ckpt_step: int | None = step_option()
     tensors: bool = arg(False, help="list every tensor")
 
     def run(self) -> Answer:
         """Do it."""
+        from tools.convert.hf_files import opened_folder
         from tools.convert.inspect_checkpoint import inspect
 
-        return inspect(self.path, self.ckpt_step, self.tensors)
+        with opened_folder(self.path) as path:
+            return inspect(path, self.ckpt_step, self.tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
     """diff."""
 
-    a: Path = path_of("A", "run directory, iter_XXXXXXX, or Hugging Face folder")
-    b: Path = path_of("B", "what to compare it with")
+    a: Path | str = path_of(
+        "A", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", place
+    )
+    b: Path | str = path_of("B", "what to compare it with", place)
     ckpt_step: int | None = step_option()
     weights_only: bool = arg(False, help="compare the model's weights, not the optimizer state")
 
     def run(self) -> Answer:
         """Do it."""
+        from tools.convert.hf_files import opened_folder
         from tools.convert.inspect_checkpoint import diff
 
-        return diff(self.a, self.b, self.ckpt_step, self.weights_only)
+        with opened_folder(self.a) as a, opened_folder(self.b) as b:
+            return diff(a, b, self.ckpt_step, self.weights_only)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,16 +385,20 @@ class Verify:
     """verify."""
 
     checkpoint: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
-    hf_folder: Path = path_of("HF_FOLDER", "Hugging Face folder that transformers can load")
+    hf_folder: Path | str = path_of(
+        "HF_FOLDER", "Hugging Face folder that transformers can load, or its s3:// URL", place
+    )
     ckpt_step: int | None = step_option()
     tolerance: float = arg(1e-4, help="largest difference allowed, relative to the largest value")
     length: int = arg(64, help="tokens of each of two random samples")
 
     def run(self) -> Answer:
         """Do it."""
+        from tools.convert.hf_files import opened_folder
         from tools.convert.verification import verify
 
-        return verify(self.checkpoint, self.hf_folder, self.ckpt_step, self.tolerance, self.length)
+        with opened_folder(self.hf_folder) as folder:
+            return verify(self.checkpoint, folder, self.ckpt_step, self.tolerance, self.length)
 
 
 def finish(options: Any) -> int:

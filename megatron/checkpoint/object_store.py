@@ -30,6 +30,8 @@ TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
 LOOKS = 1.0  # seconds between two looks at the staging directory
 PIECE = 16 << 20
+# of an object: its size, and what the stores give it that another content does not have
+_FACTS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
 
 
 class Remote:
@@ -49,6 +51,9 @@ class Remote:
             raise ValueError(
                 f"{url}: {error}; give a URL such as s3://bucket/path [url-not-supported]"
             ) from None
+
+    def __str__(self) -> str:
+        return self.url
 
     def latest(self) -> int | None:
         """The iteration that the tracker in the store names, None without one. Raises
@@ -190,6 +195,30 @@ class Remote:
     def send(self, path: Path) -> None:
         """Bring one file into it under its name, read back and compared. Raises CheckpointError."""
         self._patiently("upload", path.name, lambda: self.put(path, path.name))
+
+    def facts(self, there: str) -> dict[str, Any]:
+        """What the store says of a file: its size, and what changes with its content. Raises
+        CheckpointError, FileNotFoundError."""
+        self.files.invalidate_cache()
+        found = self._patiently("look at", there, lambda: self.files.info(f"{self._root}/{there}"))
+        return {key: found.get(key) for key in _FACTS}
+
+    def read(self, there: str, start: int, length: int) -> bytes:
+        """`length` bytes of a file from byte `start` on. Thread-safe. Raises CheckpointError, also
+        for a store that gives more or less; FileNotFoundError."""
+
+        def part() -> bytes:
+            data = self.files.cat_file(f"{self._root}/{there}", start=start, end=start + length)
+            if len(data) != length:
+                raise OSError(f"gives {len(data)} bytes where {length} from byte {start} are asked")
+            return data
+
+        return self._patiently("read", there, part) if length else b""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove files, in this order. Raises CheckpointError."""
+        for name in names:
+            self._patiently("remove", name, lambda name=name: self._remove(f"{self._root}/{name}"))
 
     def fetch(self, iteration: int, staging: Path, as_newest: bool) -> None:
         """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of

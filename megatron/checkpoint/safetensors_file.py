@@ -280,24 +280,30 @@ class SafetensorsFile:
     anything is wrong.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path | str):
         self.path = path
-        with explained("open", path):
-            # of a pipe: at once
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._descriptor = -1
         try:
-            check_plain(self._descriptor, path)
-            self.bytes = os.fstat(self._descriptor).st_size
+            self._open()
             head = self._header_bytes()
             self.header_crc32 = crc32(head)
             self.places, self.metadata = _parse_header(path, head[8:], len(head), self.bytes)
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
+
+    def _open(self) -> None:
+        with explained("open", self.path):
+            # of a pipe: at once
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        check_plain(self._descriptor, self.path)
+        self.bytes = os.fstat(self._descriptor).st_size
 
     def _header_bytes(self) -> bytes:
         """Length field and header."""
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        field = bytearray(min(8, self.bytes))
+        self._read_at(memoryview(field), 0, "header")
+        length = int.from_bytes(field, "little")
         if self.bytes < 8 or not 2 <= length <= min(self.bytes - 8, MAX_HEADER_BYTES):
             raise CheckpointError(
                 f"{self.path}: {self.bytes} bytes with a header of {length} (at most "

@@ -1,5 +1,5 @@
 """A folder in Hugging Face's layout: its safetensors shards, index, config.json and tokenizer
-files. One in an object store (s3://bucket/path) is read and written by way of a local copy."""
+files. One in an object store (s3://bucket/path) is read by ranges, and written file by file."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile,
 from megatron.config.checkpoint import is_url
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape
+from tools.convert.stores.remote_folder import RemoteFolder, opened
 from tools.shared.progress import Progress, counted
 
 CONFIG = "config.json"
@@ -47,8 +48,10 @@ class HFFolder:
     """An open folder of weights: headers by tensor name, and the tensors, read one at a time. A
     context manager."""
 
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
+    def __init__(self, source: Path | str | RemoteFolder):
+        self._remote = source if isinstance(source, RemoteFolder) else None
+        # config.json and the other small files are there
+        self.path = self._remote.path if self._remote else Path(source)
         if not (self.path / CONFIG).is_file():
             raise ConversionError(
                 f"{self.path}: there is no {CONFIG}; give a folder that save_pretrained wrote"
@@ -79,13 +82,14 @@ class HFFolder:
                     "tensor"
                 )
             names = sorted(set(weight_map.values()))
-        elif (self.path / SINGLE).is_file():
+        elif SINGLE in self._names():
             weight_map = None
             names = [SINGLE]
         else:
             raise ConversionError(self._no_weights())
         for name in names:
-            self._files[name] = SafetensorsFile(self.path / name)
+            open_shard = self._remote.open if self._remote else self._open_file
+            self._files[name] = open_shard(name)
             for key in self._files[name].places:
                 if key in self._home:
                     raise ConversionError(
@@ -103,8 +107,22 @@ class HFFolder:
                 + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             )
 
+    def _open_file(self, name: str) -> SafetensorsFile:
+        return SafetensorsFile(self.path / name)
+
+    def _names(self) -> list[str]:
+        """Names of its files, those of weights too."""
+        if self._remote:
+            return self._remote.names
+        return sorted(path.name for path in self.path.iterdir() if path.is_file())
+
+    def check_unchanged(self) -> None:
+        """Raise ConversionError if a file in an object store is not the one that was opened."""
+        if self._remote:
+            self._remote.check_unchanged()
+
     def _no_weights(self) -> str:
-        pickled = sorted(file.name for file in self.path.glob("*.bin"))
+        pickled = [name for name in self._names() if name.endswith(".bin")]
         if pickled:
             return (
                 f"{self.path}: {pickled[0]} is a pickle, which may run code when it is read, and "
@@ -196,49 +214,105 @@ def work_folder(target: Path, purpose: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def new_target(target: Path | Remote) -> None:
+    """Raise ConversionError unless `target` can become a new folder."""
+    if isinstance(target, Path):
+        new_folder(target)
+    elif CONFIG in target.names():
+        raise ConversionError(
+            f"{target}: is there already; nothing is overwritten, give another place"
+        )
+
+
 def write_folder(
-    path: Path,
+    target: Path | Remote,
     config: dict[str, Any],
     tensors: Sequence[Outgoing],
     files: Mapping[str, Path],
     limit: int,
 ) -> list[str]:
-    """Write the folder, whole or not at all: under a name of its own, then renamed. `files` are
-    copied into it under these names. Returns the names of the shards."""
-    new_folder(path)
-    with work_folder(path, "partial") as partial:
-        shards = shards_of(tensors, limit)
-        count = len(shards)
-        names = (
-            [SINGLE]
-            if count == 1
-            else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-        )
-        progress = Progress(sum(one.bytes for one in tensors))
-        for name, shard in zip(names, shards, strict=True):
-            write_file(
-                partial / name,
-                [
-                    Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
-                    for one in shard
-                ],
-            )
-        progress.clear()
-        if count > 1:
-            weight_map = {
-                one.name: name for name, shard in zip(names, shards, strict=True) for one in shard
-            }
-            total = sum(one.bytes for one in tensors)
-            _write_json(
-                partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
-            )
-        _write_json(partial / CONFIG, config)
-        for name, file in files.items():
-            DISK.write_file(partial / name, file.read_bytes())
-        DISK.fsync_directory(partial)
-        DISK.rename(partial, path)
-        DISK.fsync_directory(path.parent)
+    """Write the folder, whole or not at all; `files` are copied into it under these names. A local
+    one has a name of its own until it is whole. In a store config.json comes last, and one shard at
+    a time is on the disk. Returns the names of the shards."""
+    new_target(target)
+    shards = shards_of(tensors, limit)
+    count = len(shards)
+    names = (
+        [SINGLE]
+        if count == 1
+        else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    )
+    plan = dict(zip(names, shards, strict=True))
+    if isinstance(target, Path):
+        with work_folder(target, "partial") as partial:
+            list(_written(partial, config, plan, files))
+            DISK.fsync_directory(partial)
+            DISK.rename(partial, target)
+            DISK.fsync_directory(target.parent)
+        return names
+    _check_strays(target, [*names, *[INDEX] * (count > 1)])
+    with tempfile.TemporaryDirectory() as scratch:
+        for path in _written(Path(scratch), config, plan, files):
+            target.send(path)
+            path.unlink()
     return names
+
+
+def _check_strays(target: Remote, names: Sequence[str]) -> None:
+    """Raise ConversionError if the place in a store has weights of something else, which would be
+    read in place of those with these `names`, or with them."""
+    strays = [
+        name
+        for name in target.names()
+        if (name.endswith((".safetensors", ".bin")) or name == INDEX) and name not in names
+    ]
+    if strays:
+        raise ConversionError(
+            f"{target}: has {', '.join(strays[:5])}, which this export does not write; remove what "
+            "is there, or give another place"
+        )
+
+
+def _written(
+    folder: Path,
+    config: dict[str, Any],
+    plan: Mapping[str, Sequence[Outgoing]],
+    files: Mapping[str, Path],
+) -> Iterator[Path]:
+    """Write the files of a folder: the shards of `plan`, copies of `files`, the index, config.json.
+    Each is given when it is there."""
+    progress = Progress(sum(one.bytes for shard in plan.values() for one in shard))
+    for name, shard in plan.items():
+        write_file(
+            folder / name,
+            [
+                Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
+                for one in shard
+            ],
+        )
+        yield folder / name
+    progress.clear()
+    for name, file in files.items():
+        DISK.write_file(folder / name, file.read_bytes())
+        yield folder / name
+    if len(plan) > 1:
+        weight_map = {one.name: name for name, shard in plan.items() for one in shard}
+        _write_json(
+            folder / INDEX, {"metadata": {"total_size": progress.total}, "weight_map": weight_map}
+        )
+        yield folder / INDEX
+    _write_json(folder / CONFIG, config)
+    yield folder / CONFIG
+
+
+def remove_folder(target: Path | Remote) -> None:
+    """Remove what `write_folder` wrote; in a store the weights, and first what makes them look
+    whole."""
+    if isinstance(target, Path):
+        shutil.rmtree(target)
+        return
+    weights = [name for name in target.names() if name.endswith(".safetensors")]
+    target.delete([CONFIG, INDEX, *weights])
 
 
 def _write_json(path: Path, table: dict[str, Any]) -> None:
@@ -258,38 +332,18 @@ def side_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def local_source(place: Path | str, target: Path) -> Iterator[Path]:
-    """The folder `place`; of a URL a copy next to `target`, removed at the end. Raises
-    ConversionError, ValueError for a URL that cannot be used, CheckpointError where the store
-    refuses."""
+def opened_folder(place: Path | str) -> Iterator[Path | RemoteFolder]:
+    """The folder `place`, of a URL with its small files on the disk. Raises ConversionError,
+    ValueError for a URL that cannot be used, CheckpointError where the store refuses."""
     if not is_url(str(place)):
         yield Path(place)
         return
-    new_folder(target)
-    remote = Remote(str(place))
-    names = [n for n in remote.names() if n.endswith(".safetensors") or n in _WANTED]
-    if CONFIG not in names:
-        raise ConversionError(f"{place}: there is no {CONFIG}; give the URL of a whole folder")
-    with work_folder(target, "fetched") as folder:
-        for name in names:
-            remote.get(name, folder / name)
+    with opened(str(place), lambda name: name in _WANTED) as folder:
+        if CONFIG not in folder.names:
+            raise ConversionError(f"{place}: there is no {CONFIG}; give the URL of a whole folder")
         yield folder
 
 
-@contextmanager
-def local_target(place: Path | str) -> Iterator[Path]:
-    """Where to write the folder `place`; of a URL a temporary one, which is uploaded at the end:
-    config.json last, so that what is not whole does not look so. Raises as `local_source`."""
-    if not is_url(str(place)):
-        yield Path(place)
-        return
-    remote = Remote(str(place))
-    if CONFIG in remote.names():
-        raise ConversionError(
-            f"{place}: is there already; nothing is overwritten, give another place"
-        )
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "hf"
-        yield folder
-        for path in sorted(folder.iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
-            remote.send(path)
+def target_of(place: Path | str) -> Path | Remote:
+    """Where to write the folder `place`. Raises ValueError for a URL that cannot be used."""
+    return Remote(str(place).rstrip("/")) if is_url(str(place)) else Path(place)

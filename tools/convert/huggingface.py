@@ -10,12 +10,22 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.object_store import Remote
 from tools.convert.config_keys import Keys
 from tools.convert.families import config_for, fitting, notes_on, read_config
 from tools.convert.family_table import FAMILIES, Family
-from tools.convert.hf_files import CONFIG, HFFolder, Outgoing, new_folder, side_files, write_folder
+from tools.convert.hf_files import (
+    CONFIG,
+    HFFolder,
+    Outgoing,
+    new_folder,
+    new_target,
+    side_files,
+    write_folder,
+)
 from tools.convert.links import ConversionError, Header, Link, check, links_of
 from tools.convert.native import Incoming, Ours, write_checkpoint
+from tools.convert.stores.remote_folder import RemoteFolder
 
 MOST = 1 << 20  # channels, heads, experts
 MOST_IDS = 1 << 28
@@ -26,7 +36,10 @@ class HFModel:
     context manager."""
 
     def __init__(
-        self, path: Path | str, ignored: tuple[str, ...] = (), max_positions: int | None = None
+        self,
+        path: Path | str | RemoteFolder,
+        ignored: tuple[str, ...] = (),
+        max_positions: int | None = None,
     ):
         self.folder = HFFolder(path)
         try:
@@ -171,7 +184,7 @@ class _Read:
 
 
 def hf_import(
-    source: Path,
+    source: Path | RemoteFolder,
     target: Path,
     *,
     ignored: tuple[str, ...] = (),
@@ -181,13 +194,21 @@ def hf_import(
     """Make a run directory of a Hugging Face folder. Returns what to say of it."""
     new_folder(target)
     with HFModel(source, ignored, max_positions) as model:
-        files = [source / CONFIG, *(side_files(source) if tokenizer else [])]
+        folder = model.folder.path
+        files = [folder / CONFIG, *(side_files(folder) if tokenizer else [])]
         flags: dict[str, Any] = (
             {} if tokenizer else {"tokenizer_type": "NullTokenizer", "vocab_size": model.rows}
         )
         weights = model.incoming()
         written = write_checkpoint(
-            target, model.model, weights, model.rows, model.family.model_type, files, flags=flags
+            target,
+            model.model,
+            weights,
+            model.rows,
+            model.family.model_type,
+            files,
+            flags=flags,
+            check=model.folder.check_unchanged,
         )
         count = sum(torch.Size(weight.shape).numel() for weight in weights)
         return "\n".join(
@@ -254,7 +275,7 @@ def _own_files(ours: Ours) -> dict[str, Path]:
 
 def hf_export(
     source: Path,
-    target: Path,
+    target: Path | Remote,
     *,
     step: int | None = None,
     family: str | None = None,
@@ -262,7 +283,7 @@ def hf_export(
     shard_bytes: int,
 ) -> str:
     """Write a Hugging Face folder of a checkpoint of ours. Returns what to say of it."""
-    new_folder(target)
+    new_target(target)
     with Ours(source, step) as ours:
         made = as_hf(ours, family, vocab_size)
         names = write_folder(target, made.config, made.tensors, made.files, shard_bytes)

@@ -15,13 +15,14 @@ from tools.convert.hf_files import HFFolder, Outgoing
 from tools.convert.huggingface import HFModel, as_hf
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.native import Ours
+from tools.convert.stores.remote_folder import RemoteFolder
 from tools.convert.verification import is_hf
 from tools.shared.progress import Progress
 
 TENSORS_SHOWN = 20
 
 
-def inspect(path: Path, step: int | None = None, tensors: bool = False) -> str:
+def inspect(path: Path | RemoteFolder, step: int | None = None, tensors: bool = False) -> str:
     """What is in a folder, as lines."""
     if is_hf(path):
         return "\n".join(_inspect_hf(path, tensors))
@@ -50,7 +51,7 @@ def _inspect_ours(ours: Ours, tensors: bool) -> Iterable[str]:
         yield from (f"  {name} {_format(*table[name])}" for name in names)
 
 
-def _inspect_hf(path: Path, tensors: bool) -> Iterable[str]:
+def _inspect_hf(path: Path | RemoteFolder, tensors: bool) -> Iterable[str]:
     with HFFolder(path) as folder:
         headers = folder.headers()
         yield f"{path}: Hugging Face folder, model_type {folder.config.get('model_type')!r}"
@@ -89,7 +90,12 @@ def _sums(what: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> It
 # --- diff
 
 
-def diff(a: Path, b: Path, step: int | None = None, weights_only: bool = False) -> tuple[str, bool]:
+def diff(
+    a: Path | RemoteFolder,
+    b: Path | RemoteFolder,
+    step: int | None = None,
+    weights_only: bool = False,
+) -> tuple[str, bool]:
     """(lines, are they the same). Two checkpoints of ours are compared tensor by tensor, the
     optimizer's too unless `weights_only`; with a Hugging Face folder on either side, the weights as
     that folder names them."""

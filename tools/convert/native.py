@@ -245,10 +245,13 @@ def write_checkpoint(
     *,
     flags: dict[str, Any] | None = None,
     state: RunState | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a run directory with one checkpoint of these weights; `flags` choose the tokenizer,
     which else is found among the copied `tokenizer_files`. With tensors of the optimizer among the
-    weights, `state` are its counters and those of the run. Nothing stays behind when it fails.
+    weights, `state` are its counters and those of the run. `check` is called when all is written,
+    before it gets its name: it raises what is wrong with the source. Nothing stays behind when it
+    fails.
     """
     new_folder(root)
     with work_folder(root, "partial") as partial:
@@ -287,6 +290,7 @@ def write_checkpoint(
         )
         written = store.save(partial, state.iteration, slices, state, to_args_text(config))
         progress.clear()
+        check()
         DISK.fsync_directory(partial)
         DISK.rename(partial, root)
         DISK.fsync_directory(root.parent)

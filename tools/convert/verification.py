@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +16,11 @@ from types import ModuleType
 import torch
 
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.object_store import Remote
 from megatron.inference.load_model import TrainedModel, open_trained_model
-from tools.convert.hf_files import CONFIG, HFFolder
+from tools.convert.hf_files import CONFIG, HFFolder, remove_folder
 from tools.convert.links import ConversionError
+from tools.convert.stores.remote_folder import RemoteFolder
 from tools.shared.memory import free_memory
 
 TOLERANCE = 1e-4  # largest difference, as a share of the largest value
@@ -28,14 +29,14 @@ MEMORY_SHARE = 0.8  # of the free memory may go to the two models
 WORTH_SAYING = 10**9  # bytes of memory that a line announces
 
 
-def is_hf(path: Path) -> bool:
+def is_hf(path: Path | RemoteFolder) -> bool:
     """Is this a Hugging Face folder (and not one of ours)?"""
-    return (path / CONFIG).is_file()
+    return ((path.path if isinstance(path, RemoteFolder) else path) / CONFIG).is_file()
 
 
 def verify(
     ours: Path,
-    theirs: Path,
+    theirs: Path | RemoteFolder,
     step: int | None = None,
     tolerance: float = TOLERANCE,
     length: int = LENGTH,
@@ -55,7 +56,9 @@ def verify(
     return _compare(*_open_both(ours, theirs, step), tolerance, length)
 
 
-def _open_both(ours: Path, theirs: Path, step: int | None) -> tuple[TrainedModel, torch.nn.Module]:
+def _open_both(
+    ours: Path, theirs: Path | RemoteFolder, step: int | None
+) -> tuple[TrainedModel, torch.nn.Module]:
     their_model = _transformers_model(theirs)
     with contextlib.redirect_stdout(sys.stderr):
         return open_trained_model(str(ours), step, device="cpu"), their_model
@@ -133,11 +136,21 @@ def _transformers() -> ModuleType:
     return transformers
 
 
-def _transformers_model(folder: Path) -> torch.nn.Module:
+def _transformers_model(folder: Path | RemoteFolder) -> torch.nn.Module:
     transformers = _transformers()
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        if not isinstance(folder, RemoteFolder):
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, **options
+            ).eval()
+        config = transformers.AutoConfig.from_pretrained(folder.path, **options)
+        with torch.device("meta"):
+            kind = type(transformers.AutoModelForCausalLM.from_config(config))
+        with HFFolder(folder) as opened:
+            state = {name: opened.read(name) for name in opened.headers()}
+        return kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=torch.float32
         ).eval()
     except Exception as error:  # it has errors of its own, and its validators have others
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -150,7 +163,13 @@ def _transformers_model(folder: Path) -> torch.nn.Module:
 # --- after a conversion
 
 
-def verified(report: str, ours: Path, theirs: Path, made: Path, step: int | None = None) -> str:
+def verified(
+    report: str,
+    ours: Path,
+    theirs: Path | RemoteFolder,
+    made: Path | Remote,
+    step: int | None = None,
+) -> str:
     """`report` of a conversion that wrote `made`, with a line on what the comparison found or why
     there was none.
 
@@ -172,19 +191,22 @@ def verified(report: str, ours: Path, theirs: Path, made: Path, step: int | None
             f"{report}\nverified: every block computes what transformers' does, to "
             f"{TOLERANCE} of the largest value"
         )
-    shutil.rmtree(made)
+    remove_folder(made)
     raise ConversionError(
         f"{text}\n{made}: removed, since the two models do not compute the same; --no-verify "
         "keeps it"
     )
 
 
-def _needs_memory(folder: Path) -> None:
+def _needs_memory(folder: Path | RemoteFolder) -> None:
     """Raise ConversionError if the folder's model does not fit into the free memory twice, in
-    float32."""
+    float32; the files of one in a store come to it."""
     with HFFolder(folder) as opened:
-        values = sum(torch.Size(shape).numel() for _, shape in opened.headers().values())
+        headers = opened.headers().values()
+    values = sum(torch.Size(shape).numel() for _, shape in headers)
     needed = 2 * torch.float32.itemsize * values
+    if isinstance(folder, RemoteFolder):
+        needed += sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in headers)
     free = free_memory()
     if needed > MEMORY_SHARE * free:
         raise ConversionError(

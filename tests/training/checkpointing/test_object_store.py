@@ -3,10 +3,8 @@ waited for and told of."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import fsspec
@@ -18,6 +16,7 @@ from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.training.checkpointing import save
+from tests.checkpoint.s3_server import serving
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
@@ -39,33 +38,8 @@ def bucket(tmp_path_factory):
     """An S3 server of the test's own with an empty bucket; the environment says where it is."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
-    log = tmp_path_factory.mktemp("moto") / "log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-u", "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        deadline = time.monotonic() + 60
-        while "Running on http://" not in log.read_text():
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        address = log.read_text().partition("Running on ")[2].split()[0]
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in (
-                ("AWS_ACCESS_KEY_ID", "test"),
-                ("AWS_SECRET_ACCESS_KEY", "test"),
-                ("AWS_DEFAULT_REGION", "us-east-1"),
-                ("AWS_ENDPOINT_URL", address),
-            ):
-                patch.setenv(name, value)
-            request = urllib.request.Request(f"{address}/bucket", method="PUT")
-            urllib.request.urlopen(request, timeout=30).close()
-            yield "s3://bucket"
-    finally:
-        server.kill()
-        server.wait()
+    with serving(tmp_path_factory.mktemp("moto")) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)
