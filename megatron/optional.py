@@ -74,6 +74,7 @@ MODULES = {
     "megatron.analysis.trace.dry_run": "--trace",
     "megatron.analysis.eval_tasks": "--eval-tasks",
     "megatron.parallel.cross_entropy": "--tensor-model-parallel-size above 1",
+    "megatron.parallel.repeated_sums": "--verify-step-interval",
     "megatron.parallel.pipeline": "--pipeline-model-parallel-size above 1",
     "megatron.parallel.ring_attention": "--context-parallel-size above 1",
     "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",

@@ -154,7 +154,8 @@ class TrainingConfig:
         None,
         metavar="N",
         help="compute the gradients of every N-th iteration a second time on another data-parallel "
-        "rank and compare them by hash; on GPUs with --deterministic-mode (default: never)",
+        "rank and their sums twice, compare them and the replicas' weights by hash; on GPUs with "
+        "--deterministic-mode (default: never)",
         dump=False,
     )
     verify_step_action: str = arg(

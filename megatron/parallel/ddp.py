@@ -124,8 +124,9 @@ class GradBuffers:
         self._expected: dict[nn.Parameter, int] = {}
         # the first bucket whose sum has not begun
         self._next = 0
-        # called by `reduce`, with this rank's gradients; while it is set no sum starts before
-        self.before_reduce: Callable[[], None] | None = None
+        # called by `reduce` with this rank's gradients; while it is set no sum starts before; true:
+        # it has summed them
+        self.before_reduce: Callable[[], bool | None] | None = None
         if overlap_grad_reduce and ctx.dp_cp.size > 1:
             for bucket in self._buckets:
                 for p in bucket.params:
@@ -152,8 +153,8 @@ class GradBuffers:
         """
         # the update that follows writes them
         self.wait_for_weights()
-        if self.before_reduce:
-            self.before_reduce()
+        if self.before_reduce and self.before_reduce():
+            return
         ctx = self._ctx
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]

@@ -2,7 +2,9 @@
 data-parallel rank and compared by hash, so that a processor that computes wrongly is found.
 
 A step repeats bit for bit: for the same samples, seeds and weights two ranks must have the same
-local gradients (before they are summed). Where they differ, a third computation decides.
+local gradients (before they are summed). Where they differ, a third computation decides. The sums
+are computed twice, too, so that a wrong message is found; after the update the ranks compare the
+loss, the gradient norm and, over replicas, the weights.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron import log
+from megatron import log, optional
 from megatron.parallel.collectives import gather_objects
 from megatron.training.agreement import Requests
 from megatron.training.batch import MicroBatch
@@ -29,11 +31,14 @@ from megatron.training.step import (
     train_step,
 )
 from megatron.training.step_sums import StepSums
-from megatron.training.weight_check import weight_hashes
+from megatron.training.weight_check import compare_weights, weight_hashes
+
+if TYPE_CHECKING:
+    from megatron.parallel.repeated_sums import RepeatedSum
 
 
 class GradientsDiffer(ArithmeticError):
-    """Two computations of the same gradients differ; the text names ranks and hosts."""
+    """Two computations of the same numbers differ; the text names ranks and hosts."""
 
 
 class Reading(NamedTuple):
@@ -73,12 +78,14 @@ class StepVerification:
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
             run.buffers.before_reduce = lambda: self._compare(iteration, replicas, before)
-            return train_step(run, forward_step, iter(mine), iteration, requests)
+            outcome = train_step(run, forward_step, iter(mine), iteration, requests)
         except _Repeat as repeat:
-            run.buffers.before_reduce = functools.partial(self._check, repeat)
-            return train_step(run, forward_step, iter(mine), iteration, requests)
+            run.buffers.before_reduce = functools.partial(self._check, iteration, repeat)
+            outcome = train_step(run, forward_step, iter(mine), iteration, requests)
         finally:
             run.buffers.before_reduce = None
+        self._compare_results(iteration, outcome)
+        return outcome
 
     def _of(
         self, replicas: Sequence[tuple[list[MicroBatch], int]], shift: int
@@ -100,42 +107,99 @@ class StepVerification:
 
     def _compare(
         self, iteration: int, replicas: Sequence[tuple[list[MicroBatch], int]], before: str
-    ) -> None:
-        """The local gradients are complete. Raises _Repeat or GradientsDiffer, on all ranks alike,
-        where they are not those that another rank has computed."""
+    ) -> bool:
+        """The local gradients are complete: sum them. Raises _Repeat or GradientsDiffer, on all
+        ranks alike, where they are not those that another rank has computed, or a second sum
+        differs."""
         run = self._run
         ctx = run.runtime.ctx
         own = self._hash()
         process = str(this_process())
         found = gather_objects(Reading(own, before, ctx.dp.ranks, process), ctx.world)
         if all(_shifted(found, rank, -1).other == one.own for rank, one in enumerate(found)):
-            return
+            return self._sum_twice(iteration, own)
         third = gather_objects(self._pass(iteration, *self._of(replicas, 2)), ctx.world)
         wrong = _wrong(found, third)
         text = (
             f"iteration {iteration}: two computations of the same gradients differ; "
             f"{_named(found, third, wrong)}"
         )
-        if run.rows:
-            run.rows.close(torch.zeros(run.rows.size, dtype=torch.float64))
-        if self._keeps and wrong:
-            raise _Repeat(text, _majority(found, third, ctx.world.rank))
+        if wrong:
+            raise self._repeated(_Repeat(text, _majority(found, third, ctx.world.rank)))
         raise _error(text)
 
-    def _check(self, repeat: _Repeat) -> None:
-        """The step was repeated: every rank must have the majority's gradients now."""
-        again = gather_objects(self._hash() == repeat.right, self._run.runtime.ctx.world)
+    def _repeated(self, repeat: _Repeat) -> Exception:
+        """What to raise where a majority can decide."""
+        rows = self._run.rows
+        if rows:
+            rows.close(torch.zeros(rows.size, dtype=torch.float64))
+        return repeat if self._keeps else _error(str(repeat))
+
+    def _sum_twice(self, iteration: int, own: str, earlier: _Repeat | None = None) -> bool:
+        """Sum the gradients, whose hash is `own`. Raises _Repeat or GradientsDiffer where the two
+        sums differ, or those of replicas; `earlier`: the step is already a repetition, and its sums
+        must be among those of before."""
+        world = self._run.runtime.ctx.world
+        repeated_sums = optional.load("megatron.parallel.repeated_sums")
+        mine = repeated_sums.reduce_twice(self._run.buffers, _digest)
+        known = earlier is None or earlier.knows(mine)
+        found = gather_objects((mine, known, str(this_process())), world)
+        sums = [one for one, _, _ in found]
+        twice = [rank for rank, one in enumerate(sums) if any(a != b for a, b, _ in one)]
+        wrong = twice or _odd_replicas(sums)
+        unknown = [rank for rank, (_, known, _) in enumerate(found) if not known]
+        if not wrong and not unknown:
+            return True
+        of_whom = "of the same gradients" if twice else "of replicas"
+        text = (
+            f"iteration {iteration}: two sums {of_whom} differ; "
+            f"{', '.join(found[rank][2] for rank in wrong)}, or a rank that sends to it"
+        )
+        if twice and earlier is None:
+            raise self._repeated(_Repeat(text, own, mine))
+        raise _error(f"{earlier}, also when it is repeated" if earlier else text)
+
+    def _check(self, iteration: int, repeat: _Repeat) -> bool:
+        """The step was repeated: every rank must have the majority's gradients now, and sums."""
+        own = self._hash()
+        again = gather_objects(own == repeat.right, self._run.runtime.ctx.world)
         if not all(again):
             raise _error(f"{repeat}, also when it repeats them")
+        self._sum_twice(iteration, own, repeat)
         log.print_rank_0(f"WARNING: {repeat}. The majority's gradients are used")
+        return True
+
+    def _compare_results(self, iteration: int, outcome: StepOutcome) -> None:
+        """What all ranks must have alike after the update. Raises GradientsDiffer or
+        WeightsDiffer."""
+        run = self._run
+        run.buffers.wait_for_weights()
+        mine = repr((outcome.loss, outcome.grad_norm, outcome.num_zeros))
+        found = gather_objects((mine, str(this_process())), run.runtime.ctx.world)
+        odd = _minority([value for value, _ in found])
+        if odd:
+            names = ", ".join(found[rank][1] for rank in odd)
+            raise _error(
+                f"iteration {iteration}: loss, gradient norm or zeros are not the same on all "
+                f"ranks: {names}"
+            )
+        compare_weights(run, iteration)
 
 
 class _Repeat(Exception):
-    """The step is to be computed again; `right` is the majority's hash of this rank's gradients."""
+    """The step is to be computed again; `right` is the majority's hash of this rank's gradients,
+    `sums` are the two of which one is wrong, if that is why."""
 
-    def __init__(self, text: str, right: str | None):
+    def __init__(self, text: str, right: str | None, sums: Sequence[RepeatedSum] = ()):
         super().__init__(text)
         self.right = right
+        self._sums = sums
+
+    def knows(self, sums: Sequence[RepeatedSum]) -> bool:
+        """Are these sums among those of before?"""
+        return not self._sums or all(
+            one.second in before[:2] for one, before in zip(sums, self._sums, strict=True)
+        )
 
 
 def _error(text: str) -> GradientsDiffer:
@@ -143,6 +207,30 @@ def _error(text: str) -> GradientsDiffer:
         f"{text}. Memory or a processor there may be faulty: test it, and resume from the last "
         "checkpoint without this host [gradients-differ]"
     )
+
+
+def _digest(sums: torch.Tensor) -> tuple[int, int]:
+    return weight_hashes([sums])[0]
+
+
+def _minority(values: Sequence[object]) -> list[int]:
+    """The places of those that differ from more than half of all; all of them without such a
+    majority; [] if they are equal."""
+    usual, count = Counter(values).most_common(1)[0]
+    if count == len(values):
+        return []
+    decided = 2 * count > len(values)
+    return [place for place, value in enumerate(values) if value != usual or not decided]
+
+
+def _odd_replicas(sums: Sequence[Sequence[RepeatedSum]]) -> list[int]:
+    """The ranks whose sums are not those of most ranks that must have the same."""
+    wrong = set()
+    for one in sums:
+        for number, (_, _, same) in enumerate(one):
+            if same:
+                wrong |= {same[n] for n in _minority([sums[r][number].second for r in same])}
+    return sorted(wrong)
 
 
 def _nothing() -> None:

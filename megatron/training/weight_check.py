@@ -10,6 +10,7 @@ import torch
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.training.hook import Hook
+from megatron.training.launch.process import this_process
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 
@@ -44,22 +45,30 @@ def check_replicas(
     """
     if replicas.size == 1 or not named:
         return
-    ranks = gather_objects(weight_hashes(parameter for _, parameter in named), replicas)
+    mine = weight_hashes(parameter for _, parameter in named), str(this_process())
+    ranks, names = zip(*gather_objects(mine, replicas), strict=True)
     different = [index for index in range(len(named)) if len({rank[index] for rank in ranks}) > 1]
     if not different:
         return
     first = different[0]
     votes = Counter(rank[first] for rank in ranks)
     usual, count = votes.most_common(1)[0]
-    odd = [rank for rank, mine in zip(replicas.ranks, ranks, strict=True) if mine[first] != usual]
-    suspects = odd if count > len(ranks) - count else list(replicas.ranks)
+    odd = [name for name, hashes in zip(names, ranks, strict=True) if hashes[first] != usual]
+    suspects = odd if count > len(ranks) - count else names
     raise WeightsDiffer(
         f"iteration {iteration}: {len(different)} of {len(named)} parameters differ between "
-        f"data-parallel ranks, first {named[first][0]}; "
-        f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))} "
+        f"data-parallel ranks, first {named[first][0]}; {', '.join(suspects)} "
         f"{'differ' if len(suspects) > 1 else 'differs'}. Memory or a processor there may be "
         "faulty: test it, and resume from a checkpoint of before [weights-differ]"
     )
+
+
+def compare_weights(run: Run, iteration: int) -> None:
+    """All parameters, over the ranks that hold the same ones. Raises WeightsDiffer."""
+    named = [pair for chunk in run.model for pair in chunk.named_parameters()]
+    for kind in ("dense", "experts"):
+        same = [pair for pair in named if pair[1].sharding.replicas == kind]
+        check_replicas(same, run.runtime.ctx.replicas(kind).data, iteration)
 
 
 class WeightComparison(Hook):
@@ -71,8 +80,4 @@ class WeightComparison(Hook):
 
     def after_step(self, result: IterationResult) -> None:
         if result.iteration % self._interval == 0:
-            ctx = self._run.runtime.ctx
-            named = [pair for chunk in self._run.model for pair in chunk.named_parameters()]
-            for kind in ("dense", "experts"):
-                same = [pair for pair in named if pair[1].sharding.replicas == kind]
-                check_replicas(same, ctx.replicas(kind).data, result.iteration)
+            compare_weights(self._run, result.iteration)

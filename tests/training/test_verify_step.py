@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.parallel import ddp
+from megatron.parallel.collectives import Pending
+from megatron.parallel.context import Axis
 from megatron.training import verify_step
 from tests.forkrun import RanksFailed
 from tests.parity.layouts import MOE
@@ -60,6 +65,111 @@ def flip(rank: int, first: int, last: int | None = None) -> None:
         return right(self)
 
     verify_step.StepVerification._hash = wrong
+
+
+def _broken(places: Sequence[str], rank: int, first: int, last: int | None = None) -> None:
+    """Hook: what arrives in the `first` to `last` call (default: only that one) of these collectives
+    has a wrong bit on this rank."""
+    count = 0
+
+    def of(right: Callable[..., Pending]) -> Callable[..., Pending]:
+        def wrong(x: torch.Tensor, axis: Axis, *more: object) -> Pending:
+            nonlocal count
+            count += 1
+            pending = right(x, axis, *more)
+            if first <= count <= (last or first) and int(os.environ["RANK"]) == rank:
+                result = pending._result
+                pending._result = lambda: _flipped(result())
+            return pending
+
+        return wrong
+
+    for place in places:
+        setattr(ddp, place, of(getattr(ddp, place)))
+
+
+def _flipped(x: torch.Tensor) -> torch.Tensor:
+    x.view(-1).view(torch.int32)[7] ^= 1 << 3
+    return x
+
+
+def _problem(error: pytest.ExceptionInfo) -> str:
+    """The line with the code."""
+    return next(line for line in str(error.value).splitlines() if "-differ]" in line)
+
+
+SUMS = ("start_all_reduce", "start_reduce_scatter_")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank", "at"),
+    [
+        (("--use-distributed-optimizer",), 1, 2),
+        pytest.param((), 0, 2, marks=pytest.mark.campaign),
+        pytest.param((), 1, 3, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_wrong_sum_of_gradients_is_found(text, tmp_path, flags, rank, at):
+    """The first of a run is that of iteration 1, which is not verified."""
+    words = argv(text, tmp_path, *flags, "--verify-step-interval", "2")
+    hook = functools.partial(_broken, SUMS, rank, at)
+    with pytest.raises(RanksFailed, match="gradients-differ") as error:
+        train(tmp_path, words, 2, hook=hook)
+    problem = _problem(error)
+    assert f"rank {rank} (" in problem and f"rank {1 - rank} (" not in problem
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("at", [2, 3])
+def test_the_majority_of_sums_is_used(text, tmp_path, at):
+    world, flags = LAYOUTS["dp 2, overlap, distributed"]
+    plain = train(tmp_path / "plain", argv(text, tmp_path / "plain", *flags), world)
+    folder = tmp_path / "verified"
+    words = argv(text, folder, *flags, "--verify-step-interval", "2")
+    words = [*words, "--verify-step-action", "majority"]
+    verified = train(folder, words, world, hook=functools.partial(_broken, SUMS, 1, at))
+    assert verified.series(*EXACT) == plain.series(*EXACT)
+    same_tensors(verified.tensors(), plain.tensors())
+    assert "two sums of the same gradients differ; rank 1 (" in verified.first_rank_log
+
+
+@pytest.mark.campaign
+def test_a_replica_that_is_wrong_twice_is_outvoted(text, tmp_path):
+    """Both sums have the same wrong bit; of three replicas two agree."""
+    world, flags = LAYOUTS["dp 3"]
+    words = argv(text, tmp_path, *flags, "--verify-step-interval", "2")
+    hook = functools.partial(_broken, SUMS, 2, 2, 3)
+    with pytest.raises(RanksFailed, match="gradients-differ") as error:
+        train(tmp_path, words, world, hook=hook)
+    problem = _problem(error)
+    assert "rank 2 (" in problem and "rank 0 (" not in problem and "rank 1 (" not in problem
+
+
+def _other_norm() -> None:
+    """Hook: rank 1 has read another gradient norm."""
+    right = verify_step.train_step
+
+    def wrong(*args):
+        outcome = right(*args)
+        shift = 1e-12 * int(os.environ["RANK"])
+        return outcome._replace(grad_norm=outcome.grad_norm + shift)
+
+    verify_step.train_step = wrong
+
+
+@pytest.mark.campaign
+def test_a_number_that_is_not_the_same_on_all_ranks_is_found(text, tmp_path):
+    words = argv(text, tmp_path, "--verify-step-interval", "2")
+    with pytest.raises(RanksFailed, match="gradients-differ"):
+        train(tmp_path, words, 2, hook=_other_norm)
+
+
+def test_a_wrong_message_with_weights_is_found(text, tmp_path):
+    """It arrives after the update of iteration 2."""
+    flags = ("--use-distributed-optimizer", "--verify-step-interval", "2")
+    hook = functools.partial(_broken, ("start_all_gather_",), 1, 2)
+    with pytest.raises(RanksFailed, match="weights-differ"):
+        train(tmp_path, argv(text, tmp_path, *flags), 2, hook=hook)
 
 
 @pytest.mark.parametrize(

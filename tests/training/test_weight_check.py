@@ -51,13 +51,13 @@ def _differs(rank: int, world: int, wrong: tuple[int, ...]) -> tuple[str, ...]:
 def test_the_rank_that_differs_is_named():
     for found in run_ranks(3, _differs, (2,)):
         [message] = found
-        assert_problem(message, "weights-differ", "iteration 8", "1.weight", "rank 2 ", "1 of 4")
+        assert_problem(message, "weights-differ", "iteration 8", "1.weight", "rank 2 (", "1 of 4")
 
 
 def test_of_two_ranks_both_are_named():
     for found in run_ranks(2, _differs, (1,)):
         [message] = found
-        assert_problem(message, "weights-differ", "ranks 0, 1 ")
+        assert_problem(message, "weights-differ", "rank 0 (", "rank 1 (")
 
 
 def _break_rank_1() -> None:

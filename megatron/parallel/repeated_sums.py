@@ -1,0 +1,49 @@
+"""The sums of gradients, computed twice for --verify-step-interval: what was wrong once gives
+another result the second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from megatron.parallel.ddp import GradBuffers
+
+Digest = TypeVar("Digest")
+
+
+class RepeatedSum(NamedTuple):
+    """Digests of what this rank has of a bucket's sums, of both computations. `same` are the ranks
+    that have the same sums, if there are others."""
+
+    first: Digest
+    second: Digest
+    same: tuple[int, ...]
+
+
+def reduce_twice(
+    buffers: GradBuffers, digest: Callable[[torch.Tensor], Digest]
+) -> list[RepeatedSum]:
+    """As `buffers.reduce()`, but bucket by bucket, each twice; needs the memory of a bucket."""
+    buckets = buffers._buckets
+    before = buffers.before_reduce
+    found = []
+    try:
+        buffers.before_reduce = None
+        for bucket in buckets:
+            buffers._buckets = [bucket]
+            gradients = buffers.flat[bucket.range]
+            local = gradients.clone()
+            digests = []
+            for _ in range(2):
+                gradients.copy_(local)
+                buffers.reduce()
+                sharded = bucket.replicas.shard.size > 1
+                digests.append(digest(buffers.flat[bucket.own] if sharded else gradients))
+            same = bucket.replicas.instances
+            found.append(RepeatedSum(*digests, same.ranks if same.size > 1 else ()))
+    finally:
+        buffers._buckets = buckets
+        buffers.before_reduce = before
+    return found
