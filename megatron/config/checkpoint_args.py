@@ -20,7 +20,11 @@ from megatron.arguments import (
 from megatron.config import architecture
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url
-from megatron.config.checks.paths import newest_checkpoint, newest_with_good_args
+from megatron.config.checks.paths import (
+    newest_checkpoint,
+    newest_with_good_args,
+    of_another_suite,
+)
 from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
@@ -47,6 +51,11 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
             f"--use-checkpoint-args: reads a directory, and --load {load} is none; give the flags "
             "themselves [checkpoint-args-not-local]"
         )
+        return
+    if problem := of_another_suite(load):
+        found.problems.append(problem)
+        # they come from the converted checkpoint
+        found.lost |= {name for name, flag in flags_of(Config).items() if flag.group == "model"}
         return
     folder = newest_with_good_args(load, typed.get("ckpt_step"))
     newest = newest_checkpoint(load, typed.get("ckpt_step"))

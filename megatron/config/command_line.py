@@ -166,7 +166,7 @@ def _checked(
         *refused,
         *unsupported,
         *theirs.problems,
-        *(text for text in found if not text.startswith(unread)),
+        *(text for text in found if not text.startswith(unread) and text not in theirs.problems),
     ]
     notes = [*parsed.notes, *accepted, *theirs.notes]
     if not problems:

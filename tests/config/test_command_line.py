@@ -743,6 +743,15 @@ def test_without_a_checkpoint_the_command_line_counts(tmp_path, capsys):
     assert set(codes_of(capsys.readouterr().err.splitlines())) == {"flag-missing"}
 
 
+def test_a_folder_to_convert_is_the_only_problem(tmp_path, capsys):
+    """Flags that the converted checkpoint brings, as --num-layers, are not missing yet."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        read(f"{RUN} --vocab-size 100 --seq-length 16 --load {tmp_path} --use-checkpoint-args")
+    [line] = capsys.readouterr().err.splitlines()
+    assert_problem(line, "checkpoint-of-another-suite", f"hf-import {tmp_path} DIR")
+
+
 def test_args_of_a_checkpoint_that_cannot_be_read_are_problems(tmp_path, capsys):
     where = checkpoint(tmp_path, GOOD)
     (where / "args").write_text(

@@ -214,12 +214,8 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             "directories [path-is-a-file]"
         )
         return
-    if command := _of_another_suite(c.load):
-        yield (
-            f"--load {c.load}: is no checkpoint of this suite; make one of it first: python "
-            f"tools/convert_checkpoint.py {command}, then give --load DIR "
-            "[checkpoint-of-another-suite]"
-        )
+    if problem := of_another_suite(c.load):
+        yield problem
         return
     here = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(
@@ -250,15 +246,24 @@ def _same_path(one: str, other: str | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def _of_another_suite(load: str) -> str | None:
-    """The converter's command for the content of a folder, where that is no checkpoint of ours:
+def of_another_suite(load: str) -> str | None:
+    """The problem of a --load that the converter can read, and that is no checkpoint of ours:
     without this, training would find none and start from random weights."""
+    command = _converter_command(load)
+    return command and (
+        f"--load {load}: is no checkpoint of this suite; make one of it first: python "
+        f"tools/convert_checkpoint.py {command}, then give --load DIR "
+        "[checkpoint-of-another-suite]"
+    )
+
+
+def _converter_command(load: str) -> str | None:
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {load} DIR"
     folders = [str(newest)] if newest else [os.path.join(load, "release"), load]
     names = [n for one in folders for n in listing(one)]
-    if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata", n) for n in names):
+    if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata|metadata\.json", n) for n in names):
         return f"megatron-import {load} DIR"
     if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
         return f"deepspeed-import {load} DIR"

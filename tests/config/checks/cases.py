@@ -115,6 +115,8 @@ def lay_out(folder: Path) -> None:
     for name in ("torch_dist/latest_checkpointed_iteration.txt", "iter_7/.metadata"):
         _write(folder / name, "7")
     _write(folder / "torch_dist/iter_0000007/.metadata")
+    _write(folder / "zarr/latest_checkpointed_iteration.txt", "7")
+    _write(folder / "zarr/iter_0000007/metadata.json", '{"sharded_backend": "zarr"}')
     _write(folder / "zero/latest", "global_step9")
     _write(folder / "zero/global_step9/mp_rank_00_model_states.pt")
     for name in ("internlm/9/model_tp0_pp0.pt", "internlm/10/model_tp0_pp0.pt"):
