@@ -139,7 +139,7 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -
     return len(text).to_bytes(8, "little") + text
 
 
-def _host_copy(entry: Entry) -> torch.Tensor:
+def host_copy(entry: Entry) -> torch.Tensor:
     """The entry's tensor on the CPU, row-major; itself where it is both already."""
     tensor = entry.data if isinstance(entry.data, torch.Tensor) else entry.data()
     assert tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape, (
@@ -197,7 +197,7 @@ def _write_data(
     with ThreadPoolExecutor(thread_count()) as pool:
         try:
             for entry in entries:
-                view = bytes_of(_host_copy(entry))
+                view = bytes_of(host_copy(entry))
                 sums[entry.key] = []
                 for low in range(0, len(view), length):
                     section = view[low : low + length]

@@ -18,10 +18,12 @@ class InProcess(Unpickler):
         self._count = 0
         self._files = []
 
-    def _ask(self, source: Path, *job: object) -> None:
-        wrong = unpickle_worker.answer([str(word) for word in job])
-        if wrong is not None:
-            raise ConversionError(f"{source}: {wrong}")
+    def _send(self, *job: object) -> None:
+        self._wrong = unpickle_worker.answer([str(word) for word in job])
+
+    def _check(self, source: Path) -> None:
+        if self._wrong is not None:
+            raise ConversionError(f"{source}: {self._wrong}")
 
     def close(self) -> None:
         """Close the files."""

@@ -3,6 +3,7 @@ tools/convert/unpickle_worker.py in a process of its own, so that nothing is unp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
     DTYPES,
     Entry,
     SafetensorsFile,
     bytes_of,
+    host_copy,
     write_file,
 )
 from tools.convert.links import ConversionError, Header, Shape
@@ -47,12 +50,19 @@ class Unpickler:
 
     def _ask(self, source: Path, *job: object) -> None:
         """Have a job done; what is wrong with `source` becomes a ConversionError."""
-        try:
+        self._send(*job)
+        self._check(source)
+
+    def _send(self, *job: object) -> None:
+        """Begin a job."""
+        # otherwise the process has ended, which its answer shows
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps([str(word) for word in job]) + "\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
+
+    def _check(self, source: Path) -> None:
+        """Wait for the end of a job; what is wrong with `source` becomes a ConversionError."""
+        answer = self._process.stdout.readline()
         wrong = (
             json.loads(answer)
             if answer
@@ -104,13 +114,38 @@ class Unpickler:
     def write_sharded(
         self, folder: Path, entries: Sequence[Entry], table: Mapping[str, Any]
     ) -> None:
-        """Write the tensors of a torch.distributed.checkpoint folder; `table` as in `write_sharded`
-        there."""
-        tensors, index = self._names()
-        write_file(tensors, entries)
+        """Write the tensors of a torch.distributed.checkpoint folder; `table` as in `finish` there.
+        A tensor goes to the process by memory, and is written there while the next one is made."""
+        places, index = self._names()
+        places.touch()
+        sizes = {
+            chunk["name"]: chunk["sizes"]
+            for tensor in table["tensors"].values()
+            for chunk in tensor["chunks"]
+        }
         index.write_text(json.dumps(table), encoding="utf-8")
-        self._ask(folder, "write_sharded", tensors, index, folder)
-        tensors.unlink()
+        memories = [_shared_memory(self.folder / f"memory{number}") for number in range(2)]
+        try:
+            for number, entry in enumerate(entries):
+                memory, path = memories[number % 2]
+                _fill(memory, bytes_of(host_copy(entry)))
+                if number:
+                    self._check(folder)
+                self._send(
+                    "append",
+                    path,
+                    entry.key,
+                    DTYPE_NAMES[entry.dtype],
+                    json.dumps(sizes[entry.key]),
+                    places,
+                    folder,
+                )
+            if entries:
+                self._check(folder)
+            self._ask(folder, "finish", places, index, folder)
+        finally:
+            for memory, _ in memories:
+                os.close(memory)
 
     def close(self) -> None:
         """End the process, close the files."""
@@ -125,6 +160,22 @@ class Unpickler:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _shared_memory(path: Path) -> tuple[int, str]:
+    """A file in memory, open, and the path that another process opens; elsewhere than on Linux a
+    new file at `path`."""
+    if not hasattr(os, "memfd_create"):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), str(path)
+    file = os.memfd_create("tensor")
+    return file, f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _fill(file: int, data: memoryview) -> None:
+    """Write to the beginning of a file."""
+    at = 0
+    while at < len(data):
+        at += os.pwrite(file, data[at:], at)
 
 
 class TorchFile:

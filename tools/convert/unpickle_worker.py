@@ -7,7 +7,8 @@ with the file:
     ["read", "FILE.pt", "OUT.safetensors", "OUT.json", "PREFIX", ...]
     ["write", "IN.safetensors", "IN.json", "FILE.pt"]
     ["index", "FOLDER", "OUT.json"]
-    ["write_sharded", "IN.safetensors", "IN.json", "FOLDER"]
+    ["append", "MEMORY", "NAME", "DTYPE", "[SIZE, ...]", "PLACES.jsonl", "FOLDER"]
+    ["finish", "PLACES.jsonl", "IN.json", "FOLDER"]
 
 No name in a pickle leads to anything but the stand-ins below: `find_class` imports nothing, and a
 name that is not listed ends the program. Storages are read straight from the archive, by name and
@@ -17,8 +18,8 @@ direction, for files that Megatron-LM shall read.
 read: tensors whose path in the nested dicts, joined by dots, begins with a PREFIX go to
 OUT.safetensors under that path; plain values (numbers, texts, lists; a Namespace is a dict) go to
 OUT.json. index: where the tensors of a torch.distributed.checkpoint folder are in its files goes to
-OUT.json. write_sharded: the tensors of such a folder. Source of the layouts: torch.serialization,
-torch.distributed.checkpoint.
+OUT.json. append, finish: write such a folder, tensor by tensor. Source of the layouts:
+torch.serialization, torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import mmap
 import os
 import pickle
 import re
@@ -42,7 +44,13 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.safetensors_file import DTYPE_NAMES, Entry, SafetensorsFile, write_file
+from megatron.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    Entry,
+    SafetensorsFile,
+    write_file,
+)
 from megatron.small_files import open_regular
 
 MAX_PICKLE_BYTES = 1 << 28
@@ -544,6 +552,15 @@ def index(folder: Path, target: Path) -> None:
     target.write_text(json.dumps({"tensors": tensors, "objects": objects}), encoding="utf-8")
 
 
+def _save(value: Any, file: Path | BinaryIO) -> None:
+    """torch.save. Raises Refused where the disk does."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # torch's writer closes the file that it could not write
+        reason = " ".join(str(error.__context__ or error).split())
+        raise Refused(f"cannot be written ({reason[:300]})") from None
+
+
 def write(tensors: Path, values: Path, target: Path) -> None:
     """Save a nested dict: "values" at the root, "args" as a Namespace, and each tensor at its path
     ("paths")."""
@@ -555,42 +572,59 @@ def write(tensors: Path, values: Path, target: Path) -> None:
             for key in path[:-1]:
                 inner = inner.setdefault(key, {})
             inner[path[-1]] = file.read(name)
-    torch.save(root, target)
+    _save(root, target)
 
 
-def write_sharded(tensors: Path, index: Path, folder: Path) -> None:
-    """Write .metadata and one file of data. index: {"tensors": {key: {"shape", "chunks": [{"name"
-    in IN.safetensors, "offsets", "sizes"}]}}, "objects": [key]}; objects are empty."""
+def append(memory: str, name: str, dtype: str, sizes: str, places: str, folder: str) -> None:
+    """Add a tensor to the data of a torch.distributed.checkpoint folder: its bytes are the first
+    ones in the file `memory`. Where it is becomes a line of `places`."""
+    shape = json.loads(sizes)
+    length = prod(shape) * DTYPES[dtype].itemsize
+    with open(memory, "rb") as file, open(Path(folder) / _DATA, "ab") as data:
+        if length:
+            shared = mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE)
+            value = torch.frombuffer(shared, dtype=DTYPES[dtype]).view(shape)
+        else:
+            value = torch.empty(shape, dtype=DTYPES[dtype])
+        start = data.tell()
+        _save(value, data)
+        place = {"dtype": dtype, "start": start, "length": data.tell() - start}
+    with open(places, "a", encoding="utf-8") as lines:
+        lines.write(json.dumps({"name": name, **place}) + "\n")
+
+
+def finish(places: Path, index: Path, folder: Path) -> None:
+    """Write .metadata, and the objects, of a folder whose tensors were appended. index: {"tensors":
+    {key: {"shape", "chunks": [{"name" in `places`, "offsets", "sizes"}]}}, "objects": [key]};
+    objects are empty."""
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     table = json.loads(index.read_text(encoding="utf-8"))
+    lines = map(json.loads, places.read_text(encoding="utf-8").splitlines())
+    found = {line["name"]: line for line in lines}
     entries: dict[str, Any] = {}
-    places = {}
-    with SafetensorsFile(tensors) as source, open(folder / _DATA, "xb") as data:
-
-        def add(value: Any, key: str, offsets: list[int] | None = None) -> None:
-            start = data.tell()
-            torch.save(value, data)
-            place = _StorageInfo(_DATA, start, data.tell() - start)
-            places[dcp.MetadataIndex(key, offsets)] = place
-
-        for key, entry in table["tensors"].items():
-            chunks = []
-            for chunk in entry["chunks"]:
-                value = source.read(chunk["name"]).reshape(chunk["sizes"])
-                add(value, key, chunk["offsets"])
-                box = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
-                chunks.append(dcp.ChunkStorageMetadata(*box))
-            properties = dcp.TensorProperties(dtype=value.dtype)
-            size = torch.Size(entry["shape"])
-            entries[key] = dcp.TensorStorageMetadata(properties, size, chunks)
+    storage = {}
+    for key, entry in table["tensors"].items():
+        chunks = []
+        for chunk in entry["chunks"]:
+            place = found[chunk["name"]]
+            info = _StorageInfo(_DATA, place["start"], place["length"])
+            storage[dcp.MetadataIndex(key, chunk["offsets"])] = info
+            box = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+            chunks.append(dcp.ChunkStorageMetadata(*box))
+        properties = dcp.TensorProperties(dtype=DTYPES[place["dtype"]])
+        size = torch.Size(entry["shape"])
+        entries[key] = dcp.TensorStorageMetadata(properties, size, chunks)
+    with open(folder / _DATA, "ab") as data:
         for key in table["objects"]:
-            add([None], key)
+            start = data.tell()
+            _save([None], data)
+            storage[dcp.MetadataIndex(key)] = _StorageInfo(_DATA, start, data.tell() - start)
             entries[key] = dcp.BytesStorageMetadata()
         data.flush()
         os.fsync(data.fileno())
-    metadata = dcp.Metadata(entries, storage_data=places, storage_meta=dcp.StorageMeta())
+    metadata = dcp.Metadata(entries, storage_data=storage, storage_meta=dcp.StorageMeta())
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
 
@@ -600,8 +634,10 @@ def answer(job: list[str]) -> str | None:
     try:
         if command == "read":
             read(*map(Path, paths[:3]), paths[3:])
-        elif command == "write_sharded":
-            write_sharded(*map(Path, paths))
+        elif command == "append":
+            append(*paths)
+        elif command == "finish":
+            finish(*map(Path, paths))
         elif command == "index":
             index(*map(Path, paths))
         else:

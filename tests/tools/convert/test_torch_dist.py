@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
+import signal
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from megatron.checkpoint.filesystem import Disk
 from tests.forkrun import run_ranks
 from tests.load_tool import load_tool
 from tests.model.tiny import tiny_model
@@ -176,6 +179,41 @@ def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch
         assert torch.equal(rows, value), key
     convert("megatron-import", tmp_path / "back", tmp_path / "again")
     torch.testing.assert_close(logits_of(tmp_path / "again"), expected(flags), rtol=0, atol=0)
+
+
+def test_an_export_writes_its_tensors_once(tmp_path, convert, monkeypatch):
+    """They reach the process that saves them by memory; all other files are written by Disk."""
+    use_it(monkeypatch)
+    write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
+    convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
+    written = []
+    real = Disk.write
+    monkeypatch.setattr(
+        Disk, "write", lambda self, *args: written.append(args[2]) or real(self, *args)
+    )
+    words = ["--ckpt-format", "torch_dist"]
+    convert("megatron-export", tmp_path / "ours", tmp_path / "back", *words)
+    size = (tmp_path / "back/release/__0_0.distcp").stat().st_size
+    assert sum(map(len, written)) < size / 20
+
+
+def test_a_full_disk_is_one_message(tmp_path, convert, monkeypatch):
+    use_it(monkeypatch)
+    write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
+    convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
+    plain = (tmp_path / "ours").rglob("*.safetensors")
+    limit = sum(path.stat().st_size for path in plain) // 2
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, kept[1]))
+    try:
+        words = ["--ckpt-format", "torch_dist"]
+        said = convert("megatron-export", tmp_path / "ours", tmp_path / "back", *words, fails=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+        signal.signal(signal.SIGXFSZ, before)
+    assert said.count("error: ") == 1 and "File too large" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
 @pytest.mark.peers
