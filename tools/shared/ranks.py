@@ -15,12 +15,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "pretrain_gpt.py")
 LAUNCHERS = ("env", "srun", "torchrun")
-PLACES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC", "GROUP_")
+PLACES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC"),
+    *("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_"),
+)
+# What launchers call a rank's number, the number of ranks, and both on its node.
+NAMES = {
+    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpirun": tuple(
+        f"OMPI_COMM_WORLD_{one}" for one in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+}
 # What a rank runs: its number is `rank`.
 HEAD = f"""
 import os, runpy, sys
 sys.path.insert(0, {str(ROOT)!r})
-rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
+from megatron import launcher
+rank = launcher.info().rank
 """
 TAIL = f"""
 sys.argv[0] = {SCRIPT!r}
@@ -64,22 +76,27 @@ def start(launch: Launch, folder: Path) -> list[subprocess.Popen]:
         agent = "-m torch.distributed.run --standalone".split()
         agent += [f"--nproc-per-node={launch.world}", f"--max-restarts={launch.max_restarts}"]
         return [_spawn([sys.executable, *agent, *words[1:]], folder, launch.environ)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     return [
-        _spawn([*launch.enter(rank), *words], folder, _variables(launch, rank, port))
+        _spawn([*launch.enter(rank), *words], folder, variables(launch, rank, port))
         for rank in range(launch.world)
     ]
 
 
-def _variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     """What a launcher gives a rank."""
     place = {"MASTER_ADDR": launch.address, "MASTER_PORT": str(port), **launch.environ}
     world = launch.world
     local, size = (0, 1) if launch.apart else (rank, world)
-    if launch.launcher == "env":
-        numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size}
-        return place | {name: str(number) for name, number in numbers.items()}
+    if launch.launcher in NAMES:
+        numbers = map(str, (rank, world, local, size))
+        return place | dict(zip(NAMES[launch.launcher], numbers, strict=True))
     return place | {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(world),
@@ -92,17 +109,22 @@ def _variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
 
 
 def _spawn(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> subprocess.Popen:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
     with open(folder / "err", "ab") as err, open(folder / "log", "ab") as log:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=kept | {"OMP_NUM_THREADS": "1", **environ},
+            env=surroundings() | environ,
             stdout=log,
             stderr=err,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+
+def surroundings() -> dict[str, str]:
+    """This process's environment without what a launcher gave it; one thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def living(folder: Path) -> list[int]:
