@@ -131,7 +131,8 @@ def drawn(seed: int, count: int) -> Case:
     kills = []
     for number in range(count):
         last = number == count - 1 and generator.random() < 0.5
-        phase = "end" if last else generator.choice(phases)
+        # an agent of torchrun whose ranks have ended starts none again
+        phase = "end" if last and "nodes" not in by else generator.choice(phases)
         at = generator.randint(1, PHASES[phase][2] or 1)
         seconds = generator.random() * LAST
         rank = 0 if layout == "1 rank" else generator.randrange(2)
