@@ -79,6 +79,11 @@ MODULES = {
     "megatron.parallel.ring_attention": "--context-parallel-size above 1",
     "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",
     "megatron.checkpoint.async_writer": "--async-save",
+    "megatron.checkpoint.local_copies": "--non-persistent-ckpt-type local, or a run that had it",
+    "megatron.checkpoint.retention": "--keep-last, --snapshot-interval",
+    "megatron.config.checks.local_copies": "--non-persistent-ckpt-type local, --replication",
+    "megatron.training.checkpointing.local_copies": "--non-persistent-ckpt-type local",
+    "megatron.training.checkpointing.snapshots": "--snapshot-interval",
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import manifest, retention, skip_log, store
+from megatron.checkpoint import manifest, skip_log, slots, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.helper_process import SideProcess
 
@@ -303,19 +303,17 @@ def fetch_snapshot(url: str, staging: str, load: str) -> None:
     """
     if store.is_checkpoint(Path(load)):
         return
-    remotes = [Remote(f"{url}/{name}") for name in retention.SLOTS]
+    remotes = [Remote(f"{url}/{name}") for name in slots.SLOTS]
     held = [remote.latest() for remote in remotes]
     newest = max((one for one in held if one is not None), default=None)
     here = [
-        one
-        for one in map(retention.newest_in, (Path(load), *retention.slots(staging)))
-        if one is not None
+        one for one in map(slots.newest_in, (Path(load), *slots.slots(staging))) if one is not None
     ]
     if newest is None or newest <= max(here, default=-1):
         return
     number = held.index(newest)
     log.print_rank_0(f" fetching the snapshot of iteration {newest} from {url} to {staging}")
-    remotes[number].fetch(newest, retention.slots(staging)[number], as_newest=True)
+    remotes[number].fetch(newest, slots.slots(staging)[number], as_newest=True)
 
 
 @dataclass(frozen=True)
@@ -338,7 +336,7 @@ def places(
     if snapshots and snapshot_url:
         found += [
             Place("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
-            for slot in retention.slots(snapshots)
+            for slot in slots.slots(snapshots)
         ]
     return found
 
@@ -398,11 +396,11 @@ def _serve(pipe: Connection, places: Sequence[Place], save: Path) -> None:
     """The process: upload until the run says that it is over. What remains of a failure to save is
     sent at the end."""
     watched = [_Watched(place) for place in places]
-    saved = retention.newest_in(save)
+    saved = slots.newest_in(save)
     over = False
     while not over:
         over = pipe.poll(LOOKS) and pipe.recv() is None
-        newest = retention.newest_in(save)
+        newest = slots.newest_in(save)
         for one in watched:
             before = one.failure
             one.bring(newest if newest != saved else None)
@@ -452,9 +450,7 @@ class _Watched:
         left."""
         if not self.place.is_slot or saved is None:
             return
-        if (self._uploaded or 0) > saved and retention.newest_in(
-            self.place.staging
-        ) != self._uploaded:
+        if (self._uploaded or 0) > saved and slots.newest_in(self.place.staging) != self._uploaded:
             self._remote.keep_only(None)
             self._uploaded = None
 

@@ -1,21 +1,12 @@
-"""Removal of old checkpoints (--keep-last, --keep-every), and the two rotating slots of snapshots.
-
-A slot is a run directory with one checkpoint: a new snapshot goes into the slot of the older one,
-so there is always a complete one in addition to the one being written, and never more than two."""
+"""Removal of old checkpoints (--keep-last, --keep-every), and the choice of a snapshot's slot."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron.checkpoint import store
-from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk
-
-SLOTS = ("0", "1")
-
-
-def slots(directory: Path | str) -> list[Path]:
-    """The run directories below a snapshot directory."""
-    return [Path(directory) / name for name in SLOTS]
+from megatron.checkpoint.filesystem import DISK, Disk
+from megatron.checkpoint.slots import empty, newest_in, slots
 
 
 def prune(
@@ -42,14 +33,6 @@ def prune(
     return removed
 
 
-def newest_in(root: Path) -> int | None:
-    """The iteration of a slot, None where it is empty or its tracker is damaged."""
-    try:
-        return store.latest(root)
-    except CheckpointError:
-        return None
-
-
 def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
     """The slot for the snapshot of `iteration`, emptied: one of a line that was left, an empty one,
     or the older one."""
@@ -57,22 +40,5 @@ def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
     root = min(
         held, key=lambda one: -1 if held[one] is None or held[one] >= iteration else held[one]
     )
-    _empty(root, disk)
+    empty(root, disk)
     return root
-
-
-def drop_beyond(directory: Path | str, iteration: int, disk: Disk = DISK) -> None:
-    """Empty the slots whose snapshot is beyond `iteration`, which has just been saved: their line
-    was left."""
-    for root in slots(directory):
-        if (newest_in(root) or 0) > iteration:
-            _empty(root, disk)
-
-
-def _empty(root: Path, disk: Disk) -> None:
-    """Remove the tracker, then what it named."""
-    if (root / store.TRACKER).exists():
-        disk.remove(root / store.TRACKER)
-        disk.fsync_directory(root)
-    for one in store.iterations(root):
-        store.discard(store.iteration_directory(root, one), disk)

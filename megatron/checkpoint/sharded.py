@@ -121,7 +121,10 @@ class Reader:
     context manager.
 
     Files are opened, and their length and header compared with the manifest, when first needed.
+    `is_part`: it has what one rank holds, under its own name and box (local_copies.py).
     """
+
+    is_part = False
 
     def __init__(self, directory: Path, manifest: Manifest):
         self.directory = directory

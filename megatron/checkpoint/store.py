@@ -110,7 +110,7 @@ def begin(
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
     with _discarded(temporary, rank, gather, disk):
-        _together(gather, root, lambda: prepare(root, temporary, disk), rank == 0)
+        together(gather, root, lambda: prepare(root, temporary, disk), rank == 0)
     return temporary
 
 
@@ -131,9 +131,9 @@ def commit(
     CheckpointError)."""
     root = temporary.parent
     with _discarded(temporary, rank, gather, disk):
-        _together(gather, root, write)
-        _together(gather, root, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
-    _together(gather, root, lambda: publish(root, temporary, iteration, disk, fence), rank == 0)
+        together(gather, root, write)
+        together(gather, root, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
+    together(gather, root, lambda: publish(root, temporary, iteration, disk, fence), rank == 0)
     return iteration_directory(root, iteration)
 
 
@@ -150,7 +150,7 @@ def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterat
         raise
 
 
-def _together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
+def together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
     """Do the action if it is this rank's, wait for all ranks; where any failed, raise its
     CheckpointError on all."""
     failure: CheckpointError | None = None
@@ -204,13 +204,13 @@ def write_rank_files(
     """Second step, on every rank, after the first: this rank's tensors and its part of the
     manifest."""
     part = sharded.write(temporary, f"weights_{rank:05d}.safetensors", slices, iteration, disk=disk)
-    disk.write_file(_part(temporary, rank), part.dump())
+    disk.write_file(part_file(temporary, rank), part.dump())
 
 
 def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: Disk = DISK) -> None:
     """Third step, on rank 0 alone, when every rank has done the second: the small files, the
     manifest last."""
-    parts = [_read_manifest(_part(temporary, rank)) for rank in range(world_size)]
+    parts = [read_manifest(part_file(temporary, rank)) for rank in range(world_size)]
     small = {STATE: state.dump(), ARGS: args.encode()}
     records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
     assert parts[0].iteration == state.iteration, (
@@ -220,12 +220,12 @@ def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: D
     for name, data in small.items():
         disk.write_file(temporary / name, data)
     for rank in range(world_size):
-        disk.remove(_part(temporary, rank))
+        disk.remove(part_file(temporary, rank))
     disk.write_file(temporary / manifest.FILE_NAME, whole.dump())
     disk.fsync_directory(temporary)
 
 
-def _part(temporary: Path, rank: int) -> Path:
+def part_file(temporary: Path, rank: int) -> Path:
     """Where a rank leaves its part of the manifest."""
     return temporary / f"manifest.rank{rank:05d}.json"
 
@@ -400,7 +400,7 @@ def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
     )
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """The checked manifest in a file."""
     return manifest.parse(read_small_file(path), str(path))
 
@@ -412,7 +412,7 @@ def read_metadata(directory: Path | str) -> Checkpoint:
     the file.
     """
     directory = Path(directory)
-    table = _read_manifest(directory / manifest.FILE_NAME)
+    table = read_manifest(directory / manifest.FILE_NAME)
     named = FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
     if named and int(named[1]) != table.iteration:
         raise CheckpointError(

@@ -71,6 +71,17 @@ class CheckpointConfig:
         "(default: SAVE/snapshots)",
         dump=False,
     )
+    non_persistent_ckpt_type: str = arg(
+        "global", choices=("global", "local"), help="local: parts on the nodes' disks", dump=False
+    )
+    non_persistent_local_ckpt_dir: str | None = arg(
+        None, help="directory of local copies on each node; %n is its number", dump=False
+    )
+    replication: bool = arg(False, help="mirror local copies on other ranks", dump=False)
+    replication_jump: int | None = arg(
+        None, help="mirrors are this many ranks apart (default: ranks of a node)", dump=False
+    )
+    replication_factor: int = arg(2, help="ranks that hold a rank's part, with it", dump=False)
     control_file: str | None = arg(
         None,
         help="file read in each iteration: 'save' or 'stop' (save and exit) now, or N or -N:"

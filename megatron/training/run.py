@@ -88,4 +88,5 @@ class Run:
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
+    local_copies: Any = None  # LocalCopies of --non-persistent-ckpt-type local, while it trains
     services: Services = field(default_factory=Services)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 
-from megatron import log
+from megatron import log, optional
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.agreement import Requests
 from megatron.training.checkpointing import save
@@ -27,9 +27,13 @@ class SavePolicy(Hook):
         self._advise()
 
     def on_start(self) -> None:
-        writer = self._run.services.writer
-        if writer:
-            writer.reserve(save.own_slices(self._run), self._run.runtime.device)
+        run = self._run
+        if run.config.checkpoint.non_persistent_ckpt_type == "local":
+            local_copies = optional.load("megatron.training.checkpointing.local_copies")
+            run.local_copies = local_copies.LocalCopies(run)
+        if run.services.writer:
+            slices = run.local_copies.slices() if run.local_copies else save.own_slices(run)
+            run.services.writer.reserve(slices, run.runtime.device)
 
     def requests(self, iteration: int) -> Requests | None:
         done = self._pending and self._run.services.writer.done()
@@ -69,6 +73,8 @@ class SavePolicy(Hook):
     def on_rollback(self) -> None:
         """Save the run as it is now, since the newest checkpoint is of what was rolled back."""
         self._saved_at = -1
+        if self._run.local_copies:
+            self._run.local_copies.start_line()
         self.save(final=False)
         self.settle()
 
@@ -94,6 +100,8 @@ class SavePolicy(Hook):
             if self._saved_at != iteration:
                 self._attempt(self._save_checkpoint, iteration, final)
                 self.settle(final)
+            if self._run.local_copies:
+                self._run.local_copies.remove()
 
     def settle(self, final: bool = False) -> None:
         """Wait for the save that is being written, if there is one, and complete it."""
@@ -111,7 +119,8 @@ class SavePolicy(Hook):
         self._pending = save.save_checkpoint(self._run)
 
     def _save_snapshot(self) -> None:
-        self._pending = save.save_snapshot(self._run)
+        snapshots = optional.load("megatron.training.checkpointing.snapshots")
+        self._pending = snapshots.save_snapshot(self._run)
 
     def _finish(self) -> None:
         pending = self._pending

@@ -7,6 +7,7 @@ import pytest
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.slots import drop_beyond
 from tests.checkpoint.saves import assert_good, save
 
 
@@ -81,5 +82,5 @@ def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_lef
     save(first, 90)
     assert retention.free_slot(tmp_path, 20) == first, "90 is of a line that was left"
     save(first, 90)
-    retention.drop_beyond(tmp_path, 20)
+    drop_beyond(tmp_path, 20)
     assert not list(first.iterdir()) and assert_good(second, 10) == 0

@@ -18,6 +18,7 @@ RUNS = "tests/training/test_fp8.py"
 CRASH = (
     "tests/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
 )
+LOCAL = "tests/training/checkpointing/test_local_copies.py"
 STORE = "tests/checkpoint/test_store.py"
 ROWS = "tests/data/packed/test_packed.py"
 CHAT = "tests/training/test_chat.py"
@@ -612,6 +613,18 @@ BUGS = {
         "if not failed:\n    break",
         "if found:\n    break",
         "tests/training/checkpointing/test_damaged_checkpoints.py::test_a_hundred_damages",
+    ),
+    "a local copy whose bytes are not checked before it is chosen": Bug(
+        "megatron.checkpoint.local_copies.verify",
+        "reader.verify()",
+        "pass",
+        f"{LOCAL}::test_a_part_is_verified",
+    ),
+    "a local copy of a line that was left": Bug(
+        "megatron.checkpoint.local_copies.newest_of_lines",
+        "min(limit, one.start)",
+        "limit",
+        f"{LOCAL}::test_lines",
     ),
     "a newest checkpoint that may be removed": Bug(
         "megatron.checkpoint.retention.prune",

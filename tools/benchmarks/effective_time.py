@@ -11,8 +11,10 @@ saving, starting). The same command starts again until all iterations are done, 
 Printed for each combination of launcher and saves: kills, starts, the effective share by the run's
 ledger (as tools/goodput.py prints it), and by a stop-watch: iterations times the duration of an
 iteration of an undisturbed run, both seen from outside, over the seconds from the first start of
-the launcher to its end. `snapshots` saves with --snapshot-interval into --snapshot-dir in
-/dev/shm besides the checkpoints. Exit code 1 if a run does not come to its end. Needs Linux.
+the launcher to its end. `checkpoints` saves nothing but the checkpoints, `snapshots` also with
+--snapshot-interval into --snapshot-dir in /dev/shm, and `local` with --non-persistent-ckpt-type
+local there: each rank's part, mirrored by another rank (--replication-jump 1). Exit code 1 if a run
+does not come to its end. Needs Linux.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ RANKS = 4
 GRACE = 2.0  # seconds that the other ranks have to end by themselves
 CLEAN = 30  # iterations of the undisturbed run, of which the last 20 are timed
 LAUNCHERS = ("loop", "torchrun")
-SAVES = ("snapshots", "checkpoints")
+SAVES = ("local", "snapshots", "checkpoints")
 FLAGS = (
     "--lr 0.003 --global-batch-size 4 --eval-iters 0 --use-distributed-optimizer "
     "--save saved --load saved --keep-last 2 --crash-loop-limit 0 --metrics-file metrics.jsonl"
@@ -159,9 +161,13 @@ def seconds_per_iteration(step_seconds: float, home: Path) -> float:
 def flags_of(saves: str, args: argparse.Namespace, folder: Path) -> tuple[str, ...]:
     """The flags of what is saved."""
     found = ["--save-interval", str(args.save_interval)]
-    if saves == "snapshots":
+    if saves != "checkpoints":
         found += ["--snapshot-interval", str(args.snapshot_interval)]
+    if saves == "snapshots":
         found += ["--snapshot-dir", str(folder)]
+    if saves == "local":
+        found += ["--non-persistent-ckpt-type", "local", "--replication", "--replication-jump", "1"]
+        found += ["--non-persistent-local-ckpt-dir", str(folder)]
     return tuple(found)
 
 
@@ -188,7 +194,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
     parser.add_argument("--saves", nargs="+", choices=SAVES, default=SAVES)
     parser.add_argument("--save-interval", type=int, default=40, help="iterations (default: 40)")
-    parser.add_argument("--snapshot-interval", type=int, default=8, help="iterations (default: 8)")
+    parser.add_argument(
+        "--snapshot-interval", type=int, default=8, help="of local copies too (default: 8)"
+    )
     parser.add_argument("--details", action="store_true", help="print where the time went as well")
     return parser.parse_args(argv)
 
@@ -206,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number, launcher in enumerate(args.launchers):
                 for saves in args.saves:
                     key = f"{launcher}, {saves}"
-                    flags = flags_of(saves, args, memory / f"{number}")
+                    flags = flags_of(saves, args, memory / f"{number}-{saves}")
                     case = Case(launcher, iterations, flags, args.step_seconds)
                     most = 600.0 + 300.0 * args.minutes
                     seconds, kills = run(case, home / key, args.every, args.seed, most)

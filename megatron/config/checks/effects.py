@@ -177,6 +177,11 @@ _NEEDED = (
         "positions (--position-embedding-type is none)",
         lambda v: v.config.model.positions != "none",
     ),
+    (
+        "non_persistent_local_ckpt_dir replication_jump replication_factor",
+        "--non-persistent-ckpt-type local",
+        lambda v: v["non_persistent_ckpt_type"] == "local",
+    ),
     ("snapshot_dir", "--save or --load", lambda v: v["save"] or v["load"]),
     ("vocab_file", "--tokenizer-type GPT2BPETokenizer", lambda v: _reads(v, "vocab_file")),
     ("merge_file", "--tokenizer-type GPT2BPETokenizer", lambda v: _reads(v, "merge_file")),

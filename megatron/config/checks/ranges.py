@@ -22,6 +22,7 @@ _AT_LEAST_ONE = (
     "recompute_num_layers world_size "
     "save_interval keep_last keep_every snapshot_interval log_interval tensorboard_log_interval "
     "tensorboard_queue_size fp8_amax_history_len profile_step_end "
+    "replication_jump replication_factor "
     "check_weight_hash_across_dp_replicas_interval verify_step_interval "
     "num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size "
     "moe_router_num_groups moe_router_group_topk"

@@ -114,6 +114,11 @@ def _kernels(f: Facts) -> Iterator[str]:
         yield from optional.load("megatron.config.checks.kernels").rule(f)
 
 
+def _local_copies(f: Facts) -> Iterator[str]:
+    if f["replication"] or f["non_persistent_ckpt_type"] == "local":
+        yield from optional.load("megatron.config.checks.local_copies").rule(f)
+
+
 def _packed(f: Facts) -> Iterator[str]:
     if f["packed_samples"]:
         yield from optional.load("megatron.config.checks.packed").rule(f)
@@ -143,6 +148,7 @@ _RULES = (
     schedule.length_and_batch,
     schedule.learning_rate,
     services.saving,
+    _local_copies,
     services.task_scores,
     services.spike_action,
     services.profiling,

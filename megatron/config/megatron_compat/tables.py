@@ -194,9 +194,8 @@ use_persistent_ckpt_worker=False | the writer process of --async-save runs until
 dist_ckpt_strictness=assume_ok_unexpected
   | a checkpoint must hold exactly what the model needs: every difference is an error
 verify_integrity=False | damage to a checkpoint is always detected before the first step
-replication=False replication_jump= replication_factor=2 non_persistent_ckpt_type=
-  non_persistent_local_ckpt_algo=fully_parallel
-  | a snapshot is one complete checkpoint, not replicated, in a directory that all nodes share
+non_persistent_local_ckpt_algo=fully_parallel
+  | a local copy has all that its rank holds, so that a rank reads nothing but its own
 check_for_large_grads=False check_for_spiky_loss=False
   | every run looks for spikes of loss and gradients; --spike-action selects the reaction
 error_injection_rate=0 error_injection_type=transient_error rerun_mode=disabled
@@ -282,7 +281,7 @@ load_iteration:int= | --ckpt-step {}
 most_recent_k=-1 | --keep-last {}
 no_weight_decay_cond_type=?qwen3_next?apply_wd_to_qk_layernorm | --apply-wd-to-qk-layernorm
 non_persistent_save_interval:int= | --snapshot-interval {}
-non_persistent_global_ckpt_dir= non_persistent_local_ckpt_dir= | --snapshot-dir {}
+non_persistent_global_ckpt_dir= | --snapshot-dir {}
 num_key_value_heads:int= | --group-query-attention --num-query-groups {}
 override_lr_scheduler=False | --override-opt_param-scheduler
 rotary_position_embeddings_theta:int= | --rotary-base {}

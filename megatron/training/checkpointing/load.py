@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron import log, optional
-from megatron.checkpoint import retention, store
+from megatron.checkpoint import slots, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.sharded import Reader
@@ -63,6 +63,9 @@ def load_checkpoint(run: Run) -> str | None:
             raise CheckpointError(failure)
         for text in problems:
             log.print_rank_0(f"WARNING: {text}")
+        if c.non_persistent_ckpt_type == "local":
+            local_copies = optional.load("megatron.training.checkpointing.local_copies")
+            tries = local_copies.with_local_copies(run, tries, c)
         if tries:
             return _take_newest_good(run, tries, c)
         _missing(c.load, c.exit_on_missing_checkpoint)
@@ -71,18 +74,20 @@ def load_checkpoint(run: Run) -> str | None:
 
 def _clear_leftovers(c: CheckpointConfig) -> None:
     """Whoever had the directory before us can finish nothing from here on."""
-    for root in (Path(c.save), *retention.slots(snapshot_directory(c, c.save))):
+    for root in (Path(c.save), *slots.slots(snapshot_directory(c, c.save))):
         try:
             store.clear_leftovers(root)
         except CheckpointError as error:
             log.warn_once(str(error))
+    if c.non_persistent_ckpt_type != "local" and Path(c.save, "local_copies.jsonl").exists():
+        optional.load("megatron.checkpoint.local_copies").forget(Path(c.save))
 
 
 def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]:
     """What to try in order, what is wrong with trackers, and why nothing can be tried."""
     try:
         return (
-            *candidates(c.load, c.ckpt_step, retention.slots(snapshot_directory(c, c.load))),
+            *candidates(c.load, c.ckpt_step, slots.slots(snapshot_directory(c, c.load))),
             None,
         )
     except CheckpointError as error:
@@ -273,8 +278,9 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         key = adam.moment_of(name)
         if key and own and name in there and reader.dtype(name) != own[0][1].dtype:
             changed[key] = (reader.dtype(name), own[0][1].dtype)
+        source = name if reader.is_part else _source(name, there)
         for box, tensor in own:
-            read_into(tensor, reader, _source(name, there), sharding, box, run.plan.vocab_size)
+            read_into(tensor, reader, source, sharding, box, run.plan.vocab_size)
     reader.wait()
     for key, dtypes in changed.items():
         saved, now = (str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from megatron import log
+from megatron import log, optional
 from megatron.arguments import to_args_text
-from megatron.checkpoint import retention, store, tensor_slices
+from megatron.checkpoint import slots, store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
@@ -32,7 +32,8 @@ class PendingSave:
     state: RunState
     args: str
     message: str
-    is_snapshot: bool
+    is_snapshot: bool = False
+    finish: Callable[[], None] | None = None  # of local copies
 
 
 def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -91,7 +92,7 @@ def save_checkpoint(run: Run) -> PendingSave | None:
     c = run.config.checkpoint
     iteration = run.progress.iteration
     log.detail(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
-    return _begin(
+    return begin_save(
         run,
         c.save,
         f" checkpoint of iteration {iteration} saved to {c.save}"
@@ -100,38 +101,14 @@ def save_checkpoint(run: Run) -> PendingSave | None:
     )
 
 
-def save_snapshot(run: Run) -> PendingSave | None:
-    """Like `save_checkpoint`, over the older of the two snapshots."""
-    iteration = run.progress.iteration
-    ctx = run.runtime.ctx
-    folder = snapshot_directory(run.config.checkpoint, run.config.checkpoint.save)
-    slot = None
-    failure = None
-    if run.runtime.rank == 0:
-        try:
-            run.services.fence()
-            slot = str(retention.free_slot(folder, iteration))
-        except CheckpointError as error:
-            failure = str(error), error.errno
-    slot, failure = gather_objects((slot, failure), ctx.world)[0]
-    if failure:
-        raise CheckpointError(*failure)
-    return _begin(
-        run,
-        slot,
-        f" snapshot of iteration {iteration} saved to {slot}"
-        if run.config.logging.is_short
-        else f"  saved snapshot at iteration {iteration:7d} to {slot}",
-        is_snapshot=True,
-    )
-
-
 def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
     """Where the snapshots of the run directory `root` are."""
     return Path(c.snapshot_dir or f"{root}/snapshots")
 
 
-def _begin(run: Run, directory: str, message: str, is_snapshot: bool = False) -> PendingSave | None:
+def begin_save(
+    run: Run, directory: str, message: str, is_snapshot: bool = False
+) -> PendingSave | None:
     """Write all tensors and the state into a run directory; with --async-save only the copy is made
     here."""
     ctx = run.runtime.ctx
@@ -158,6 +135,8 @@ def finish_save(run: Run, pending: PendingSave) -> None:
 
     Raises CheckpointError when it could not be written; then it is not pending either.
     """
+    if pending.finish:
+        return pending.finish()
     _finish(run, pending, run.services.writer.result)
 
 
@@ -199,12 +178,14 @@ def _clean_up(run: Run) -> None:
     try:
         run.services.fence()
         if c.keep_last:
-            removed = retention.prune(c.save, c.keep_last, c.keep_every)
+            removed = optional.load("megatron.checkpoint.retention").prune(
+                c.save, c.keep_last, c.keep_every
+            )
             if removed:
                 log.print_rank_0(
                     f"  removed checkpoints of iterations {', '.join(map(str, removed))}"
                 )
-        retention.drop_beyond(snapshot_directory(c, c.save), run.progress.iteration)
+        slots.drop_beyond(snapshot_directory(c, c.save), run.progress.iteration)
     except CheckpointError as error:
         log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
 

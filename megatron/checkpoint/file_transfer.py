@@ -1,0 +1,154 @@
+"""Files of one rank written by another: point to point, in pieces, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, entries, explained
+from megatron.checkpoint.manifest import FILE_NAME
+from megatron.checkpoint.safetensors_file import bytes_of
+from megatron.parallel.context import Axis
+
+PIECE = 16 << 20  # bytes
+
+
+class Route(NamedTuple):
+    """A directory whose files go to `rank`, or come from it; the process group that has both."""
+
+    folder: Path
+    rank: int
+    group: Any
+
+
+def cpu_group(world: Axis) -> Any:
+    """A process group of all ranks that sends tensors on the CPU; all ranks call this."""
+    if dist.get_backend(world.group) == "gloo":
+        return world.group
+    return dist.new_group(list(world.ranks), backend="gloo")
+
+
+def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
+    """Send the files of a directory to a rank, and write those that a rank sends, fsynced, into an
+    empty directory; each of the two ranks calls this. What comes may be damaged where the sender
+    could not read. Raises CheckpointError when both ways are done."""
+    outgoing = _Outgoing(out) if out else None
+    incoming = _Incoming(into, disk) if into else None
+    _swap(out, outgoing and outgoing.length(), into, incoming and incoming.length)
+    _swap(out, outgoing and outgoing.head, into, incoming and incoming.head())
+    going = outgoing.pieces() if outgoing else iter(())
+    coming = incoming.pieces() if incoming else iter(())
+    while True:
+        sent = next(going, None)
+        taken = next(coming, None)
+        if sent is None and taken is None:
+            break
+        _swap(out, sent, into, taken)
+        if taken is not None:
+            incoming.write(taken)
+    for end in (outgoing, incoming):
+        if end and end.failure:
+            raise end.failure
+
+
+def _swap(
+    out: Route | None, sent: torch.Tensor | None, into: Route | None, taken: torch.Tensor | None
+) -> None:
+    works = []
+    if sent is not None and sent.numel():
+        works.append(dist.isend(sent, out.rank, group=out.group))
+    if taken is not None and taken.numel():
+        works.append(dist.irecv(taken, into.rank, group=into.group))
+    for work in works:
+        work.wait()
+
+
+def _pieces(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, bytes) of each message."""
+    for name, size in sizes.items():
+        for offset in range(0, size, PIECE):
+            yield name, offset, min(PIECE, size - offset)
+
+
+class _Outgoing:
+    """The files of a directory, the manifest last."""
+
+    def __init__(self, route: Route):
+        self._folder = route.folder
+        self.failure: CheckpointError | None = None
+        self._sizes: dict[str, int] = {}
+        try:
+            with explained("read", self._folder):
+                paths = sorted(entries(self._folder), key=lambda one: (one.name == FILE_NAME, one))
+                self._sizes = {path.name: path.stat().st_size for path in paths}
+        except CheckpointError as error:
+            self.failure = error
+        text = json.dumps(self._sizes).encode()
+        self.head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def length(self) -> torch.Tensor:
+        """Of the message with names and sizes."""
+        return torch.tensor([len(self.head)])
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The bytes of each message; zeros where they cannot be read."""
+        for name, offset, size in _pieces(self._sizes):
+            piece = torch.zeros(size, dtype=torch.uint8)
+            try:
+                with explained("read", self._folder / name), open(self._folder / name, "rb") as f:
+                    f.seek(offset)
+                    f.readinto(bytes_of(piece))
+            except CheckpointError as error:
+                self.failure = self.failure or error
+            yield piece
+
+
+class _Incoming:
+    """The files that a rank sends, as they are written."""
+
+    def __init__(self, route: Route, disk: Disk):
+        self._folder = route.folder
+        self._disk = disk
+        self.failure: CheckpointError | None = None
+        self.length = torch.zeros(1, dtype=torch.int64)
+        self._head = torch.empty(0, dtype=torch.uint8)
+        self._place: tuple[str, int, int] = ("", 0, 0)
+        self._sizes: dict[str, int] = {}
+        self._file: int | None = None
+
+    def head(self) -> torch.Tensor:
+        """Where names and sizes are received; an empty one until the length is known."""
+        self._head = torch.empty(int(self.length), dtype=torch.uint8)
+        return self._head
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """A tensor for each message to come."""
+        self._sizes = json.loads(bytes(bytes_of(self._head)))
+        for place in _pieces(self._sizes):
+            self._place = place
+            yield torch.empty(place[2], dtype=torch.uint8)
+
+    def write(self, piece: torch.Tensor) -> None:
+        """The message just received into its file; after a failure the rest is dropped."""
+        if self.failure:
+            return
+        name, offset, size = self._place
+        path = self._folder / name
+        try:
+            if offset == 0:
+                self._file = self._disk.create(path)
+            self._disk.write(self._file, path, bytes_of(piece), offset)
+            if offset + size == self._sizes[name]:
+                self._disk.fsync(self._file, path)
+                self._disk.close(self._file, path)
+                self._file = None
+        except CheckpointError as error:
+            self.failure = error
+            if self._file is not None:
+                os.close(self._file)

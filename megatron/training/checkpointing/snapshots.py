@@ -1,0 +1,37 @@
+"""--snapshot-interval: a checkpoint over the older of two, or local copies."""
+
+from __future__ import annotations
+
+from megatron.checkpoint import retention
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.parallel.collectives import gather_objects
+from megatron.training.checkpointing.save import PendingSave, begin_save, snapshot_directory
+from megatron.training.run import Run
+
+
+def save_snapshot(run: Run) -> PendingSave | None:
+    """Like `save_checkpoint`, over the older of the two snapshots."""
+    if run.local_copies:
+        return run.local_copies.save()
+    iteration = run.progress.iteration
+    ctx = run.runtime.ctx
+    folder = snapshot_directory(run.config.checkpoint, run.config.checkpoint.save)
+    slot = None
+    failure = None
+    if run.runtime.rank == 0:
+        try:
+            run.services.fence()
+            slot = str(retention.free_slot(folder, iteration))
+        except CheckpointError as error:
+            failure = str(error), error.errno
+    slot, failure = gather_objects((slot, failure), ctx.world)[0]
+    if failure:
+        raise CheckpointError(*failure)
+    return begin_save(
+        run,
+        slot,
+        f" snapshot of iteration {iteration} saved to {slot}"
+        if run.config.logging.is_short
+        else f"  saved snapshot at iteration {iteration:7d} to {slot}",
+        is_snapshot=True,
+    )
