@@ -3,6 +3,7 @@ files. One in an object store (s3://bucket/path) is read by ranges, and written 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile,
 from megatron.config.checkpoint import is_url
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape
+from tools.convert.stores.kept_shards import KeptShards
 from tools.convert.stores.remote_folder import RemoteFolder, opened
 from tools.shared.progress import Progress, counted
 
@@ -202,12 +204,13 @@ def new_folder(path: Path) -> None:
 
 
 @contextmanager
-def work_folder(target: Path, purpose: str) -> Iterator[Path]:
-    """An empty folder next to `target`, which is removed at the end unless it was renamed; what a
-    killed conversion to `target` left is removed first."""
+def work_folder(target: Path, purpose: str, empty: bool = True) -> Iterator[Path]:
+    """A folder next to `target`, which is removed at the end unless it was renamed; what a killed
+    conversion to `target` left is removed first, if it shall be `empty`."""
     folder = target.with_name(f".{target.name}.{purpose}")
-    shutil.rmtree(folder, ignore_errors=True)
-    DISK.make_directory(folder)
+    if empty or not folder.is_dir() or folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+        DISK.make_directory(folder)
     try:
         yield folder
     finally:
@@ -230,10 +233,12 @@ def write_folder(
     tensors: Sequence[Outgoing],
     files: Mapping[str, Path],
     limit: int,
+    source: str,
 ) -> list[str]:
     """Write the folder, whole or not at all; `files` are copied into it under these names. A local
-    one has a name of its own until it is whole. In a store config.json comes last, and one shard at
-    a time is on the disk. Returns the names of the shards."""
+    one has a name of its own until it is whole; of a killed export of the same `source` the whole
+    shards are kept. In a store config.json comes last, and one shard at a time is on the disk.
+    Returns the names of the shards."""
     new_target(target)
     shards = shards_of(tensors, limit)
     count = len(shards)
@@ -244,8 +249,10 @@ def write_folder(
     )
     plan = dict(zip(names, shards, strict=True))
     if isinstance(target, Path):
-        with work_folder(target, "partial") as partial:
-            list(_written(partial, config, plan, files))
+        with work_folder(target, "partial", empty=False) as partial:
+            kept = KeptShards(partial, _purpose(source, config, plan))
+            list(_written(partial, config, plan, files, kept))
+            kept.close()
             DISK.fsync_directory(partial)
             DISK.rename(partial, target)
             DISK.fsync_directory(target.parent)
@@ -256,6 +263,18 @@ def write_folder(
             target.send(path)
             path.unlink()
     return names
+
+
+def _purpose(source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence[Outgoing]]) -> str:
+    """What decides every byte of the shards."""
+    table = {
+        name: [(one.name, str(one.dtype), list(one.shape)) for one in shard]
+        for name, shard in plan.items()
+    }
+    found = hashlib.sha256(json.dumps([source, config, table], sort_keys=True).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):  # another version may convert otherwise
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _check_strays(target: Remote, names: Sequence[str]) -> None:
@@ -278,18 +297,24 @@ def _written(
     config: dict[str, Any],
     plan: Mapping[str, Sequence[Outgoing]],
     files: Mapping[str, Path],
+    kept: KeptShards | None = None,
 ) -> Iterator[Path]:
-    """Write the files of a folder: the shards of `plan`, copies of `files`, the index, config.json.
-    Each is given when it is there."""
+    """Write the files of a folder: the shards of `plan` that are not `kept`, copies of `files`, the
+    index, config.json. Each is given when it is there."""
     progress = Progress(sum(one.bytes for shard in plan.values() for one in shard))
     for name, shard in plan.items():
-        write_file(
+        if kept and kept.has(name):
+            progress.total -= sum(one.bytes for one in shard)
+            continue
+        written = write_file(
             folder / name,
             [
                 Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
                 for one in shard
             ],
         )
+        if kept:
+            kept.add(name, written)
         yield folder / name
     progress.clear()
     for name, file in files.items():
@@ -297,9 +322,8 @@ def _written(
         yield folder / name
     if len(plan) > 1:
         weight_map = {one.name: name for name, shard in plan.items() for one in shard}
-        _write_json(
-            folder / INDEX, {"metadata": {"total_size": progress.total}, "weight_map": weight_map}
-        )
+        total = sum(one.bytes for shard in plan.values() for one in shard)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         yield folder / INDEX
     _write_json(folder / CONFIG, config)
     yield folder / CONFIG

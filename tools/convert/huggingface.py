@@ -286,7 +286,9 @@ def hf_export(
     new_target(target)
     with Ours(source, step) as ours:
         made = as_hf(ours, family, vocab_size)
-        names = write_folder(target, made.config, made.tensors, made.files, shard_bytes)
+        names = write_folder(
+            target, made.config, made.tensors, made.files, shard_bytes, ours.identity
+        )
         copied = ", ".join(made.files) or "no tokenizer files"
         said = (
             f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} "

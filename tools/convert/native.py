@@ -4,6 +4,7 @@ one is written."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.arguments import config_from, to_args_text
-from megatron.checkpoint import store
+from megatron.checkpoint import manifest, store
 from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
@@ -55,6 +56,13 @@ class Ours:
     def model(self) -> ModelConfig:
         """The architecture."""
         return self.config.model
+
+    @property
+    def identity(self) -> str:
+        """A text that another checkpoint does not have: its path, and the manifest with the
+        checksums of all tensors."""
+        digest = hashlib.sha256((self.found.directory / manifest.FILE_NAME).read_bytes())
+        return f"{self.found.directory.absolute()} {digest.hexdigest()}"
 
     @property
     def base_folder(self) -> Path | None:

@@ -17,6 +17,7 @@ from tests.load_tool import load_tool
 from tests.tools.convert.megatron_files import LLAMA, stacked_tensors, write_torch_dist
 from tests.tools.in_process import use_it
 from tools.benchmarks.convert import make_model
+from tools.convert.stores.kept_shards import NAME
 
 
 def convert_on_a_rank(rank, world, words, action, number):
@@ -89,3 +90,71 @@ def test_the_same_command_again(command, action, number, sources, monkeypatch, c
         words = [back, "new", "again", *(["--no-verify"] if back == "hf-import" else [])]
         assert load_tool("convert_checkpoint").main(words) == 0
         shutil.rmtree(sources / "again")
+
+
+SHARDS = [*HF_EXPORT, "--max-shard-size", "200KB"]
+
+
+def shards_of(folder) -> dict[str, tuple[int, bytes]]:
+    """When each was written, and its bytes."""
+    return {
+        path.name: (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.glob("*.safetensors"))
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param("damage", marks=pytest.mark.campaign),
+        *(
+            pytest.param(one, marks=pytest.mark.sweep)
+            for one in ("nothing", "notes", "source", "size")
+        ),
+    ],
+)
+def test_an_export_keeps_the_whole_shards_of_a_killed_one(change, tmp_path, monkeypatch):
+    """Unless they are damaged, or are those of something else."""
+    sources = tmp_path
+    for name in ("hf", "hf2"):
+        make_model(sources / name, 1e6, width=64, vocab=64)
+    monkeypatch.chdir(sources)
+    main = load_tool("convert_checkpoint").main
+    assert main(["hf-import", "hf", "model", "--no-verify"]) == 0
+    words = [*SHARDS]
+    words[1] = "model"
+    killed(words, "rename", 3)  # before the third shard is noted
+    first = shards_of(sources / ".new.partial")
+    assert len(first) == 3
+    whole = sorted(first)[:2]
+    if change == "damage":
+        damaged = sources / ".new.partial" / whole[0]
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        kept = damaged.stat()
+        damaged.write_bytes(data)
+        os.utime(damaged, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+        whole = whole[1:]
+    elif change == "notes":
+        notes = sources / ".new.partial" / NAME
+        notes.write_text(notes.read_text().replace('"sums"', '"sum"'))
+        whole = []
+    elif change == "source":
+        shutil.rmtree(sources / "model")
+        assert main(["hf-import", "hf2", "model", "--no-verify"]) == 0
+        whole = []
+    elif change == "size":
+        words[-1] = "150KB"
+        whole = []
+    assert main(words) == 0
+    found = shards_of(sources / "new")
+    assert [name for name in found if found[name][0] == first.get(name, (0,))[0]] == whole
+    words[2] = "plain"
+    assert main(words) == 0
+    plain = shards_of(sources / "plain")
+    assert {name: data for name, (_, data) in found.items()} == {
+        name: data for name, (_, data) in plain.items()
+    }
+    assert sorted(p.name for p in (sources / "new").iterdir()) == sorted(
+        p.name for p in (sources / "plain").iterdir()
+    )

@@ -1,0 +1,67 @@
+"""Shards that a killed hf-export left: those that are whole, by the checksums that were noted when
+they were written, are not written again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import small_files
+from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.safetensors_file import SafetensorsFile, Written
+
+NAME = ".shards.json"
+
+
+class KeptShards:
+    """The finished shards in a folder. `purpose` says which tensors of which checkpoint they are
+    made of; those made for another one are removed, as is all that is not noted."""
+
+    def __init__(self, folder: Path, purpose: str):
+        self._folder = folder
+        self._notes: dict[str, Any] = {"purpose": purpose, "shards": {}}
+        try:
+            found = small_files.read_json(folder / NAME)
+            if found["purpose"] == purpose and isinstance(found["shards"], dict):
+                self._notes = found
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        for path in folder.iterdir():
+            if path.name not in (NAME, *self._notes["shards"]):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    def has(self, name: str) -> bool:
+        """Is this shard there, every byte as it was written? One that is not is removed."""
+        note = self._notes["shards"].get(name)
+        if note is None:
+            return False
+        try:
+            with SafetensorsFile(self._folder / name) as file:
+                if (
+                    file.header_crc32 == note["header"]
+                    and file.places.keys() == note["sums"].keys()
+                ):
+                    for key, sums in note["sums"].items():
+                        place = file.places[key]
+                        data = torch.empty(place.stop - place.start, dtype=torch.uint8)
+                        file.read_into(key, memoryview(data.numpy()), sums=sums)
+                    return True
+        except (CheckpointError, TypeError, KeyError, IndexError, AttributeError):
+            pass  # damaged, or the notes are
+        (self._folder / name).unlink(missing_ok=True)
+        return False
+
+    def add(self, name: str, written: Written) -> None:
+        """Note a shard that is whole."""
+        self._notes["shards"][name] = {"header": written.header_crc32, "sums": written.sums}
+        new = self._folder / f"{NAME}.new"
+        DISK.write_file(new, json.dumps(self._notes).encode())
+        DISK.rename(new, self._folder / NAME)
+
+    def close(self) -> None:
+        """Remove the notes: the folder is whole."""
+        (self._folder / NAME).unlink(missing_ok=True)
