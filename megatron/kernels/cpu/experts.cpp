@@ -1,9 +1,14 @@
-// What the experts of a mixture compute: GEMMs in fp32 of consecutive rows of one tensor, each group of rows with its own
-// matrix; SwiGLU times the router's probability; sums of the copies of a token. For megatron/kernels/cpu/experts.py, which
-// checks shapes and dtypes. One thread computes one expert's GEMM, so that small ones need no synchronization, and gathers
-// rows while it reads them. Every element is one chain of multiply-adds in the order of the inner dimension, whatever the
-// number of threads. Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
+// What the experts of a mixture compute: GEMMs of consecutive rows of one tensor, each group of rows with its own matrix, in
+// fp32, or in bf16 with fp32 sums where the processor has AVX512_BF16; SwiGLU times the router's probability; sums of the
+// copies of a token. For megatron/kernels/cpu/experts.py, which checks shapes and dtypes. One thread computes one expert's
+// GEMM, so that small ones need no synchronization, and gathers rows while it reads them. Every element is one chain of
+// multiply-adds in the order of the inner dimension, whatever the number of threads. Built once for each level of x86-64
+// (setup.py). No thread holds the GIL here.
+//
+// GEMMs read their factors by words of 32 bits: one number in fp32, two numbers that are neighbours in the inner dimension
+// in bf16. "depth" counts words of the inner dimension. A word is never an operand of float arithmetic, only a place for bits.
 
+#include <cpuid.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -26,7 +31,7 @@ constexpr int kBytes = 32, kMostRows = 6, kMostColumns = 2;
 typedef float W __attribute__((vector_size(kBytes)));  // one register
 constexpr int64_t kWidth = kBytes / sizeof(float);
 constexpr int64_t kPanel = kMostColumns * kWidth;  // columns of a result that are computed together
-constexpr int64_t kDepth = 512;                    // of the inner dimension at a time: the panel stays in the second cache
+constexpr int64_t kDepth = 512;                    // words at a time: the panel stays in the second cache
 constexpr int64_t kRows = 256;                     // rows of a group that one thread takes at a time
 constexpr int64_t kSwigluRows = 32;                // the same of SwiGLU
 
@@ -56,14 +61,45 @@ void store_part(float* to, int64_t count, const W (&from)[C]) {
   std::memcpy(to, part, count * sizeof(float));
 }
 
-// A matrix whose element (i, l) is at i * row + l * column.
+// The kinds of numbers that GEMMs read: how many there are in a word, and sums += a b for a word `a` and a register of words.
+struct Single {
+  typedef float Number;
+  static constexpr int64_t kNumbers = 1;
+  static inline W add(W sum, float a, W b) { return sum + a * b; }
+};
+
+struct Pair {
+  typedef Bf16 Number;
+  static constexpr int64_t kNumbers = 2;
+  static inline W add(W sum, float a, W b) {
+#ifdef __AVX512F__
+    // by its name, for the level of x86-64 that this is built for does not have it
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(_mm512_set1_ps(a)));
+#endif
+    return sum;
+  }
+};
+
+// Whether this processor has the instruction of Pair, but not AMX, with which oneDNN multiplies faster.
+bool multiplies_bf16() {
+#ifdef __AVX512F__
+  constexpr unsigned kAvx512Bf16 = 1u << 5, kAmxBf16 = 1u << 22;
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || edx & kAmxBf16) return false;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax & kAvx512Bf16;
+#else
+  return false;
+#endif
+}
+
+// A matrix whose word (i, l) is at i * row + l * column.
 struct Matrix {
   const float* at;
   int64_t row, column;
 };
 
 // The first `columns` of out [R, C registers] (+)= a [R, k] panel [k, C registers].
-template <int R, int C>
+template <class Kind, int R, int C>
 void tile(Matrix a, const float* panel, float* out, int64_t out_width, int64_t k, int64_t columns, bool add) {
   W sums[R][C] = {};
   const bool whole = columns == C * kWidth;
@@ -77,9 +113,12 @@ void tile(Matrix a, const float* panel, float* out, int64_t out_width, int64_t k
   for (int64_t l = 0; l < k; ++l) {
     W b[C];
     for (int j = 0; j < C; ++j) b[j] = load_register(panel + l * kPanel + j * kWidth);
+#pragma GCC unroll 8
     for (int i = 0; i < R; ++i) {
-      const float factor = a.at[i * a.row + l * a.column];
-      for (int j = 0; j < C; ++j) sums[i][j] += factor * b[j];
+      float word;
+      std::memcpy(&word, a.at + i * a.row + l * a.column, sizeof(word));
+#pragma GCC unroll 3
+      for (int j = 0; j < C; ++j) sums[i][j] = Kind::add(sums[i][j], word, b[j]);
     }
   }
   for (int i = 0; i < R; ++i) {
@@ -91,18 +130,18 @@ void tile(Matrix a, const float* panel, float* out, int64_t out_width, int64_t k
   }
 }
 
-template <int C>
+template <class Kind, int C>
 void tile_of(int64_t rows, Matrix a, const float* panel, float* out, int64_t out_width, int64_t k, int64_t columns, bool add) {
   static_assert(kMostRows <= 8);
   switch (rows) {
-    case 1: return tile<1, C>(a, panel, out, out_width, k, columns, add);
-    case 2: return tile<2, C>(a, panel, out, out_width, k, columns, add);
-    case 3: return tile<3, C>(a, panel, out, out_width, k, columns, add);
-    case 4: return tile<4, C>(a, panel, out, out_width, k, columns, add);
-    case 5: return tile<5, C>(a, panel, out, out_width, k, columns, add);
-    case 6: return tile<6, C>(a, panel, out, out_width, k, columns, add);
-    case 7: return tile<7, C>(a, panel, out, out_width, k, columns, add);
-    default: return tile<8, C>(a, panel, out, out_width, k, columns, add);
+    case 1: return tile<Kind, 1, C>(a, panel, out, out_width, k, columns, add);
+    case 2: return tile<Kind, 2, C>(a, panel, out, out_width, k, columns, add);
+    case 3: return tile<Kind, 3, C>(a, panel, out, out_width, k, columns, add);
+    case 4: return tile<Kind, 4, C>(a, panel, out, out_width, k, columns, add);
+    case 5: return tile<Kind, 5, C>(a, panel, out, out_width, k, columns, add);
+    case 6: return tile<Kind, 6, C>(a, panel, out, out_width, k, columns, add);
+    case 7: return tile<Kind, 7, C>(a, panel, out, out_width, k, columns, add);
+    default: return tile<Kind, 8, C>(a, panel, out, out_width, k, columns, add);
   }
 }
 
@@ -128,6 +167,7 @@ class Ahead {
 };
 
 // out [m, columns] (+)= a [m, k] panel [k, kPanel], of which the first `columns` count.
+template <class Kind>
 void multiply(Matrix a, const float* panel, float* out, int64_t out_width, int64_t m, int64_t k, int64_t columns, bool add,
               Ahead ahead) {
   const int64_t share = ahead.lines() / ((m + kMostRows - 1) / kMostRows) + 1;
@@ -141,16 +181,16 @@ void multiply(Matrix a, const float* panel, float* out, int64_t out_width, int64
     const Matrix part{a.at + i * a.row, a.row, a.column};
     float* to = out + i * out_width;
     if (columns <= kWidth) {
-      tile_of<1>(rows, part, panel, to, out_width, k, columns, add);
+      tile_of<Kind, 1>(rows, part, panel, to, out_width, k, columns, add);
     } else if (columns <= 2 * kWidth) {
-      tile_of<2>(rows, part, panel, to, out_width, k, columns, add);
+      tile_of<Kind, 2>(rows, part, panel, to, out_width, k, columns, add);
     } else {
-      tile_of<kMostColumns>(rows, part, panel, to, out_width, k, columns, add);
+      tile_of<Kind, kMostColumns>(rows, part, panel, to, out_width, k, columns, add);
     }
   }
 }
 
-// Rows of a matrix of which row i is row numbers[i] of memory, or, without numbers, row i itself.
+// Rows of a matrix, `width` words each, of which row i is row numbers[i] of memory, or, without numbers, row i itself.
 struct Rows {
   const float* at;
   int64_t width;
@@ -165,6 +205,28 @@ void pack(const Rows& rows, int64_t first, int64_t count, int64_t column, int64_
     if (i + 4 < count) __builtin_prefetch(rows[first + i + 4] + column);
     for (int64_t j = 0; j < columns; j += kLanes) store(to + j, load(from + j, columns - j), std::min(kLanes, kPanel - j));
     for (int64_t j = (columns + kLanes - 1) / kLanes * kLanes; j < kPanel; j += kLanes) store(to + j, V{}, kPanel - j);
+  }
+}
+
+// Columns [column, column + columns) of `count` rows of bf16 from `first` on -> words [count / 2, width] of two rows each, the
+// last with 0 where `count` is odd. Words from `columns` up to the next multiple of 16, or the width, become 0.
+void pack_pairs(const Rows& rows, int64_t first, int64_t count, int64_t column, int64_t columns, float* to, int64_t width) {
+  static const H kZeros = {};
+  const auto read = [](const Bf16* from, int64_t left) {
+    H part = {};
+    std::memcpy(&part, from, std::min(kLanes, left) * sizeof(Bf16));
+    return __builtin_convertvector(part, U);
+  };
+  for (int64_t i = 0; i < count; i += 2, to += width) {
+    const Bf16* low = reinterpret_cast<const Bf16*>(rows[first + i]) + column;
+    const Bf16* high = i + 1 < count ? reinterpret_cast<const Bf16*>(rows[first + i + 1]) + column : nullptr;
+    for (int64_t j = 0; j < columns; j += kLanes) {
+      const U upper = high ? read(high + j, columns - j) : __builtin_convertvector(kZeros, U);
+      store(to + j, same_bits<V>(read(low + j, columns - j) | upper << 16), std::min(kLanes, width - j));
+    }
+    for (int64_t j = (columns + kLanes - 1) / kLanes * kLanes; j < width; j += kLanes) {
+      store(to + j, V{}, std::min(kLanes, width - j));
+    }
   }
 }
 
@@ -200,10 +262,10 @@ void pack_transposed(const float* from, int64_t width, int64_t columns, int64_t 
   }
 }
 
-// What a thread needs: a panel, and rows that it gathers.
+// What a thread needs: a panel, rows that it gathers, and sums that are rounded later.
 struct Scratch {
   std::unique_ptr<float[]> panel{new float[kDepth * kPanel]};
-  std::vector<float> gathered;
+  std::vector<float> gathered, sums;
 };
 
 // Rows [first, first + count) next to each other: where they are, or gathered.
@@ -229,51 +291,86 @@ std::vector<Run> runs_of(const std::vector<int64_t>& counts, int64_t most) {
   return runs;
 }
 
-// out [n, outputs]: rows of each group times the group's matrix w, [outputs, inputs] transposed or [inputs, outputs].
+// Columns [column, column + columns), and words [start, start + depth) of the inner dimension, of a group's matrix, [outputs,
+// inputs] if transposed or [inputs, outputs] (`inputs` and `outputs` in numbers) -> panel [depth, kPanel].
+template <class Kind>
+void pack_weight(const float* weight, bool transposed, int64_t inputs, int64_t outputs, int64_t start, int64_t depth,
+                 int64_t column, int64_t columns, float* panel) {
+  constexpr int64_t n = Kind::kNumbers;
+  if (transposed) {
+    pack_transposed(weight + column * (inputs / n) + start, inputs / n, columns, depth, panel);
+  } else if (n == 1) {
+    pack({weight, outputs, nullptr}, start, depth, column, columns, panel);
+  } else {
+    pack_pairs({weight, outputs / n, nullptr}, n * start, n * depth, column, columns, panel, kPanel);
+  }
+}
+
+// out [n, outputs]: rows of each group times the group's matrix w, [outputs, inputs] transposed or [inputs, outputs]. In bf16
+// `inputs` and `outputs` are even.
+template <class Kind>
 void product(uintptr_t x, uintptr_t numbers, uintptr_t w, uintptr_t out_, const std::vector<int64_t>& counts, int64_t inputs,
              int64_t outputs, bool transposed, int threads) {
-  const Rows rows{at<const float>(x), inputs, numbers ? at<const int64_t>(numbers) : nullptr};
+  typedef typename Kind::Number Number;
+  const int64_t words = inputs / Kind::kNumbers, size = inputs * outputs / Kind::kNumbers;
+  const Rows rows{at<const float>(x), words, numbers ? at<const int64_t>(numbers) : nullptr};
   const float* weights = at<const float>(w);
-  float* out = at<float>(out_);
+  Number* out = at<Number>(out_);
   const std::vector<Run> runs = runs_of(counts, kRows);
   spread_with(runs.size(), 1, threads, [] { return Scratch(); }, [&](int64_t index, int64_t, Scratch& scratch) {
     const Run run = runs[index];
     const float* a = gather(rows, run.first, run.count, scratch.gathered);
-    const float* weight = weights + run.group * inputs * outputs;
+    const float* weight = weights + run.group * size;
     const auto next_part = [&](int64_t column, int64_t start) {
-      if ((start += kDepth) >= inputs) start = 0, column += kPanel;
+      if ((start += kDepth) >= words) start = 0, column += kPanel;
       const float* from = weight;
       if (column >= outputs) {
         if (index + 1 == static_cast<int64_t>(runs.size())) return Ahead(weight, 0, 0, 0);
         column = 0;
-        from = weights + runs[index + 1].group * inputs * outputs;
+        from = weights + runs[index + 1].group * size;
       }
-      const int64_t columns = std::min(kPanel, outputs - column), depth = std::min(kDepth, inputs - start);
-      return transposed ? Ahead(from + column * inputs + start, inputs, columns, depth)
-                        : Ahead(from + start * outputs + column, outputs, depth, columns);
+      const int64_t columns = std::min(kPanel, outputs - column), depth = std::min(kDepth, words - start);
+      return transposed ? Ahead(from + column * words + start, words, columns, depth)
+                        : Ahead(from + (start * outputs + column / Kind::kNumbers), outputs / Kind::kNumbers,
+                                depth * Kind::kNumbers, columns / Kind::kNumbers);
     };
     for (int64_t column = 0; column < outputs; column += kPanel) {
       const int64_t columns = std::min(kPanel, outputs - column);
-      for (int64_t start = 0; start < inputs; start += kDepth) {
-        const int64_t depth = std::min(kDepth, inputs - start);
-        if (transposed) {
-          pack_transposed(weight + column * inputs + start, inputs, columns, depth, scratch.panel.get());
-        } else {
-          pack({weight, outputs, nullptr}, start, depth, column, columns, scratch.panel.get());
+      Number* to = out + run.first * outputs + column;
+      float* sums;
+      int64_t width = outputs;
+      if constexpr (Kind::kNumbers == 1) {
+        sums = to;
+      } else {
+        scratch.sums.resize(kRows * kPanel);
+        sums = scratch.sums.data();
+        width = kPanel;
+      }
+      for (int64_t start = 0; start < words; start += kDepth) {
+        const int64_t depth = std::min(kDepth, words - start);
+        pack_weight<Kind>(weight, transposed, inputs, outputs, start, depth, column, columns, scratch.panel.get());
+        multiply<Kind>({a + start, words, 1}, scratch.panel.get(), sums, width, run.count, depth, columns, start > 0,
+                       next_part(column, start));
+      }
+      if constexpr (Kind::kNumbers > 1) {
+        for (int64_t i = 0; i < run.count; ++i) {
+          for (int64_t j = 0; j < columns; j += kLanes) {
+            store(to + i * outputs + j, load(sums + i * width + j), columns - j);
+          }
         }
-        multiply({a + start, inputs, 1}, scratch.panel.get(), out + run.first * outputs + column, outputs, run.count, depth,
-                 columns, start > 0, next_part(column, start));
       }
     }
   });
 }
 
-// out [groups, outputs, inputs] (+)= the transposed rows of grad [n, outputs] of each group times its rows of x [n, inputs].
-// Either's rows may be gathered. Without `add` a group without rows becomes 0.
+// out [groups, outputs, inputs], fp32, (+)= the transposed rows of grad [n, outputs] of each group times its rows of x [n,
+// inputs]. Either's rows may be gathered. Without `add` a group without rows becomes 0.
+template <class Kind>
 void weight_grad(uintptr_t grad_, uintptr_t grad_numbers, uintptr_t x, uintptr_t numbers, uintptr_t out_,
                  const std::vector<int64_t>& counts, int64_t inputs, int64_t outputs, bool add, int threads) {
-  const Rows rows{at<const float>(x), inputs, numbers ? at<const int64_t>(numbers) : nullptr};
-  const Rows grads{at<const float>(grad_), outputs, grad_numbers ? at<const int64_t>(grad_numbers) : nullptr};
+  constexpr int64_t n = Kind::kNumbers, kMost = kDepth * n;  // rows at a time
+  const Rows rows{at<const float>(x), inputs / n, numbers ? at<const int64_t>(numbers) : nullptr};
+  const Rows grads{at<const float>(grad_), outputs / n, grad_numbers ? at<const int64_t>(grad_numbers) : nullptr};
   float* totals = at<float>(out_);
   std::vector<int64_t> firsts(counts.size() + 1, 0);
   for (size_t i = 0; i < counts.size(); ++i) firsts[i + 1] = firsts[i] + counts[i];
@@ -286,14 +383,25 @@ void weight_grad(uintptr_t grad_, uintptr_t grad_numbers, uintptr_t x, uintptr_t
     if (!count && !add) {
       for (int64_t i = 0; i < outputs; ++i) std::fill_n(out + i * inputs + from, std::min(width, inputs - from), 0.0f);
     }
-    for (int64_t start = 0; start < count; start += kDepth) {
-      const int64_t depth = std::min(kDepth, count - start), first = firsts[group] + start;
-      const float* a = gather(grads, first, depth, scratch.gathered);
+    for (int64_t start = 0; start < count; start += kMost) {
+      const int64_t height = std::min(kMost, count - start), depth = (height + n - 1) / n, first = firsts[group] + start;
+      const float* a;
+      if constexpr (n == 1) {
+        a = gather(grads, first, height, scratch.gathered);
+      } else {
+        scratch.gathered.resize(std::max<size_t>(scratch.gathered.size(), depth * outputs));
+        pack_pairs(grads, first, height, 0, outputs, scratch.gathered.data(), outputs);
+        a = scratch.gathered.data();
+      }
       for (int64_t column = from; column < std::min(inputs, from + width); column += kPanel) {
         const int64_t columns = std::min(kPanel, inputs - column);
-        pack(rows, first, depth, column, columns, scratch.panel.get());
-        multiply({a, 1, outputs}, scratch.panel.get(), out + column, inputs, outputs, depth, columns, add || start > 0,
-                 Ahead(a, 0, 0, 0));
+        if constexpr (n == 1) {
+          pack(rows, first, height, column, columns, scratch.panel.get());
+        } else {
+          pack_pairs(rows, first, height, column, columns, scratch.panel.get(), kPanel);
+        }
+        multiply<Kind>({a, 1, outputs}, scratch.panel.get(), out + column, inputs, outputs, depth, columns, add || start > 0,
+                       Ahead(a, 0, 0, 0));
       }
     }
   });
@@ -367,10 +475,13 @@ void sum_rows(uintptr_t x_, uintptr_t numbers_, uintptr_t out_, int64_t rows, in
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "GEMMs of experts; see megatron/kernels/cpu/experts.py.";
-  m.attr("INTERFACE") = 1;  // raise it here and in experts.py when a function changes
+  m.attr("INTERFACE") = 2;  // raise it here and in experts.py when a function changes
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  m.def("product", &product, no_gil);
-  m.def("weight_grad", &weight_grad, no_gil);
+  m.def("multiplies_bf16", &multiplies_bf16);
+  m.def("product_float32", &product<Single>, no_gil);
+  m.def("product_bfloat16", &product<Pair>, no_gil);
+  m.def("weight_grad_float32", &weight_grad<Single>, no_gil);
+  m.def("weight_grad_bfloat16", &weight_grad<Pair>, no_gil);
   m.def("swiglu_float32", &swiglu<float>, no_gil);
   m.def("swiglu_bfloat16", &swiglu<Bf16>, no_gil);
   m.def("swiglu_grad_float32", &swiglu_grad<float>, no_gil);

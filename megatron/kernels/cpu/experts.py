@@ -1,15 +1,16 @@
-"""What experts compute on a CPU by this suite's C++ (experts.cpp): GEMMs in fp32, one expert per
-thread, rows gathered while they are read; SwiGLU times probabilities; sums of the copies of
-tokens."""
+"""What experts compute on a CPU by this suite's C++ (experts.cpp): GEMMs in fp32 or bf16, one
+expert per thread, rows gathered while they are read; SwiGLU times probabilities; sums of the copies
+of tokens."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.cpu.native import load_built
 
-INTERFACE = 1
+INTERFACE = 2
 
 
 def load(capability: str):
@@ -30,9 +31,16 @@ def unavailable_reason(
     return found if isinstance(found, str) else None
 
 
-def multiplies(*tensors: Tensor | None) -> bool:
-    """Whether the GEMMs are available for all of these."""
-    return all(t is None or unavailable_reason(t.device, t.dtype) is None for t in tensors)
+def multiplies(x: Tensor, weight: Tensor, accumulate_into: Tensor | None = None) -> bool:
+    """Whether the GEMMs are available for all of these: in fp32, or in bf16 with gradients in
+    fp32 (on processors with AVX512_BF16 and without AMX, and for even sizes)."""
+    total = torch.float32 if accumulate_into is None else accumulate_into.dtype
+    if x.dtype != weight.dtype or total != torch.float32:
+        return False
+    if x.dtype == torch.bfloat16:
+        sizes_fit = all(size % 2 == 0 for size in weight.shape[1:])
+        return runs(x) and sizes_fit and _library().multiplies_bf16()
+    return unavailable_reason(x.device, x.dtype) is None
 
 
 def runs(x: Tensor) -> bool:
@@ -45,22 +53,23 @@ def _library():
 
 
 def _call(name: str, x: Tensor, *arguments) -> None:
-    """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
+    """The C++ function `name` for the dtype of `x`; tensors are given by their addresses, 0 for
+    None."""
     function = getattr(_library(), f"{name}_{str(x.dtype).removeprefix('torch.')}")
-    function(
-        *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads()
-    )
+    function(*map(_address, arguments), torch.get_num_threads())
 
 
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+def _address(argument: Any) -> Any:
+    if argument is None:
+        return 0
+    return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
 def _check(rows: Tensor, numbers: Tensor | None, weight: Tensor, counts: Sequence[int]) -> None:
     """The C++ reads memory by these sizes."""
     n = len(rows if numbers is None else numbers)
     assert sum(counts) == n and len(weight) == len(counts), (n, counts, weight.shape)
-    assert weight.is_contiguous() and weight.dtype == rows.dtype == torch.float32, weight.dtype
+    assert weight.is_contiguous(), weight.stride()
     assert numbers is None or numbers.dtype == torch.int64 and numbers.is_contiguous()
 
 
@@ -73,11 +82,10 @@ def product(
     inputs = x.shape[1]
     outputs = weight.shape[1 if transposed else 2]
     assert weight[0].numel() == inputs * outputs, (x.shape, weight.shape)
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
     _check(x, numbers, weight, counts)
     out = x.new_empty(sum(counts), outputs)
-    addresses = [_address(t) for t in (x, numbers, weight, out)]
-    threads = torch.get_num_threads()
-    _library().product(*addresses, counts, inputs, outputs, transposed, threads)
+    _call("product", x, x, numbers, weight, out, counts, inputs, outputs, transposed)
     return out
 
 
@@ -90,22 +98,18 @@ def weight_grad(
     accumulate_into: Tensor | None,
 ) -> Tensor | None:
     """Of each group the rows of grad [n, out], transposed, times those of x [n, in] -> [groups,
-    out, in], or None where they were added to `accumulate_into`. Rows as in `product`."""
-    grad, x = grad.contiguous(), x.contiguous()
+    out, in] in x's dtype, or None where they were added to `accumulate_into` (fp32). Rows as in
+    `product`."""
+    grad, x = grad.to(x.dtype).contiguous(), x.contiguous()
     shape = len(counts), grad.shape[1], x.shape[1]
-    out = x.new_empty(shape) if accumulate_into is None else accumulate_into
-    assert out.shape == shape, (out.shape, shape)
+    add = accumulate_into is not None
+    out = accumulate_into if add else x.new_empty(shape, dtype=torch.float32)
+    assert out.shape == shape and out.dtype == torch.float32, (out.shape, shape, out.dtype)
     _check(grad, grad_numbers, out, counts)
     _check(x, numbers, out, counts)
-    _library().weight_grad(
-        *(_address(t) for t in (grad, grad_numbers, x, numbers, out)),
-        counts,
-        x.shape[1],
-        grad.shape[1],
-        accumulate_into is not None,
-        torch.get_num_threads(),
-    )
-    return out if accumulate_into is None else None
+    sizes = x.shape[1], grad.shape[1]
+    _call("weight_grad", x, grad, grad_numbers, x, numbers, out, counts, *sizes, add)
+    return None if add else out.to(x.dtype)
 
 
 def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
