@@ -149,8 +149,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     from megatron.log import detail, detail_datetime, print_rank_0
     from megatron.timers import Timers
     from megatron.training import build, build_data, loop
-    from megatron.training.checkpointing import data_position
-    from megatron.training.checkpointing.load import load_checkpoint
+    from megatron.training.checkpointing import data_position, load
     from megatron.training.launch import initialize
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.kernel_report import check_requested, kernel_lines
@@ -188,7 +187,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         run = build.build_run(config, plan, runtime, timers, tokenizer)
         services = services or Services(signals or SignalWatch())
         run.services = replace(services, fence=fence, writer=writer)
-        loaded = load_checkpoint(run)
+        loaded = load.load_checkpoint(run)
     lines.timers(["load-checkpoint"])
     detail_datetime("after model, optimizer, and learning rate scheduler are built")
     with timers("train/valid/test-data-iterators-setup"):
@@ -201,6 +200,8 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     hooks = [eval_tasks.hook(run, tokenizer, lines)] if eval_tasks else []
+    if config.checkpoint.save and config.logging.has_boards:
+        hooks.append(optional.load("megatron.analysis.goodput_points").GoodputPoints(run, lines))
     loop.pretrain(run, data, forward_step, lines, STARTED, hooks)
     initialize.finish(rendezvous)
 

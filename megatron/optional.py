@@ -73,6 +73,7 @@ MODULES = {
     "megatron.training.weight_check": "--check-weight-hash-across-dp-replicas-interval",
     "megatron.analysis.trace.dry_run": "--trace",
     "megatron.analysis.eval_tasks": "--eval-tasks",
+    "megatron.analysis.goodput_points": "--save with --tensorboard-dir or --wandb-project",
     "megatron.parallel.cross_entropy": "--tensor-model-parallel-size above 1",
     "megatron.parallel.repeated_sums": "--verify-step-interval",
     "megatron.parallel.pipeline": "--pipeline-model-parallel-size above 1",

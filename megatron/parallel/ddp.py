@@ -155,11 +155,10 @@ class GradBuffers:
         self.wait_for_weights()
         if self.before_reduce and self.before_reduce():
             return
-        ctx = self._ctx
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             for axis in bucket.place.partial:
-                all_reduce_(self.flat[bucket.range], ctx.axis(axis))
+                all_reduce_(self.flat[bucket.range], self._ctx.axis(axis))
             self._start_next()
             self._collect(wait=not self._expected)
         self._collect(wait=True)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.analysis.goodput import account, read_goodput
+from megatron.analysis import goodput_points
+from megatron.analysis.goodput import KINDS, Goodput, account, read_goodput
 from megatron.training.logging.run_events_file import NAME, attempts_of, crash_loop, read_events
+from megatron.training.logging.tensorboard import read_scalars
 from tests.load_tool import load_tool
 from tests.runs import SMALL, train, write_text
 
@@ -139,6 +141,7 @@ def test_what_a_run_writes(tmp_path):
     save = tmp_path / "save"
     flags = "--train-iters 6 --eval-interval 3 --eval-iters 1 --save-interval 2 --split 80,20,0"
     words = [*SMALL, "--data-path", text, *flags.split(), "--save", str(save), "--load", str(save)]
+    words += ["--tensorboard-dir", str(tmp_path / "board")]
     with pytest.raises(AssertionError):
         train(tmp_path / "run", words, hook=functools.partial(die, 6))
     train(tmp_path / "run", words)
@@ -152,6 +155,39 @@ def test_what_a_run_writes(tmp_path):
     run = read_goodput(str(save))
     assert run.failures == 1 and 0 < run.share < 1
     assert Path(save / NAME).read_text().count("\n") >= 10
+    check_board(tmp_path / "board", run)
+
+
+def check_board(folder: Path, run: Goodput) -> None:
+    """The scalars at the end are what the tool prints. Those of iteration 4 were in memory when the
+    process was killed."""
+    pytest.importorskip("tensorboard")
+    found = [one for one in read_scalars(str(folder)) if one[0].startswith("goodput/")]
+    assert {step for _, step, _ in found} == {2, 6}
+    last = {tag: value for tag, _, value in found}
+    kinds = {f"goodput/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
+    expected = {"goodput/effective_share": run.share, "goodput/failures": run.failures, **kinds}
+    assert last == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_file_that_grows_is_read_once(tmp_path, cut):
+    """Line by line, and with lines that are not complete yet: the sums are those of the file."""
+    events = [*FIRST, event("steps", 26.0, first=11, last=11, seconds=0.5), *SECOND]
+    text = "".join(json.dumps(one) + "\n" for one in events)
+    path = tmp_path / NAME
+    tail = goodput_points.EventsTail(path)
+    for end in range(cut, len(text) + 40, 40):
+        path.write_text(text[:end])
+        tail.update()
+    path.write_text(text)
+    tail.update()
+    assert goodput_points.points(tail.events) == pytest.approx(goodput_points.points(events))
+    assert len(tail.events) == len(events)
+    tail.events[-2:] = []  # evaluation and end
+    path.write_text(text + json.dumps(event("steps", 41.0, first=13, last=14, seconds=0.5)) + "\n")
+    tail.update()
+    assert tail.events[-1] == event("steps", 41.0, first=9, last=14, seconds=4.5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ what is imported before the run, launchers, what they leave behind. Needs Linux.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -84,9 +85,14 @@ def start(launch: Launch, folder: Path) -> list[subprocess.Popen]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """A port that nobody listens on now, and that no outgoing connection gets."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:

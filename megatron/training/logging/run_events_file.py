@@ -24,10 +24,14 @@ _LARGEST = 1e15
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a file, the oldest first; what is no whole line of it is omitted, as is
-    an event without its values. Raises OSError."""
+    """The events of a file, the oldest first. Raises OSError."""
+    return parse_events(read_text(path, errors="replace"))
+
+
+def parse_events(text: str) -> list[dict[str, Any]]:
+    """The events of a text; what is no whole line is omitted, as is an event without its values."""
     found = []
-    for line in read_text(path, errors="replace").splitlines():
+    for line in text.splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):

@@ -61,7 +61,7 @@ class TrainingLog:
         self._world = world
         self._interval = Interval()
         self._shape = flops.model_shape(config, plan)
-        self._writers = open_writers(config, plan.world_size) if writers is None else writers
+        self.writers = open_writers(config, plan.world_size) if writers is None else writers
         self._runtime = runtime
         self._memory_printed = False
         self._latest: IterationResult | None = None
@@ -96,7 +96,7 @@ class TrainingLog:
         log.detail(f"time to initialize megatron (seconds): {seconds:.3f}")
         log.detail_datetime("after megatron is initialized")
         self._format.start()
-        for writer in self._writers:
+        for writer in self.writers:
             writer.arguments(functools.partial(self._dumped_arguments, backend))
 
     def _dumped_arguments(self, backend: str) -> Mapping[str, object]:
@@ -109,7 +109,7 @@ class TrainingLog:
         self._format.add(result)
         if self._counts:
             self._counts.add(result)
-        if self._writers:
+        if self.writers:
             self._write(result)
         self._latest = result
         if self._format.line_due(result.iteration):
@@ -179,7 +179,7 @@ class TrainingLog:
         trained = r.skipped != "user"
         teraflops = self._teraflops(r.global_batch_size, r.seconds) if trained else None
         counts = self._counts.of(r) if self._counts else {}
-        for writer in self._writers:
+        for writer in self.writers:
             writer.iteration(r, teraflops, counts, self._memory)
 
     def validation(
@@ -201,12 +201,8 @@ class TrainingLog:
         name = f"{'final ' if final and split == 'validation' else ''}{split}{suffix}"
         log.print_rank_last(self._format.evaluation(prefix, name, iteration, losses, bits_per_byte))
         for key, loss in losses.items():
-            values = {
-                "loss": loss,
-                "perplexity": perplexity(loss),
-                "bits_per_byte": bits_per_byte,
-            }
-            for writer in self._writers:
+            values = {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": bits_per_byte}
+            for writer in self.writers:
                 writer.evaluation(key, f"{split}{suffix}", iteration, samples, values)
 
     def task_scores(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
@@ -214,7 +210,7 @@ class TrainingLog:
         metric."""
         values = " | ".join(f"{name} {score:.4f}" for name, score in scores.items())
         log.print_rank_last(f" tasks at iteration {iteration} | {values}")
-        for writer in self._writers:
+        for writer in self.writers:
             writer.tasks(iteration, samples, scores)
 
     def timers(self, names: list[str] | None = None, points_at: int | None = None) -> None:
@@ -235,15 +231,15 @@ class TrainingLog:
             log.print_rank_last(text)
         if points_at is not None:
             longest = {name: max(rank.get(name, 0.0) for rank in ranks) for name in order}
-            for writer in self._writers:
+            for writer in self.writers:
                 writer.timers(longest, points_at)
 
     def flush(self) -> None:
         """Write what is still in memory."""
-        for writer in self._writers:
+        for writer in self.writers:
             writer.flush()
 
     def close(self) -> None:
         """Write what is still in memory; no more will come."""
-        for writer in self._writers:
+        for writer in self.writers:
             writer.close()

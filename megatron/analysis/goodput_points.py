@@ -1,0 +1,77 @@
+"""Where the time of a run went, as scalars on TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.analysis.goodput import KINDS, account
+from megatron.training.hook import Hook
+from megatron.training.logging.points import Boards
+from megatron.training.logging.run_events_file import NAME, attempts_of, parse_events
+from megatron.training.logging.training_log import TrainingLog
+from megatron.training.run import Run
+
+
+class EventsTail:
+    """The events of a file that grows: what is new is read, and lines about iterations that follow
+    one another are one event, so that a long run needs little memory."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._read = 0  # bytes
+        self.events: list[Mapping[str, Any]] = []
+
+    def update(self) -> None:
+        """Read the lines that are complete by now. Raises OSError."""
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._read += len(text)
+        for event in parse_events(text.decode(errors="replace")):
+            last = self.events[-1] if self.events else {"event": None}
+            steps = event["event"] == last["event"] == "steps"
+            if steps and event["first"] == last["last"] + 1:
+                seconds = last["seconds"] + event["seconds"]
+                self.events[-1] = {**event, "first": last["first"], "seconds": seconds}
+            else:
+                self.events.append(event)
+
+
+class GoodputPoints(Hook):
+    """Writes the sums of all attempts after each checkpoint and at the end, as far as rank 0 has
+    written them to run_events.jsonl; the last rank has the boards."""
+
+    def __init__(self, run: Run, lines: TrainingLog):
+        self._run = run
+        self._boards = [writer for writer in lines.writers if isinstance(writer, Boards)]
+        self._tail = EventsTail(Path(run.config.checkpoint.save) / NAME)
+
+    def after_save(self, iteration: int) -> None:
+        self._write(iteration)
+
+    def on_end(self) -> None:
+        self._write(self._run.progress.iteration)
+
+    def _write(self, iteration: int) -> None:
+        if not self._boards:
+            return
+        try:
+            self._tail.update()
+        except OSError:  # rank 0 has begun none, or its directory is not this machine's
+            return
+        for board in self._boards:
+            for tag, value in points(self._tail.events).items():
+                board.scalar(tag, value, iteration)
+
+
+def points(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Values by tag; {} without an attempt."""
+    attempts = attempts_of(list(events))
+    if not attempts:
+        return {}
+    run = account("", attempts)
+    seconds = {f"goodput/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
+    return {"goodput/effective_share": run.share, "goodput/failures": run.failures, **seconds}
