@@ -228,6 +228,7 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
         )
     elif (
         c.exit_on_missing_checkpoint
+        and c.non_persistent_ckpt_type != "local"
         and newest_checkpoint(c.load) is None
         and not here
         and not is_url(c.snapshot_dir)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -255,6 +257,51 @@ def test_another_layout_takes_the_checkpoint(tmp_path, data, straight, two_nodes
     assert (
         json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[before])["iteration"] == 4
     )
+
+
+@pytest.mark.sweep
+def test_before_the_first_checkpoint(tmp_path, data, straight, two_nodes):
+    place = Place(tmp_path, data, "dp 2")
+    two_nodes(2)
+    place.local(kill_at=3)
+    assert store.latest(tmp_path / "save") is None
+    before = rows_of(place)
+    resumed(place, straight, "dp 2", 2, before, "--exit-on-missing-checkpoint")
+
+
+def die_in_a_save(rank: int, number: int) -> None:
+    """A hook: this rank is killed before the n-th change that it makes to local copies."""
+    step = Disk.step
+    left = number if int(os.environ["RANK"]) == rank else 0
+
+    def counted(self, action, path) -> None:
+        nonlocal left
+        if "-on-" in str(path):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        step(self, action, path)
+
+    Disk.step = counted
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(12))
+def test_a_kill_in_a_save(seed, tmp_path, data, straight, two_nodes):
+    """At a random change of the disk; every other time a node is lost as well."""
+    place = Place(tmp_path, data, "dp 2")
+    two_nodes(2)
+    random_numbers = random.Random(seed)
+    hook = functools.partial(die_in_a_save, seed % 2, random_numbers.randint(1, 150))
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        place.local("--replication", hook=hook)
+    if seed % 4 > 1:
+        shutil.rmtree(place.node(1), ignore_errors=True)
+    finished = place.local("--replication")
+    whole = straight("dp 2")
+    assert finished.series(*EXACT) == whole.series(*EXACT)
+    same_tensors(finished.tensors(), whole.tensors())
+    assert not place.parts()
 
 
 def lose_the_lock(save: str) -> None:
