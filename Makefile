@@ -9,6 +9,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt
 PYTEST := $(PY) -m pytest -q
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
+# A test that stands still for ten minutes ends its worker: it fails by name, with the stacks of its threads.
+LIMIT := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # After `make peers` a test that is skipped for a missing package is a failure.
 REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
@@ -24,13 +26,13 @@ quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, ge
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
 test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 8 minutes on 2 slow cores)
-	$(PYTEST) $(PARALLEL) $(REQUIRED)
+	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED)
 
 test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `make peers`
-	$(PYTEST) $(PARALLEL) --require-peers -m "peers and not campaign and not sweep"
+	$(PYTEST) $(PARALLEL) $(LIMIT) --require-peers -m "peers and not campaign and not sweep"
 
 test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 25 minutes on 2 slow cores)
-	$(PYTEST) $(PARALLEL) $(REQUIRED) -m campaign
+	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) -m campaign
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
 	$(PYTEST) $(REQUIRED) -m alone
