@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
 import pytest
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The URL of an empty bucket; the environment says where its server is, whose log is in
-    `folder`."""
+    `folder`. fsspec keeps the file systems it made: the one of an earlier server is forgotten."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     log = folder / "log"
     with log.open("w") as output:
         server = subprocess.Popen(

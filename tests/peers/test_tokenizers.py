@@ -149,16 +149,25 @@ class TestGPT2:
         assert 10_000_000 <= len(text.encode()) < 11_000_000
         ids = transformers.GPT2TokenizerFast(vocab=vocab, merges=merges)(text).input_ids
         for engine in ("gigatoken", "tiktoken"):
-            assert GPT2BPETokenizer(vocab, merges, engine=engine).tokenize(text) == ids, engine
+            mine = GPT2BPETokenizer(vocab, merges, engine=engine).tokenize(text)
+            assert len(mine) == len(ids), engine
+            # Not `mine == ids`: pytest would take hours to print how millions of ids differ.
+            pairs = enumerate(zip(mine, ids, strict=True))
+            assert next((at for at, (a, b) in pairs if a != b), None) is None, engine
 
 
 def mixed_text(size: int) -> str:
     """At least `size` bytes of UTF-8: this suite's own files, and texts that tokenizers disagree
-    on, in random order."""
+    on, in random order. Without characters that only some libraries know: after a letter of
+    Unicode 17, `'s` is a token of its own, and for a library of Unicode 16 it is no letter."""
     draw = random.Random(5)
     paths = sorted(ROOT.glob("megatron/**/*.py")) + sorted(ROOT.glob("docs/*.md"))
     kinds = [path.read_text(encoding="utf-8") for path in paths] + TEXTS
-    kinds = [text for text in kinds if text and "<|endoftext|>" not in text]
+    kinds = [
+        text
+        for text in kinds
+        if text and "<|endoftext|>" not in text and not gpt2_bpe.has_newer_characters(text)
+    ]
     parts = []
     length = 0
     while length < size:
