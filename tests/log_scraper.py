@@ -174,7 +174,7 @@ OWN = {
     "kernels": r"kernels on this \w+",
     "kernel": r"  (?:linear|output layer|weight "
     r"gradients|attention|LayerNorm|RMSNorm|gelu|swiglu|geglu|squared_relu|"
-    r"rotary|cross entropy|dropout)[\w ()]*: .+ \(.+\)|  not used: .+",
+    r"rotary|cross entropy|dropout)[\w ()]*: .+ \(.+\)|  not used:|    .+ by .+ \(.+\)",
     # of a flag that changes nothing
     "no effect": r"\S.*(?:has no effect|have no effect|is given twice).*",
 }

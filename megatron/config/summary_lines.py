@@ -99,6 +99,9 @@ def layout_text(config: Config, plan: Plan) -> str:
     more += ["sequence parallel"] * (p.sequence_parallel and p.tensor_model_parallel_size > 1)
     parts = shards(config, plan)
     more += [f"optimizer state sharded over {parts} ranks"] * (parts > 1)
+    if p.expert_model_parallel_size * p.expert_tensor_parallel > 1 and config.model.num_experts:
+        experts = f"experts: expert {p.expert_model_parallel_size}"
+        more.append(f"{experts} x expert-tensor {p.expert_tensor_parallel}")
     return "; ".join([text, *more])
 
 

@@ -33,7 +33,7 @@ def gradient_unavailable_reason(
         or dtype not in (torch.float16, torch.bfloat16)
         or main_dtype != torch.float32
     ):
-        return "apex's kernel is for CUDA, weights of 16 bits and gradients in fp32"
+        return "apex's kernel needs CUDA, bf16 or fp16 weights and fp32 gradients"
     return load_problem(
         "fused_weight_gradient_mlp_cuda", "fused_weight_gradient_mlp_cuda of apex", INSTALL
     )

@@ -48,6 +48,11 @@ def summary(flags: str, world_size: int = 1) -> str:
             ["4 ranks = data 2 x pipeline 2; optimizer state sharded over 2 ranks"],
         ),
         (
+            "--train-iters 10 --num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
+            2,
+            ["2 ranks = data 2; experts: expert 2 x expert-tensor 1"],
+        ),
+        (
             "--train-samples 100 --lr-warmup-samples 10 --lr-decay-style cosine --min-lr 1e-4",
             1,
             ["0.001, cosine decay to 0.0001 at sample 100; warm-up 10 samples"],

@@ -8,6 +8,7 @@ from megatron.config.tree import Config
 from megatron.kernels import functional, linear, select
 from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
+from megatron.training.logging import preamble
 
 CPU = torch.device("cpu")
 
@@ -119,6 +120,8 @@ def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
     assert operation not in table()
     assert "EMULATED" in table(fp8="hybrid")[operation].reason
     assert table(fp8="e4m3")[operation].implementation == "FP8 casts (e4m3), fp32 GEMM"
+    assert "hybrid" in preamble.kernels_text(select.fp8_rows(CPU, config))
+    assert not preamble.kernels_text([table()["linear"]])
     monkeypatch.setattr(select, "has_fp8", lambda device: capable)
     if capable:
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)

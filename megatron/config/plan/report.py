@@ -88,7 +88,7 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
             ]
             + [f"{together / GIB:.2f}"]
         )
-    titles = ("parameters", "weights", "gradients", "optimizer", "activations", "GiB together")
+    titles = ("parameters", "weights", "gradients", "optimizer", "activations", "total GiB")
     parts = shards(config, plan)
     share = f" (optimizer: a share of {parts})" if parts > 1 else ""
     lines = [f"bytes of one rank, by pipeline stage{share}:", *_table(titles, rows, plan)]

@@ -26,7 +26,7 @@ def kernel_lines(config: Config) -> list[str]:
 
 
 def describe(rows: list[KernelRow]) -> list[str]:
-    """One line per operation, and one for the kernels that are not used, by reason."""
+    """One line per operation, then the kernels that are not used, one line per reason."""
     lines = [f"{row.operation}: {row.implementation} ({row.reason})" for row in rows if row.on]
     off: dict[str, list[str]] = {}
     for row in rows:
@@ -34,5 +34,6 @@ def describe(rows: list[KernelRow]) -> list[str]:
             off.setdefault(row.reason, []).append(f"{row.operation} by {row.implementation}")
     return [
         *lines,
-        "not used: " + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in off.items()),
+        "not used:",
+        *(f"  {', '.join(names)} ({reason})" for reason, names in off.items()),
     ]

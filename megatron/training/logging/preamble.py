@@ -16,7 +16,7 @@ from megatron.config.plan.plan import Plan
 from megatron.config.summary_lines import entry
 from megatron.config.tree import Config
 from megatron.data.plan_table import Row
-from megatron.kernels.select import KernelRow, fp8_rows, kernel_table
+from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
 from megatron.version import NAME, VERSION
 
@@ -39,7 +39,6 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     ]
     kernels = kernels_text(
         kernel_table(runtime.device, getattr(torch, config.precision.params_dtype), config)
-        + fp8_rows(runtime.device, config)
     )
     lines += [entry("kernels", kernels)] * bool(kernels)
     asked = config.logging.printed_arguments
@@ -82,11 +81,7 @@ def kernels_text(rows: Sequence[KernelRow]) -> str:
     """The implementations that are not plain torch, each with its operations."""
     found: dict[str, list[str]] = {}
     for row in rows:
-        if (
-            row.on
-            and row.implementation not in _PLAIN
-            and not row.implementation.endswith("32 GEMM")
-        ):
+        if row.on and row.implementation not in _PLAIN and row.implementation != "float32 GEMM":
             name = _NAMES.get(row.implementation, row.implementation)
             found.setdefault(name, []).append(row.operation)
     return "; ".join(f"{name} for {', '.join(operations)}" for name, operations in found.items())
