@@ -227,8 +227,8 @@ def _finished(run: Run) -> str:
     samples = f" (--train-samples {t.train_samples})" if t.train_iters is None else ""
     flag = "--train-samples" if t.train_iters is None else "--train-iters"
     return (
-        f"nothing left to train: the checkpoint is of iteration {run.progress.iteration}, the run "
-        f"has {run.plan.train_iters}{samples}; raise {flag} to train longer"
+        f"nothing left to train: the checkpoint is of iteration {run.progress.iteration} of "
+        f"{run.plan.train_iters}{samples}; raise {flag} to train longer"
     )
 
 

@@ -49,9 +49,9 @@ def load_checkpoint(run: Run) -> str | None:
         here = [] if c.load else store.iterations(c.save)
         if here:
             log.print_rank_0(
-                f"WARNING: {c.save} holds checkpoints up to iteration {here[-1]}, and without "
-                "--load this run starts from scratch and will overwrite them. To resume from the "
-                f"newest, give --load {c.save}"
+                f"WARNING: {c.save} holds checkpoints up to iteration {here[-1]}; without --load "
+                "this run starts from scratch and overwrites them. To resume from the newest, "
+                f"give --load {c.save}"
             )
     if not c.load:
         return None
