@@ -48,8 +48,8 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
     load = typed["load"]
     if is_url(load):
         found.problems.append(
-            f"--use-checkpoint-args: reads a directory, and --load {load} is none; give the flags "
-            "themselves [checkpoint-args-not-local]"
+            f"--use-checkpoint-args: needs a local directory, not --load {load}; give the model's "
+            "flags themselves [checkpoint-args-not-local]"
         )
         return
     if problem := of_another_suite(load):
@@ -66,7 +66,7 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
         )
     if folder is None:
         found.notes.append(
-            f"--use-checkpoint-args: no checkpoint in {load}; the command line's values count "
+            f"--use-checkpoint-args: no checkpoint in {load}; the command line's values are used "
             "[checkpoint-args-missing]"
         )
         return
@@ -74,8 +74,8 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
         if (folder / "args").exists() and not (folder / "args").is_file():
             raise Problems(
                 [
-                    f"@{folder / 'args'}: is no file; the checkpoint is not complete, choose "
-                    "another --load [checkpoint-args-damaged]"
+                    f"@{folder / 'args'}: not a file; the checkpoint is incomplete, choose another "
+                    "--load [checkpoint-args-damaged]"
                 ]
             )
         words = optional.load("megatron.args_file").read_words(folder / "args")
@@ -146,7 +146,8 @@ def _contradictions(
         if given:
             spelling = " ".join(flags_of(Config)[field].spelling for field in given)
             lines.append(
-                f"{spelling}: {name} is {mine} by it and {theirs} in the checkpoint {folder}; "
-                "omit it, or load without --use-checkpoint-args [flag-contradicts-checkpoint]"
+                f"{spelling}: {name} is {mine} on the command line and {theirs} in the checkpoint "
+                f"{folder}; omit it, or load without --use-checkpoint-args "
+                "[flag-contradicts-checkpoint]"
             )
     return lines

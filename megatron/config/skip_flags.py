@@ -155,7 +155,7 @@ def _pairs(values: list[int], problems: list[str]) -> list[Range]:
     """1st with 2nd, 3rd with 4th, ..."""
     if len(values) % 2:
         problems.append(
-            f"{RANGE_FLAG} has {len(values)} numbers: the last one, {values[-1]}, has no partner; "
+            f"{RANGE_FLAG}: takes pairs FIRST LAST, and {values[-1]} is a FIRST without a LAST; "
             f"write {values[-1]} {values[-1]} to skip that iteration alone [skip-range-incomplete]"
         )
     return list(zip(values[::2], values[1::2], strict=False))
@@ -189,13 +189,12 @@ def _check_bounds(
             )
         elif first > limit:
             problems.append(
-                f"{shown}: never reached, training ends with iteration {train_iters} "
-                "(--train-iters) [skip-after-last-iteration]"
+                f"{shown}: never reached, training ends with iteration {train_iters}; give "
+                "iterations of the run, or omit it [skip-after-last-iteration]"
             )
         else:
             warnings.append(
-                f"{shown}: cut to {first} {train_iters}, the end of training (--train-iters) "
-                "[skip-range-cut]"
+                f"{shown}: cut to {first} {train_iters}, the end of training [skip-range-cut]"
             )
             usable.append((first, train_iters))
     return usable

@@ -127,7 +127,7 @@ def test_the_end_of_training_cuts_a_range_with_a_warning():
     skips, warnings, _ = parse("990", "2000")
     assert skips.ranges == ((990, 1000),)
     [line] = warnings
-    assert_problem(line, "skip-range-cut", "990 2000", "990 1000", "--train-iters")
+    assert_problem(line, "skip-range-cut", "990 2000", "990 1000")
     assert parse("990", "2000", train_iters=None)[0].ranges == ((990, 2000),)
 
 

@@ -30,8 +30,8 @@ def validation(d: DataConfig) -> Iterator[str]:
         ):
             if d.multiple_validation_sets:
                 yield (
-                    f"{flag}: sets with validations of their own have no weights "
-                    "(--multiple-validation-sets); drop them [validation-weights-without-meaning]"
+                    f"{flag}: --multiple-validation-sets evaluates each set by itself, so weights "
+                    "have no meaning; drop them [validation-weights-without-meaning]"
                 )
             elif d.full_validation:
                 yield (
@@ -69,7 +69,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
             (
                 flag,
                 (
-                    f'is no JSON ({error}); write {{"train": [...], "valid": [...], "test": '
+                    f'is not JSON ({error}); write {{"train": [...], "valid": [...], "test": '
                     "[...]} [blend-file-malformed]"
                 ),
             )
@@ -194,13 +194,13 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
         yield f"{shown}: give the prefix without {end}: {stem} [data-prefix-with-extension]"
     elif end in (".json", ".jsonl", ".txt", ".gz", ".zst", ".xz") and os.path.isfile(prefix):
         yield (
-            f"{shown}: is text; tools/preprocess_data.py makes the .bin and .idx files that "
-            "training reads [data-not-preprocessed]"
+            f"{shown}: a text file; tools/preprocess_data.py converts it to the .bin and .idx "
+            "files that training reads [data-not-preprocessed]"
         )
     elif len(lost) == 1:
         yield (
-            f"{shown}: {prefix}{lost[0]} is missing, the other half of the pair is there; "
-            "preprocess again, or copy it too [data-pair-incomplete]"
+            f"{shown}: {prefix}{lost[0]} is missing, the other file of the pair exists; copy it "
+            "too, or preprocess again [data-pair-incomplete]"
         )
     else:
         yield (
@@ -233,6 +233,6 @@ def _near_prefixes(prefix: str) -> str:
     if not close:
         return (
             f"; {folder or 'the current directory'} holds no data set "
-            "(tools/preprocess_data.py makes them)"
+            "(tools/preprocess_data.py writes them)"
         )
     return f"; there is {' and '.join(os.path.join(folder, n) for n in close)}"

@@ -21,8 +21,8 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
                 )
     if p.zero_partition != "even" and not p.use_distributed_optimizer:
         yield (
-            f"--zero-partition {p.zero_partition}: says how --use-distributed-optimizer shares "
-            "its state; add that, or omit it [flag-needs-other-flag]"
+            f"--zero-partition {p.zero_partition}: needs --use-distributed-optimizer; add that, "
+            "or omit it [flag-needs-other-flag]"
         )
     if p.ddp_bucket_size is not None and p.ddp_num_buckets is not None:
         yield (
@@ -42,8 +42,8 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
     if ranks and ranks % instances:
         fit = ", ".join([str(n) for n in range(1, ranks + 1) if ranks % n == 0][:12])
         yield (
-            f"{said}: the {ranks} ranks that see other data (data x context parallel) are not a "
-            f"multiple of it; use {fit} [optimizer-instances-do-not-divide-ranks]"
+            f"{said}: data x context parallel size {ranks} is not a multiple of it; use {fit} "
+            "[optimizer-instances-do-not-divide-ranks]"
         )
 
 

@@ -22,7 +22,7 @@ _NEEDED = (
     (
         "hysteresis initial_loss_scale min_loss_scale max_loss_scale loss_scale_growth_factor "
         "loss_scale_backoff_factor loss_scale_window",
-        "--fp16 without --loss-scale",
+        "dynamic loss scaling (--fp16, and no --loss-scale)",
         lambda v: v["fp16"] and v["loss_scale"] is None,
     ),
     ("loss_scale", "--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
@@ -242,7 +242,7 @@ _NEEDED = (
         lambda v: v["add_bias_linear"] and not any(v[name] for name in ACTIVATIONS),
     ),
     ("split", "--data-path or --data-args-path", lambda v: not (v["mock_data"] or v["dummy_data"])),
-    ("spike_action", "training, which --skip-train leaves out", lambda v: not v["skip_train"]),
+    ("spike_action", "training (--skip-train is given)", lambda v: not v["skip_train"]),
     ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
     (
         "pack_into_one pad_samples min_sample_length",

@@ -14,7 +14,7 @@ def rule(f: Facts) -> Iterator[str]:
     go with."""
     if f["fp64"]:
         yield (
-            f"{f.say('fp8')}: rounds to FP8, which --fp64 is there to avoid; omit one of them "
+            f"{f.say('fp8')} and --fp64: one rounds what the other keeps exact; omit one of them "
             "[flags-exclude-each-other]"
         )
     if f["torch_compile"] and f["fp8_recipe"] == "delayed":
@@ -71,15 +71,15 @@ def rule(f: Facts) -> Iterator[str]:
             f"the width of a rank's queries, keys and values{split}",
             "change --kv-channels or the heads",
         ),
-        (m.ffn // tp, f"a rank's width of the MLP{split}", "change --ffn-hidden-size"),
+        (m.ffn // tp, f"the width of a rank's MLP{split}", "change --ffn-hidden-size"),
         (
             m.seq_length // cp * f["micro_batch_size"],
-            f"the tokens of a rank's micro-batch{chunk}",
+            f"the number of tokens in a rank's micro-batch{chunk}",
             "change --seq-length or --micro-batch-size",
         ),
         (
             m.seq_length // cp * (f["eval_micro_batch_size"] or MULTIPLE),
-            f"the tokens of a rank's micro-batch of validation{chunk}",
+            f"the number of tokens in a rank's validation micro-batch{chunk}",
             "change --seq-length or --eval-micro-batch-size",
         ),
     ):

@@ -15,8 +15,8 @@ def rule(f: Facts) -> Iterator[str]:
     backend = f.config.kernels.attention
     if f["use_flash_attn"] and f["attention_backend"] not in ("auto", "flash"):
         yield (
-            f"--use-flash-attn and {f.say('attention_backend')}: two kinds of attention; leave "
-            "one of them out [flags-exclude-each-other]"
+            f"--use-flash-attn and {f.say('attention_backend')}: two kinds of attention; omit "
+            "one of them [flags-exclude-each-other]"
         )
     elif not f["masked_softmax_fusion"] and backend == "local":
         yield (
@@ -49,8 +49,8 @@ def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
             yield f"{asked}: has no fp64; use auto [fused-attention-has-no-fp64]"
         if f["reset_attention_mask"] or f["packed_samples"]:
             yield (
-                f"{asked}: torch's has no masks by document without a matrix of all scores; use "
-                "auto, or flash [fused-attention-has-no-document-masks]"
+                f"{asked}: torch's fused attention cannot mask documents without storing all "
+                "scores; use auto, or flash [fused-attention-has-no-document-masks]"
             )
 
 
@@ -59,7 +59,7 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
     asked = f.say("transformer_impl")
     for name, why in (
         ("fp64", "it has no fp64"),
-        ("torch_compile", "its modules are not traced"),
+        ("torch_compile", "its modules cannot be compiled"),
         ("fp32_residual_connection", "its norms follow the parameter dtype"),
     ):
         if f[name]:
@@ -72,8 +72,8 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
     again = f["recompute_granularity"] == "full" or f["recompute_fraction"]
     if again and f["fp8"] is not None and f["fp8_recipe"] == "delayed":
         yield (
-            f"{asked}: its delayed scales would be others when a layer is computed again; add "
-            "--fp8-recipe tensorwise, or recompute less [fp8-delayed-scaling-with-recompute]"
+            f"{asked}: its delayed scales would differ in a recomputed layer; add --fp8-recipe "
+            "tensorwise, or recompute less [fp8-delayed-scaling-with-recompute]"
         )
 
 
@@ -103,7 +103,7 @@ def notes(f: Facts) -> Iterator[str]:
         and f["fp8_recipe"] == "delayed"
     ):
         yield (
-            "--fp8-recipe delayed: Transformer Engine keeps its history of maxima to itself, so a "
-            "resumed run starts it from zero and is not the same bit for bit; with --fp8-recipe "
-            "tensorwise it is [fp8-history-not-saved]"
+            "--fp8-recipe delayed: Transformer Engine's amax history is not saved, so a resume "
+            "resets it and is not bit-exact; with --fp8-recipe tensorwise it is "
+            "[fp8-history-not-saved]"
         )

@@ -14,7 +14,7 @@ from megatron.config.plan.stages import check_micro_batches
 
 
 def rule(f: Facts) -> Iterator[str]:
-    """One line for each thing about the ranks that cannot be."""
+    """One line for each problem of the layout."""
     yield from _tensor_parallel(f)
     yield from _sequence(f)
     yield from _pipeline(f)
@@ -73,7 +73,8 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
     if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
         ffn = f.config.model.ffn
         yield (
-            f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(ffn)}, or give "
+            f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(math.gcd(ffn, heads))}, "
+            "or give "
             f"--ffn-hidden-size {(ffn // tp + 1) * tp} [tensor-parallel-does-not-divide-mlp]"
         )
 
@@ -92,15 +93,14 @@ def _sequence(f: Facts) -> Iterator[str]:
     use = f"use {' or '.join(map(str, nearest))}"
     if seq % chunks:
         yield (
-            f"{f.say('seq_length')}: {f.say(sizes[1])} cuts it into {chunks} chunks, of which it "
-            f"is not a multiple; {use}, or fewer context-parallel ranks "
-            "[context-parallel-does-not-divide-sequence]"
+            f"{f.say('seq_length')}: not a multiple of 2 x {f.say(sizes[1])}; {use}, or fewer "
+            "context-parallel ranks [context-parallel-does-not-divide-sequence]"
         )
     elif seq % unit:
         ranks = " x ".join(f.say(name) for name in sizes if f[name] > 1)
         yield (
-            f"{f.say('seq_length')}: --sequence-parallel splits it over {ranks}, of which it is "
-            f"not a multiple; {use}, or omit --sequence-parallel "
+            f"{f.say('seq_length')}: not a multiple of {ranks}, over which --sequence-parallel "
+            f"splits it; {use}, or omit --sequence-parallel "
             "[sequence-parallel-does-not-divide-sequence]"
         )
 
@@ -156,7 +156,7 @@ def _fit(size: int) -> str:
 
 
 def _world_size(f: Facts) -> Iterator[str]:
-    """The ranks must be whole copies of the model."""
+    """The world size must be a multiple of the ranks of a model replica."""
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     if not f.ok(*names):
         return
@@ -167,9 +167,9 @@ def _world_size(f: Facts) -> Iterator[str]:
         how = (
             f"--world-size {near}"
             if f["dry_run"]
-            else (f"torchrun --nproc-per-node {near} (times --nnodes, where there are several)")
+            else f"torchrun --nproc-per-node {near} (on several nodes, times --nnodes)"
         )
         yield (
-            f"{product}: one copy of the model takes {one} ranks, and the {f.world_size} of this "
-            f"run are not a multiple; use {how} [world-size-does-not-fit-model]"
+            f"{product}: a model replica takes {one} ranks, and world size {f.world_size} is not a "
+            f"multiple of {one}; use {how} [world-size-does-not-fit-model]"
         )

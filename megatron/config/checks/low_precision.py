@@ -28,8 +28,8 @@ def rule(f: Facts) -> Iterator[str]:
         )
     if f[precise] and f["fp64"]:
         yield (
-            f"{f.say(precise)} and --fp64: one rounds what the other is there to keep exact; give "
-            "only one of them [flags-exclude-each-other]"
+            f"{f.say(precise)} and --fp64: one rounds what the other keeps exact; omit one of them "
+            "[flags-exclude-each-other]"
         )
     if f["bf16"] and f["main_grads_dtype"] == "bf16" and f["accumulate_allreduce_grads_in_fp32"]:
         yield (

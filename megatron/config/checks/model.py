@@ -37,8 +37,8 @@ def shape(f: Facts) -> Iterator[str]:
             and groups not in (1, heads)
         ):
             yield (
-                f"--num-query-groups {groups}: counts only with --group-query-attention; add "
-                "that, or omit it [flag-needs-other-flag]"
+                f"--num-query-groups {groups}: needs --group-query-attention; add that, or omit "
+                "it [flag-needs-other-flag]"
             )
     if (
         f.ok("seq_length", "max_position_embeddings")
@@ -63,8 +63,8 @@ def shape(f: Facts) -> Iterator[str]:
             )
     if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
         yield (
-            "--position-embedding-type none: --use-rotary-position-embeddings asks for rope; "
-            "omit one of them [flags-exclude-each-other]"
+            "--position-embedding-type none: --use-rotary-position-embeddings means rope; omit "
+            "one of them [flags-exclude-each-other]"
         )
     yield from _rope_pattern(f)
     yield from _norms(f)

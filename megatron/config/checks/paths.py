@@ -203,7 +203,7 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
         return
     if not os.path.lexists(c.load) and not _same_path(c.load, c.save):
         yield (
-            f"--load {c.load}: there is no such directory; give that of a checkpoint, give --save "
+            f"--load {c.load}: there is no such directory; give one with checkpoints, give --save "
             "the same directory (then a first run starts from random weights), or omit --load "
             "[checkpoint-directory-missing]"
         )
@@ -248,11 +248,11 @@ def _same_path(one: str, other: str | None) -> bool:
 
 
 def of_another_suite(load: str) -> str | None:
-    """The problem of a --load that the converter can read, and that is no checkpoint of ours:
-    without this, training would find none and start from random weights."""
+    """The problem of a --load that only the converter can read: without this, training would find
+    no checkpoint and start from random weights."""
     command = _converter_command(load)
     return command and (
-        f"--load {load}: is no checkpoint of this suite; make one of it first: python "
+        f"--load {load}: not a checkpoint of this suite; convert it: python "
         f"tools/convert_checkpoint.py {command}, then give --load DIR "
         "[checkpoint-of-another-suite]"
     )

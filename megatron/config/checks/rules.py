@@ -38,7 +38,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     found = list(effects.notes(facts))
     if facts["sequence_parallel"] and facts["tensor_model_parallel_size"] == 1:
         found.append(
-            "--sequence-parallel: switched off, because --tensor-model-parallel-size is 1 "
+            "--sequence-parallel: no effect with --tensor-model-parallel-size 1 "
             "[flag-has-no-effect]"
         )
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":

@@ -241,17 +241,16 @@ def accepted(typed: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]
     said[NO_EFFECT] += ignored
     said[READ_AS] = [f"{was} = {' '.join(now)}" for was, now in replaced(typed).items()]
     parts = (
-        ("no effect, since results are the same (reasons: docs/flags.md): ", ", ", NO_EFFECT),
+        ("ignored, the results are the same (reasons: docs/flags.md): ", ", ", NO_EFFECT),
         ("more precision or memory than requested: ", "; ", MORE),
-        ("read as other flags: ", "; ", READ_AS),
+        ("replaced: ", "; ", READ_AS),
     )
     text = ". ".join(
         start + between.join(said[verdict]) for start, between, verdict in parts if said[verdict]
     )
     if not text:
         return []
-    rule = "a flag that would train another model or lose data is an error"
-    return [f"flags of Megatron-LM: {text}; {rule} [megatron-flag-has-no-effect]"]
+    return [f"flags of Megatron-LM: {text} [megatron-flag-has-no-effect]"]
 
 
 def dumped(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,14 +32,14 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
         )
     if start > global_batch_size:
         raise ValueError(
-            f"{flag}: it starts above --global-batch-size {global_batch_size}; a ramp can only "
-            "rise [batch-ramp-starts-too-high]"
+            f"{flag}: starts above --global-batch-size {global_batch_size}; use at most that as "
+            "START [batch-ramp-starts-too-high]"
         )
     if (global_batch_size - start) % increment:
         raise ValueError(
-            f"{flag}: the way from {start} to --global-batch-size {global_batch_size} is "
-            f"{global_batch_size - start} samples, no multiple of the increment {increment} "
-            "[batch-ramp-increment-does-not-fit]"
+            f"{flag}: --global-batch-size {global_batch_size} minus START {start} is "
+            f"{global_batch_size - start}, not a multiple of INCREMENT {increment}; change one of "
+            "them [batch-ramp-increment-does-not-fit]"
         )
     increments = (global_batch_size - start) // increment
     if increments == 0:
@@ -85,8 +85,8 @@ def micro_batch_steps(
         raise ValueError(f"{flag}: each of the three must be at least 1 [value-out-of-range]")
     if start * divisor > global_batch_size:
         raise ValueError(
-            f"{flag}: it starts above the {global_batch_size // divisor} micro-batches of "
-            f"--global-batch-size {global_batch_size}; a ramp can only rise "
+            f"{flag}: starts above the {global_batch_size // divisor} micro-batches of "
+            f"--global-batch-size {global_batch_size}; use at most that as START "
             "[batch-ramp-starts-too-high]"
         )
     steps = []

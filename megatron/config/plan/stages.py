@@ -34,8 +34,8 @@ def chunks_per_stage(
     """
     if layers_per_chunk is not None and chunks is not None:
         raise ValueError(
-            f"{PER_CHUNK} {layers_per_chunk} and {CHUNKS} {chunks} say the same thing: give one "
-            "of them [flags-exclude-each-other]"
+            f"{PER_CHUNK} {layers_per_chunk} and {CHUNKS} {chunks}: each sets the number of "
+            "virtual stages; omit one of them [flags-exclude-each-other]"
         )
     if layers_per_chunk is None and chunks is None:
         return 1
@@ -45,8 +45,8 @@ def chunks_per_stage(
     if layers_per_chunk is not None:
         if uneven:
             raise ValueError(
-                f"{typed} says that all stages are alike, {FIRST} and {LAST} that they are not: "
-                f"give {CHUNKS} instead [flags-exclude-each-other]"
+                f"{typed}: all stages would have as many layers, but {FIRST} or {LAST} is given; "
+                f"use {CHUNKS} instead [flags-exclude-each-other]"
             )
         places = num_layers + counted
         if places % (stages * layers_per_chunk):
@@ -66,8 +66,8 @@ def chunks_per_stage(
         chunks = places // (stages * layers_per_chunk)
     if chunks > 1 and stages == 1:
         raise ValueError(
-            f"{typed} makes {chunks} virtual stages, which --pipeline-model-parallel-size 1 has "
-            "no use for: remove it, or give at least 2 stages [pipeline-flag-without-pipeline]"
+            f"{typed}: virtual stages need a pipeline, and --pipeline-model-parallel-size is 1; "
+            "omit it, or use at least 2 stages [pipeline-flag-without-pipeline]"
         )
     return chunks
 
@@ -109,12 +109,11 @@ def split_layers(
         size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
             chunks > 1
         )
-        left = f"leave {rest} for {free} stages" if given else f"are less than {places}"
+        layers = f"{rest} of them for the other {free}" if given else f"too few for {places}"
+        remedy = "use sizes that add up" if given else "use fewer stages, or more layers"
         raise ValueError(
-            f"--num-layers {num_layers} with {size}{asked}: the layers {left}, and each (virtual) "
-            "stage needs one; give "
-            + ("sizes that add up" if given else "fewer stages, or more layers")
-            + " [layers-too-few-for-stages]"
+            f"--num-layers {num_layers} with {size}{asked}: {layers} stages, and each (virtual) "
+            f"stage needs at least one; {remedy} [layers-too-few-for-stages]"
         )
     small, larger = divmod(rest, places) if places else (0, 0)
     split: list[list[range]] = [[] for _ in range(stages)]

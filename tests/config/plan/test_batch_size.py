@@ -247,7 +247,7 @@ FULL = {"global_batch_size": 64}
         ({"global_batch_size": 0}, "value-out-of-range", "--global-batch-size 0"),
         ({**FULL, RAMP: [16, 8]}, "batch-ramp-malformed", "--rampup-batch-size 16 8"),
         ({**FULL, RAMP: ["a", 8, 1]}, "batch-ramp-malformed", "--rampup-batch-size a 8 1"),
-        ({**FULL, RAMP: [16, 9, 300]}, "batch-ramp-increment-does-not-fit", "48 samples"),
+        ({**FULL, RAMP: [16, 9, 300]}, "batch-ramp-increment-does-not-fit", "48"),
         ({**FULL, RAMP: [65, 8, 300]}, "batch-ramp-starts-too-high", "--global-batch-size 64"),
         ({**FULL, RAMP: [16, 0, 300]}, "value-out-of-range", "INCREMENT"),
         ({**FULL, RAMP: [16, 8, -1]}, "value-out-of-range", "SAMPLES"),

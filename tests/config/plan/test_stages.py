@@ -96,12 +96,12 @@ def test_given_ends_in_chunks():
             "stage-layers-do-not-fit",
             ["--decoder-last-pipeline-num-layers 5", "--num-virtual-stages-per-pipeline-rank 2"],
         ),
-        ((8, 2, 1, 3, 4), "layers-too-few-for-stages", ["--num-layers 8", "1 for 0 stages"]),
-        ((8, 2, 1, 5, 4), "layers-too-few-for-stages", ["-1 for 0 stages"]),
+        ((8, 2, 1, 3, 4), "layers-too-few-for-stages", ["--num-layers 8", 1, 0]),
+        ((8, 2, 1, 5, 4), "layers-too-few-for-stages", [-1, 0]),
         (
             (8, 4, 1, 4, 3),
             "layers-too-few-for-stages",
-            ["--num-layers 8", "first-pipeline-num-layers 4, --decoder-last", "1 for 2 stages"],
+            ["--num-layers 8", "first-pipeline-num-layers 4, --decoder-last", 1, 2],
         ),
     ],
 )
@@ -154,7 +154,7 @@ CHUNKS = "--num-virtual-stages-per-pipeline-rank"
             "flags-exclude-each-other",
             ["--decoder-first-pipeline-num-layers", CHUNKS],
         ),
-        ((24, 1, 3), "pipeline-flag-without-pipeline", [8, "--pipeline-model-parallel-size 1"]),
+        ((24, 1, 3), "pipeline-flag-without-pipeline", ["--pipeline-model-parallel-size"]),
         ((24, 1, None, 2), "pipeline-flag-without-pipeline", [f"{CHUNKS} 2"]),
     ],
 )
