@@ -49,8 +49,11 @@ class MoEConfig:
         help="multiply the shared expert's output by the sigmoid of a learned gate (Qwen2-MoE)",
     )
     moe_router_topk: int = arg(2, dump=False, help="number of experts that compute each token")
-    moe_router_score_function: Literal["softmax", "sigmoid"] = arg(
-        "softmax", dump=False, help="function from router logits to the experts' probabilities"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = arg(
+        "softmax",
+        dump=False,
+        help="function from router logits to the experts' probabilities; sqrtsoftplus: square root "
+        "of softplus (DeepSeek-V4)",
     )
     moe_router_pre_softmax: bool = arg(
         False,
@@ -76,8 +79,8 @@ class MoEConfig:
     moe_router_enable_expert_bias: bool = arg(
         False,
         dump=False,
-        help="load balancing without a loss: a bias per expert, added to sigmoid scores when "
-        "experts are selected, follows the number of tokens",
+        help="load balancing without a loss: a bias per expert, added to scores other than "
+        "softmax when experts are selected, follows the number of tokens",
     )
     moe_router_bias_update_rate: float = arg(
         1e-3, dump=False, help="change of the expert bias per iteration"

@@ -91,24 +91,36 @@ def top_experts(scores: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     return scores.topk(k).indices
 
 
+def expert_scores(logits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Scores [n, experts] of router logits, each by itself unless it is a softmax."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    match model.moe_router_score_function:
+        case "sigmoid":
+            return logits.to(wide).sigmoid()
+        case "sqrtsoftplus":
+            return nn.functional.softplus(logits.to(wide)).sqrt()
+        case _:
+            return logits.softmax(-1, dtype=wide)
+
+
 def select_experts(
     logits: torch.Tensor, model: ModelConfig, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts.
-    `bias` [experts] is added to sigmoid scores for the selection alone."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if model.moe_router_score_function == "sigmoid":
-        scores = logits.to(wide).sigmoid()
+    `bias` [experts] is added to scores other than softmax for the selection alone."""
+    if model.moe_router_score_function != "softmax":
+        scores = expert_scores(logits, model)
         experts = top_experts(scores if bias is None else scores + bias, model)
         probs = scores.gather(1, experts)
         if model.moe_router_topk > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
     elif model.moe_router_pre_softmax:
-        scores = logits.softmax(-1, dtype=wide)
+        scores = expert_scores(logits, model)
         experts = top_experts(scores, model)
         probs = scores.gather(1, experts)
     else:
         experts = top_experts(logits, model)
+        wide = torch.promote_types(logits.dtype, torch.float32)
         probs = logits.gather(1, experts).softmax(-1, dtype=wide)
     return probs * (model.moe_router_topk_scaling_factor or 1.0), experts
 
@@ -142,12 +154,9 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
 def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(scores [n, experts] that sum to 1, numbers [n, topk] of the largest), of which the
     load-balancing loss is made."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    if model.moe_router_score_function == "sigmoid":
-        scores = logits.to(wide).sigmoid()
+    scores = expert_scores(logits, model)
+    if model.moe_router_score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    else:
-        scores = logits.softmax(-1, dtype=wide)
     return scores, scores.topk(model.moe_router_topk).indices
 
 

@@ -41,6 +41,35 @@ def test_a_layer_equals_a_loop_over_tokens():
     torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
 
 
+@pytest.mark.parametrize("topk", [1, 2])
+def test_square_roots_of_softplus_as_scores(topk):
+    """Probabilities and the load-balancing loss by their formulas: sqrt(log(1 + exp(logit))),
+    divided by their sum, the bias in the selection alone."""
+    flags = dict(
+        moe_router_score_function="sqrtsoftplus",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=1.5,
+        moe_router_topk=topk,
+    )
+    model = tiny_model(torch.float64, scramble=True, **FLAGS | flags)
+    router = model.decoder.layers["1"].mlp.router
+    router.expert_bias.data = torch.tensor([0.0, 0.7, -0.7, 0.0, 0.3], dtype=torch.float64)
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    step = RouterStep(None, 1.0)
+    probs, experts = router(x, step)
+    scores = (x.flatten(0, 1) @ router.weight.t()).exp().log1p().sqrt()
+    chosen = (scores + router.expert_bias).argsort(descending=True)[:, :topk]
+    assert torch.equal(experts, chosen)
+    assert not torch.equal(experts, scores.argsort(descending=True)[:, :topk])
+    wanted = scores.gather(1, chosen)
+    if topk > 1:
+        wanted = wanted / wanted.sum(1, keepdim=True)
+    torch.testing.assert_close(probs, 1.5 * wanted)
+    loads = torch.bincount(scores.topk(topk).indices.flatten(), minlength=5) / (14 * topk)
+    loss = 5 * (loads * (scores / scores.sum(1, keepdim=True)).sum(0)).sum()
+    torch.testing.assert_close(step.sums[1][0], loss)
+
+
 def test_dropped_tokens_are_not_computed():
     """The layer is the sum over the experts that are left, with unchanged probabilities."""
     flags = FLAGS | {"moe_expert_capacity_factor": 0.5}

@@ -92,7 +92,7 @@ def _router(f: Facts) -> Iterator[str]:
             )
         if f["moe_router_enable_expert_bias"]:
             yield (
-                "--moe-router-enable-expert-bias: is added to sigmoid scores; add "
+                "--moe-router-enable-expert-bias: is not added to softmax scores; add "
                 "--moe-router-score-function sigmoid [flag-needs-other-flag]"
             )
 
