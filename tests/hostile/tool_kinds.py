@@ -14,7 +14,7 @@ from megatron.arguments import Problems
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.config import command_line
-from megatron.training.logging.run_events_file import NAME, crash_loop, read_events
+from megatron.training.logging.run_events_file import NAME, crash_loop, newest_events, unreported
 from tests.data.chat.conversations import CONVERSATIONS
 from tests.hostile.campaign import Kind, Refused
 from tests.hostile.kinds import run_tool
@@ -105,8 +105,9 @@ def make_events(folder: Path) -> None:
 
 
 def read_run_events(folder: Path) -> Any:
-    loop = crash_loop(read_events(folder / NAME), "torchrun h 1", 1)
-    return loop, run_tool(GOODPUT.main, folder / NAME)
+    events = newest_events(folder / NAME)
+    loop = crash_loop(events, "torchrun h 1", 1)
+    return loop, unreported(events), run_tool(GOODPUT.main, folder / NAME)
 
 
 def make_prompts(folder: Path) -> None:

@@ -13,7 +13,14 @@ import pytest
 
 from megatron.analysis import goodput_points
 from megatron.analysis.goodput import KINDS, Goodput, account, read_goodput
-from megatron.training.logging.run_events_file import NAME, attempts_of, crash_loop, read_events
+from megatron.training.logging.run_events_file import (
+    NAME,
+    UNKNOWN,
+    attempts_of,
+    crash_loop,
+    read_events,
+    unreported,
+)
 from megatron.training.logging.tensorboard import read_scalars
 from tests.load_tool import load_tool
 from tests.runs import SMALL, train, write_text
@@ -105,6 +112,15 @@ def test_a_crash_loop_is_the_same_rank_in_the_same_iteration():
     assert not crash_loop([*events, start(0.0, 1.0, 8)], "x", 3)
 
 
+def test_only_an_attempt_without_an_end_is_unreported():
+    assert unreported(FIRST) is None and unreported(FIRST + SECOND) is None
+    assert unreported([]) is None
+    found = unreported(FIRST + SECOND[:-1])
+    assert (found["iteration"], found["rank"], found["time"]) == (13, UNKNOWN, 40.0)
+    assert unreported([*FIRST, start(30.0, 35.0, 8)])["iteration"] == 9
+    assert not crash_loop([*FIRST[:1], found] * 3, "x", 3)
+
+
 def test_a_torn_line_is_omitted(tmp_path):
     lines = [json.dumps(one) for one in FIRST]
     (tmp_path / NAME).write_text("\n".join(lines)[:-5] + "\n" + json.dumps(SECOND[0]) + "\n5\n")
@@ -150,6 +166,14 @@ def test_what_a_run_writes(tmp_path):
     names = [[one["event"] for one in events] for events in attempts]
     assert names[0].count("save") == 2 and names[0].count("evaluation") == 1
     assert names[1].count("save") == 1 and "end" in names[1]
+    lost = attempts[0][-1]  # written by the second start
+    assert (lost["event"], lost["recovered"], lost["rank"], lost["silent"]) == (
+        "failure",
+        True,
+        0,
+        True,
+    )
+    assert lost["time"] == attempts[0][-2]["time"] < attempts[1][0]["process_start"]
     steps = [one for one in attempts[1] if one["event"] == "steps"]
     assert steps[0]["first"] == 5 and steps[-1]["last"] == 6
     run = read_goodput(str(save))

@@ -244,12 +244,14 @@ def check_ledger(case: Case, folder: Path, starts: int) -> list[str]:
         found.append("the ledger has no end")
     if case.launcher != "torchrun --max-restarts" and len(attempts) > starts:
         found.append(f"the ledger has {len(attempts)} attempts of {starts}")
-    unexplained = sum(
-        failure_of(one) is None for one in attempts[:-1]
-    )  # every process of that attempt was killed
+    # of an attempt of which every process was killed, the next start says so
+    failures = [failure_of(one) for one in attempts[:-1]]
+    if None in failures:
+        found.append("an attempt has neither an end nor a failure in the ledger")
+    unexplained = sum(bool(one and one.get("recovered")) for one in failures)
     silent = sum(one.kind in ("SIGKILL of both ranks", "launcher killed") for one in case.faults)
     if unexplained > silent:
-        found.append(f"{unexplained} attempts ended without a failure in the ledger")
+        found.append(f"{unexplained} attempts had nobody to report their failure")
     return found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.training.hook import Hook
 from megatron.training.launch.process import Failure, this_process
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.output import OutputFile
-from megatron.training.logging.run_events_file import NAME, crash_loop, read_events
+from megatron.training.logging.run_events_file import NAME, crash_loop, newest_events, unreported
 from megatron.training.run import Run
 
 STEPS_EVERY = 1.0  # seconds between two lines about iterations
@@ -36,17 +37,22 @@ class RunEvents(Hook):
         self._written_at = 0.0
         self._under_way: tuple[str, float] | None = None  # evaluation or save
         self._failure: Failure | None = None  # that was written
+        self._unreported: dict[str, Any] | None = None  # failure of the attempt before
         run.services.signals.on_failure = self.failed
         limit = run.config.parallel.crash_loop_limit
         starter = launcher.starter()
-        if run.runtime.rank == 0 and starter and limit and self._path.exists():
-            problem = crash_loop(read_events(self._path), starter, limit)
+        if run.runtime.rank == 0 and self._path.exists():
+            before = newest_events(self._path)
+            self._unreported = unreported(before)
+            problem = crash_loop(before, starter, limit) if starter else None
             if problem:
                 run.services.signals.on_failure = lambda failure: None
                 raise ValueError(problem)
 
     def on_start(self) -> None:
         here = this_process()
+        if self._unreported:
+            self._append_line(self._unreported, own_line=True)
         self._write(
             "start",
             process_start=self._started,
@@ -129,11 +135,13 @@ class RunEvents(Hook):
             self._append(event, **content)
 
     def _append(self, event: str, **content: Any) -> None:
-        """A line in one write. It begins on a line of its own also where the process before was
-        killed while it wrote."""
         self._written_at = time.time()
-        text = json.dumps({"event": event, "time": self._written_at, **content})
-        start = "\n" if event == "start" and os.path.exists(self._path) else ""
+        line = {"event": event, "time": self._written_at, **content}
+        self._append_line(line, event == "start" and os.path.exists(self._path))
+
+    def _append_line(self, content: Mapping[str, Any], own_line: bool) -> None:
+        """A line in one write; `own_line`: the process before may have been killed while it
+        wrote."""
         if self._file is None:
             self._file = OutputFile(str(self._path), "--save")
-        self._file.write(f"{start}{text}\n")
+        self._file.write(f"{chr(10) * own_line}{json.dumps(content)}\n")

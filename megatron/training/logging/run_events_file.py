@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.small_files import read_text
+from megatron.small_files import open_regular, read_text
 
 NAME = "run_events.jsonl"
+TAIL = (
+    1 << 22
+)  # bytes: a start reads the newest attempts only, as many as some hours of training write
 _NUMBERS = {  # what an event holds besides its time
     "start": ("process_start", "iteration"),
     "steps": ("first", "last", "seconds"),
@@ -21,11 +24,19 @@ _NUMBERS = {  # what an event holds besides its time
 }
 _TEXTS = {"start": ("starter",), "failure": ("host", "reason")}
 _LARGEST = 1e15
+UNKNOWN = -1  # rank
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a file, the oldest first. Raises OSError."""
     return parse_events(read_text(path, errors="replace"))
+
+
+def newest_events(path: Path) -> list[dict[str, Any]]:
+    """The events in the last TAIL bytes of a file. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL))
+        return parse_events(file.read().decode(errors="replace"))
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:
@@ -72,11 +83,36 @@ def failure_of(attempt: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None
     return next((event for event in reversed(attempt) if event["event"] == "failure"), None)
 
 
+def unreported(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The failure of the newest attempt, if neither an end nor a failure is written: all of its
+    processes were killed. It has the time of the last event. None otherwise."""
+    newest = attempts_of(events)[-1:]
+    if not newest or {"end", "failure"} & {event["event"] for event in newest[0]}:
+        return None
+    start = newest[0][0]
+    done = [event["last"] for event in newest[0] if event["event"] == "steps"]
+    return {
+        "event": "failure",
+        "time": newest[0][-1]["time"],
+        "iteration": max(done, default=start["iteration"]) + 1,
+        "rank": 0 if start.get("ranks") == 1 else UNKNOWN,
+        "host": str(start.get("host", "")),
+        "pid": start.get("pid", 0),
+        "code": 1,
+        "silent": True,
+        "recovered": True,
+        "reason": "terminated without reporting an error: killed (a signal, out of memory), or its "
+        "machine was lost; found at the next start",
+    }
+
+
 def crash_loop(events: Sequence[Mapping[str, Any]], starter: str, limit: int) -> str | None:
     """Why starting again is useless: the newest `limit` attempts, all started by `starter` (its
     automatic restarts), failed in the same iteration on the same rank. None otherwise."""
     newest = attempts_of(events)[-limit:]
+    # without the cause and the iteration, nobody knows whether it would come again
     failures = [failure_of(one) or {} for one in newest]
+    failures = [{} if one.get("recovered") else one for one in failures]
     kinds = {(failure.get("iteration"), failure.get("rank")) for failure in failures}
     if (
         not 0 < limit == len(newest)
