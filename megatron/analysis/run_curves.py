@@ -93,7 +93,8 @@ def _source(path: str) -> str:
     for found in sorted(
         folder.glob("*.jsonl"), key=lambda file: (file.name != "metrics.jsonl", file.name)
     ):
-        if is_metrics(read_file(str(found))):
+        text = read_file(str(found))
+        if is_metrics(text) and '"lm_loss"' in text.partition("\n")[0]:  # not run_events.jsonl
             return str(found)
     if any(folder.rglob("*tfevents*")):
         return path

@@ -125,6 +125,7 @@ def test_of_repeated_iterations_the_last_counts(tmp_path):
 def test_a_directory_is_searched_for_metrics_then_logs(tmp_path):
     write(tmp_path / "log.txt", "short", [1.0, 1.0])
     (tmp_path / "notes.txt").write_text("nothing\n")
+    (tmp_path / "run_events.jsonl").write_text('{"event": "start", "time": 1.0}\n')
     assert read_run(str(tmp_path)).panels["loss"][1] == [1.0, 1.0]
     write(tmp_path / "metrics.jsonl", "metrics", [2.0, 2.0])
     assert read_run(str(tmp_path)).panels["loss"][1] == [2.0, 2.0]
