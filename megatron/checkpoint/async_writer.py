@@ -33,7 +33,7 @@ Failure = tuple[str, int | None]
 
 
 class Part(NamedTuple):
-    """A slice as the other process finds it: its bytes begin at `offset` of the shared memory."""
+    """A slice in shared memory, where its bytes begin at `offset`."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What to write where; `memory` bytes are to be mapped again first, if not 0."""
+    """What to write where; if `memory` is not 0, that many bytes must be mapped again first."""
 
     parts: list[Part]
     temporary: Path
@@ -62,11 +62,11 @@ class Job(NamedTuple):
 
 
 class Writer:
-    """The rank's end. `start` a save, ask whether it is `done`, take its `result`; only then the
+    """The rank's side: `start` a save, check whether it is `done`, take its `result`; only then the
     next one."""
 
     def __init__(self) -> None:
-        """Fork the process. Raises ValueError where the system lacks what it takes."""
+        """Fork the process. Raises ValueError if the system does not support it."""
         if not hasattr(os, "memfd_create"):
             raise ValueError(
                 "--async-save: needs memory shared by descriptor (Linux's memfd_create); leave it "
@@ -97,7 +97,7 @@ class Writer:
         they are copied.
 
         Without the process, or without memory for the copy, they are written before this returns,
-        and that is said.
+        with a warning.
         """
         assert not self._busy, "a save is under way"
         self._busy = True
@@ -164,7 +164,7 @@ class Writer:
             )
 
     def close(self) -> None:
-        """End the process; a save under way is given up."""
+        """End the process and abandon a save in progress."""
         self.process.close()
 
 

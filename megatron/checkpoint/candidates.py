@@ -28,12 +28,12 @@ class Candidate:
 def candidates(
     path: Path | str, step: int | None = None, more: Sequence[Path] = ()
 ) -> tuple[list[Candidate], list[str]]:
-    """What to try for `path` in order, and what is wrong with trackers.
+    """The checkpoints to try for `path`, in order, and problems with trackers.
 
-    One alone where it is asked for by name: with `step`, or where `path` is no run directory.
-    Otherwise what the tracker names and every older checkpoint, merged with those of the run
-    directories `more` (snapshots) by iteration; nothing where there is no tracker. Raises
-    CheckpointError for a tracker that cannot be read if there is no checkpoint next to it.
+    Only one if it is requested by name: with `step`, or if `path` is not a run directory. Otherwise
+    what the tracker names and every older checkpoint, merged with those of the run directories
+    `more` (snapshots) by iteration; nothing where there is no tracker. Raises CheckpointError for a
+    tracker that cannot be read if there is no checkpoint next to it.
     """
     path = Path(path)
     if step is not None or store.is_checkpoint(path):

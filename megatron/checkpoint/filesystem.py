@@ -57,18 +57,18 @@ class CheckpointError(Exception):
 
     @property
     def is_damage(self) -> bool:
-        """Would an older checkpoint help? Not where this user may not read, or a limit of the
-        process is reached."""
+        """Whether an older checkpoint would help: not if permissions or a limit of the process are
+        the cause."""
         return self.errno is None or self.errno in _DAMAGE
 
 
 class ForeignCheckpoint(CheckpointError):
-    """A checkpoint that is whole, but not for this program or this run: an older one is not the
+    """A valid checkpoint that is not for this program or this run: loading an older one is not the
     remedy."""
 
     @property
     def is_damage(self) -> bool:
-        """It is none."""
+        """It is not damaged."""
         return False
 
 
@@ -143,8 +143,8 @@ class Disk:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def reserve(self, descriptor: int, path: Path, length: int) -> None:
-        """Ask for `length` bytes at once: a full disk is noticed before the work, and large writes
-        get faster."""
+        """Allocate `length` bytes in advance: a full disk is noticed early, and large writes get
+        faster."""
         if not length or not hasattr(os, "posix_fallocate"):
             return
         with explained(f"reserve {length} bytes for", path):
@@ -183,7 +183,7 @@ class Disk:
             os.close(descriptor)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A whole new small file, on the disk when this returns."""
+        """Write a new small file and fsync it."""
         descriptor = self.create(path)
         try:
             self.write(descriptor, path, data, 0)

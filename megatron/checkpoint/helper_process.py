@@ -14,7 +14,7 @@ from megatron import interrupt
 
 
 class SideProcess:
-    """The rank's end. `pipe` leads to the process; `exit_code` is None until its end has been
+    """The rank's side. `pipe` leads to the process; `exit_code` is None until its exit has been
     noticed."""
 
     def __init__(self, serve: Callable[[Connection], None]):
@@ -29,7 +29,7 @@ class SideProcess:
         theirs.close()
 
     def alive(self) -> bool:
-        """Is it there?"""
+        """Whether the process is running."""
         self.wait(os.WNOHANG)
         return self.exit_code is None
 
@@ -51,7 +51,7 @@ class SideProcess:
 def _run(
     serve: Callable[[Connection], None], pipe: Connection, ours: Connection, parent: int
 ) -> NoReturn:
-    """The process. Signals are the rank's affair."""
+    """The background process. It ignores signals, which the rank handles."""
     code = 1
     try:
         ours.close()

@@ -46,7 +46,7 @@ _ROOT = re.compile(r"(\d{5,})-on-(\d{5,})")
 
 @dataclass(frozen=True)
 class Line:
-    """What a run writes from iteration `start` on, until it starts again."""
+    """What a run writes from iteration `start` on, until its next start."""
 
     run: str
     line: str
@@ -91,7 +91,7 @@ def add_line(root: Path, start: int, disk: Disk = DISK) -> Line:
 
 
 def forget(root: Path, disk: Disk = DISK) -> None:
-    """End all lines: what comes next makes no local copies."""
+    """End all lines, since the current run makes no local copies."""
     if (root / LINES).exists():
         disk.remove(root / LINES)
 
@@ -111,7 +111,7 @@ def newest_of_lines(lines: Sequence[Line]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a part is a part of: the line of the run, the save, the rank, and the layout."""
+    """What a part belongs to: line of the run, save, rank and layout."""
 
     line: str
     save: str
@@ -184,7 +184,7 @@ class Part(store.Checkpoint):
 
 
 def read_copy(path: Path) -> Copy:
-    """What the part in a directory is of. Raises CheckpointError."""
+    """What the part in a directory belongs to. Raises CheckpointError."""
     table = store.read_manifest(path / FILE_NAME)
     text = read_small_file(path / COPY)
     record = table.files.get(COPY)
@@ -200,7 +200,7 @@ def read_copy(path: Path) -> Copy:
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with a part, of which every byte is read."""
+    """Read every byte of a part; returns what is wrong with it."""
     try:
         found = store.read_metadata(path)
         with PartReader(path, found.manifest) as reader:

@@ -33,8 +33,8 @@ _NAME = re.compile(r"\.lock\.(\d{6})")
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock. `machine`: host, boot and process name space; `started`: the process's,
-    which a pid alone is not."""
+    """The holder of a lock. `machine`: host, boot and PID namespace; `started`: start time of the
+    process, since PIDs are reused."""
 
     host: str
     machine: str
@@ -45,7 +45,7 @@ class Owner:
 
 
 class Lock:
-    """A lock that this process holds; a thread keeps its heart beating."""
+    """A lock that this process holds; a thread updates its heartbeat."""
 
     def __init__(self, path: Path, owner: Owner):
         self.path = path
@@ -60,7 +60,7 @@ class Lock:
                 os.utime(self.path)
 
     def check(self) -> None:
-        """Raise CheckpointError unless this job still owns the directory; to be asked before every
+        """Raise CheckpointError unless this job still owns the directory; called before every
         commit."""
         root = self.path.parent
         others = [path for path in _locks(root) if path.name > self.path.name]
@@ -88,7 +88,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Give the directory up."""
+        """Release the directory."""
         self._over.set()
         mine = _owner(self.path)
         if mine is not None and mine.token == self.owner.token and os.getpid() == self.owner.pid:
@@ -97,19 +97,19 @@ class Lock:
 
 
 class NoLock:
-    """What a process has that writes no checkpoints."""
+    """In place of a lock, for a process that writes no checkpoints."""
 
     def check(self) -> None:
-        """There is nothing to lose."""
+        """Nothing to check."""
 
     def release(self) -> None:
-        """There is nothing to give up."""
+        """Nothing to release."""
 
 
 @contextmanager
 def held(directory: str | None) -> Iterator[Lock | NoLock]:
-    """Own `directory` (nothing for None) within the block. Raises CheckpointError at once where
-    another job has it."""
+    """Hold the lock of `directory` (None: no lock) within the block. Raises CheckpointError
+    immediately if another job holds it."""
     lock = NoLock() if directory is None else acquire(Path(directory))
     try:
         yield lock
@@ -118,8 +118,8 @@ def held(directory: str | None) -> Iterator[Lock | NoLock]:
 
 
 def acquire(root: Path) -> Lock:
-    """Take the lock of `root`, which is made where it is missing; raises CheckpointError where a
-    living job has it."""
+    """Acquire the lock of `root`, which is created if it is missing. Raises CheckpointError if a
+    running job holds it."""
     DISK.make_root(root)
     seen = _locks(root)
     for path in seen:
@@ -168,7 +168,7 @@ def _locks(root: Path) -> list[Path]:
 
 
 def _owner(path: Path) -> Owner | None:
-    """Who holds a lock file; None where it does not exist, is not written yet, or is not one of
+    """The holder of a lock file; None where it does not exist, is not written yet, or is not one of
     ours."""
     try:
         owner = Owner(**parse_json(read_small_file(path, 10_000)))
@@ -220,7 +220,7 @@ def _age(path: Path) -> float:
 
 
 def _machine() -> str:
-    """What two processes have in common that see each other's pids."""
+    """Equal for two processes that see each other's PIDs."""
     known = [socket.gethostname()]
     with suppress(OSError):
         known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -73,7 +73,7 @@ class Manifest:
     crc32: str = field(default="", compare=False)
 
     def dump(self) -> bytes:
-        """The text of this manifest, one tensor a line."""
+        """The text of this manifest, one tensor per line."""
         head = {
             "format": FORMAT,
             "version": VERSION,

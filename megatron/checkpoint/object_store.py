@@ -73,10 +73,10 @@ class Remote:
             return None
 
     def upload(self, staging: Path, iteration: int) -> None:
-        """Bring a checkpoint into the store, and the tracker to it; files that are there already
-        are compared only.
+        """Upload a checkpoint, then the tracker; files that the store already has are only
+        compared.
 
-        Raises CheckpointError where the store refuses, FileNotFoundError if the checkpoint goes
+        Raises CheckpointError if the store fails, FileNotFoundError if the checkpoint is removed
         meanwhile.
         """
         directory = store.iteration_directory(staging, iteration)
@@ -125,8 +125,8 @@ class Remote:
             pass
 
     def bring_skips(self, staging: Path) -> None:
-        """Join the records of skipped iterations in the store and in the staging directory, there:
-        those of the store first.
+        """Merge the records of skipped iterations of the store and of the staging directory in the
+        latter, those of the store first.
 
         Raises CheckpointError.
         """
@@ -146,8 +146,7 @@ class Remote:
             skip_log.replace(staging, [*theirs, *(line for line in mine if line not in known)])
 
     def upload_skips(self, staging: Path) -> None:
-        """Bring the records of skipped iterations into the store, where there are any. Raises
-        CheckpointError."""
+        """Upload the records of skipped iterations, if there are any. Raises CheckpointError."""
         path = staging / skip_log.FILE_NAME
         if path.exists():
             self._patiently("upload", path.name, lambda: self.put(path, path.name))
@@ -188,16 +187,16 @@ class Remote:
         return sorted(name for name in files if name not in ("", ".", ".."))
 
     def get(self, there: str, path: Path) -> None:
-        """Bring one file out of it. Raises CheckpointError, FileNotFoundError."""
+        """Download one file. Raises CheckpointError, FileNotFoundError."""
         source = f"{self._root}/{there}"
         self._patiently("fetch", there, lambda: self.files.get_file(source, str(path)))
 
     def send(self, path: Path) -> None:
-        """Bring one file into it under its name, read back and compared. Raises CheckpointError."""
+        """Upload one file under its name, read it back and compare. Raises CheckpointError."""
         self._patiently("upload", path.name, lambda: self.put(path, path.name))
 
     def facts(self, there: str) -> dict[str, Any]:
-        """What the store says of a file: its size, and what changes with its content. Raises
+        """Size of a file in the store, and a value that changes with its content. Raises
         CheckpointError, FileNotFoundError."""
         self.files.invalidate_cache()
         found = self._patiently("look at", there, lambda: self.files.info(f"{self._root}/{there}"))
@@ -221,8 +220,7 @@ class Remote:
             self._patiently("remove", name, lambda name=name: self._remove(f"{self._root}/{name}"))
 
     def fetch(self, iteration: int, staging: Path, as_newest: bool) -> None:
-        """Bring a checkpoint out of the store, whole or not at all; `as_newest`: the tracker of
-        `staging` then names it.
+        """Download a checkpoint atomically; `as_newest`: the tracker of `staging` then names it.
 
         Its bytes are checked when it is loaded. Raises CheckpointError.
         """
@@ -247,7 +245,7 @@ class Remote:
             DISK.rename(temporary, final)
 
     def _patiently(self, what: str, there: str, action: Any) -> Any:
-        """Do it, again and again where the store fails. Raises CheckpointError after TRIES."""
+        """Call it, up to TRIES times if the store fails. Raises CheckpointError then."""
         for number in range(TRIES):
             try:
                 return action()
@@ -357,7 +355,7 @@ class Uploader:
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be
-        brought there."""
+        uploaded."""
         try:
             self._process.pipe.send(None)
             failure = self._process.pipe.recv()
@@ -380,7 +378,7 @@ class Uploader:
 
 @contextmanager
 def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
-    """Upload during the block what is saved in `places`, if there are any, and wait for that at its
+    """During the block, upload what is saved in `places`, if there are any; wait for it at the
     end."""
     uploader = Uploader(places, save) if places else None
     try:
@@ -437,7 +435,7 @@ class _Watched:
                 self.failure = self.failure or f"{self.place.flag} {self.place.url}: {error}"
 
     def _bring_skips(self) -> None:
-        """Upload the records of skipped iterations if they are others than those uploaded.
+        """Upload the records of skipped iterations if they have changed since the last upload.
         Snapshots have none."""
         path = self.place.staging / skip_log.FILE_NAME
         found = path.read_bytes() if path.exists() else b""
@@ -446,8 +444,8 @@ class _Watched:
             self._records = found
 
     def _drop_beyond(self, saved: int | None) -> None:
-        """Remove a snapshot beyond the checkpoint just saved, unless this run has it: its line was
-        left."""
+        """Remove a snapshot beyond the checkpoint just saved, unless this run has it: it belongs to
+        an abandoned history."""
         if not self.place.is_slot or saved is None:
             return
         if (self._uploaded or 0) > saved and slots.newest_in(self.place.staging) != self._uploaded:
@@ -455,7 +453,7 @@ class _Watched:
             self._uploaded = None
 
     def _bring_newest(self) -> None:
-        """Upload what the tracker names if that is another one than what is uploaded."""
+        """Upload the checkpoint that the tracker names, unless it is uploaded already."""
         newest = store.latest(self.place.staging)
         if newest is None or newest == self._uploaded:
             return

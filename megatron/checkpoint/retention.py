@@ -16,8 +16,8 @@ def prune(
     `keep_every`.
 
     Those beyond the tracker's belong to an abandoned history (a run that resumed from an older
-    one): they neither count nor go. Call it on rank 0 after a save has returned. Returns the
-    iterations removed."""
+    one): they are neither counted nor removed. Call it on rank 0 after a save has returned. Returns
+    the iterations removed."""
     if keep_last < 1:
         raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
     root, newest = Path(root), store.latest(root)
@@ -34,8 +34,8 @@ def prune(
 
 
 def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
-    """The slot for the snapshot of `iteration`, emptied: one of a line that was left, an empty one,
-    or the older one."""
+    """Empty the slot for the snapshot of `iteration` and return it: one of an abandoned history, an
+    empty one, or the older one."""
     held = {root: newest_in(root) for root in slots(directory)}
     root = min(
         held, key=lambda one: -1 if held[one] is None or held[one] >= iteration else held[one]

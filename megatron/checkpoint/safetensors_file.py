@@ -58,7 +58,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 @dataclass(frozen=True)
 class Entry:
     """One tensor to write; `data` is it (any device, any strides) or a function that makes it when
-    its turn comes."""
+    it is written."""
 
     key: str
     dtype: torch.dtype
@@ -161,8 +161,8 @@ def write_file(
     one at a time).
 
     `metadata` is the header's free text, by default {"format": "pt"} as torch users write it.
-    Raises CheckpointError when the disk refuses; the unfinished file is then left for the caller to
-    remove with its directory.
+    Raises CheckpointError if the disk fails; the caller then removes the unfinished file with its
+    directory.
     """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header = _header(ordered, {"format": "pt"} if metadata is None else metadata, path)
@@ -363,7 +363,7 @@ class SafetensorsFile:
             )
 
     def read(self, key: str) -> torch.Tensor:
-        """The whole tensor, new, on the CPU; checksums are the manifest's matter and not looked at
+        """The whole tensor, new, on the CPU; checksums, which are in the manifest, are not verified
         here."""
         if key not in self.places:
             raise CheckpointError(

@@ -1,5 +1,5 @@
-"""Writes the slices of tensors that a rank holds and reads any box of any tensor back, whoever
-wrote it how.
+"""Writes the slices of tensors that a rank holds, and reads any box of any tensor, whichever ranks
+wrote it.
 
 Everything is indexed by global tensor name, shape and box, so the layout at save and the layout
 at load need not agree.
@@ -39,7 +39,7 @@ class TensorSlice:
     """The part `box` of the global tensor `name` that this rank writes.
 
     `tensor` has the box's shape, any strides, on any device; or it is a function that makes it when
-    its turn comes.
+    it is written.
     """
 
     name: str
@@ -209,8 +209,8 @@ class Reader:
             self._take_first()
 
     def wait(self) -> None:
-        """Until all that was to be read later is there. The first error is raised after all under
-        way have ended."""
+        """Wait for all reads of `read_later`. The first error is raised after all of them have
+        ended."""
         while self._later:
             self._take_first()
 

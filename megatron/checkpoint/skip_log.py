@@ -1,5 +1,5 @@
-"""`skips.jsonl` of a run directory: which ranges of iterations are skipped, one JSON object
-a line; lines are only ever added.
+"""`skips.jsonl` of a run directory: which ranges of iterations are skipped, in JSON Lines; lines
+are only appended.
 
 A line is a record of a range (or, where one command line has more than a thousand, of all of
 them), or `{"forget": id, ...}`, which takes one back; the last line about an id counts.
@@ -146,8 +146,8 @@ def active(entries: Iterable[Entry]) -> dict[str, SkipRecord]:
 
 
 def read(directory: Path | str) -> tuple[list[str], str]:
-    """(the whole lines of the file in `directory`, what a write that was cut off has left behind
-    them, which is no JSON). Raises CheckpointError where it cannot be read."""
+    """(complete lines of the file in `directory`, the incomplete text of an interrupted write
+    behind them). Raises CheckpointError if it cannot be read."""
     try:
         data = read_small_file(Path(directory) / FILE_NAME)
     except CheckpointError as error:
@@ -166,8 +166,8 @@ def _is_json(text: str) -> bool:
 
 
 def append(directory: Path | str, lines: Sequence[str]) -> None:
-    """Add lines, durably, in one write; what a write that was cut off has left at the end goes.
-    Raises CheckpointError."""
+    """Append lines durably, in one write; the incomplete text of an interrupted write at the end is
+    removed. Raises CheckpointError."""
     path = Path(directory) / FILE_NAME
     DISK.make_root(path.parent)
     new = not path.exists()
@@ -194,7 +194,7 @@ def append(directory: Path | str, lines: Sequence[str]) -> None:
 
 
 def replace(directory: Path | str, lines: Sequence[str]) -> None:
-    """Put a file of these lines in the place of the one in `directory`, in one step. Raises
+    """Atomically replace the file in `directory` by one with these lines. Raises
     CheckpointError."""
     path = Path(directory) / FILE_NAME
     temporary = path.with_name(f".{FILE_NAME}.tmp-{secrets.token_hex(4)}")

@@ -27,8 +27,8 @@ def newest_in(root: Path) -> int | None:
 
 
 def drop_beyond(directory: Path | str, iteration: int, disk: Disk = DISK) -> None:
-    """Empty the slots whose snapshot is beyond `iteration`, which has just been saved: their line
-    was left."""
+    """Empty the slots whose snapshot is beyond `iteration`, which has just been saved: they belong
+    to an abandoned history."""
     for root in slots(directory):
         if (newest_in(root) or 0) > iteration:
             empty(root, disk)

@@ -1,5 +1,4 @@
-"""The run directory: iter_XXXXXXX directories, how one comes into being whole or not at all, which
-is the newest.
+"""The run directory: writes iter_XXXXXXX directories atomically, and finds the newest.
 
 A save is written into a hidden sibling, fsynced, renamed, and only then named by the tracker file.
 A process may be killed at any step: what the tracker names is always a complete checkpoint. Knows
@@ -80,8 +79,8 @@ def save(
     write.
 
     `gather(value)` returns every rank's value in rank order and so also waits for all
-    (all_gather_object of the world). `state`, `args` and `fence` are rank 0's; the fence is asked
-    before the checkpoint gets its name and raises where this job has lost the directory to another
+    (all_gather_object of the world). `state`, `args` and `fence` are rank 0's; the fence is called
+    before the checkpoint is renamed, and raises if another job has acquired the directory
     (lock.py). Returns `root/iter_XXXXXXX` when it is on the disk under its name. When any rank
     fails, every rank raises CheckpointError, the files of this save are removed and the last
     checkpoint stays.
@@ -139,8 +138,8 @@ def commit(
 
 @contextmanager
 def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterator[None]:
-    """Where the block, which all ranks are in, raises a CheckpointError, the temporary directory
-    goes."""
+    """If the block, which all ranks are in, raises a CheckpointError, remove the temporary
+    directory."""
     try:
         yield
     except CheckpointError:
@@ -151,7 +150,7 @@ def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterat
 
 
 def together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
-    """Do the action if it is this rank's, wait for all ranks; where any failed, raise its
+    """Run the action if it is this rank's, and wait for all ranks; if any failed, raise its
     CheckpointError on all."""
     failure: CheckpointError | None = None
     try:
@@ -169,18 +168,19 @@ def together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool =
 
 
 def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
-    """First step of a save, on rank 0 alone: root and temporary directory; leftovers of killed
-    saves go."""
+    """First step of a save, on rank 0 alone: create root and temporary directory, remove leftovers
+    of killed saves."""
     disk.make_root(root)
     clear_leftovers(root, disk)
     disk.make_directory(temporary)
 
 
 def clear_leftovers(root: Path, disk: Disk = DISK) -> None:
-    """Remove what killed saves left; a replacement that was cut in the middle gets its name back.
+    """Remove what killed saves left, and restore the name of a checkpoint whose replacement was
+    interrupted.
 
-    Whoever has just taken a directory over does this before anything else: what its former owner,
-    should it wake up, is about to rename no longer exists.
+    A job that has acquired a directory calls this first: then a former owner that continues finds
+    nothing to rename.
     """
     leftovers = [
         path
@@ -226,7 +226,7 @@ def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: D
 
 
 def part_file(temporary: Path, rank: int) -> Path:
-    """Where a rank leaves its part of the manifest."""
+    """The file of a rank's part of the manifest."""
     return temporary / f"manifest.rank{rank:05d}.json"
 
 
@@ -236,10 +236,10 @@ def publish(
     """Last step, on rank 0 alone: give the complete temporary directory its final name, then the
     tracker its text.
 
-    A checkpoint of that name is swapped out in a single step where the system can. Elsewhere it
-    steps aside first, and until the new one has the name, readers (and the next save) take the one
-    aside for it. After the fence come renames alone, of names that another job removes when it
-    takes the directory over (clear_leftovers).
+    A checkpoint of that name is swapped out in a single step where the system can. Elsewhere it is
+    renamed first, and until the new one has the name, readers (and the next save) use the renamed
+    one. After the fence come renames alone, of names that another job removes when it takes the
+    directory over (clear_leftovers).
     """
     final = iteration_directory(root, iteration)
     tracker = root / f".{TRACKER}.tmp-{secrets.token_hex(4)}"
@@ -269,8 +269,8 @@ def publish(
 
 
 def discard(path: Path, disk: Disk) -> None:
-    """Remove a directory or file of ours that nobody needs; a failure is said, not raised: the run
-    can continue."""
+    """Remove a directory or file that nobody needs; a failure is a warning, since the run can
+    continue."""
     try:
         # half-removed it must never look like a checkpoint
         if _TEMPORARY.fullmatch(path.name) is None:

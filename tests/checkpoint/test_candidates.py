@@ -80,7 +80,7 @@ def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_lef
     (first / store.TRACKER).write_text("?")
     assert retention.free_slot(tmp_path, 20) == first and store.iterations(first) == []
     save(first, 90)
-    assert retention.free_slot(tmp_path, 20) == first, "90 is of a line that was left"
+    assert retention.free_slot(tmp_path, 20) == first, "90 is of an abandoned history"
     save(first, 90)
     drop_beyond(tmp_path, 20)
     assert not list(first.iterdir()) and assert_good(second, 10) == 0

@@ -620,7 +620,7 @@ BUGS = {
         "pass",
         f"{LOCAL}::test_a_part_is_verified",
     ),
-    "a local copy of a line that was left": Bug(
+    "a local copy of an abandoned history": Bug(
         "megatron.checkpoint.local_copies.newest_of_lines",
         "min(limit, one.start)",
         "limit",

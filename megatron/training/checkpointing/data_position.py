@@ -10,8 +10,8 @@ from megatron.training.run import Run
 
 
 def check_data_order(run: Run, order: dict[str, Any]) -> None:
-    """Refuse to train on with another order of the data, unless that is asked for; then say what
-    changes."""
+    """Raise ValueError if the order of the data has changed; print a warning if that was
+    requested."""
     saved = run.progress.data_order
     run.progress.data_order = order
     if not saved or run.config.training.skip_train:

@@ -1,4 +1,5 @@
-"""Loading a run: the newest good checkpoint that --load means, and the way back to one."""
+"""Loads a run: from the newest good checkpoint of --load, or from one of its own after a
+rollback."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ CHECKPOINT_VERSION = 3.0
 
 
 def load_checkpoint(run: Run) -> str | None:
-    """Take back the checkpoint that --load means, if there is one: its path. Raises ValueError or
+    """Load the checkpoint of --load, if there is one, and return its path. Raises ValueError or
     CheckpointError.
 
-    Where it is damaged for any rank, all take the newest good one before it; not if it was asked
-    for by its number.
+    If it is damaged for any rank, all ranks load the newest good one before it, unless one
+    iteration was requested.
     """
     c = run.config.checkpoint
     world = run.runtime.ctx.world
@@ -73,7 +74,8 @@ def load_checkpoint(run: Run) -> str | None:
 
 
 def _clear_leftovers(c: CheckpointConfig) -> None:
-    """Whoever had the directory before us can finish nothing from here on."""
+    """Remove what an earlier job left in the directory, so that it can no longer complete a
+    save."""
     for root in (Path(c.save), *slots.slots(snapshot_directory(c, c.save))):
         try:
             store.clear_leftovers(root)
@@ -84,7 +86,7 @@ def _clear_leftovers(c: CheckpointConfig) -> None:
 
 
 def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]:
-    """What to try in order, what is wrong with trackers, and why nothing can be tried."""
+    """(Checkpoints to try in order, problems with trackers, why none can be tried.)"""
     try:
         return (
             *candidates(c.load, c.ckpt_step, slots.slots(snapshot_directory(c, c.load))),
@@ -95,8 +97,8 @@ def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]
 
 
 def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> str:
-    """Load the first of these checkpoints that is good for all ranks, as `c` says what of it: its
-    path."""
+    """Load what `c` requests of the first of these checkpoints that is good for all ranks; returns
+    its path."""
     bad: list[str] = []
     for candidate in tries:
         found = None
@@ -149,8 +151,8 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
 
 
 def load_own(run: Run, tries: list[Candidate]) -> None:
-    """Take the first good one of these checkpoints, which this run saved or came from, with
-    everything in it, whatever --load, --finetune and --no-load-optim say."""
+    """Load everything in the first good one of these checkpoints, which this run saved or resumed
+    from, whatever --load, --finetune and --no-load-optim say."""
     everything = replace(
         run.config.checkpoint,
         load=tries[0].path,
@@ -190,8 +192,8 @@ def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
 
 
 def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
-    """Check that the checkpoint is of this model, then copy its tensors, every byte checked; what
-    it was saved with."""
+    """Check that the checkpoint is of this model and copy its tensors, all checksums verified;
+    returns the flags it was saved with."""
     config = run.config
     state = found.state
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
@@ -216,7 +218,7 @@ def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
 
 
 def _take_state(run: Run, found: Checkpoint, saved: Config, c: CheckpointConfig) -> None:
-    """Counters, schedule and data order of the checkpoint whose tensors have been taken."""
+    """Restore counters, schedule and data order of the checkpoint whose tensors were copied."""
     state = found.state
     try:
         written_by = ranks_text(state.layout)
@@ -239,7 +241,7 @@ def _take_state(run: Run, found: Checkpoint, saved: Config, c: CheckpointConfig)
 def restore_counters(
     run: Run, state: RunState, with_optimizer: bool = True, with_progress: bool = True
 ) -> None:
-    """Take back all that is not a tensor: of optimizer and schedule, and of how far the run is."""
+    """Restore everything that is not a tensor: of optimizer and schedule, and the progress."""
     if with_optimizer:
         run.scheduler.load_state_dict(state.scheduler)
         run.optimizer.load_counters(state.optimizer)
@@ -292,9 +294,9 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
 def read_into(
     tensor: torch.Tensor, reader: Reader, source: str, sharding: Sharding, box: Box, vocab_size: int
 ) -> None:
-    """Copy the part `box` of the tensor `source`; of a vocabulary padded otherwise (for another
-    number of ranks) the real rows, when `reader.wait` returns. Number formats may differ; raises
-    ValueError where shapes do."""
+    """Copy the part `box` of the tensor `source`; of a vocabulary with another padding (for another
+    number of ranks) the real rows. Complete when `reader.wait` returns. Dtypes may differ; raises
+    ValueError if shapes do."""
     (start, stop), *rest = box
     there = tuple(reader.shape(source))
     here = tuple(sharding.shape)
@@ -319,8 +321,8 @@ def read_into(
 
 
 def _source(name: str, there: set[str]) -> str:
-    """Where a tensor's most exact values are: main weights for weights of another format, and the
-    other way round."""
+    """The name under which a tensor's most precise values are stored: its main weights if there are
+    any, else its weights."""
     main = f"optimizer.fp32_param.{name}"
     if name.startswith("optimizer.fp32_param.") and name not in there:
         return name.removeprefix("optimizer.fp32_param.")

@@ -1,5 +1,5 @@
-"""--non-persistent-ckpt-type local: each rank's part of the run on its own node, mirrored by other
-ranks (--replication), and the way back from there."""
+"""--non-persistent-ckpt-type local: saves each rank's part of the run on its own node, mirrored by
+other ranks (--replication), and loads it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def node_directory(c: CheckpointConfig) -> Path:
 
 
 def partners(c: CheckpointConfig, rank: int, ranks_of_node: int) -> list[int]:
-    """The ranks that hold the part of `rank`, itself among them: each holds the parts of all."""
+    """The ranks that hold the part of `rank`, itself included; each of them holds the parts of
+    all."""
     if not c.replication:
         return [rank]
     jump = c.replication_jump or ranks_of_node
@@ -49,7 +50,7 @@ def partners(c: CheckpointConfig, rank: int, ranks_of_node: int) -> list[int]:
 
 
 def all_slices(run: Run) -> list[TensorSlice]:
-    """All that this rank holds, also where other ranks hold the same."""
+    """Everything that this rank holds, including what other ranks hold too."""
     return [
         TensorSlice(name, sharding.shape, tensor.dtype, box, tensor)
         for name, sharding, _, own in own_tensors(run)
@@ -79,7 +80,7 @@ class LocalCopies:
         store.together(self._gather, self._directory, action, mine)
 
     def _from_rank_0(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on all ranks; its CheckpointError is raised on all."""
+        """The result of rank 0 on all ranks; its CheckpointError is raised on all."""
         answer = failure = None
         try:
             answer = make() if self._rank == 0 else None
@@ -91,7 +92,8 @@ class LocalCopies:
         return answer
 
     def start_line(self) -> None:
-        """The run goes on from its present iteration: copies of later ones count no longer."""
+        """Training continues from the current iteration: copies of later iterations are no longer
+        used."""
         root = Path(self._run.config.checkpoint.save)
 
         def add() -> local_copies.Line:
@@ -150,8 +152,8 @@ class LocalCopies:
     def _finish(
         self, folders: dict[int, Path], write: Callable[[], None], iteration: int, message: str
     ) -> None:
-        """Write the own part, exchange parts with the partners, and name them all: then the older
-        ones go."""
+        """Write the own part, exchange parts with the partners and give all their final names; then
+        remove the older ones."""
         try:
             self._together(write)
             self._together(lambda: self._mirror(folders))
@@ -159,7 +161,7 @@ class LocalCopies:
         except CheckpointError:
             for folder in folders.values():
                 store.discard(folder, DISK)
-            self._gather(None)  # nobody ends the run before that is done
+            self._gather(None)  # no rank ends the run before this is done
             raise
         self._together(lambda: self._publish(folders.values(), iteration))
         log.print_rank_0(message)
@@ -182,8 +184,8 @@ class LocalCopies:
             store.publish(folder.parent, folder, iteration)
 
     def _is_mine(self, holder: int) -> bool:
-        """Does this rank remove what `holder` wrote: itself, or on the first rank of a node one
-        that is no longer there?"""
+        """Whether this rank removes what `holder` wrote: itself or, on the first rank of a node, a
+        rank that no longer exists."""
         first = self._rank // self._ranks_of_node * self._ranks_of_node
         others = range(first, first + self._ranks_of_node)
         return holder == self._rank or self._rank == first and holder not in others
@@ -195,18 +197,18 @@ class LocalCopies:
             log.print_line(f"WARNING: older local copies stay: {error}")
 
     def remove(self) -> None:
-        """The run ends with a checkpoint."""
-        self._gather(None)  # it is on the disk for all
+        """Remove this run's copies, since it ends with a checkpoint."""
+        self._gather(None)  # all ranks have written the checkpoint
         self._remove_others(None)
 
 
-# --- the way back
+# --- loading
 
 
 @dataclass(frozen=True)
 class LocalCandidate(Candidate):
-    """A state of which all parts are somewhere; like a checkpoint to try. `places`: for each rank
-    (rank that sees the part, path), the best first."""
+    """A save of which every part exists somewhere, to be tried like a checkpoint. `places`: for
+    each rank (rank that can read the part, path), the best first."""
 
     run: Run
     save: str
@@ -215,8 +217,8 @@ class LocalCandidate(Candidate):
     run_id: str
 
     def open(self) -> local_copies.Part:
-        """This rank's part, fetched from another rank where it is not here or damaged; all ranks
-        call this. Raises CheckpointError on all where a part is whole nowhere."""
+        """This rank's part, fetched from another rank if it is missing or damaged here; all ranks
+        call this. Raises CheckpointError on all ranks if no good copy of some part exists."""
         me = self.run.runtime.rank
         chosen, problems = self._choose()
         lost = sorted(self.places.keys() - chosen.keys())
@@ -241,7 +243,8 @@ class LocalCandidate(Candidate):
         return local_copies.open_part(path, self.save)
 
     def _choose(self) -> tuple[dict[int, tuple[int, str]], list[str]]:
-        """For each rank the first place that has its part whole, and what is wrong with others."""
+        """For each rank the first place with a good copy of its part, and what is wrong with
+        others."""
         me = self.run.runtime.rank
         chosen: dict[int, tuple[int, str]] = {}
         problems: list[str] = []
@@ -265,7 +268,7 @@ class LocalCandidate(Candidate):
         return chosen, problems
 
     def _fetch(self, chosen: dict[int, tuple[int, str]], fetched: dict[int, int]) -> Path:
-        """Bring parts to the ranks that lack them; the path of this rank's."""
+        """Send parts to the ranks that lack them; returns the path of this rank's."""
         me = self.run.runtime.rank
         world = self.run.runtime.ctx.world
         group = file_transfer.cpu_group(world)
@@ -366,7 +369,7 @@ def _unusable(
     newest: dict[str, float],
     layout: dict[str, int],
 ) -> str | None:
-    """Why a save cannot be loaded; None where it can be tried."""
+    """Why a save cannot be loaded; None if it can be tried."""
     if copy.iteration > newest.get(copy.line, -1):
         return "the run went on from an earlier iteration since"
     if copy.layout != layout:

@@ -11,7 +11,7 @@ from megatron.config.tree import Config
 
 
 def architecture_problem(wrong: Sequence[Difference]) -> str | None:
-    """Weights of another model."""
+    """The checkpoint is of another model."""
     if not wrong:
         return None
     lines = [
@@ -44,8 +44,8 @@ def position_problem(
 
 
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Ids of another tokenizer; both are what `Tokenizer.identity` gives, and an empty one is
-    any."""
+    """The checkpoint was trained with another tokenizer. Both are results of `Tokenizer.identity`;
+    an empty one matches any."""
     before = _vocabulary(saved)
     here = _vocabulary(now)
     if not before or before == here:
@@ -58,7 +58,7 @@ def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, An
 
 
 def _vocabulary(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the ids: all of a tokenizer's identity but where its files lie."""
+    """What determines the token ids: a tokenizer's identity without the paths of its files."""
     return {key: value for key, value in identity.items() if key != "files"}
 
 

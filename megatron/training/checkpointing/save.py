@@ -86,8 +86,8 @@ def parts(
 
 
 def save_checkpoint(run: Run) -> PendingSave | None:
-    """Write the run as it stands under its iteration, or have a copy of it written (--async-save):
-    then `finish_save` is due. Raises CheckpointError when it cannot be written.
+    """Save a checkpoint of the current iteration, or start an asynchronous save (--async-save),
+    which `finish_save` completes. Raises CheckpointError if it cannot be written.
     """
     c = run.config.checkpoint
     iteration = run.progress.iteration
@@ -130,10 +130,10 @@ def begin_save(
 
 
 def finish_save(run: Run, pending: PendingSave) -> None:
-    """Wait until all ranks have written what --async-save has under way, and give it its name; all
-    ranks call this.
+    """Wait until all ranks have written the pending save of --async-save, and give it its final
+    name; all ranks call this.
 
-    Raises CheckpointError when it could not be written; then it is not pending either.
+    Raises CheckpointError if it could not be written; it is no longer pending either way.
     """
     if pending.finish:
         return pending.finish()
@@ -172,8 +172,7 @@ def own_slices(run: Run) -> list[TensorSlice]:
 
 
 def _clean_up(run: Run) -> None:
-    """What the checkpoint just written makes superfluous; it is on the disk. A failure is said and
-    costs nothing."""
+    """Remove what the checkpoint just written makes superfluous. A failure is a warning."""
     c = run.config.checkpoint
     try:
         run.services.fence()
@@ -238,7 +237,7 @@ def layout_of(run: Run) -> dict[str, int]:
 
 
 def ranks_text(layout: dict[str, int]) -> str:
-    """`layout` for a reader."""
+    """`layout` as text."""
     return (
         f"{layout['world_size']} ranks (data {layout['dp']} x tensor {layout['tp']} x pipeline "
         f"{layout['pp']} x context {layout['cp']})"

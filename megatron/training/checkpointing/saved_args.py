@@ -12,7 +12,7 @@ from megatron.config import architecture
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
 
-# Differences that a resume makes all the time.
+# Flags that usually differ between a run and its resume.
 _USUAL = {
     "load",
     "save",
@@ -59,7 +59,7 @@ def saved_config(found: Checkpoint) -> Config:
 
 
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:
-    """Raise ValueError on every flag that makes it another model; say every other difference."""
+    """Raise ValueError for flags that make it another model; print every other difference."""
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         raise ValueError(architecture_problem(wrong))

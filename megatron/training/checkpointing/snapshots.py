@@ -1,4 +1,4 @@
-"""--snapshot-interval: a checkpoint over the older of two, or local copies."""
+"""--snapshot-interval: saves a checkpoint over the older of two, or local copies."""
 
 from __future__ import annotations
 
