@@ -96,7 +96,8 @@ def read_goodput(path: str) -> Goodput:
         attempts = attempts_of(read_events(file))
     except OSError as error:
         raise ValueError(
-            f"{file}: cannot be read ({error.strerror or error}); give the --save directory of a run"
+            f"{file}: cannot be read ({error.strerror or error}); give the --save directory of a "
+            "run"
         ) from None
     if not attempts:
         raise ValueError(f"{file}: no run has started here; give a --save directory")

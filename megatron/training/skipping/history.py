@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class SkipHistory:
-    """`records`: those that count, by id; `executed`: [first, last] of what a run has skipped so
-    far, ascending, in all `total` iterations."""
+    """`records`: the active ones, by id; `executed`: ranges [first, last] skipped so far,
+    ascending, `total` iterations in all."""
 
     records: dict[str, SkipRecord] = field(default_factory=dict)
     executed: list[list[int]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class SkipHistory:
         return next((r.reason for r in others if r.parts.is_skipped(iteration)), "user")
 
     def note(self, first: int, last: int) -> None:
-        """Iterations first to last have just been skipped."""
+        """Record that iterations first to last were skipped."""
         self.total += last - first + 1
         if self.executed and self.executed[-1][1] == first - 1:
             self.executed[-1][1] = last
@@ -37,8 +37,7 @@ class SkipHistory:
             self.executed.append([first, last])
 
     def take(self, executed: Iterable[Sequence[int]], iteration: int) -> None:
-        """The run resumes from `iteration` with this history; of later iterations nothing has
-        happened."""
+        """Take over this history for a resume from `iteration`, without later iterations."""
         self.executed = [
             [first, min(last, iteration)] for first, last in executed if first <= iteration
         ]

@@ -28,8 +28,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was found on disk. `records` count; `origins` says of each id ever recorded where it was
-    found; `checkpoints` are those of `load`."""
+    """What was found on disk: the active `records`, `origins` (where each id ever recorded was
+    found) and the `checkpoints` of `load`."""
 
     records: dict[str, SkipRecord] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -39,9 +39,9 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Resolution:
-    """`problems` end the run, `notes` are printed. Otherwise `skips` is what the run leaves out:
-    `kept` records, `moved` ones (old id, reason, new range) and `new` ranges of the command line;
-    those of `forgotten` no more."""
+    """`problems` end the run, `notes` are printed. Otherwise the run skips `skips`: `kept` records,
+    `moved` ones (old id, reason, new range) and `new` ranges of the command line, without
+    `forgotten` ids."""
 
     iteration: int
     problems: list[str]
@@ -56,8 +56,8 @@ class Resolution:
 def resolve(
     plan: Plan, typed: SkipRanges, forget: Sequence[str], recorded: Recorded, at: Position
 ) -> Resolution:
-    """What becomes of the ranges `typed` and those in `recorded`, of which `forget` names ids to
-    drop, at a position."""
+    """Combine the ranges `typed` and those `recorded`, without the ids in `forget`, at a
+    position."""
     problems: list[str] = []
     executed = SkipRanges().joined((first, last) for first, last in at.executed)
     asked = set(typed.ranges)
@@ -123,7 +123,7 @@ def _forgotten(
     executed: SkipRanges,
     problems: list[str],
 ) -> list[str]:
-    """The ids that go."""
+    """The ids to drop."""
     dropped = []
     for name in dict.fromkeys(forget):
         record = recorded.records.get(name)
@@ -155,7 +155,7 @@ def _forgotten(
 
 
 def _common(some: SkipRanges, others: SkipRanges) -> int:
-    """How many iterations are in both."""
+    """Number of iterations in both."""
     return sum(some.count_in(first, last) for first, last in others.ranges)
 
 
@@ -167,7 +167,7 @@ def _trained(
     at: Position,
     executed: SkipRanges,
 ) -> list[str]:
-    """The problem that iterations of a range have been trained already, if they have."""
+    """The problem if iterations of a range have been trained already."""
     first = wanted[0]
     last = min(wanted[1], at.iteration)
     if executed.count_in(first, last) >= last - first + 1:
@@ -180,7 +180,7 @@ def _trained(
 
 
 def _earlier(recorded: Recorded, first: int) -> str:
-    """How to go back to before an iteration."""
+    """The remedy: how to resume from before an iteration."""
     before = [number for number in recorded.checkpoints if number < first]
     if before:
         return f"go back with --ckpt-step {max(before)}, the newest checkpoint before them"
@@ -196,8 +196,8 @@ def _moved(
     at: Position,
     problems: list[str],
 ) -> list[tuple[str, str, Range]]:
-    """(id, reason, range now) of the records whose samples to come are other iterations with the
-    batch sizes of `plan`."""
+    """(id, reason, new range) of the records whose remaining samples are in other iterations with
+    the batch sizes of `plan`."""
     shift = at.consumed - plan.consumed_samples(at.iteration)
     moved = []
     for name, r in records.items():

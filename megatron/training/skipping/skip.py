@@ -51,8 +51,8 @@ class Skipping(Hook):
         self._announced = 0  # the last iteration of the range that was announced last
 
     def skip(self, first: int, last: int) -> IterationResult:
-        """The run after the iterations from `first` to `last`, which are of one range of skipped
-        ones; needs no agreement of the ranks."""
+        """Advance the run over iterations `first` to `last`, which are in one skipped range; needs
+        no agreement of the ranks."""
         run = self._run
         plan = run.plan
         progress = run.progress
@@ -78,8 +78,8 @@ class Skipping(Hook):
         )
 
     def announce(self, first: int, last: int) -> None:
-        """Say once that a range is skipped; `last` is its end, `first` where the run comes to
-        it."""
+        """Print once that a range is skipped: from `first`, where the run reaches it, to its end
+        `last`."""
         run = self._run
         if last == self._announced:
             return
@@ -93,5 +93,5 @@ class Skipping(Hook):
         )
 
     def on_rollback(self) -> None:
-        """What is skipped is announced again."""
+        """Skipped ranges are announced again."""
         self._announced = 0

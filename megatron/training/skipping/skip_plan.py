@@ -33,8 +33,8 @@ WRONG_FLAGS = 2  # the exit code
 
 @dataclass(frozen=True)
 class Skips:
-    """The resolution of what a run skips, and what it was made from, to be made again where
-    another checkpoint is loaded than expected. `saved`: ids that stand in the file of --save."""
+    """The resolution of what a run skips, and its inputs, so that it can be repeated if another
+    checkpoint is loaded than expected. `saved`: ids in the file of --save."""
 
     typed: SkipRanges
     recorded: Recorded
@@ -43,10 +43,10 @@ class Skips:
 
 
 def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips]:
-    """What a run that is about to be built leaves out, by flags, file and the checkpoint that
-    --load means.
+    """What a run will skip, by flags, file and the checkpoint of --load.
 
-    Raises Refusal on all ranks for what cannot be, CheckpointError for a file that cannot be read.
+    Raises Refusal on all ranks for ranges that are not possible, CheckpointError for a file that
+    cannot be read.
     """
     c = config.checkpoint
     found = None
@@ -121,8 +121,8 @@ def _recorded(c: CheckpointConfig) -> tuple[Recorded, frozenset[str], Position]:
 
 
 def _expected(c: CheckpointConfig) -> RunState | None:
-    """The state of the checkpoint that a load takes, as far as one can know before reading its
-    tensors."""
+    """The state of the checkpoint that will be loaded, as far as is known before its tensors are
+    read."""
     if not c.load or c.finetune:
         return None
     try:
@@ -138,8 +138,8 @@ def _expected(c: CheckpointConfig) -> RunState | None:
 
 
 def start_skips(run: Run, skips: Skips) -> None:
-    """When checkpoint and data are there: resolve again if the checkpoint is another one than
-    expected, and write down what is new. Raises as `resolve_skips` and `record_skip` do."""
+    """After checkpoint and data are loaded: resolve again if it is another checkpoint than
+    expected, and record what is new. Raises as `resolve_skips` and `record_skip` do."""
     if run.config.training.skip_train:
         return
     resolution = skips.resolution
@@ -169,8 +169,7 @@ def start_skips(run: Run, skips: Skips) -> None:
 def _changes(
     run: Run, skips: Skips, resolution: Resolution
 ) -> tuple[list[str], list[str], list[str]]:
-    """(the records that count from here on, the lines that the file of --save lacks of that, what
-    to print), on rank 0."""
+    """(active records, lines that the file of --save lacks, what to print), on rank 0."""
     kept = []
     lines = []
     notes = []
@@ -207,8 +206,8 @@ def _changes(
 
 
 def order_hash(run: Run) -> str:
-    """16 digits of what decides which data a sample number means: batch sizes, sequence length,
-    seed, training data."""
+    """16 digits of what determines the data of a sample number: batch sizes, sequence length, seed,
+    training data."""
     order = {key: run.progress.data_order.get(key) for key in ("train", "sampler")}
     recorded = [run.plan.batch.steps, run.config.model.seq_length, run.config.training.seed, order]
     return hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()[:16]
@@ -252,11 +251,10 @@ def _append(run: Run, lines: list[str]) -> None:
 
 
 def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> None:
-    """From here on the run leaves out iterations first to last; `skips.jsonl` and the checkpoints
-    say so. For all ranks.
+    """Skip iterations first to last from now on, and record it in `skips.jsonl` and in checkpoints;
+    all ranks call this.
 
-    The samples that are open do not include it: they must be reopened. Raises
-    CheckpointError where it cannot be written.
+    Samples that are open must be reopened. Raises CheckpointError where it cannot be written.
     """
     new = new_record(run, SkipRanges([(first, last)]), reason, source, order_hash(run))
     line = gather_objects(new.line(), run.runtime.ctx.world)[0]

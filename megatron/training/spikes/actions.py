@@ -25,11 +25,11 @@ class SpikeActions(SpikePolicy):
 
     @property
     def spike_open(self) -> bool:
-        """Is it still open how far a spike reaches?"""
+        """Whether a spike has not ended yet."""
         return self._row is not None
 
     def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
-        """Take in an iteration before its update; is that to be made?"""
+        """Check an iteration before its update; whether to make the update."""
         finding = self.check(iteration, loss, grad_norm)
         return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
 
@@ -50,8 +50,8 @@ class SpikeActions(SpikePolicy):
             )
 
     def due(self, train_iters: int, iteration: int) -> Rollback | None:
-        """Is it time to go back, after `iteration`? A row of spikes is waited for until it is over.
-        Raises Refusal where nothing helps any more."""
+        """The rollback to make after `iteration`, or None; consecutive outliers are waited for
+        until they end. Raises Refusal if a spike remains after all attempts."""
         self._check_budget()
         row = self._over
         if row is None and (self.finding.kind == "non-finite" or iteration == train_iters):
@@ -80,7 +80,7 @@ class SpikeActions(SpikePolicy):
         return Rollback(attempt, max(1, start), min(end, train_iters), first)
 
     def tried(self, first: int) -> str:
-        """What has been skipped because of a spike at `first`."""
+        """What was tried against a spike at `first`, for a message."""
         ranges = [f"{one.start} to {one.end}" for one in self.rewinds if one.first == first]
         return (
             f"the run rolled back to before the spike at iteration {first} and skipped "

@@ -1,10 +1,10 @@
-"""Is the loss or the gradient norm of an iteration out of line with those before it? Numbers in, a
-finding out; no torch.
+"""Detects iterations whose loss or gradient norm is an outlier: numbers in, a finding out, no
+torch.
 
-The rule is robust and one-sided. A value is held against the straight line through the last
-accepted ones; its distance is measured in their spread (1.4826 x the median distance from the line,
-which a normal distribution calls sigma). What is out of line never enters the window, so one spike
-does not hide the next; a long run of such values is a new level.
+The rule is robust and one-sided. A value is compared with a linear fit through the last accepted
+values; its distance is measured in sigma (1.4826 x the median absolute distance from the fit, which
+is the standard deviation of a normal distribution). Outliers never enter the window, so one spike
+does not hide the next; many consecutive outliers are a new level.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-WINDOW = 128  # accepted values that a new one is held against
-LEAST = 64  # as many must be there
+WINDOW = 128  # accepted values that a new one is compared with
+LEAST = 64  # fewest of them
 LOSS_Z = 6.0
 LOSS_EXCESS = 0.05  # sigma, and nats above the line
 NORM_Z = 8.0
 NORM_RATIO = 10.0  # sigma of the logarithm, and times the line: docs/spikes.md says why
 PRECURSOR_Z = 4.0
 TOGETHER = 32  # iterations: findings that long before a spike belong to it
-LEVEL_SHIFT = 64  # out of line in a row: the level has changed
+LEVEL_SHIFT = 64  # consecutive outliers: the level has changed
 # standard deviations of a normal distribution in its median absolute deviation
 SIGMA = 1.4826
 
@@ -33,8 +33,8 @@ _X = np.arange(WINDOW, dtype=np.float64)
 
 @dataclass(frozen=True)
 class Finding:
-    """What an iteration is: `kind` is "", `precursor`, `loss`, `grad-norm`, `non-finite` or `level
-    shift`.
+    """The finding on an iteration: `kind` is "", `precursor`, `loss`, `grad-norm`, `non-finite` or
+    `level shift`.
 
     `loss_z` and `norm_z` are in sigma above the line, 0 while there is too little to compare with;
     `excess` in nats; `ratio` of the gradient norm to the line's.
@@ -48,12 +48,12 @@ class Finding:
 
     @property
     def spike(self) -> bool:
-        """Is it one that something may be done about?"""
+        """Whether --spike-action applies to it."""
         return self.kind in ("loss", "grad-norm", "non-finite")
 
     @property
     def sigma(self) -> float:
-        """How far out of line it is, by the worse of the two."""
+        """Deviation in sigma, the larger of loss and gradient norm."""
         return max(self.loss_z, self.norm_z)
 
 
@@ -80,14 +80,13 @@ class Series:
         return above / max(sigma, 1e-12), above
 
     def accept(self, value: float) -> None:
-        """Take a value in; the oldest leaves."""
+        """Add a value to the window and drop the oldest."""
         self.values.append(value)
         del self.values[:-WINDOW]
 
 
 class SpikeDetector:
-    """Judges iterations one after the other. Iterations that are skipped are not shown to it and
-    change nothing."""
+    """Checks iterations one after the other; skipped ones are not passed to it."""
 
     def __init__(self) -> None:
         self._loss = Series()
@@ -101,8 +100,8 @@ class SpikeDetector:
         return len(self._loss.values) >= LEAST
 
     def check(self, loss: float, grad_norm: float | None = None) -> Finding:
-        """What an iteration is with this loss (nats per token, mean over all) and norm (before
-        clipping)."""
+        """The finding on an iteration with this loss (nats per token, mean over all) and norm
+        (before clipping)."""
         if not math.isfinite(loss) or (grad_norm is not None and not math.isfinite(grad_norm)):
             return Finding("non-finite")
         loss_z, excess = self._loss.against(loss)
@@ -132,8 +131,8 @@ class SpikeDetector:
         return Finding(kind, loss_z, norm_z, excess, ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON; a copy, since one may be written while the run goes
-        on."""
+        """The state for a checkpoint, as JSON data; a copy, since a checkpoint may be written
+        during training."""
         return {
             "loss": list(self._loss.values),
             "log_grad_norm": list(self._norm.values),
@@ -141,7 +140,7 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Restore the state of a checkpoint."""
         self._loss = Series(list(state["loss"]))
         self._norm = Series(list(state["log_grad_norm"]))
         self._in_a_row = int(state["in_a_row"])

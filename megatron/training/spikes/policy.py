@@ -52,7 +52,7 @@ class SpikePolicy:
     decides = False  # must it be asked before an update is made?
 
     def check(self, iteration: int, loss: float, grad_norm: float | None) -> Finding:
-        """Take in a trained iteration; what it is."""
+        """Check a trained iteration; returns the finding."""
         self.finding = finding = self._detector.check(loss, grad_norm)
         self._over = None
         if finding.spike:
@@ -109,11 +109,11 @@ class SpikePolicy:
         return f"spike at iteration {iteration}: {what}; {self._done()}"
 
     def _done(self) -> str:
-        """What is done about a spike, for the log."""
+        """The action taken on a spike, for the log."""
         return "no action; tools/spikes.py analyze says what to skip"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON data."""
         if self.action == "off":
             return {}
         return {
@@ -125,7 +125,7 @@ class SpikePolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept; an empty one is of a run that did not look."""
+        """Restore the state of a checkpoint; it is empty if that run had no spike detection."""
         self.__init__(self.action)
         if state and self.action != "off":
             self._detector.load_state_dict(state["detector"])
