@@ -119,8 +119,8 @@ class GPTModel(nn.Module):
         return ColumnParallelLinear(weight, None, self.ctx)
 
     def _use(self, kernels: Kernels) -> None:
-        """Tell every layer what to compute with; Transformer Engine has a part in the transformer
-        layers alone."""
+        """Set the kernels of every layer; Transformer Engine is used in the transformer layers
+        alone."""
         for module in [
             module for module in self.decoder.modules() if hasattr(module, "set_kernels")
         ]:
@@ -129,7 +129,7 @@ class GPTModel(nn.Module):
             self.output_layer.set_kernels(kernels.without_transformer_engine())
 
     def _check(self, size: int, names: set[str]) -> None:
-        """Was built what was asked for, each parameter once?"""
+        """Check that the parameters of the table were built, each once."""
         built = {p.sharding.name for p in self.parameters()}
         assert built == names, (
             f"built but not asked for or asked for but not built: {sorted(built ^ names)}"

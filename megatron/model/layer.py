@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What is computed again in backward instead of being kept.
+    """Activations that are recomputed in backward instead of being kept.
 
     granularity: None, "selective" (the `modules`) or "full". method (with full): "uniform" (every
     chunk of `num_layers` layers keeps only its input) or "block" (the first `num_layers` layers
@@ -39,7 +39,7 @@ class Recompute:
     modules: Collection[str] = ("core_attn",)
 
     def again(self, module: str) -> bool:
-        """Is this part of layers computed again?"""
+        """Whether this part of layers is recomputed."""
         return self.granularity == "selective" and module in self.modules
 
     def chunks(self, layers: int) -> list[tuple[int, int, bool]]:

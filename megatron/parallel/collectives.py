@@ -18,7 +18,7 @@ _scatter_into = dist.reduce_scatter_single if _NEW_NAMES else dist.reduce_scatte
 
 
 class Pending:
-    """Communication under way over an axis: calling it waits and gives the result."""
+    """Communication in progress over an axis: calling it waits and returns the result."""
 
     def __init__(self, works: list[Any], result: Callable[[], torch.Tensor], axis: Axis):
         self._works = works
@@ -27,7 +27,7 @@ class Pending:
 
     @property
     def arrived(self) -> bool:
-        """Would a call not have to wait?"""
+        """Whether a call would return without waiting."""
         return all(work.is_completed() for work in self._works)
 
     def __call__(self) -> torch.Tensor:
@@ -46,7 +46,7 @@ def all_reduce_(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    """The reduction of `x` over the axis; `x` itself is left alone."""
+    """The reduction of `x` over the axis; `x` itself does not change."""
     return x if axis.size == 1 else all_reduce_(x.clone(), axis, op)
 
 
@@ -67,8 +67,8 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
 def all_to_all(
     x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]
 ) -> torch.Tensor:
-    """Give each rank of the axis as many rows of `x`, in order, as `send` says, and get as many as
-    `receive` says. Adjoint: the same the other way round."""
+    """Send each rank of the axis as many rows of `x`, in order, as `send` says, and receive as many
+    as `receive` says. Adjoint: the same with both exchanged."""
     return x if axis.size == 1 else _AllToAll.apply(x, axis, list(send), list(receive))
 
 
@@ -94,8 +94,8 @@ def _exchange_rows(
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to sum `x` in place over an axis of several ranks; the function waits for it and
-    returns it."""
+    """Start an all-reduce (sum) of `x` in place over an axis of several ranks; the function waits
+    for it and returns it."""
     if axis.shared and axis.shared.takes(x):
         work = axis.shared.start(x)
         return Pending([work], work.result, axis)
@@ -103,19 +103,17 @@ def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to join the shards of several ranks along dim 0; the function waits and returns the
-    whole."""
+    """Start an all-gather along dim 0 over several ranks; the function waits and returns the
+    result."""
     x = x.contiguous()
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     return Pending([_gather_into(out, x, group=axis.group, async_op=True)], lambda: out, axis)
 
 
 def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to fill `x`, of which this rank holds its part along dim 0, with the parts of several
-    ranks.
+    """Start an all-gather into `x`, of which this rank holds its part along dim 0.
 
-    gloo's own gather makes a copy of everything and takes three times as long as exchanging the
-    parts.
+    gloo's own all-gather copies everything and takes three times as long as exchanging the parts.
     """
     parts = x.chunk(axis.size)
     if dist.get_backend(axis.group) != "gloo":
@@ -131,7 +129,8 @@ def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
-    """Begin to sum over several ranks; the function waits and returns this rank's part along dim 0.
+    """Start a reduce-scatter (sum) over several ranks; the function waits and returns this rank's
+    part along dim 0.
 
     With gloo the ranks exchange the parts and sum them here: its own reduce-scatter is slower.
     """
@@ -145,8 +144,8 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
 
 
 def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool = False) -> Pending:
-    """Begin to sum over several ranks into this rank's part of the flat `x`, which is returned; the
-    rest is undefined.
+    """Start a reduce-scatter (sum) over several ranks into this rank's part of the flat `x`, which
+    is returned; the rest is undefined.
 
     With gloo, and with `fp32_accumulation` of 16 bits, the ranks exchange the parts and sum them
     here, where torch adds 16-bit numbers in fp32; NCCL rounds each partial sum.
@@ -163,8 +162,8 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool =
 
 
 def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
-    """Begin to sum each of several ranks' parts, of any size, on that rank: it gets it back, the
-    rest is undefined."""
+    """Start a reduce-scatter (sum) with parts of any size, one per rank: this rank's is returned,
+    the rest is undefined."""
     works = [
         dist.reduce(part, rank, group=axis.group, async_op=True)
         for rank, part in zip(axis.ranks, parts, strict=True)
@@ -174,8 +173,8 @@ def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
 
 
 def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
-    """Begin to give every one of several ranks each rank's part, of any size; it waits and returns
-    this rank's."""
+    """Start an all-gather of parts of any size, one per rank; the function waits and returns this
+    rank's."""
     works = [
         dist.broadcast(part, rank, group=axis.group, async_op=True)
         for rank, part in zip(axis.ranks, parts, strict=True)
@@ -185,8 +184,8 @@ def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending
 
 
 def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
-    """Begin to send `x` to the next of several ranks of a ring; the function waits and returns what
-    the one before sent."""
+    """Start to send `x` to the next rank of a ring; the function waits and returns what the
+    previous rank sent."""
     x = x.contiguous()
     out = torch.empty_like(x)
     after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
@@ -213,7 +212,7 @@ def start_send(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Ten
 
 
 def start_receive(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
-    """Begin to overwrite `x` with what the axis's rank `peer` sends next; the function waits and
+    """Start to receive into `x` what the axis's rank `peer` sends next; the function waits and
     returns it."""
     return Pending([dist.irecv(x, axis.ranks[peer], group=axis.group)], lambda: x, axis)
 

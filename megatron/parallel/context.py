@@ -14,7 +14,8 @@ from megatron.config.parallel import ParallelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """One way to walk the grid: my place among the ranks that differ from me along it only.
+    """An axis of the grid of ranks: this rank's coordinate, among the ranks that differ from it
+    along this axis only.
 
     `shared`: memory of one machine through which these ranks sum (parallel/shared_sums.py), if they
     have it.

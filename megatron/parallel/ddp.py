@@ -25,7 +25,7 @@ from megatron.parallel.context import ParallelContext, Replicas
 
 
 class _Bucket:
-    """One bucket of a step: what is still missing of it and what is under way."""
+    """One bucket of a step: its missing gradients and its communication in progress."""
 
     def __init__(self, place: flat_buckets.Bucket, params: list[nn.Parameter], replicas: Replicas):
         self.place = place
@@ -122,7 +122,7 @@ class GradBuffers:
         self._fp32_accumulation = fp32_accumulation
         # gradients still to come, when they are counted
         self._expected: dict[nn.Parameter, int] = {}
-        # the first bucket whose sum has not begun
+        # the first bucket whose reduction has not started
         self._next = 0
         # called by `reduce` with this rank's gradients; while it is set no sum starts before; true:
         # it has summed them
@@ -134,7 +134,7 @@ class GradBuffers:
                     self._expected[p] = 0
 
     def zero(self, micro_batches: int = 1) -> None:
-        """Forget all gradients; as many micro-batches come in this step, each with one gradient of
+        """Zero all gradients, for a step of that many micro-batches, each with one gradient of
         every parameter."""
         self.flat.zero_()
         for bucket in self._buckets:
@@ -189,7 +189,7 @@ class GradBuffers:
             self._start_next()
 
     def _start_next(self) -> None:
-        """Begin to sum the next bucket over shard, or over instances where there is only one
+        """Start to reduce the next bucket over shard, or over instances where there is only one
         shard."""
         self._collect(wait=False)
         bucket = self._buckets[self._next]

@@ -82,7 +82,7 @@ class LayerScaling:
 
 
 class DelayedScaling:
-    """The delayed scales of all linear layers of this rank: brought forward once a step, saved and
+    """The delayed scales of all linear layers of this rank: updated once per step, saved and
     loaded."""
 
     def __init__(
@@ -111,7 +111,7 @@ class DelayedScaling:
 
     def step(self, updated: bool) -> None:
         """The step's maxima become the newest of the history, and the scales follow; all ranks call
-        this. A step that was not `updated` leaves no trace.
+        this. A step without an update (`updated`) changes nothing.
 
         scale = largest number of the format / (newest or largest maximum of the history *
         2^margin). A maximum that is not finite counts as none, and a tensor without one keeps its
@@ -134,7 +134,7 @@ class DelayedScaling:
         self.forget_step(known=True)
 
     def loaded(self) -> None:
-        """The state has been written into; a step under way, if there was one, is given up."""
+        """Call it after a load into the state; a step in progress, if any, is discarded."""
         self.forget_step(known=bool(self.state[..., 0].gt(0).all()))
 
     def forget_step(self, known: bool) -> None:

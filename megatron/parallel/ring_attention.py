@@ -1,9 +1,8 @@
 """Exact causal attention over the context-parallel ranks, each of which holds two chunks of every
 sequence.
 
-Queries stay where they are; keys and values come by, part by part (Liu et al. 2023, "Ring
-Attention"), or all at once, and the results are joined by the logarithms of their sums of
-exponentials.
+Queries stay; keys and values are passed from rank to rank in parts (Liu et al. 2023, "Ring
+Attention") or gathered, and the results are combined by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def ring_attention(
     comm_type: str = "p2p",
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """softmax(scale q k^T, causal) v of sequences whose positions lie zigzag over the ranks of
-    `cp`.
+    """softmax(scale q k^T, causal) v of sequences whose positions are distributed zigzag over the
+    ranks of `cp`.
 
     q [s/cp, b, n, d], k and v [s/cp, b, g, d], n a multiple of g -> [s/cp, b, n, d]. `document_ids`
     [b, s], whole, on every rank: a position sees only its own document. Dropout of the
@@ -68,7 +67,7 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keeps this rank's q, k, v, result and `lse`; backward lets K and V come by again."""
+    """Keeps this rank's q, k, v, result and `lse`; backward passes K and V round again."""
 
     @staticmethod
     def forward(
@@ -208,8 +207,8 @@ def _add_part(total: torch.Tensor, grads: torch.Tensor, part: int) -> None:
 
 
 class _TravellingGrads:
-    """Gradients of keys and values go one rank behind them round the ring, each rank adds its own,
-    and so come home."""
+    """Gradients of keys and values follow them round the ring one rank behind; each rank adds its
+    own, until they are back."""
 
     def __init__(self, k: torch.Tensor, cp: Axis):
         self.cp = cp

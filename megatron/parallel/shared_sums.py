@@ -49,8 +49,8 @@ class SharedSums:
         self._busy = False
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Is this a sum for it? The same on every rank, which all sum tensors of one shape in one
-        order."""
+        """Whether a sum is made here. The same on every rank, which all sum tensors of one shape in
+        one order."""
         return (
             LEAST_BYTES <= x.nbytes <= SLOT_BYTES
             and x.is_contiguous()
@@ -59,7 +59,7 @@ class SharedSums:
         )
 
     def start(self, x: torch.Tensor) -> Sum:
-        """Begin to sum `x` in place."""
+        """Start to sum `x` in place."""
         self._turn = self._turn + 1
         self._busy = True
         parts = [
@@ -70,7 +70,7 @@ class SharedSums:
         return Sum(self, parts, x)
 
     def ready(self) -> bool:
-        """Have all ranks begun the last sum?"""
+        """Whether all ranks have started the last sum."""
         return bool((self._begun >= self._turn).all())
 
     def wait(self) -> None:
@@ -97,7 +97,7 @@ class SharedSums:
 
 
 class Sum:
-    """A sum under way, as torch's work is: `wait` for it, then `result` gives the tensor."""
+    """A sum in progress, like torch's work: `wait` for it, then `result` gives the tensor."""
 
     def __init__(self, sums: SharedSums, parts: list[torch.Tensor], x: torch.Tensor):
         self._sums = sums
@@ -105,7 +105,7 @@ class Sum:
         self._x = x
 
     def is_completed(self) -> bool:
-        """Would `wait` return at once?"""
+        """Whether `wait` would return immediately."""
         return self._sums.ready()
 
     def wait(self) -> None:
