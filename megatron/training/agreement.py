@@ -13,7 +13,8 @@ from megatron.training.run import Run
 
 
 class Requests(NamedTuple):
-    """The ranks that request or report something; summed over the ranks, their numbers.
+    """What this rank requests or reports, 0 or 1 each; summed over ranks, the number of ranks that
+    do.
 
     For another request, add a field here and return it from a hook (hook.py).
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Batch:
     """What one forward pass reads; [b, s] each. None stands for the plain case: every token counts,
-    positions run from 0 to s - 1, one document a row, no dropout. With context parallelism these
+    positions run from 0 to s - 1, one document per row, no dropout. With context parallelism these
     are this rank's chunks, [b, s/cp], and position_ids are always there, [1, s/cp] where all rows
     have the same; document_ids stay whole. `hidden` [s, b, h] comes from the pipeline stage before,
     if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the

@@ -1,4 +1,5 @@
-"""From configuration and plan to the things that train: tokenizer, model, optimizer, scheduler."""
+"""Builds tokenizer, model, gradient buffers, optimizer and scheduler from configuration and
+plan."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
-    """The tokenizer of the command line, announced; `made` where it was built before."""
+    """Build the tokenizer of the command line (`made` if it exists already), and log it."""
     log.detail(f"> building {config.data.tokenizer} tokenizer ...")
     return made or build_tokenizer(config)
 
@@ -54,8 +55,7 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
 
 
 def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
-    """The chunks of the model that this rank holds, their parameters filled with their first
-    values."""
+    """The chunks of the model that this rank holds, their parameters initialized."""
     t = config.training
     ctx = runtime.ctx
     log.detail("building GPT model ...")
@@ -95,15 +95,15 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
 
 
 def _recompute(t: TrainingConfig, layers: int) -> Recompute:
-    """What a chunk of so many layers computes again."""
+    """The activation recomputation of a chunk of so many layers."""
     if t.recompute_fraction is not None:
         return Recompute("full", "block", len(t.recomputed_runs(layers)))
     return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers, t.recomputed_modules)
 
 
 def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:
-    """Does this rank's stage have the layers and parameters that the plan gives it, and the plan
-    every layer once? The plan is the same on all ranks, so no rank has to ask another."""
+    """Check that this rank's stage has the layers and parameters of the plan, and the plan every
+    layer once. The plan is the same on all ranks, so no communication is needed."""
     planned = sorted(layer for stage in plan.layers_per_stage for part in stage for layer in part)
     assert planned == list(range(config.model.num_layers)), f"layers {planned} were built"
     layers = [int(name) for chunk in model for name in chunk.decoder.layers]
@@ -220,8 +220,8 @@ def build_run(
 
 
 def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
-    """What takes notes for --data-ledger: rank 0 writes, and of the ranks that read the same
-    samples one counts."""
+    """The recorder of --data-ledger: rank 0 writes, and of the ranks that read the same samples one
+    counts."""
     path = config.logging.data_ledger
     ctx = runtime.ctx
     if path is None:

@@ -11,7 +11,7 @@ from megatron.data.sources import source_of
 
 
 def print_plan(line: CommandLine) -> Plan:
-    """Print the plan, and the data if they are here; the plan."""
+    """Print the plan, and the data if they are on this machine; returns the plan."""
     plan = report.print_plan(line)
     data = line.config.data
     targets = plan.targets

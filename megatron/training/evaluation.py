@@ -1,4 +1,4 @@
-"""Validation and test: which samples, when, and what is printed of them."""
+"""Runs validations and the test: on which samples, when, and what is printed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Evaluation(Hook):
         self.enabled = bool(data.valid) and run.config.training.eval_iters > 0
 
     def due(self, iteration: int) -> bool:
-        """Is there a validation after `iteration`?"""
+        """Whether a validation follows `iteration`."""
         t = self._run.config.training
         return (
             self.enabled
@@ -52,8 +52,8 @@ class Evaluation(Hook):
         return (self._run.config.training.eval_interval,) if self.enabled else ()
 
     def close(self) -> None:
-        """No evaluation follows: end the data workers. Left to the end of the process, they are
-        killed there, and torch reports that as an error."""
+        """End the data workers, since no evaluation follows. At the end of the process they would
+        be killed, which torch reports as an error."""
         self._valid_samples.clear()
 
     def on_rollback(self) -> None:
@@ -71,8 +71,8 @@ class Evaluation(Hook):
         split: str = "validation",
         final: bool = False,
     ) -> bool:
-        """Evaluate `count` micro-batches of `dataset` and print the block; True when the time was
-        over first.
+        """Evaluate `count` micro-batches of `dataset` and print the block; True if the time limit
+        was reached first.
 
         `final`: after the last iteration.
         """
@@ -136,8 +136,8 @@ class Evaluation(Hook):
     def validate(
         self, prefix: str, report: Callable[[str], None] = lambda text: None, final: bool = False
     ) -> bool:
-        """Evaluate on the next samples of each validation set and print its block; True when the
-        time was over first.
+        """Evaluate on the next samples of each validation set and print its block; True if the time
+        limit was reached first.
 
         Its samples are consumed either way: where the next validation begins does not depend on
         clocks.

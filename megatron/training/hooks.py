@@ -25,8 +25,8 @@ def build_hooks(
     skipping: Skipping,
     started: float,
 ) -> list[Hook]:
-    """The order is part of what the loop does: docs/design.md says why it is this one. `started`:
-    when this process started."""
+    """The hooks in their order, which matters: docs/design.md gives the reasons. `started`: when
+    this process started."""
     config = run.config
     hooks: list[Hook] = []
     monitor = getattr(run.services.signals, "monitor", None)
@@ -60,7 +60,7 @@ def build_hooks(
 
 
 class SpikeDetection(Hook):
-    """Each trained iteration is shown to the detector; its finding stands in the log."""
+    """Passes each trained iteration to the spike detector; the finding is logged."""
 
     def __init__(self, run: Run):
         self._run = run

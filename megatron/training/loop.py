@@ -55,7 +55,7 @@ class Trainer:
         self.evaluation.hooks = self.saving.hooks = self.hooks
 
     def train(self) -> str | None:
-        """Train to the end, or until an exit is due: then the reason, in Megatron's words."""
+        """Train to the end, or until an exit: then return the reason, in Megatron's wording."""
         run = self.run
         progress = run.progress
         samples = self.open_training_samples()
@@ -240,7 +240,7 @@ def pretrain(
     started: float,
     hooks: Sequence[Hook] = (),
 ) -> None:
-    """The whole run after set-up: train, save, evaluate, say goodbye. `hooks` follow those of
+    """The run after set-up: train, save, evaluate, print the summary. `hooks` follow those of
     hooks.py."""
     trainer = Trainer(run, data, forward_step, lines, started, hooks)
     reason: str | None = None

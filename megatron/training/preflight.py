@@ -1,5 +1,5 @@
-"""What the files that a command line names say against it: data, tokenizer and the checkpoint of
---load. Loads no torch.
+"""Checks a command line against the files it names: data, tokenizer and the checkpoint of --load.
+Loads no torch.
 
 All of it is noticed later too, when model and data are built; here it costs a fraction of a second.
 What cannot be read here is left to that.
@@ -43,8 +43,8 @@ def build_tokenizer(config: Config) -> Tokenizer:
 
 
 def check(line: CommandLine) -> Tokenizer:
-    """Leave with 2 and a line for each contradiction between the command line and its files; the
-    tokenizer otherwise.
+    """Exit with code 2 and one line per contradiction between the command line and its files;
+    otherwise return the tokenizer.
 
     Raises ValueError and OSError for files that cannot be read.
     """
@@ -73,7 +73,7 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
 
 
 def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[str]:
-    """What the data say: too few samples, or ids of another vocabulary. Raises ValueError and
+    """Problems of the data: too few samples, or ids of another vocabulary. Raises ValueError and
     OSError where they cannot be read. Packed data are read when they are built."""
     d = config.data
     targets = plan.targets
@@ -101,7 +101,7 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
 
 
 def _runs_out(config: Config, split: str) -> bool:
-    """Is a split read to its end and no further?"""
+    """Whether a split is read to its end and no further."""
     if split == "train":
         return not config.training.skip_train and config.data.dataloader_type != "cyclic"
     return split == "test" or config.data.dataloader_type != "cyclic"
@@ -150,8 +150,8 @@ def _flag(config: Config, split: str) -> str:
 
 
 def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> Iterator[str]:
-    """What flags and counters of the checkpoint that a load would take say against this command
-    line."""
+    """Contradictions between this command line and the flags and counters of the checkpoint that
+    would be loaded."""
     config = line.config
     c = line.config.checkpoint
     fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here

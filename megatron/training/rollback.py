@@ -132,7 +132,7 @@ class RollbackBuffer(Hook):
         self.maybe_snapshot()
 
     def _take_back(self, iteration: int, checkpoints: dict[int, list[Candidate]]) -> str:
-        """Make the run what it was after `iteration`; from where."""
+        """Restore the run as it was after `iteration`; returns the source."""
         run = self._run
         for snapshot in self.snapshots:
             if snapshot.iteration == iteration:
@@ -179,8 +179,8 @@ class RollbackBuffer(Hook):
                 )
 
     def on_rollback(self) -> None:
-        """After the iteration rolled back to has been saved: checkpoints beyond it get a name that
-        nobody loads by itself."""
+        """After the iteration rolled back to has been saved, rename checkpoints beyond it so that
+        no resume loads them."""
         run = self._run
         c = self._run.config.checkpoint
         now = self._run.progress.iteration
@@ -215,5 +215,5 @@ class RollbackBuffer(Hook):
 
 
 def _tensors(run: Run) -> list[torch.Tensor]:
-    """All that this rank holds of the run, live."""
+    """All tensors of the run on this rank, not copied."""
     return [tensor for *_, own in save.own_tensors(run) for _, tensor in own]

@@ -40,7 +40,7 @@ COMPUTE = ("forward-compute", "backward-compute")
 class Services:
     """What the loop and the step call; a test gives its own.
 
-    `signals.received` is the signal that asks the run to stop, `clock()` the time in seconds,
+    `signals.received` is the signal that requests the run to stop, `clock()` the time in seconds,
     `all_reduce(tensor, axis, op="sum")` works in place and returns the tensor.
     """
 
@@ -67,7 +67,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """One training run: what was asked for, what follows, and what it is made of."""
+    """One training run: its configuration and plan, its state, and the services it uses."""
 
     config: Config
     plan: Plan

@@ -1,4 +1,4 @@
-"""When a run saves, what happens when the disk refuses, and what a later run can resume from."""
+"""Decides when a run saves, handles disk errors, and says what a later run can resume from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SavePolicy(Hook):
         return Requests(written=1) if done else None
 
     def due(self, iteration: int) -> bool:
-        """Is there a checkpoint or a snapshot at `iteration`?"""
+        """Whether a checkpoint or snapshot is due at `iteration`."""
         return self._save_due(iteration) or self._snapshot_due(iteration)
 
     def intervals(self) -> Sequence[int | None]:
@@ -64,9 +64,10 @@ class SavePolicy(Hook):
             self._snapshot()
 
     def after_failure(self) -> None:
-        """The run ends with an error that all ranks have; its last updates may be worth keeping."""
+        """The run ends with an error that all ranks have: complete a save in progress, and with
+        --spike-action skip-update save the last updates."""
         self.settle()
-        # no update was made of what is wrong
+        # the weights are good: the update was skipped
         if self._run.spikes.action == "skip-update":
             self.save()
 
@@ -81,8 +82,8 @@ class SavePolicy(Hook):
     def save(self, final: bool = True) -> None:
         """Save this iteration, if --save is given and it is not saved already.
 
-        Where the disk refuses, the `final` save of a run raises CheckpointError; any other is a
-        warning, since more follow. With --async-save only the `final` one is complete on return.
+        If the disk fails, the `final` save of a run raises CheckpointError; any other is a warning,
+        since more follow. With --async-save only the `final` one is complete on return.
         """
         iteration = self._run.progress.iteration
         if not self._run.config.checkpoint.save:
@@ -110,7 +111,7 @@ class SavePolicy(Hook):
             self._attempt(self._finish, pending.iteration, final, pending.is_snapshot)
 
     def _snapshot(self) -> None:
-        """Write a snapshot, or start to; where the disk refuses, that is a warning."""
+        """Write a snapshot, or start to; a disk error is a warning."""
         self.settle()
         self._tell_hooks()
         self._attempt(self._save_snapshot, self._run.progress.iteration, is_snapshot=True)

@@ -1,4 +1,4 @@
-"""The schedule of learning rate and weight decay of a command line. Loads no torch."""
+"""Builds the schedule of learning rate and weight decay from a command line. Loads no torch."""
 
 from __future__ import annotations
 

@@ -227,8 +227,8 @@ def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
 
 
 def _why_skipped(run: Run, result: StepResult) -> str | None:
-    """Why no update was made, None if one was. What was not admitted has a norm, what overflowed
-    has none."""
+    """Why no update was made, None if one was. A refused update has a norm, one that overflowed has
+    none."""
     if result.ok:
         return None
     if result.grad_norm is None:
@@ -354,8 +354,8 @@ def evaluate(
     """Mean loss per token over `count` micro-batches, in global batches of evaluation's size;
     dropout is off. One sync at the end.
 
-    `stop`, if given, is asked after each global batch (its answer must be that of all ranks); then
-    there is no result.
+    `stop`, if given, is called after each global batch and must return the same on all ranks; if it
+    is true there is no result.
     """
     batch = run.plan.evaluation_batch
     micro_batches = batch.num_microbatches

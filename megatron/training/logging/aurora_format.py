@@ -28,7 +28,7 @@ def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> 
     token.
 
     Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from
-    3 heads a group on.
+    3 heads per group on.
     """
     h = shape.hidden_size
     heads_per_group = shape.num_attention_heads // shape.num_query_groups

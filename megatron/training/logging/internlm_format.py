@@ -47,7 +47,7 @@ def flops_per_token(shape: TransformerShape, recompute: bool) -> int:
 @dataclass
 class TokenRates:
     """Tokens per rank and second: of the last step, of all since the start, their mean, over a
-    window, of whole blocks."""
+    window, over complete blocks."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -132,7 +132,7 @@ class StepRow:
 
 
 def start_line(function: str, text: str, now: datetime) -> str:
-    """A line of a run's beginning, as the demos have it; `function` is InternLM's."""
+    """A line at the start of a run, as in InternLM's demos; `function` is InternLM's."""
     stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
     return f"{stamp} INFO {_PLACES[function]} in {function} -- {text}"
 

@@ -96,7 +96,7 @@ class Interval:
 
     @property
     def milliseconds(self) -> float:
-        """Milliseconds a trained iteration (a skipped one, where all were skipped)."""
+        """Milliseconds per trained iteration (per skipped one if all were skipped)."""
         return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
 
 
@@ -127,7 +127,7 @@ class LogFormat(Protocol):
     ends_with_line: bool  # has the last iteration of a run a line, whatever its number?
 
     def start(self) -> None:
-        """Print what stands before the first iteration."""
+        """Print the lines before the first iteration."""
 
     def add(self, result: IterationResult) -> None:
         """Take in one iteration."""

@@ -37,7 +37,7 @@ class MegatronLines:
         self._last = launcher.rank() == launcher.world_size() - 1
 
     def start(self) -> None:
-        """Megatron has no more lines here."""
+        """Nothing: Megatron prints no lines here."""
 
     def add(self, result: IterationResult) -> None:
         """Remember where this process began."""
@@ -49,7 +49,7 @@ class MegatronLines:
         return iteration % self._config.logging.log_interval == 0
 
     def line(self, row: IterationRow, result: IterationResult) -> None:
-        """Print the line, and the progress where it is asked for."""
+        """Print the line, and with --progress the progress."""
         if not self._last:
             return
         print(self._text(row, result), flush=True)
@@ -67,7 +67,7 @@ class MegatronLines:
         return megatron_format.megatron_line(row, self._config.logging.log_throughput)
 
     def status(self, iteration: int, seconds: float) -> None:
-        """There is none."""
+        """Nothing: there is no status line."""
 
     def evaluation(
         self,
@@ -86,7 +86,7 @@ class MegatronLines:
         return megatron_format.memory_line(rank, iteration, report)
 
     def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
-        """There is no summary."""
+        """Nothing: there is no summary."""
 
     def _rate(self, operations: float, seconds: float) -> float:
         if seconds <= 0:

@@ -64,7 +64,7 @@ class Board(Protocol):
 
 
 class Boards(ResultWriter):
-    """All boards of a run, in one call each. `world_size` is a point of its own if asked for."""
+    """All boards of a run, in one call each. `world_size` is a scalar of its own if requested."""
 
     def __init__(
         self,
@@ -184,7 +184,8 @@ class Boards(ResultWriter):
 
 
 def open_boards(config: Config, world_size: int) -> Boards:
-    """Those that the flags ask for. Raises ValueError or OSError where one cannot be opened."""
+    """The boards that the flags request. Raises ValueError or OSError where one cannot be
+    opened."""
     logging = config.logging
     boards: list[Board] = []
     if logging.tensorboard_dir:

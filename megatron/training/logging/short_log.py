@@ -53,7 +53,7 @@ class ShortLog:
         self._loss_scale: float | None = None  # on the last line
 
     def start(self) -> None:
-        """The preamble has said all."""
+        """Nothing: the preamble was printed before."""
 
     def add(self, result: IterationResult) -> None:
         """Take in an iteration."""
@@ -66,8 +66,8 @@ class ShortLog:
             self._after_first = self._clock()
 
     def line_due(self, iteration: int) -> bool:
-        """Has this iteration a line? The first and the last of a process have one too; the same on
-        all ranks."""
+        """Whether this iteration has a line. The first and the last of a process have one too; the
+        same on all ranks."""
         t = self._config.training
         last = iteration == self._plan.train_iters or bool(
             t.exit_interval and iteration % t.exit_interval == 0

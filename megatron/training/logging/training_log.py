@@ -27,7 +27,7 @@ from megatron.training.logging.short_log import ShortLog
 
 
 def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
-    """The files of the last rank, where they are asked for; on other ranks there are none. Raises
+    """The requested files and services of the last rank; on other ranks there are none. Raises
     ValueError or OSError where one cannot be opened."""
     logging = config.logging
     writers: list[ResultWriter] = []
@@ -131,7 +131,7 @@ class TrainingLog:
         self._format.finish(reason, iteration, checkpoint)
 
     def go_back(self) -> None:
-        """The iterations since the last line will not count."""
+        """Discard the iterations since the last line, after a rollback."""
         self._interval = Interval()
         self._latest = None
 
