@@ -1,4 +1,4 @@
-"""Linear layers with FP8 GEMMs on local tensors.
+"""Linear layers, also those of experts, with FP8 GEMMs on local tensors.
 
 A tensor t is cast as q = round(clamp(t * scale)) and stands for q / scale; the scale maps the
 largest number that is expected onto the format's largest (Micikevicius et al. 2022). On CUDA the
@@ -6,6 +6,7 @@ GEMMs are torch._scaled_mm; a CPU has none, so the casts there are the same and 
 is computed in fp32 from what they leave.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,7 +48,9 @@ class Scaling(Protocol):
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """max |x| as an fp32 scalar; NaN if x has a NaN."""
+    """max |x| as an fp32 scalar, 0 without elements; NaN if x has a NaN."""
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x.detach())
     return torch.maximum(-low, high).float()
 
@@ -177,4 +180,89 @@ def linear_fp8(
     """
     return _Fp8Linear.apply(
         x, weight, bias, accumulate_into, tp_comm, scaling, torch.is_grad_enabled()
+    )
+
+
+class _Fp8GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int],
+        accumulate_into: Tensor | None,
+        scaling: Scaling,
+        training: bool,
+    ) -> Tensor:
+        amax = torch.stack((largest_magnitude(x), largest_magnitude(weight)))
+        scales = _poisoned(scaling.forward(amax, training), amax)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.counts = counts
+        ctx.accumulate_into = accumulate_into
+        ctx.scaling = scaling
+        format8 = scaling.formats.forward
+        rows = quantize(x, format8, scales[0]).split(counts)
+        inverse = scales.reciprocal()
+        out = x.new_empty(len(x), weight.shape[1])
+        for part, result, matrix in zip(rows, out.split(counts), weight, strict=True):
+            if len(part):
+                matrix = quantize(matrix, format8, scales[1])
+                result.copy_(gemm(part, matrix, inverse[0], inverse[1], x.dtype))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        x, weight, scales = ctx.saved_tensors
+        amax = largest_magnitude(grad_out).view(1)
+        scale = _poisoned(ctx.scaling.backward(amax), amax)
+        forward, backward = ctx.scaling.formats
+        inverse_x, inverse_weight = scales.reciprocal()
+        inverse_grad = scale.reciprocal()[0]
+        total = ctx.accumulate_into
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight) if total is None else total
+        parts = zip(
+            quantize(x, forward, scales[0]).split(ctx.counts),
+            quantize(grad_out, backward, scale).split(ctx.counts),
+            grad_x.split(ctx.counts),
+            weight,
+            grad_weight,
+            strict=True,
+        )
+        for rows, grads, grad_rows, matrix, grad_matrix in parts:
+            if not len(rows):
+                continue
+            columns = quantize(matrix, forward, scales[1]).t()
+            grad_rows.copy_(gemm(grads, columns, inverse_grad, inverse_weight, x.dtype))
+            rows, grads = _whole_rows(rows), _whole_rows(grads)
+            wide = grad_weight.dtype
+            grad_matrix += gemm(grads.t(), rows.t(), inverse_grad, inverse_x, wide)
+        return grad_x, grad_weight if total is None else None, None, None, None, None
+
+
+def _whole_rows(x: Tensor) -> Tensor:
+    """x [n, k] in FP8 with rows of zeros behind it, as many as make n a multiple of 16: n is the
+    inner dimension of the weight gradient's GEMM."""
+    if len(x) % MULTIPLE == 0:
+        return x
+    padded = x.new_zeros(-(-len(x) // MULTIPLE) * MULTIPLE, x.shape[1])
+    padded[: len(x)] = x
+    return padded
+
+
+def grouped_linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    counts: Sequence[int],
+    *,
+    scaling: Scaling,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:
+    """`grouped_linear.grouped_linear` without copies, its GEMMs in FP8 as in `linear_fp8`: one
+    scale for the rows of all groups, one for all matrices.
+
+    x [n, in], weight [groups, out, in] -> [n, out]; in and out are multiples of 16, counts any.
+    """
+    return _Fp8GroupedLinear.apply(
+        x, weight, counts, accumulate_into, scaling, torch.is_grad_enabled()
     )

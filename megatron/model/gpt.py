@@ -7,7 +7,6 @@ as if there were one device: what is parallel hides in the layers' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,11 +88,10 @@ class GPTModel(nn.Module):
             parameter_table(model, padded_vocab_size, vocab_size), layers, first, last
         )
         kernels = kernels or Kernels()
-        ours = precision.fp8 is not None and kernels.transformer_engine is None
         scaling = None
-        if ours:
-            make = optional.load("megatron.parallel.fp8").LayerScaling
-            scaling = partial(make, precision=precision, ctx=ctx, device=device)
+        if precision.fp8 is not None:
+            make = optional.load("megatron.parallel.fp8").scaling_factory
+            scaling = make(precision, ctx, device, dense=kernels.transformer_engine is None)
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
         self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds, recompute, recompute_input
 from megatron.parallel.sharding import ParameterFactory
 from megatron.parallel.zigzag import chunks_of
+
+if TYPE_CHECKING:
+    from megatron.parallel.fp8 import LayerScaling
 
 
 @dataclass(frozen=True)
@@ -324,11 +327,12 @@ def entropy(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
 
 class GroupedLinear(nn.Module):
     """A linear layer of every expert: weight [experts, out, in] or, gated, [experts, 2, out, in]
-    (gate first)."""
+    (gate first). `scaling`: of the layer's FP8 GEMMs, None for GEMMs in the parameter dtype."""
 
-    def __init__(self, weight: nn.Parameter):
+    def __init__(self, weight: nn.Parameter, scaling: LayerScaling | None = None):
         super().__init__()
         self.weight = weight
+        self.scaling = scaling
         self.accumulate = True
 
     def set_kernels(self, kernels: Kernels) -> None:
@@ -350,6 +354,10 @@ class GroupedLinear(nn.Module):
         main_grad = getattr(self.weight, "main_grad", None) if self.accumulate else None
         if main_grad is not None:
             main_grad = main_grad.flatten(1, -2)
+        if self.scaling is not None:
+            rows = x if of is None else dispatch(x, of.order, of.each)
+            y = self.scaling.grouped_linear(rows, weight, counts, main_grad)
+            return y if to is None else combine(y, *to)
         return grouped_linear(x, weight, counts, main_grad, of=of, to=to)
 
 
@@ -361,8 +369,9 @@ class Experts(nn.Module):
         self.model = model
         self.recompute_activation = recompute_activation
         self.set_kernels(Kernels())
-        self.linear_fc1 = GroupedLinear(params("linear_fc1.weight"))
-        self.linear_fc2 = GroupedLinear(params("linear_fc2.weight"))
+        for name in ("linear_fc1", "linear_fc2"):
+            scaling = params.scaling(name, experts=True)
+            self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling))
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""

@@ -8,13 +8,13 @@ recompute sees again changes no maximum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.fp8 import FORMATS, fitting_scale, linear_fp8
+from megatron.kernels.fp8 import FORMATS, fitting_scale, grouped_linear_fp8, linear_fp8
 from megatron.kernels.linear import TpComm
 from megatron.parallel.collectives import all_reduce, all_reduce_
 from megatron.parallel.context import ParallelContext
@@ -30,7 +30,8 @@ class LayerScaling:
 
     state [3, 1 + history]: the delayed scales, then each tensor's maxima of the last steps, the
     newest first; zeros while nothing is known, when a tensor is scaled by itself. seen [3]: the
-    maxima of the step under way.
+    maxima of the step under way. `experts`: the layer is that of all experts, which other ranks
+    share.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class LayerScaling:
         precision: PrecisionConfig,
         ctx: ParallelContext,
         device: torch.device | str,
+        experts: bool = False,
     ):
         self.name = name
         self.formats = FORMATS[precision.fp8]
         self.delayed = precision.fp8_recipe == "delayed"
         self.known = False
-        self.axes = [axis for axis in (ctx.tp, ctx.cp) if axis.size > 1]
+        sharing = (ctx.etp, ctx.ep) if experts else (ctx.tp, ctx.cp)
+        self.axes = [axis for axis in sharing if axis.size > 1]
         self.largest = [torch.finfo(self.formats[i // 2]).max for i in range(_TENSORS)]
         self.state = torch.zeros(_TENSORS, 1 + precision.fp8_amax_history_len, device=device)
         self.seen = torch.zeros(_TENSORS, device=device)
@@ -61,6 +64,16 @@ class LayerScaling:
         return linear_fp8(
             x, weight, bias, scaling=self, accumulate_into=accumulate_into, tp_comm=tp_comm
         )
+
+    def grouped_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        counts: Sequence[int],
+        accumulate_into: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The layer of experts itself, as `kernels.fp8.grouped_linear_fp8`."""
+        return grouped_linear_fp8(x, weight, counts, scaling=self, accumulate_into=accumulate_into)
 
     def forward(self, amax: torch.Tensor, training: bool) -> torch.Tensor:
         """Scales [2] of input and weight, whose local maxima are `amax` [2]."""
@@ -79,6 +92,17 @@ class LayerScaling:
         for axis in self.axes:
             amax = all_reduce(amax, axis, "max")
         return fitting_scale(amax, self.largest[part.start])
+
+
+def scaling_factory(
+    precision: PrecisionConfig, ctx: ParallelContext, device: torch.device | str, *, dense: bool
+) -> Callable[..., LayerScaling | None]:
+    """From a linear layer's name to its scales; without `dense` only for layers of experts."""
+
+    def make(name: str, experts: bool = False) -> LayerScaling | None:
+        return LayerScaling(name, precision, ctx, device, experts) if dense or experts else None
+
+    return make
 
 
 class DelayedScaling:

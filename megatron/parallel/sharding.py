@@ -144,9 +144,10 @@ class ParameterFactory:
         partial = (*spec.partial_axes(self._ctx.sequence_parallel), *partial)
         return parameter(spec, self._ctx, self._dtype, self._device, partial)
 
-    def scaling(self, name: str) -> Any:
-        """The FP8 scales of the linear layer of this name, or None."""
-        return self._make_scaling and self._make_scaling(self._prefix + name)
+    def scaling(self, name: str, **options: bool) -> Any:
+        """The FP8 scales of the linear layer of this name, or None; `options` are
+        `make_scaling`'s."""
+        return self._make_scaling and self._make_scaling(self._prefix + name, **options)
 
 
 def init_parameters(

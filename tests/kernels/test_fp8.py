@@ -8,6 +8,7 @@ from megatron.kernels.fp8 import (
     Formats,
     fitting_scale,
     gemm,
+    grouped_linear_fp8,
     linear_fp8,
     native_gemm,
     quantize,
@@ -217,3 +218,34 @@ def test_torchs_fp8_gemm_is_the_emulated_one(first):
                 rtol=2.0**-7,
                 atol=1e-5,
             )
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 19, 16], [0, 0, 0, 0]])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_layer_of_experts_is_one_layer_per_expert(counts, accumulate):
+    """With the scales of all rows and all matrices, any number of rows, and no rows."""
+    n = sum(counts)
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(n, 32, generator=generator).requires_grad_()
+    weight = torch.randn(4, 48, 32, generator=generator).requires_grad_()
+    grad = torch.randn(n, 48, generator=generator)
+    total = torch.ones_like(weight) if accumulate else None
+    scaling = Itself()
+    y = grouped_linear_fp8(x, weight, counts, scaling=scaling, accumulate_into=total)
+    y.backward(grad)
+    largest = [float(t.detach().abs().max()) if len(t) else 0.0 for t in (x, weight, grad)]
+    assert scaling.asked == [(largest[:2], True), largest[2:]]
+    pairs = ((x.detach(), E4M3), (weight.detach(), E4M3), (grad, E5M2))
+    qx, qw, qg = (cast(t, dtype) if len(t) else t.double() for t, dtype in pairs)
+    grad_x, grad_weight = torch.zeros_like(qx), torch.zeros_like(qw)
+    parts = zip(qx.split(counts), qg.split(counts), grad_x.split(counts), strict=True)
+    out = []
+    for number, (rows, grads, grad_rows) in enumerate(parts):
+        out.append(rows @ qw[number].t())
+        grad_rows.copy_(grads @ qw[number])
+        grad_weight[number] = grads.t() @ rows
+    close = dict(rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(y.double(), torch.cat(out), **close)
+    torch.testing.assert_close(x.grad.double(), grad_x, **close)
+    found = total - 1 if accumulate else weight.grad
+    torch.testing.assert_close(found.double(), grad_weight, **close)

@@ -148,3 +148,51 @@ def test_without_an_update_training_goes_on(tmp_path):
         assert scales and all(
             x.isfinite().all() and (x[:, 0].gt(0).all() if updates else not x.any()) for x in scales
         )
+
+
+EXPERTS = (
+    "--disable-bias-linear --swiglu --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-shared-expert-intermediate-size 32 --moe-aux-loss-coeff 0.01 --train-iters 5 "
+    "--save-interval 5"
+).split()
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+def test_experts_in_every_layout_and_with_recompute(tmp_path, recipe):
+    """As dense layers: scales of all experts of a layer, equal on all ranks."""
+    argv = [*with_flags(RUN, *EXPERTS), *recipe]
+
+    def run(name, flags=(), world=1):
+        return train(
+            tmp_path / name, [*argv, *flags, "--save", str(tmp_path / name / "save")], world
+        )
+
+    one = run("one")
+    plain = train(tmp_path / "plain", with_flags(RUN, *EXPERTS))
+    assert one.series("lm_loss") != plain.series("lm_loss")
+    again = run("again", "--recompute-granularity selective --recompute-modules moe".split())
+    assert again.series(*EXACT) == one.series(*EXACT)
+    same_tensors(again.tensors(), one.tensors())
+    ep = ["--expert-model-parallel-size", "2"]
+    layouts = {
+        "ep": [*ep, "--use-distributed-optimizer"],
+        "ep, all-to-all": [*ep, "--moe-token-dispatcher-type", "alltoall"],
+        "tp": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        "ep, tp": [
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *(*ep, "--expert-tensor-parallel-size", "1"),
+        ],
+    }
+    theirs = one.tensors()
+    scales = {key for key in theirs if key.startswith(PREFIX)}
+    assert len(scales) == (12 if recipe is DELAYED else 0)
+    for name, flags in layouts.items():
+        other = run(name, flags, 2)
+        for key, near in (("lm_loss", 3e-4), ("grad_norm", 1e-2)):
+            expected = [value for (value,) in one.series(key)]
+            found = [value for (value,) in other.series(key)]
+            assert found == pytest.approx(expected, rel=near), (name, key)
+        mine = other.tensors()
+        assert mine.keys() == theirs.keys()
+        for scale in scales:
+            torch.testing.assert_close(mine[scale], theirs[scale], rtol=0.05, atol=0.0)

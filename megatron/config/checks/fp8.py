@@ -59,7 +59,20 @@ def rule(f: Facts) -> Iterator[str]:
         return  # said by other rules
     split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
     chunk = f" with --context-parallel-size {cp}" if cp > 1 else ""
+    sizes_of_experts = ()
+    if m.num_experts:
+        etp = f.config.parallel.expert_tensor_parallel
+        shared = m.moe_shared_expert_intermediate_size or 0
+        sizes_of_experts = (
+            (m.expert_ffn // etp, "a rank's width of an expert", "change --moe-ffn-hidden-size"),
+            (
+                shared // tp,
+                f"a rank's width of the shared expert{split}",
+                "change --moe-shared-expert-intermediate-size",
+            ),
+        )
     for size, what, remedy in (
+        *sizes_of_experts,
         (m.hidden_size, "the width of a layer", "change --hidden-size"),
         (
             heads * m.head_dim // tp,

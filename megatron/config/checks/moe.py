@@ -26,7 +26,6 @@ def rule(f: Facts) -> Iterator[str]:
             "--disable-bias-linear, without --add-mlp-bias [experts-have-no-biases]"
         )
     for name, off, remedy in (
-        ("fp8", None, "use --bf16"),
         ("torch_compile", False, "omit it: the number of tokens of an expert changes every step"),
         ("xielu", False, "use another activation function"),
         ("init_method_xavier_uniform", False, "use --init-method-std"),
