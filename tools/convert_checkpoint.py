@@ -325,6 +325,9 @@ class Upcycle:
         help="which layers become MoE layers: N for layers 0, N, 2N ..., or a pattern of 0 (dense) "
         "and 1 (MoE) such as [0]*1+[1]*26",
     )
+    moe_upcycling_granularity: int = arg(
+        1, help="divide each copy of an MLP into so many experts, each a part of its width"
+    )
     ckpt_step: int | None = step_option()
 
     def run(self) -> Answer:
@@ -335,6 +338,7 @@ class Upcycle:
             self.source,
             self.target,
             step=self.ckpt_step,
+            parts=self.moe_upcycling_granularity,
             num_experts=self.num_experts,
             moe_router_topk=self.moe_router_topk,
             moe_layer_freq=self.moe_layer_freq,
@@ -437,7 +441,8 @@ COMMANDS = {
         finish,
     ),
     "upcycle": Command(
-        "make a mixture of experts of a dense checkpoint: each expert is a copy of the MLP",
+        "make a mixture of experts of a dense checkpoint: each expert is a copy of the MLP or a "
+        "part of one",
         Upcycle,
         finish,
     ),

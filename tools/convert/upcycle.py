@@ -1,5 +1,6 @@
 """upcycle: make a mixture of experts of a dense checkpoint (Komatsuzaki et al. 2022). Every expert
-begins as a copy of its layer's MLP, the router with initial values."""
+begins as a copy of its layer's MLP or of a part of its width (He et al. 2024), the router with
+initial values."""
 
 from __future__ import annotations
 
@@ -25,32 +26,41 @@ _EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True)
 class _Copies:
-    """Makes the matrices of all experts of a layer: one tensor as often as there are experts."""
+    """Makes the matrices of all experts of a layer: of so many parts of the MLP's width expert e
+    has part e modulo `parts`. The parts of a copy have one probability, a share of its own, for
+    which their outputs make up."""
 
     ours: Ours
     name: str
     count: int
+    parts: int
 
     def __call__(self) -> torch.Tensor:
         one = self.ours.reader.read(self.name)
-        return one.unsqueeze(0).expand(self.count, *one.shape).contiguous()
+        inward = "linear_fc2" in self.name
+        parts = torch.stack(one.chunk(self.parts, -1 if inward else -2))
+        if inward:
+            parts = parts * self.parts
+        return parts.repeat(self.count // self.parts, *[1] * one.dim())
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Makes the initial values of a parameter."""
+    """Makes the initial values of a parameter; rows come `repeat` at a time."""
 
     spec: ParameterSpec
     seed: int
     dtype: torch.dtype
+    repeat: int = 1
 
     def __call__(self) -> torch.Tensor:
         ctx = ParallelContext(ParallelConfig())
         sharding = parameter(self.spec, ctx, torch.float32, "meta").sharding
-        return draw_values(sharding, self.seed).to(self.dtype)
+        values = draw_values(sharding, self.seed).to(self.dtype)
+        return values[:: self.repeat].repeat_interleave(self.repeat, 0)
 
 
-def _with_experts(model: ModelConfig, source: Path, **flags: Any) -> ModelConfig:
+def _with_experts(model: ModelConfig, source: Path, parts: int, **flags: Any) -> ModelConfig:
     """The architecture with experts. Raises ConversionError where it cannot be."""
     experts, topk = flags["num_experts"], flags["moe_router_topk"]
     problems = []
@@ -64,6 +74,11 @@ def _with_experts(model: ModelConfig, source: Path, **flags: Any) -> ModelConfig
         problems.append(
             f"--moe-router-topk {topk}: must be from 2 to --num-experts {experts}; the softmax "
             "over one selected expert is always 1, and the router would not learn"
+        )
+    if parts < 1 or experts % parts or topk % parts or model.ffn % parts:
+        problems.append(
+            f"--moe-upcycling-granularity {parts}: must divide --num-experts {experts}, "
+            f"--moe-router-topk {topk} and the width of the MLPs, {model.ffn}"
         )
     frequency = flags["moe_layer_freq"]
     try:
@@ -79,7 +94,8 @@ def _with_experts(model: ModelConfig, source: Path, **flags: Any) -> ModelConfig
         problems.append(f"--moe-layer-freq {frequency}: {error}; write for example [0]*1+[1]*26")
     if problems:
         raise ConversionError("\n".join(problems))
-    changed = replace(model, **flags)
+    width = model.ffn // parts if parts > 1 else None
+    changed = replace(model, **flags, moe_ffn_hidden_size=width)
     if not changed.moe_layers:
         raise ConversionError(f"--moe-layer-freq {frequency}: no layer has experts")
     return changed
@@ -94,12 +110,14 @@ def _tokenizer(ours: Ours) -> tuple[dict[str, Any] | None, list[Path]]:
     return {name: value for name, value in flags.items() if value is not None}, []
 
 
-def upcycle(source: Path, target: Path, *, step: int | None = None, **flags: Any) -> str:
-    """Make a run directory of a dense checkpoint with experts: `flags` are num_experts,
-    moe_router_topk and moe_layer_freq. Returns what to say of it."""
+def upcycle(
+    source: Path, target: Path, *, step: int | None = None, parts: int = 1, **flags: Any
+) -> str:
+    """Make a run directory of a dense checkpoint with experts, each a `parts`-th of an MLP: `flags`
+    are num_experts, moe_router_topk and moe_layer_freq. Returns what to say of it."""
     new_folder(target)
     with Ours(source, step) as ours:
-        model = _with_experts(ours.model, source, **flags)
+        model = _with_experts(ours.model, source, parts, **flags)
         rows = ours.reader.shape(WORD_EMBEDDING)[0]
         dtype = ours.reader.dtype(WORD_EMBEDDING)
         weights = []
@@ -107,11 +125,12 @@ def upcycle(source: Path, target: Path, *, step: int | None = None, **flags: Any
         for spec in parameter_table(model, rows, rows):
             name = spec.name.replace(_EXPERTS, ".mlp.")
             if name in held:
-                copies = _Copies(ours, name, model.num_experts)
+                copies = _Copies(ours, name, model.num_experts, parts)
                 make = copies if _EXPERTS in spec.name else _Read(ours, name)
                 weights.append(Incoming(spec.name, ours.reader.dtype(name), spec.shape, make))
             else:
-                drawn = _Drawn(spec, ours.config.training.seed, dtype)
+                repeat = parts if ".router." in spec.name else 1
+                drawn = _Drawn(spec, ours.config.training.seed, dtype, repeat)
                 weights.append(Incoming(spec.name, dtype, spec.shape, drawn))
         tokenizer, files = _tokenizer(ours)
         family = ours.base.get("model_type", "")

@@ -84,6 +84,26 @@ def test_an_upcycled_model_computes_what_the_dense_one_does(pattern, tmp_path, c
         assert router is None or router.std() > 0
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_experts_that_are_parts_of_an_mlp(gated, tmp_path, convert):
+    """The parts of one copy have equal logits, so the experts of a token are whole copies."""
+    flags = FLAGS | dict(swiglu=gated, ffn_hidden_size=48)
+    dense = tiny_model(scramble=True, padded=VOCAB, vocab=VOCAB, **flags)
+    write_ours(tmp_path / "dense", dense, **flags)
+    words = ["--num-experts", 12, "--moe-router-topk", 6, "--moe-upcycling-granularity", 3]
+    convert("upcycle", tmp_path / "dense", tmp_path / "moe", *words)
+    with torch.no_grad():
+        expected = dense(IDS)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits_of(tmp_path / "moe"), expected, rtol=0, atol=1e-5)
+    weights = dict(open_trained_model(str(tmp_path / "moe"), device="cpu").model.named_parameters())
+    mlp = "decoder.layers.1.mlp."
+    assert weights[mlp + "experts.linear_fc2.weight"].shape == (12, 32, 16)
+    logits = weights[mlp + "router.weight"].view(4, 3, 32)
+    assert torch.equal(logits, logits[:, :1].expand_as(logits))
+    assert not torch.equal(logits[0], logits[1])
+
+
 def test_what_cannot_be_upcycled(tmp_path, convert):
     biases = FLAGS | dict(add_bias_linear=True)
     for name, flags in (("dense", FLAGS), ("biases", biases)):
@@ -100,6 +120,9 @@ def test_what_cannot_be_upcycled(tmp_path, convert):
         ("dense", ["--num-experts", 4, "--moe-layer-freq", "[0]*3"]),
         ("dense", ["--num-experts", 4, "--moe-layer-freq", "0"]),
         ("dense", ["--num-experts", 4, "--moe-layer-freq", "often"]),
+        ("dense", ["--num-experts", 4, "--moe-upcycling-granularity", 3]),
+        ("dense", ["--num-experts", 8, "--moe-upcycling-granularity", 4]),
+        ("dense", ["--num-experts", 4, "--moe-upcycling-granularity", 0]),
         ("nothing", ["--num-experts", 4]),
     ):
         assert "error: " in convert(
