@@ -146,8 +146,8 @@ class ParallelConfig:
     hang_timeout_seconds: float | None = arg(
         None,
         dump=False,
-        help="with several ranks: seconds without progress (a micro-batch) in an iteration, after "
-        "which the rank that keeps the others waiting is named with its stack and the run ends "
+        help="seconds without progress (a micro-batch) in an iteration, after which the rank that "
+        "keeps the others waiting, or the only one, is named with its stack and the run ends "
         "with exit code 4 (0: never, in no phase; default: the larger of 15 and 5 times the "
         "median iteration; never with --torch-compile)",
     )

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.training import loop, step
-from tests.e2e.programs import fork_ranks
+from megatron.training.logging.run_events_file import NAME, read_events
+from tests.e2e.programs import fork_program, fork_ranks
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, write_text
 
@@ -35,7 +36,7 @@ def hold_the_lock() -> None:
 
 def hang_on(rank: int, module, name: str, act) -> None:
     """On this rank the module's function hangs in its ITERATION-th call."""
-    if os.environ["RANK"] != str(rank):
+    if os.environ.get("RANK", "0") != str(rank):
         return
     right = getattr(module, name)
     calls = []
@@ -92,3 +93,34 @@ def test_the_rank_that_hangs_is_named(tmp_path, act, place, killed, culprit):
     )
     assert named == [(str(culprit), str(found["pid"]), place)], found["err"]
     assert f"in {act.__name__}" in found["err"]
+
+
+def alone(rank: int, world: int, folder: Path, act, place: str) -> dict:
+    """A run of one rank without launcher variables that hangs in its ITERATION-th iteration."""
+    words = [*SMALL, "--data-path", str(folder.parent / "text"), "--split", "90,10,0"]
+    words += ["--train-iters", "50", "--hang-timeout-seconds", "1"]
+    words += ["--save", str(folder / "save"), "--save-interval", "50"]
+    folder.mkdir()
+    program = fork_program(words, folder, before=lambda: hang_on(0, *PLACES[place], act))
+    code = program.end(60)
+    return {
+        "code": code,
+        "pid": program.pid,
+        "left": program.left_behind(20.0),
+        "err": program.err,
+    }
+
+
+@pytest.mark.campaign
+def test_one_rank_is_watched_too(tmp_path):
+    """It is named with phase and stack, the ledger has the failure, the lock is free."""
+    write_text(tmp_path / "text", 100)
+    found = run_ranks(1, alone, tmp_path / "run", sleep, "training step")[0]
+    assert (found["code"], found["left"]) == (HUNG, []), found["err"]
+    assert re.findall(
+        r"^hang: rank 0 \(process (\d+) on .*phase: ([\w ]+);", found["err"], re.M
+    ) == [(str(found["pid"]), "training step")]
+    assert "in sleep" in found["err"]
+    last = read_events(tmp_path / "run" / "save" / NAME)[-1]
+    assert (last["event"], last["code"], last["iteration"]) == ("failure", HUNG, ITERATION)
+    assert not list((tmp_path / "run" / "save").glob(".lock*"))

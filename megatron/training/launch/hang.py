@@ -10,8 +10,9 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,6 +57,7 @@ WAITING = (
 )
 # ... and for the device, which runs the collectives of CUDA
 DEVICE_WAIT = "megatron/training/step_sums.py"
+IO_STEP = 20  # bits: a MiB that was read or written is progress
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -72,6 +74,16 @@ def prepare() -> None:
     number = stack_signal()
     if number is not None:
         faulthandler.register(number, file=os.memfd_create(STACKS), all_threads=True)
+
+
+def mib_moved() -> int:
+    """MiB that this process has read and written, where the system counts them."""
+    try:
+        with open("/proc/self/io", "rb") as file:
+            first, second = file.read().split(b"\n")[:2]
+        return int(first.split()[1]) + int(second.split()[1]) >> IO_STEP
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def phase(frames: Sequence[tuple[str, str]]) -> str:
@@ -273,6 +285,25 @@ def _main_thread(text: str) -> list[tuple[str, str, str]]:
     """(file, line, function) of the main thread's stack, outermost first."""
     block = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
     return [match.groups() for match in reversed(list(_FRAME.finditer(block)))]
+
+
+class LauncherWatch:
+    """Ends this process by `leave`, in a thread, where torchrun, its parent, was killed and so does
+    not end it: torchrun's successor would find the run locked."""
+
+    def __init__(self, parent: int, leave: Callable[[int, str], object]):
+        self._parent = parent
+        self._leave = leave
+
+    def look(self) -> None:
+        """To be called again and again."""
+        if launcher.under_torchrun() and os.getppid() != self._parent:
+            self._parent = os.getppid()
+            text = (
+                f"error: rank {launcher.rank()}: torchrun, which started it, was killed; start it "
+                "again [launcher-killed]\n"
+            )
+            threading.Thread(target=self._leave, args=(1, text), daemon=True).start()
 
 
 def numbers(ranks: Sequence[int]) -> str:

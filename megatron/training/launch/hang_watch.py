@@ -1,16 +1,21 @@
-"""The hook that reports to the rank monitor which phase of the run this rank is in."""
+"""The hook that reports to the rank monitor, or to the watch of a single rank, which phase of the
+run this rank is in."""
 
 from __future__ import annotations
 
 from collections import deque
 from statistics import median
+from typing import TYPE_CHECKING
 
 from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
 from megatron.training.launch.hang_limits import LEAST_SECONDS, MEDIANS, Limits, Phase
-from megatron.training.launch.rank_monitor import MonitorClient
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
+
+if TYPE_CHECKING:
+    from megatron.training.launch.own_watch import OwnWatch
+    from megatron.training.launch.rank_monitor import MonitorClient
 
 STEPS = 21  # that the median is of
 
@@ -20,7 +25,7 @@ class HangWatch(Hook):
     the latest iterations, with as many seconds for a micro-batch as they had (their number grows
     with the batch). A micro-batch that is done is progress."""
 
-    def __init__(self, monitor: MonitorClient, limits: Limits, run: Run):
+    def __init__(self, monitor: MonitorClient | OwnWatch, limits: Limits, run: Run):
         self._monitor = monitor
         self._limits = limits
         self._micro_batches = run.plan.num_microbatches

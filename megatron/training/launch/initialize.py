@@ -32,7 +32,11 @@ class Runtime:
 
 
 def connect(config: Config, watch: SignalWatch | None = None) -> Rendezvous | None:
-    """The connections of this rank to the others (`rendezvous.Rendezvous`); None with one rank."""
+    """The connections of this rank to the others (`rendezvous.Rendezvous`); None with one rank,
+    which watches itself."""
+    if launcher.world_size() == 1 and watch:
+        own = optional.load("megatron.training.launch.own_watch").OwnWatch
+        watch.monitor = own(config, watch.leave_for, watch.leave, watch.parent)
     if launcher.world_size() == 1 or dist.is_initialized():
         return None
     return optional.load("megatron.training.launch.rendezvous").Rendezvous(config, watch)
@@ -43,7 +47,6 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     grid."""
     here = launcher.info()
     world_size = here.world_size
-    rank = here.rank
     training = config.training
     parallel = config.parallel
     set_max_connections(config)
@@ -72,11 +75,11 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
         dist.init_process_group(
             backend,
             store=rendezvous.store,
-            rank=rank,
+            rank=here.rank,
             world_size=world_size,
             timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
         )
-    ctx = ParallelContext(parallel, world_size, rank)
+    ctx = ParallelContext(parallel, world_size, here.rank)
     if ctx.tp.size > 1:
         open_shared = optional.load("megatron.parallel.shared_sums").open_shared
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
@@ -86,7 +89,7 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")
     log.detail(f"> initialized pipeline model parallel with size {ctx.pp.size}")
     log.detail(f"> setting random seeds to {training.seed} ...")
-    return Runtime(device, ctx, world_size, rank)
+    return Runtime(device, ctx, world_size, here.rank)
 
 
 def set_max_connections(config: Config) -> None:

@@ -65,7 +65,6 @@ SERVER_IS_SILENT_AFTER = 6  # ticks
 ASKS_AGAIN_AFTER = 5  # ticks
 MOST_REPORTS = 8  # ranks
 ALL_WAIT_LIMITS = 4  # limits that all may wait for each other: a network may recover
-IO_STEP = 20  # bits: a MiB that was read or written is progress
 STRANGERS = 64  # connections beyond one per rank that may wait to prove themselves
 
 
@@ -632,7 +631,7 @@ class MonitorClient:
     `on_failure` is called, in a separate thread, when another rank has failed or died; it is to end
     the process. `key`: the server's token followed by the secret of the run. `process` is this
     process, unless given. `noticed` is called at once with the death of rank 0, for a launcher may
-    end this process before `on_failure` is called.
+    end this process before `on_failure` is called; `on_tick` once per second.
     """
 
     def __init__(
@@ -644,12 +643,14 @@ class MonitorClient:
         process: ProcessId | None = None,
         noticed: Callable[[Failure], None] = lambda failure: None,
         limits: Limits = NO_LIMITS,
+        on_tick: Callable[[], None] = lambda: None,
     ):
         self.process = process or this_process()
         self.limits = limits
         self.server_process = server
         self._on_failure = on_failure
         self._noticed = noticed
+        self._on_tick = on_tick
         self._main = threading.main_thread().ident
         self._reported = self._closed = self._ended = False
         # the actions of the pipeline that are done, say
@@ -732,7 +733,7 @@ class MonitorClient:
 
     def _tick(self) -> None:
         phase = self._phase
-        now = (phase, self.progress(), _bytes_moved() if phase.announced else 0)
+        now = (phase, self.progress(), hang.mib_moved() if phase.announced else 0)
         self._phase_ticks = self._phase_ticks + 1 if self._seen[:1] == now[:1] else 0
         if self._phase_ticks == 0:
             self._busy_ticks = 0
@@ -796,6 +797,7 @@ class MonitorClient:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wire.socket, selectors.EVENT_READ)
                 while not selector.select(TICK):
+                    self._on_tick()
                     self._tick()
             messages = self._wire.receive(LONGEST_ANSWER)
         if not self._closed and not self._reported:
@@ -857,13 +859,3 @@ class MonitorClient:
         """The collective in which a thread of this rank waits for others; None if none does."""
         found = map(hang.waiting_in, sys._current_frames().values())
         return next((text for text in found if text is not None), None)
-
-
-def _bytes_moved() -> int:
-    """MiB that this process has read and written, where the system counts them."""
-    try:
-        with open("/proc/self/io", "rb") as file:
-            first, second = file.read().split(b"\n")[:2]
-        return int(first.split()[1]) + int(second.split()[1]) >> IO_STEP
-    except (OSError, ValueError, IndexError):
-        return 0

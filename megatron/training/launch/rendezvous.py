@@ -97,6 +97,7 @@ class Rendezvous:
                 watch.leave_for,
                 noticed=noticed,
                 limits=self.limits,
+                on_tick=hang.LauncherWatch(watch.parent, watch.leave).look,
             )
         except OSError as error:
             print(

@@ -19,7 +19,7 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
 if TYPE_CHECKING:
-    from megatron.training.launch.rank_monitor import MonitorClient
+    from megatron.training.launch import own_watch, rank_monitor
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on
@@ -42,14 +42,15 @@ class SignalWatch:
     With `catch_interrupts`, Ctrl-C ends the process with one line and exit code 130; `advice` is
     the line's second half. With `remember_requests`, the first SIGTERM or SIGUSR1 is kept in
     `received`; a second one, at least a second later, ends the process. Both are to be called in
-    the main thread. Once the ranks are connected, `monitor` notifies them of each other's failure;
-    `limit` is that of a collective, as a user types it.
+    the main thread. Once the ranks are connected, `monitor` notifies them of each other's failure
+    (of one rank: watches it); `limit` is that of a collective, as a user types it.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.advice = "training had not started"
-        self.monitor: MonitorClient | None = None
+        self.monitor: rank_monitor.MonitorClient | own_watch.OwnWatch | None = None
+        self.parent = os.getppid()
         # what a process does before it ends at once
         self.leaving: Callable[[], None] = lambda: None
         # the run ends by this error
@@ -90,7 +91,7 @@ class SignalWatch:
             for number in os.read(read_end, 64):
                 if number == signal.SIGINT:
                     start = "\n" if os.isatty(2) else ""  # below the terminal's ^C
-                    self._leave(interrupt.INTERRUPTED, f"{start}interrupted: {self.advice}\n")
+                    self.leave(interrupt.INTERRUPTED, f"{start}interrupted: {self.advice}\n")
                 elif number in WATCHED:
                     self._request(signal.Signals(number))
 
@@ -99,7 +100,7 @@ class SignalWatch:
             self._received_at = time.monotonic()
             self.received = number
         elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
-            self._leave(128 + number, "second signal: leaving now, without a save\n")
+            self.leave(128 + number, "second signal: leaving now, without a save\n")
 
     def leave_for(self, failure: Failure) -> NoReturn:
         """Another rank has failed: end this process."""
@@ -107,12 +108,12 @@ class SignalWatch:
         self.leaving()
         leave_for(failure)
 
-    def _leave(self, code: int, text: str) -> NoReturn:
-        """Failure the run: of all ranks that are asked to, the lowest says so."""
+    def leave(self, code: int, text: str) -> NoReturn:
+        """End the run: of all ranks that are asked to, the lowest says so."""
         self.on_failure(Failure(this_process(), text.strip(), code))
         self.leaving()
         if self.monitor:
-            self.monitor.report(text.strip(), code)
+            self.monitor.report(text.strip().removeprefix("error: "), code)
             _exit(code, text)
         _exit(code, text if launcher.rank() == 0 else "")
 
@@ -176,11 +177,10 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     that failed for reasons of their own. Without it, rank 0 prints first, and the others wait long
     enough for a launcher to end them.
     """
-    monitor = watch.monitor
+    monitor = watch.monitor if launcher.world_size() > 1 else None
     if isinstance(error, SystemExit) and monitor is None:
         raise error  # a bad command line, which has been said
     rank = launcher.rank()
-    alone = launcher.world_size() == 1
     code = error.code if isinstance(error, (SystemExit, Refusal)) else 1
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
@@ -195,7 +195,7 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     if monitor is not None:
         monitor.report(text.strip().rpartition("\n")[2].removeprefix("error: "), code)
     sys.stdout.flush()
-    if not alone and text.startswith("Traceback"):
+    if launcher.world_size() > 1 and text.startswith("Traceback"):
         log.last_words(f"{this_process()} failed:\n{text}")
     else:
         log.last_words(f"rank {rank}: {text}" if rank else text)
@@ -251,7 +251,7 @@ def _is_lost(error: BaseException) -> bool:
     )
 
 
-def _timeout(error: BaseException, monitor: MonitorClient, limit: str) -> str:
+def _timeout(error: BaseException, monitor: rank_monitor.MonitorClient, limit: str) -> str:
     """Where this rank waited, and what the ranks that do not wait are doing."""
     busy = monitor.ask()
     others = (

@@ -94,7 +94,8 @@ class RunEvents(Hook):
         """The run ends by an error of the rank `failure.process`; called on every rank that still
         can, perhaps twice. An error counts more than a death, which may have followed from it."""
         rank = self._run.runtime.rank
-        writer = 1 if failure.process.rank == 0 and failure.silent else 0
+        many = self._run.runtime.world_size > 1
+        writer = 1 if failure.process.rank == 0 and failure.silent and many else 0
         known = self._failure
         if rank != writer or known and (failure.silent or not known.silent):
             return

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.launch import signals
+from megatron.training.launch import hang, signals
 from tests.forkrun import ROOT
 
 LOST = "error: the connection to another rank is lost; its own message says why ("
@@ -131,3 +131,45 @@ def test_ctrl_c_ends_a_process_whose_stderr_is_gone(program, tmp_path):
         assert process.wait(20) == 130
     finally:
         process.kill()
+
+
+def orphan(write_end: int, torchrun: bool) -> None:
+    """A rank that looks at its launcher until it is told to end, or for five seconds."""
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    if torchrun:
+        os.environ["TORCHELASTIC_RUN_ID"] = "x"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    watch = signals.SignalWatch()
+    failures = []
+    watch.on_failure = failures.append
+    watch.leaving = lambda: os.write(write_end, b"%d" % failures[0].code)
+    parent = os.getppid()
+    launcher = hang.LauncherWatch(watch.parent, watch.leave)
+    os.write(write_end, b"r")
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline and os.getppid() == parent:
+        launcher.look()
+        time.sleep(0.01)
+    launcher.look()
+    time.sleep(0.0 if not torchrun else 5.0)
+    os.write(write_end, b"o")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("torchrun, word", [(True, b"1"), (False, b"o")])
+def test_a_rank_ends_when_torchrun_was_killed(torchrun, word):
+    """Other parents, say a shell, may end before the rank."""
+    read_end, write_end = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        if os.fork() == 0:
+            orphan(write_end, torchrun)
+        time.sleep(60)
+        os._exit(0)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"r"
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    assert os.read(read_end, 1) == word
+    assert os.read(read_end, 1) == b""
+    os.close(read_end)
