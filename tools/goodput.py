@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.goodput import read_goodput, table
+from megatron.analysis.goodput import failure_lines, read_goodput, table
 from megatron.analysis.plots import draw_goodput
 from megatron.arguments import arg
 from tools.shared.program import read
@@ -41,10 +41,17 @@ class GoodputOptions:
         metavar="FILE",
         help="picture on a time axis to write (.png, .svg or .pdf; needs matplotlib)",
     )
+    failures: bool = arg(
+        False,
+        help="print one line per failure instead: time, iteration, rank, host, exit code and "
+        "reason, separated by tabs",
+    )
 
 
 def problems(options: GoodputOptions) -> list[str]:
     """What is wrong with the values."""
+    if options.failures and options.output:
+        return ["--failures and --output exclude each other"]
     if options.output is None or options.output.lower().endswith(ENDINGS):
         return []
     return [
@@ -57,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 printed, 2 a wrong command line or what cannot be read or written."""
     options = read(GoodputOptions, argv, prog="goodput.py", description=DESCRIPTION, check=problems)
     try:
+        if options.failures:
+            for path in options.runs:
+                for line in failure_lines(path):
+                    print(line)
+            return 0
         runs = [read_goodput(path) for path in options.runs]
         for run in runs:
             print("\n".join(table(run)))

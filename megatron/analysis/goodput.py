@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -90,6 +91,33 @@ class Goodput:
 
 def read_goodput(path: str) -> Goodput:
     """Of a --save directory or its run_events.jsonl. Raises ValueError."""
+    return account(path, _attempts(path))
+
+
+def failure_lines(path: str) -> list[str]:
+    """Of each attempt that failed: time, iteration, rank, host, exit code and reason, separated by
+    tabs. Raises ValueError as `read_goodput`."""
+    failures = [found for events in _attempts(path) if (found := failure_of(events))]
+    return [
+        "\t".join(
+            [
+                _time(one["time"]),
+                *(str(one[key]) for key in ("iteration", "rank")),
+                *(" ".join(str(one[key]).split()) for key in ("host", "code", "reason")),
+            ]
+        )
+        for one in failures
+    ]
+
+
+def _time(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # of a damaged file
+        return "unknown"
+
+
+def _attempts(path: str) -> list[list[Event]]:
     file = Path(path)
     file = file / NAME if file.is_dir() else file
     try:
@@ -101,7 +129,7 @@ def read_goodput(path: str) -> Goodput:
         ) from None
     if not attempts:
         raise ValueError(f"{file}: no run has started here; give a --save directory")
-    return account(path, attempts)
+    return attempts
 
 
 def account(name: str, attempts: Sequence[Sequence[Event]]) -> Goodput:

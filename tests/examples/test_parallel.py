@@ -8,9 +8,11 @@ over the other's loopback; where the system makes none, two loopback addresses.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -300,3 +302,66 @@ def test_slurm(folder, straight, tmp_path, script, tasks):
     }
     finished([start(folder, script, script, **environ)])
     assert_same(folder, script, straight)
+
+
+STUBS = {
+    "srun": """
+echo "$*" | grep -o -e "--exclude [^ ]*" >> excluded || echo none >> excluded
+while [ "${1#--}" != "$1" ]; do
+    case $1 in --kill*) shift ;; *) shift 2 ;; esac
+done
+exec "$@"
+""",
+    "scontrol": 'echo "$*" >> scontrol.log\n',
+    "scancel": 'echo "$*" >> scancel.log; touch stop\n',
+    # a run: the ledger gets the failure of the next host in the file `hosts`, none for `-`
+    "python": """
+case $1 in tools/*) cd "$REPOSITORY"; exec "$REAL_PYTHON" "$@" ;; esac
+host=$(head -n 1 hosts); sed -i 1d hosts
+ledger=$OUT/checkpoints/run_events.jsonl
+mkdir -p "$OUT/checkpoints"
+echo '{"event": "start", "time": 1, "process_start": 1, "iteration": 0, "starter": ""}' >> "$ledger"
+[ "$host" != wait ] || { touch running; while [ ! -e stop ]; do sleep 0.02; done; exit 0; }
+[ "$host" ] || exit 0
+failure='{"event": "failure", "time": 2, "iteration": 1, "rank": 0, "code": 1, "reason": "", "host":'
+[ "$host" = - ] || echo "$failure \\"$host\\"}" >> "$ledger"
+exit 5
+""",
+}
+
+
+@pytest.mark.parametrize(
+    "hosts, code, excluded, queued",
+    [
+        ("a b b c", 0, ["none"] * 3 + ["--exclude b"] * 2, False),
+        ("a a b b", 0, ["none"] * 2 + ["--exclude a"] * 2 + ["--exclude a,b"], False),
+        ("a - b", 0, ["none"] * 4, False),
+        ("- -", 5, ["none"] * 2, False),
+        ("a wait", 0, ["none"] * 2, True),
+    ],
+)
+def test_slurm_restart(tmp_path, hosts, code, excluded, queued):
+    """With an srun, scontrol, scancel and training of ours: which hosts are excluded, when it ends,
+    and that the job is queued again when its time is over."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "hosts").write_text("".join(f"{host}\n" for host in hosts.split()))
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    environ = {"SLURM_JOB_ID": "7", "OUT": str(tmp_path / "out"), "REPOSITORY": str(ROOT)}
+    environ |= {"REAL_PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = subprocess.Popen(
+        ["sh", str(ROOT / "examples/parallel/slurm_restart.sbatch")],
+        cwd=tmp_path,
+        env={**os.environ, **environ},
+    )
+    while queued and not (tmp_path / "running").exists():
+        time.sleep(0.01)
+    if queued:
+        script.send_signal(signal.SIGUSR1)
+    assert script.wait(60) == code
+    assert (tmp_path / "excluded").read_text().splitlines() == excluded
+    asked = [tmp_path / name for name in ("scontrol.log", "scancel.log")]
+    assert [one.read_text() if one.exists() else None for one in asked] == (
+        ["requeue 7\n", "--signal TERM 7\n"] if queued else [None, None]
+    )

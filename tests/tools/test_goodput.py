@@ -134,6 +134,10 @@ def test_the_picture_and_the_table(tmp_path, capsys):
     assert goodput.main([str(tmp_path), "--output", str(picture)]) == 0
     assert picture.stat().st_size > 5000 and "30.0%" in capsys.readouterr().out
     assert goodput.main([str(tmp_path / "none")]) == 2
+    assert goodput.main([str(tmp_path), "--failures"]) == 0
+    assert capsys.readouterr().out.rstrip("\n").split("\t")[1:] == ["11", "1", "h", "1", "why"]
+    with pytest.raises(SystemExit):
+        goodput.main([str(tmp_path), "--failures", "--output", str(picture)])
 
 
 def die(iteration: int) -> None:
