@@ -48,7 +48,11 @@ LAUNCHER_FLAGS = {
     "--local-addr",
     "--local_addr",
     "--kill-on-bad-exit",
+    "--nodes",
+    "--ntasks",
     "--ntasks-per-node",
+    "--exclude",
+    "--signal",
     "--gpus-per-task",
     "--max-restarts",
 }
