@@ -168,6 +168,11 @@ def sum_bf16_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def kernels_of(device: torch.device) -> str:
+    """The device type whose kernels compute on `device`: the meta device stands for CUDA."""
+    return "cuda" if device.type == "meta" else device.type
+
+
 def has_fp8(device: torch.device) -> bool:
     """Whether this device has FP8 GEMMs (CUDA, compute capability 8.9 or newer; the meta device
     stands for such a one)."""

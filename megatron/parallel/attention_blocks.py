@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.device import kernels_of
 from megatron.kernels.block_attention import Block, block_backward, block_forward, flash
 from megatron.kernels.cpu.blocking import wide_dtype
 
@@ -21,7 +22,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tens
     it sees no key. Both are at least fp32, but the flash kernel rounds `out` to the format of q.
     """
     if flash(
-        q.device.type,
+        kernels_of(q.device),
         q.dtype,
         q.shape[-1],
         block.dropout_p,
@@ -51,7 +52,7 @@ def block_attention_grads(
     """
     q, k, v = tensors
     if flash(
-        q.device.type,
+        kernels_of(q.device),
         q.dtype,
         q.shape[-1],
         block.dropout_p,

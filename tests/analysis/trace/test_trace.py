@@ -167,6 +167,14 @@ def test_bytes_of_recomputed_experts_are_the_plans(dispatcher, more):
     assert sent(traced.rank(0)) == sent_by_axis(traced.config, traced.plan, 0)
 
 
+def test_ring_attention_has_the_kernel_of_a_gpu():
+    """2 micro-batches, 4 layers; of the 2 x 2 chunks of the sequence the later sees 3 whole
+    and both see themselves, or the other rank's."""
+    operations = Traced(with_flags(FLAGS, *CP, "--global-batch-size", "4"), 2).rank(0).operations
+    assert operations["_scaled_dot_product_flash_attention"] == 2 * 4 * 5
+    assert operations["_scaled_dot_product_flash_attention_backward"] == 2 * 4 * 5
+
+
 def test_activations_that_a_closure_keeps():
     hidden = []
     forward = MLP.forward
