@@ -174,12 +174,12 @@ def watch_balanced() -> None:
     with."""
     from megatron.model import moe
 
-    def select(
-        logits: torch.Tensor, model: Any, bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        k = model.moe_router_topk
-        experts = torch.arange(k * len(logits)).view(-1, k) % model.num_experts
-        return logits.softmax(-1).gather(1, experts), experts
+    own = moe.select_experts
+
+    def select(logits: torch.Tensor, model: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, experts = own(logits, model, *more)
+        experts.data.view(-1).copy_(torch.arange(experts.numel()) % model.num_experts)
+        return weights, experts
 
     moe.select_experts = select
     watch()

@@ -1,11 +1,11 @@
-"""The messages of a trace are those of the real run on gloo, one by one."""
+"""Of every layout a trace has the messages of the real run on gloo, one by one, and its peak of memory."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron.parallel import collectives
-from tests import recorder
+from tests import memory_census, recorder
 from tests.analysis.trace.tracing import Traced
 from tests.parity.layouts import CAMPAIGN, CASES, SWEEP, Case, argv
 from tests.runs import train, with_flags, write_text
@@ -41,25 +41,39 @@ def cases() -> list:
     return found
 
 
+def watch() -> None:
+    """A hook: messages and memory of each step."""
+    memory_census.watch()
+    recorder.watch()
+
+
+def watch_balanced() -> None:
+    memory_census.watch()
+    recorder.watch_balanced()
+
+
 @pytest.mark.parametrize("case", cases())
-def test_messages_are_those_of_the_real_run(tmp_path, monkeypatch, case: Case):
+def test_messages_and_memory_are_those_of_the_real_run(tmp_path, monkeypatch, case: Case):
     data = write_text(tmp_path / "text", 300)
     flags = argv(data, case.model, 4, *case.layout, *case.only, *filter(None, [case.precision]))
-    watch = recorder.watch_balanced if "--num-experts" in flags else recorder.watch
-    train(tmp_path / "run", with_flags(flags, "--eval-iters", "0"), case.world, hook=watch)
+    hook = watch_balanced if "--num-experts" in flags else watch
+    train(tmp_path / "run", with_flags(flags, "--eval-iters", "0"), case.world, hook=hook)
     monkeypatch.setattr(collectives.dist, "get_backend", lambda group=None: Gloo("fake"))
     traced = Traced(flags, case.world)
     for rank in range(case.world):
+        trace = traced.rank(rank)
         real = recorder.read(tmp_path / "run", rank)[-1]
         found = [
             recorder.Call(
                 "reduce-scatter" if one.operation == "all-to-all" else one.operation, *one[1:4]
             )
-            for _, one in traced.rank(rank).messages
+            for _, one in trace.messages
         ]
+        peak = memory_census.read(tmp_path / "run", rank)
         if "--moe-expert-capacity-factor" in flags:
             real, found = without_sizes(real), without_sizes(found)
         assert found == real, f"rank {rank}"
+        assert abs(trace.peak / peak - 1) < 0.01, f"rank {rank}: {trace.peak} of {peak} bytes"
 
 
 def without_sizes(calls: list[recorder.Call]) -> list[recorder.Call]:

@@ -1,0 +1,175 @@
+"""A census of a run's CPU tensors in each training step, taken with the branches that a device
+would take. Knows no formula and nothing of the plan or the trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Census(TorchDispatchMode):
+    """While it is on: bytes of every storage on the CPU that an operation has taken or returned, until
+    it is freed (`live`), and the most there were (`peak`). What an operation uses inside and frees
+    again is not counted, nor memory that processes share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, tuple[weakref.ref, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+                self._see(x.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known or _caller() == "shared_sums.py":
+            return
+        nbytes = storage.nbytes()
+        self._known[key] = weakref.ref(storage, partial(self._freed, key)), nbytes
+        self.live += nbytes
+
+    def _freed(self, key: int, reference: weakref.ref) -> None:
+        self.live -= self._known.pop(key)[1]
+
+
+def _caller() -> str:
+    """The file of megatron/ that is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "/megatron/" in frame.f_code.co_filename:
+            return Path(frame.f_code.co_filename).name
+        frame = frame.f_back
+    return ""
+
+
+def watch() -> None:
+    """A hook of tests.runs.train: every rank writes the peak of each step next to its log."""
+    from megatron.training import loop
+
+    take_device_branches()
+    census = Census()
+    census.__enter__()
+    peaks: list[int] = []
+    step = loop.train_step
+    train = loop.pretrain
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        census.peak = census.live
+        out = step(*args, **kwargs)
+        peaks.append(census.peak)
+        return out
+
+    def pretrain(run: Any, *args: Any, **kwargs: Any) -> Any:
+        found = train(run, *args, **kwargs)
+        census.__exit__(None, None, None)
+        file = Path(run.config.logging.metrics_file).with_name(f"census.{os.environ['RANK']}")
+        file.write_text(json.dumps(peaks))
+        return found
+
+    loop.train_step = train_step
+    loop.pretrain = pretrain
+
+
+def read(folder: Path, rank: int) -> int:
+    """The least peak of the steps of a rank that was watched: they do the same, but gloo's thread
+    may keep for a moment what it has sent."""
+    return min(json.loads((folder / f"census.{rank}").read_text()))
+
+
+def take_device_branches() -> None:
+    """Tensors of the CPU go through the operations that those of an accelerator go through, in this
+    process from now on."""
+    from megatron.kernels import block_attention, cross_entropy, dropout, linear
+    from megatron.kernels.cpu import blocking, native
+    from megatron.optimizer import clip_grads
+    from megatron.parallel import collectives, layers
+
+    for function in (
+        blocking.pays_off,
+        block_attention._Plan.head_sets,
+        block_attention.read_ids,
+        cross_entropy.row_chunks,
+        dropout.DropoutBits.__init__,
+        linear._by_onednn,
+        clip_grads.sum_of_squares,
+        layers._Embedding.backward,
+    ):
+        _without_cpu(function)
+    native.LEVELS.clear()  # no C++
+    native.load_built.cache_clear()
+    F.rms_norm = rms_norm
+    # what has arrived early would be freed early: memory would depend on the network
+    collectives.Pending.arrived = False
+
+
+def _without_cpu(function: FunctionType) -> None:
+    """Let no device be "cpu" in this function."""
+    code = function.__code__
+    assert "cpu" in code.co_consts, f"{function.__qualname__} has no branch for the CPU"
+    constants = ("none" if one == "cpu" else one for one in code.co_consts)
+    function.__code__ = code.replace(co_consts=tuple(constants))
+
+
+class _RmsNorm(torch.autograd.Function):
+    """One operation each way, that keeps what a GPU's kernel keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y, inverse = torch.ops.census.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, inverse, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return *torch.ops.census.rms_norm_backward(grad, *ctx.saved_tensors), None
+
+
+def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As torch.nn.functional.rms_norm."""
+    return _RmsNorm.apply(x, weight, eps)
+
+
+def _operation(schema: str) -> Callable[[Callable], Callable]:
+    _LIBRARY.define(schema)
+    return torch.library.impl(_LIBRARY, schema.partition("(")[0], "CPU")
+
+
+_LIBRARY = torch.library.Library("census", "DEF")
+
+
+@_operation("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple:
+    inverse = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return x * inverse * weight, inverse
+
+
+@_operation(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor inverse, Tensor weight) -> (Tensor, Tensor)"
+)
+def _rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor
+) -> tuple:
+    y = x * inverse
+    scaled = grad * weight
+    shared = (scaled * y).mean(-1, keepdim=True)
+    return (scaled - y * shared) * inverse, (grad * y).flatten(0, -2).sum(0)
