@@ -84,7 +84,7 @@ def described(event: Event, history: History, directory: str | None, saved: Sequ
     )
     return (
         f"{event.kind} spike at {where}, worst at {event.peak}: loss {event.loss:.4f} "
-        f"({event.finding.excess:+.3f}, {event.finding.loss_z:.1f} sigma){norm}\n  leave out "
+        f"({event.finding.excess:+.3f}, {event.finding.loss_z:.1f} sigma){norm}\n  skip "
         f"{event.start} to {event.end} ({size}):\n"
         f"  {restart([event], directory, saved)}"
     )

@@ -364,7 +364,7 @@ def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
     scalars(tmp_path, losses, "first")
     code, out = said(capsys, "analyze", str(tmp_path / "first"))
     assert code == 10 and "benign spike at iteration 200, worst at 200" in out
-    assert "leave out 199 to 201 (3 iterations, 24 samples)" in out
+    assert "skip 199 to 201 (3 iterations, 24 samples)" in out
     again = {
         n: None if 199 <= n <= 201 else 3 + 5 * n**-0.5 + noise[n - 1] for n in range(150, 401)
     }

@@ -86,7 +86,7 @@ def test_a_spike_with_its_restart_line(tmp_path, capsys):
     assert code == 10
     _, _, first, second, third = out.splitlines()
     assert first.startswith("benign spike at iterations 401 to 403, worst at 402: loss ")
-    assert second == "  leave out 398 to 404 (7 iterations, 56 samples, 0.7 % of the run):"
+    assert second == "  skip 398 to 404 (7 iterations, 56 samples, 0.7 % of the run):"
     assert third == f"  --load {tmp_path}/ckpt --ckpt-step 300 --train-range-to-skip 398 404"
     code, out = said(capsys, log(tmp_path / "log", values))
     assert (
