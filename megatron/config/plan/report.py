@@ -90,8 +90,8 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
         )
     titles = ("parameters", "weights", "gradients", "optimizer", "activations", "total GiB")
     parts = shards(config, plan)
-    share = f" (optimizer: a share of {parts})" if parts > 1 else ""
-    lines = [f"bytes of one rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
+    share = f" (optimizer: sharded over {parts} ranks)" if parts > 1 else ""
+    lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
     if parts > 1 and config.parallel.zero_partition == "whole-params":
         for stage in stages:
             where = f" of stage {stage}" if len(stages) > 1 else ""
@@ -112,15 +112,15 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
         for stage in stages
     )
     lines.append(
-        f"  activations on {device}: {kept} {what} at a time; {held[-1].head:,} on the last stage "
-        "are final norm, logits and loss"
+        f"  activations on {device}, of {kept} {what}; {held[-1].head:,} on the last stage are "
+        "final norm, logits and loss"
     )
     if again:
-        lines.append(f"  {again:,} of them while layers are computed again")
+        lines.append(f"  {again:,} of them while layers are recomputed")
     if config.spikes.copies:
         lines.append(
-            f"  in host memory: {config.spikes.copies} copies for --spike-action rewind, "
-            f"{copied:,} bytes ({copied / GIB:.2f} GiB) a rank"
+            f"  in host memory: {config.spikes.copies} snapshots for --spike-action rewind, "
+            f"{copied:,} bytes ({copied / GIB:.2f} GiB) per rank"
         )
     return [
         *lines,
@@ -156,8 +156,7 @@ def traffic_lines(config: Config, plan: Plan) -> list[str]:
     rows = [[f"{row[axis] / 1e6:,.3f}" for axis in used] for row in sent]
     return [
         *lines,
-        "MB (million bytes) that one rank sends in a step, by kind of parallelism; as many it "
-        "receives:",
+        "MB (10^6 bytes) sent per rank and step, by kind of parallelism; as many are received:",
         *_table([_AXES[axis] for axis in used], rows, plan),
     ]
 

@@ -67,7 +67,7 @@ def test_one_rank():
     config, p = plan()
     lines = describe(config, p)
     n = 354871296
-    (row,) = rows(lines, "bytes of one rank")
+    (row,) = rows(lines, "bytes per rank")
     assert row[:2] == ["0", "0-23"] and numbers(row[2:6]) == [n, 2 * n, 2 * n, 12 * n]
     assert numbers(row[6:]) == [
         costs.activations(config, p, 0).total,
@@ -80,8 +80,8 @@ def test_copies_of_the_run_for_rewind():
     """By hand: twice 2 bytes of weight and 4 + 8 of optimizer a parameter; none without rewind, or
     with interval 0."""
     line = (
-        f"  in host memory: 2 copies for --spike-action rewind, {2 * 14 * 354871296:,} bytes "
-        "(9.25 GiB) a rank"
+        f"  in host memory: 2 snapshots for --spike-action rewind, {2 * 14 * 354871296:,} bytes "
+        "(9.25 GiB) per rank"
     )
     assert line in describe(*plan(spike_action="rewind"))
     for changes in (
@@ -108,7 +108,7 @@ def test_every_stage_is_there():
         global_batch_size=64,
     )
     lines = describe(config, p)
-    table = rows(lines, "bytes of one rank, by pipeline stage (optimizer: a share of 2)")
+    table = rows(lines, "bytes per rank, by pipeline stage (optimizer: sharded over 2 ranks)")
     assert [row[0] for row in table] == ["0", "1", "2", "3"]
     assert table[1][1] == "3-5 + 18-21"
     for stage, row in enumerate(table):
@@ -121,7 +121,7 @@ def test_every_stage_is_there():
             held["main weights"] + held["optimizer moments"],
             active,
         ]
-    sent = rows(lines, "MB (million bytes) that one rank sends in a step")
+    sent = rows(lines, "MB (10^6 bytes) sent per rank and step")
     for row in sent:
         stages = range(int(row[0].split("-")[0]), int(row[0].split("-")[-1]) + 1)
         for stage in stages:
@@ -187,7 +187,7 @@ def test_sixteen_stages_fit_a_screen(chunks):
 def test_equal_stages_share_a_row():
     """One micro-batch: the middle stages hold the same."""
     config, p = plan(8, num_layers=8, pipeline_model_parallel_size=8, global_batch_size=4)
-    assert [row[:2] for row in rows(describe(config, p), "bytes of one rank")] == [
+    assert [row[:2] for row in rows(describe(config, p), "bytes per rank")] == [
         ["0", "0"],
         ["1-6", "1 each"],
         ["7", "7"],
