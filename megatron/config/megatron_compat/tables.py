@@ -314,7 +314,7 @@ use_layer_wise_distributed_optimizer=False
   | use --use-distributed-optimizer --zero-partition whole-params
 batch_invariant_mode=False | use --deterministic-mode
 allow_ambiguous_pad_tokens=False
-  | no token is taken for padding; use --eod-mask-loss to leave out the loss of the end of documents
+  | no token is taken for padding; use --eod-mask-loss to mask the loss at end-of-document tokens
 tokenizer_special_tokens:list= | use --tiktoken-special-tokens
 phase_transition_iterations:list= | the data order has no phases; use --continue-data-mix
 create_moe_param_group=False use_tutel=False topk=1 noisy_gate_policy=
