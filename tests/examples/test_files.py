@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import command_line
 from tests.forkrun import run_ranks
 from tests.runs import plot
 
@@ -165,6 +166,25 @@ def test_pages_name_things_that_exist(page, flags):
         for word in words:
             if word.startswith(("examples/", "tools/", "@examples/")) or word == "pretrain_gpt.py":
                 assert (ROOT / word.removeprefix("@")).exists(), f"{name(page)}: no file {word}"
+
+
+def test_the_dry_runs_of_pages_have_no_problem():
+    checked = 0
+    for page in PAGES:
+        for words in commands(page):
+            files = [ROOT / word[1:] for word in words if word.startswith("@")]
+            if "pretrain_gpt.py" not in words or "--dry-run" not in words:
+                continue
+            if "--world-size" not in words or not all(file.exists() for file in files):
+                continue
+            world_size = int(words[words.index("--world-size") + 1])
+            argv = words[words.index("pretrain_gpt.py") + 1 :]
+            argv = [f"@{ROOT / word[1:]}" if word.startswith("@") else word for word in argv]
+            argv = [word for word in argv if word not in ("LAYOUT", "--dry-run")]
+            _, problems = command_line.judge(argv, world_size)
+            assert problems == [], f"{name(page)}: {shlex.join(words)}"
+            checked += 1
+    assert checked >= 4
 
 
 def test_the_files_that_contributing_names_exist():
