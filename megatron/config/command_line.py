@@ -28,8 +28,8 @@ from megatron.config.tree import Config
 from megatron.version import version_line
 
 DESCRIPTION = (
-    "Pretrain a GPT. Values follow their flags; @FILE reads flags from a file (typed ones win). "
-    "Flags of Megatron-LM that have no effect here, or are refused, are listed with the reason in "
+    "Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them. Flags "
+    "of Megatron-LM that have no effect here, or are refused, are listed with the reason in "
     "docs/flags.md."
 )
 # A flag that could not be read: what must not be called missing because of it.

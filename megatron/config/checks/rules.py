@@ -58,7 +58,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         found += optional.load("megatron.config.checks.low_precision").notes(facts)
     found += services.read_skips(facts)[1]
     if config.training.dry_run:
-        found += [f"not here yet: {line}" for line in check_paths.missing(config)]
+        found += [f"a real run would stop: {line}" for line in check_paths.missing(config)]
     return found
 
 
