@@ -206,11 +206,6 @@ def embedding_activations(config: Config, plan: Plan) -> int:
     return sizes.tokens * (IDS + 1) if sizes.tp > 1 else 0
 
 
-def head_activations(config: Config, plan: Plan) -> int:
-    """Bytes that final norm, output layer and loss of one micro-batch keep."""
-    return Sizes(config, plan).head()
-
-
 def activations(config: Config, plan: Plan, stage: int) -> Activations:
     """Of a rank of a pipeline stage, in the step with the most micro-batches."""
     chunks = plan.layers_per_stage[stage]

@@ -85,17 +85,13 @@ class EpochDataset:
             for prefix, begin, end in zip(self.prefixes(), ends, ends[1:], strict=False)
         }
 
-    def epoch_of(self, index: int) -> int:
-        """The epoch, from 0, that sample `index` belongs to."""
-        return ((index + 1) * self.sequence_length - 1) // self.tokens
-
     def position(self, index: int) -> int:
         """Which token of the corpus sample `index` begins with."""
         self._turn_to(index)
         return (self._begin + self._order[index - self._begin]) * self.sequence_length % self.tokens
 
     def _turn_to(self, index: int) -> None:
-        """Have the permutation of the epoch of sample `index` at hand, shuffled or not."""
+        """Set up the permutation of the epoch of sample `index`, shuffled or not."""
         length = self.sequence_length
         tokens = self.tokens
         epoch = ((index + 1) * length - 1) // tokens

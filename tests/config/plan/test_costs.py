@@ -108,7 +108,7 @@ def formula(world: int = 1, **flags) -> int:
     return (
         costs.embedding_activations(config, plan)
         + costs.chunk_activations(config, plan, range(4))
-        + costs.head_activations(config, plan)
+        + costs.Sizes(config, plan).head()
     )
 
 
