@@ -1,4 +1,4 @@
-"""What the launcher gave this process: rank, number of ranks, local rank, node, meeting point.
+"""What the launcher gave this process: rank, world size, local rank, node, rendezvous address.
 
 Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other
 file reads their variables. Nothing here needs torch or opens a connection.
@@ -103,7 +103,8 @@ class _Given:
 
 
 def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
-    """This process's place, and what is wrong with the variables (then it is a single process)."""
+    """This process's rank and world size, and problems of the variables (then it is a single
+    process)."""
     given = [_given(launcher, environ) for launcher in _LAUNCHERS]
     given = [one for one in given if one.rank or one.world_size]
     values = [pair for one in given for pair in (one.rank, one.world_size) if pair]
@@ -146,7 +147,7 @@ def _text(pair: tuple[str, str]) -> str:
 
 
 def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
-    """Why the variables do not say which of how many ranks this is, or contradict each other."""
+    """Why the variables do not give rank and world size, or contradict each other."""
     ranks = [one.rank for one in given if one.rank]
     sizes = [one.world_size for one in given if one.world_size]
     if not ranks:
@@ -260,8 +261,8 @@ def attempt() -> int:
 
 
 def starter() -> str:
-    """What starts the ranks again without a person: torchrun's process on this node, or the SLURM
-    job; empty without one."""
+    """What restarts the ranks automatically: torchrun's process on this node, or the SLURM job;
+    empty without one."""
     if under_torchrun():
         return f"torchrun {os.getppid()} on {socket.gethostname()}"
     job = os.environ.get("SLURM_JOB_ID")

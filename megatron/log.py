@@ -26,7 +26,7 @@ def show_details(wanted: bool) -> None:
 
 
 def shows_details() -> bool:
-    """Do `detail` and `info` print?"""
+    """Whether `detail` and `info` print."""
     return _DETAILS.isEnabledFor(logging.INFO)
 
 
@@ -80,7 +80,7 @@ def warn_once(text: str) -> None:
 
 
 def last_words(text: str) -> None:
-    """Say why this process ends, where a user sees it last.
+    """Print why this process ends, where a user sees it last.
 
     That is stderr, or what torchrun prints when it has ended the other ranks, below a heading with
     rank and host: it names a file for this text. Of several attempts (--max-restarts) it shows the

@@ -1,5 +1,4 @@
-"""Iterations read back from what runs wrote: logs of the four formats, metrics files, scalars.
-Judges nothing.
+"""Reads iterations back from what runs wrote: logs of the four formats, metrics files, scalars.
 
 A log may hold other text between its lines and inside them, and several runs one after the other: a
 later line about an iteration replaces an earlier one, as the restarted run replaced it.

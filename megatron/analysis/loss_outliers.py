@@ -33,7 +33,7 @@ class Scale:
         return (loss - self.median) / max(self.sigma, 1e-12)
 
     def stands_out(self, loss: float) -> bool:
-        """Is it far above all that is usual? A loss that is no number is."""
+        """Whether it is far above the usual losses; a non-finite loss is."""
         return not np.isfinite(loss) or (
             self.z(loss) > STANDS_OUT and loss - self.median > LEAST_EXCESS
         )

@@ -1,5 +1,4 @@
-"""What a run left on the disk, for tools that look at it afterwards: its iterations and its
-checkpoints. Judges nothing."""
+"""Reads the iterations and checkpoints that a run has written, for tools."""
 
 from __future__ import annotations
 

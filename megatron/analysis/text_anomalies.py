@@ -1,5 +1,5 @@
-"""How unlike its neighbours a piece of text is: repeats, bytes that are no text, tokens for a
-character. Judges no loss."""
+"""Scores how much a piece of text differs from its neighbours: repeats, invalid bytes, tokens per
+character."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Compares two configurations: do they describe the same trained model, whatever flags they are
-spelled with?"""
+"""Compares two configurations: whether they describe the same trained model, with whichever
+flags."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def _taken_notes(taken: Mapping[str, Any], folder: Path, short: bool) -> list[st
 def _take_tokenizer_files(
     saved: Config, typed: Mapping[str, Any], folder: Path, found: FromCheckpoint
 ) -> None:
-    """Take over the files of the checkpoint's tokenizer, where they still exist; not where another
-    one is asked for."""
+    """Take over the files of the checkpoint's tokenizer, if they still exist and no other tokenizer
+    is requested."""
     kind = config_from(Config, {**found.values, **typed}).data.tokenizer
     if kind != saved.data.tokenizer:
         return
@@ -139,7 +139,7 @@ def _take_tokenizer_files(
 def _contradictions(
     saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path
 ) -> list[str]:
-    """A line for everything that the typed flags say otherwise than the checkpoint."""
+    """One line for each typed flag that contradicts the checkpoint."""
     lines = []
     for name, fields, theirs, mine in architecture.differences(saved, ours):
         given = [field for field in fields if field in typed]

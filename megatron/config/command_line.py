@@ -125,10 +125,10 @@ def judge(argv: Sequence[str], world_size: int) -> tuple[list[str], list[str]]:
 
 
 def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
-    """Say what is wrong with a command line and leave with 2.
+    """Print the problems of a command line and exit with code 2.
 
-    Rank 0 speaks; where it has nothing to say, so that no launcher ends the rest, a rank of each
-    node.
+    Rank 0 prints them, and a rank of each other node after a wait, in which the launcher ends it if
+    rank 0 had problems too.
     """
     if here.rank:
         time.sleep(0.0 if here.local_rank is None else log.OTHERS_WAIT)

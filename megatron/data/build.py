@@ -1,4 +1,4 @@
-"""From the data flags to the train, valid and test datasets: what all sources of
+"""Builds the train, valid and test datasets from the data flags: what all sources of
 `megatron.data.sources` share, and mock data."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the order of a run's samples depends on, for its checkpoint, and in which keys two such
-records differ.
+"""Records what the order of a run's samples depends on, for its checkpoint, and compares two such
+records.
 """
 
 from __future__ import annotations

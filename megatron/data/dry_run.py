@@ -1,5 +1,5 @@
-"""What a run would read of its data: from a few numbers of each index, without samples or a
-cache. For the checks before torch is imported, and for --dry-run.
+"""The table of what a run would read, from a few numbers of each index, without samples or a cache.
+For the checks before torch is imported, and for --dry-run.
 """
 
 from __future__ import annotations

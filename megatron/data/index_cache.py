@@ -53,7 +53,7 @@ def _locked(path: str) -> int:
 class IndexCache:
     """A directory of index arrays.
 
-    With `flag` the user asked for it (`--data-cache-path`) and an unwritable directory is a
+    With `flag` the user requested it (`--data-cache-path`) and an unwritable directory is a
     ValueError; without, the indices stay in memory and one line says so.
     """
 
@@ -74,7 +74,7 @@ class IndexCache:
         return os.path.join(self.folder, f"{stem}-description.txt")
 
     def load(self, kind: str, description: str, names: Iterable[str]) -> IndexArrays | None:
-        """The arrays of an entry, mapped read-only, or None if it is not there or not whole."""
+        """The arrays of an entry, mapped read-only, or None if it is missing or incomplete."""
         stem = self.stem(kind, description)
         try:
             text = read_bytes(self._description_path(stem))
@@ -95,7 +95,7 @@ class IndexCache:
             return None
 
     def writable(self) -> bool:
-        """Make the directory. False if that cannot be done (ValueError if the user asked for
+        """Make the directory. False if that cannot be done (ValueError if the user requested
         it)."""
         try:
             os.makedirs(self.folder, exist_ok=True)

@@ -1,5 +1,5 @@
-"""Sample index and blending indices: takes the C++ (`megatron.data.helpers_cpp`) or its numpy twin,
-same answers.
+"""Sample index and blending indices: by the C++ (`megatron.data.helpers_cpp`) or by numpy, with the
+same results.
 
 `IMPLEMENTATION` says which one is in use and `REASON` why it is not the C++; nothing is built at
 run time.

@@ -1,8 +1,7 @@
 """The data ledger: 32 bytes for each iteration that say which samples it read, and a hash of them.
 
-Record n is at byte 32 n and the header at byte 0, so that an iteration done again replaces its
-record, two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of
-zeros.
+Record n is at byte 32 n and the header at byte 0, so that a repeated iteration replaces its record,
+two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of zeros.
 """
 
 from __future__ import annotations
@@ -92,12 +91,11 @@ class Ledger:
         self._append(records)
 
     def go_back(self) -> None:
-        """The next record is of an iteration done again: as after opening, it removes what
-        follows."""
+        """The next record is of a repeated iteration: as after opening, it removes what follows."""
         self._begun = False
 
     def sync(self) -> None:
-        """Return when what is written is on the disk."""
+        """Wait until everything written is on the disk."""
         os.fsync(self._file)
 
     def _append(self, records: np.ndarray) -> None:
@@ -192,7 +190,7 @@ class Recorder:
         return sample_hash(number, tokens_hash(row))
 
     def add(self, value: int) -> None:
-        """Take in the hash of what was just read."""
+        """Add the hash of what was just read."""
         self._sum = (self._sum + value) & MASK
 
     def halves(self) -> tuple[float, float]:

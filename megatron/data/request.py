@@ -1,4 +1,4 @@
-"""What a run asks of its data, whichever source they come from."""
+"""What a run requests of its data, whichever source they come from."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class MixedPrecisionOptimizer:
         return self.tensors(), self.counters()
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Take back what `counters` gave: for a loader that wrote into `tensors()` itself."""
+        """Restore what `counters` returned: for a loader that wrote into `tensors()` itself."""
         self.step_count = int(counters["step"])
         adam.set_step_count(self.inner, self.step_count)
         if self.grad_scaler is not None and counters["grad_scaler"] is not None:

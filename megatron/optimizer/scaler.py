@@ -82,8 +82,8 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave; a constant scale's state gives its scale and leaves the
-        trackers."""
+        """Restore what `state_dict` returned; a constant scale's state gives its scale and leaves
+        the trackers."""
         self.scale = float(state["scale"])
         self.growth_tracker = int(state.get("growth_tracker", 0))
         self.hysteresis_tracker = int(state.get("hysteresis_tracker", self.hysteresis))

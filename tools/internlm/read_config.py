@@ -60,7 +60,8 @@ def _expanded_size(value: Any, known: dict[int, int]) -> int:
 
 
 class ConfigError(ValueError):
-    """The file cannot be read as a config; the text says line, what stands there and what may."""
+    """The file cannot be read as a config; the text says line, what is there and what is
+    allowed."""
 
 
 def read_config(
@@ -96,7 +97,7 @@ class _Reader:
         self.has_os = False
 
     def refuse(self, node: ast.AST, what: str) -> ConfigError:
-        """The error for what stands at a node."""
+        """The error for a node."""
         return ConfigError(
             f"{self.path}, line {getattr(node, 'lineno', '?')}: {what}; a config is read, not "
             "run: it "
@@ -129,7 +130,7 @@ class _Reader:
             raise self.refuse(node, f"{ast.unparse(node).splitlines()[0][:60]!r} is not allowed")
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression comes to."""
+        """The value of an expression."""
         kinds: dict[type[ast.expr], Callable[[Any], Any]] = {
             ast.Constant: self._constant,
             ast.Name: self._name,

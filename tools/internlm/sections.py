@@ -14,8 +14,8 @@ LARGEST = 1e100  # of numbers that are multiplied by whole ones
 
 @dataclass
 class Args:
-    """What a config comes to: lines of flags and comments, the flags alone, and what keeps it from
-    being honoured."""
+    """What a config is translated to: lines of flags and comments, the flags alone, and what keeps
+    it from being honoured."""
 
     lines: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)

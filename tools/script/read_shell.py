@@ -39,7 +39,7 @@ _SUMS = {
 
 @dataclass
 class Script:
-    """What a script says. `words` follow pretrain_gpt.py, `launcher` stand before it."""
+    """The command line in a script. `words` follow pretrain_gpt.py, `launcher` stand before it."""
 
     words: list[str] = field(default_factory=list)
     launcher: list[str] = field(default_factory=list)

@@ -155,7 +155,7 @@ def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
 
 
 def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
-    """What the command line names. Raises ValueError or CheckpointError."""
+    """Open what the command line names. Raises ValueError or CheckpointError."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", args.iterations)
     if not match:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""`spikes.py verify`: does a run's data ledger show that exactly the ranges it was to leave out
-were skipped? Reads ledgers and, of skipped iterations, the data."""
+"""`spikes.py verify`: checks by a run's data ledger that exactly the requested ranges were skipped.
+Reads ledgers and, of skipped iterations, the data."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def read(path: str, sequence_length: int) -> Table:
 
 
 def skipped_as_asked(table: Table, reading: Reading) -> Iterator[str]:
-    """Iterations that the ledger lacks, calls skipped though nobody asked for that, or trained
-    though they were to be skipped."""
+    """Iterations that the ledger lacks, records as skipped without a request, or as trained against
+    one."""
     for n in range(min(table.rows), max(table.rows) + 1):
         if n not in table.rows:
             yield f"{table.path}: iteration {n} is not in it"

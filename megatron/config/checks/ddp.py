@@ -66,7 +66,7 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def data_ranks(p: ParallelConfig, world_size: int) -> int:
-    """Ranks that see other data or other parts of a sequence and hold the same weights; 0 where the
-    world does not fit."""
+    """Data x context parallel size: the ranks that hold the same weights and see other tokens; 0 if
+    the world size does not fit."""
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size
     return 0 if model < 1 or world_size % model else world_size // model

@@ -50,7 +50,7 @@ def notes(f: Facts) -> Iterator[str]:
 
 
 def _tensor_parallel(f: Facts) -> Iterator[str]:
-    """What is cut into equal parts must be a multiple of their number."""
+    """Heads, query groups and MLP width must be multiples of the tensor-parallel size."""
     tp = f["tensor_model_parallel_size"]
     said = f.say("tensor_model_parallel_size")
     if not f.ok("tensor_model_parallel_size") or tp == 1:
@@ -80,8 +80,8 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
 
 
 def _sequence(f: Facts) -> Iterator[str]:
-    """Context parallelism cuts a sequence into two chunks for each rank, sequence parallelism a
-    rank's share once more."""
+    """A sequence is split into two chunks per context-parallel rank; sequence parallelism splits a
+    rank's part further."""
     sizes = ("tensor_model_parallel_size", "context_parallel_size")
     if not f.ok("seq_length", *sizes):
         return

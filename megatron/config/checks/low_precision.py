@@ -1,4 +1,4 @@
-"""Rules of gradients and Adam moments in 16 bits, as in Megatron where nothing else is said."""
+"""Rules of gradients and Adam moments in 16 bits, as in Megatron unless noted."""
 
 from __future__ import annotations
 

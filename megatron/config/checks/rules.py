@@ -1,8 +1,8 @@
-"""Every rule that restricts a value or spans fields, and ALL that a command line breaks at once.
+"""Every rule about values and combinations of flags; all violations are reported together.
 
 A problem is one line: flag and value, what is wrong, what to write instead. Rules are
 Megatron-LM's, and this suite's own where Megatron would build something else than
-what was asked for. Files: `check_paths`.
+what was requested. Files: `checks/paths.py`.
 """
 
 from __future__ import annotations

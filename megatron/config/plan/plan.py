@@ -116,7 +116,7 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: 
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """Ranks that see other data: world size / (TP x PP x CP)."""
+    """Data-parallel size: world size / (TP x PP x CP)."""
     p = config.parallel
     model = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
     return max(1, world_size // model)

@@ -1,5 +1,5 @@
-"""BlendedDataset: one stream of samples drawn from several datasets by weight, and the words users
-say blends with.
+"""BlendedDataset: one stream of samples drawn from several datasets by weight, and the parser of
+blends.
 """
 
 from __future__ import annotations

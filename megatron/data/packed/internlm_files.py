@@ -1,5 +1,5 @@
-"""InternLM's token files: X.bin has a sample a line, {"tokens": [ids]}, and X.bin.meta says where
-each begins.
+"""InternLM's token files: X.bin has one sample per line, {"tokens": [ids]}, and X.bin.meta says
+where each begins.
 
 It reads and writes this format, and knows the folders it comes in; it must not know rows, flags or
 a vocabulary. X.bin.meta is a .npy array of integers [n, 2

@@ -99,7 +99,7 @@ class Tokenizer(abc.ABC):
         return self.encode(text)
 
     def settings(self) -> dict[str, Any]:
-        """What other than the files decides about the ids."""
+        """Settings other than the files that determine the ids."""
         return {}
 
     def identity(self) -> dict[str, Any]:

@@ -24,20 +24,20 @@ def json_path(path_prefix: str) -> str:
 
 
 def vocabulary_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the ids: all of `Tokenizer.identity` but where its files lie."""
+    """What determines the ids: `Tokenizer.identity` without the paths of its files."""
     return {key: value for key, value in identity.items() if key != "files"}
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
-    """A hash of what decides the ids, 64 hexadecimal digits."""
+    """A hash of what determines the ids, 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(vocabulary_of(identity), sort_keys=True).encode()).hexdigest()
 
 
 def description(
     identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the file says but checksums: the tokenizer, and counts of what was written; numbers in a
-    text (NullTokenizer) have no bytes."""
+    """The content of the file, without checksums: the tokenizer, and counts of what was written;
+    numbers in a text (NullTokenizer) have no bytes."""
     tokenizer = {
         **vocabulary_of(identity),
         "vocab_size": vocab_size,
@@ -101,7 +101,7 @@ def _check_seal(table: Mapping[str, Any]) -> None:
 
 
 def note(path_prefix: str, verify: bool = True) -> dict[str, Any] | None:
-    """All that the pair's file says: `tokenizer` (missing where only checksums are known), counts,
+    """Everything in the pair's file: `tokenizer` (missing where only checksums are known), counts,
     `files`. None without the file; raises ValueError as `maker` does, and (with `verify`) if its
     content differs from its own checksum."""
     path = json_path(path_prefix)
