@@ -153,14 +153,14 @@ OWN = {
     "skip share": r"WARNING: --train-range-to-skip skips .*",
     "skip list": r"iterations to skip: .+",
     # on entry of a range
-    "skipping": r"skipping iterations \d+ to \d+: \d+ samples \(\d+ tokens\)",
+    "skipping": r"skipping iterations? \d+(?: to \d+)?: \d+ samples \(\d+ tokens\)",
     "skipped iteration": r" iteration .* number of nan iterations: +\d+ \| number of user-skipped iterations: "
     r"+\d+ \|",
     # every difference is said
     "differs": r" differs from the checkpoint: \w+ was .*, is .*",
     # it was allowed to
     "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",
-    "other world size": r" checkpoint was written by \d+ ranks \(data \d+ x .*\), this run has \d+ .*",
+    "other world size": r" checkpoint was written by \d+ ranks?\b.*, this run has \d+ .*",
     "layout": r"> layout: \d+ ranks = pipeline \d+ x data \d+ x context \d+ x tensor \d+; rank 0 is "
     r"in the groups .*",
     # slow, where nothing was compiled

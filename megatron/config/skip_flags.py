@@ -72,7 +72,7 @@ def describe(skips: SkipRanges) -> str:
     their total."""
     shown = " ".join(f"{first} {last}" for first, last in skips.ranges[:SHOWN])
     more = f" ... ({len(skips.ranges)} ranges)" if len(skips.ranges) > SHOWN else ""
-    return f"skipping {len(skips)} iterations: {RANGE_FLAG} {shown}{more}"
+    return f"skipping {len(skips)} iteration{'s' * (len(skips) != 1)}: {RANGE_FLAG} {shown}{more}"
 
 
 def _large_share(

@@ -201,7 +201,7 @@ def checkpoint_text(config: Config) -> str:
         if c.save_interval
         else "at the end"
     )
-    kept = f", the last {c.keep_last} are kept" if c.keep_last else ""
+    kept = f", keeping the last {c.keep_last}" if c.keep_last else ""
     return f"saved to {c.save} {often}{kept}"
 
 

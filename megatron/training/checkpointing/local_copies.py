@@ -371,7 +371,7 @@ def _unusable(
 ) -> str | None:
     """Why a save cannot be loaded; None if it can be tried."""
     if copy.iteration > newest.get(copy.line, -1):
-        return "the run went on from an earlier iteration since"
+        return "the run has continued from an earlier iteration since"
     if copy.layout != layout:
         return f"they were written by {ranks_text(copy.layout)}, this run has {ranks_text(layout)}"
     missing = sorted(set(range(layout["world_size"])) - places.keys())

@@ -237,8 +237,8 @@ def layout_of(run: Run) -> dict[str, int]:
 
 
 def ranks_text(layout: dict[str, int]) -> str:
-    """`layout` as text."""
-    return (
-        f"{layout['world_size']} ranks (data {layout['dp']} x tensor {layout['tp']} x pipeline "
-        f"{layout['pp']} x context {layout['cp']})"
-    )
+    """`layout` as text: the number of ranks, and the axes with more than one."""
+    count = layout["world_size"]
+    names = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context"}
+    sizes = [f"{name} {layout[axis]}" for axis, name in names.items() if layout[axis] != 1]
+    return f"{count} rank{'s' * (count != 1)}" + f" ({' x '.join(sizes)})" * bool(sizes)

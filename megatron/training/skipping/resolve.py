@@ -252,6 +252,6 @@ def _listed(
     if not shown and not behind:
         return []
     more = [f"{len(shown) - SHOWN} more"] * (len(shown) > SHOWN) + [
-        f"{behind} already past"
+        f"{behind} already skipped"
     ] * bool(behind)
-    return ["iterations to skip: " + ", ".join([*(shown[:SHOWN] or ["none to come"]), *more])]
+    return ["iterations to skip: " + ", ".join([*(shown[:SHOWN] or ["none left"]), *more])]
