@@ -30,7 +30,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: remount it or point --save elsewhere",
     errno.EACCES: "give this user permission there or point --save elsewhere",
     errno.EPERM: "give this user permission there or point --save elsewhere",
-    errno.ENOENT: "check the path; something removed it or never created it",
+    errno.ENOENT: "a part of the path does not exist or was removed: check it",
     errno.ENOTDIR: "a part of the path is a file: choose another directory",
     errno.EEXIST: "it exists already: move it away",
     errno.EIO: "the disk reports an input/output error: check it (dmesg) and point --save at "

@@ -85,7 +85,7 @@ class Remote:
             key=lambda name: (name == manifest.FILE_NAME, name),
         )
         if manifest.FILE_NAME not in names:
-            raise FileNotFoundError(f"{directory} is not whole any more")
+            raise FileNotFoundError(f"{directory} is no longer complete")
         for name in names:
             there = f"{directory.name}/{name}"
             self._patiently(

@@ -1,4 +1,4 @@
-"""Writes the `.bin` / `.idx` pair of a tokenized corpus, whole or not at all."""
+"""Writes the `.bin` / `.idx` pair of a tokenized corpus atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of files that grow under temporary names in a folder until they are whole, and survive a
+"""Pairs of files that grow under temporary names in a folder until they are complete, and survive a
 kill.
 
 PREFIX.unfinished/ holds, for each key and part, the ids and the numbers that the index is made of,

@@ -40,7 +40,7 @@ def newest_events(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:
-    """The events of a text; what is no whole line is omitted, as is an event without its values."""
+    """The events of a text; incomplete lines are omitted, as are events without their values."""
     found = []
     for line in text.splitlines():
         try:
