@@ -458,7 +458,7 @@ def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
     encoder.end_of_turn  # noqa: B018 (raises if the template marks no turn)
     if markers := encoder.text_markers():
         print(
-            f"note: {', '.join(markers)} of the template {template.name} are no tokens of this "
+            f"note: {', '.join(markers)} of the template {template.name} are not tokens of this "
             f"{kind.tokenizer}; they are encoded as several tokens of ordinary text",
             file=sys.stderr,
         )

@@ -69,8 +69,8 @@ class Writer:
         """Fork the process. Raises ValueError if the system does not support it."""
         if not hasattr(os, "memfd_create"):
             raise ValueError(
-                "--async-save: needs memory shared by descriptor (Linux's memfd_create); leave it "
-                "away here [async-save-not-supported]"
+                "--async-save: needs shared memory by Linux's memfd_create, which this system "
+                "lacks; omit it [async-save-not-supported]"
             )
         self.process = SideProcess(_serve)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -116,7 +116,7 @@ class Writer:
         except OSError as error:
             print(
                 f"WARNING: --async-save: saving synchronously ({error.strerror or error}): rank "
-                f"{rank} stands still while it writes its part of iteration {iteration}",
+                f"{rank} pauses training while it writes its part of iteration {iteration}",
                 flush=True,
             )
             self._answers.append(_written(Job(parts, temporary, rank, iteration, 0), slices))

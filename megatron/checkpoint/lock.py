@@ -82,9 +82,9 @@ class Lock:
                 time.sleep(LEAVING_SECONDS)
             other = _owner(others[-1] if others else self.path)
             raise CheckpointError(
-                f"{root} is no longer this job's: {_say(other)} took it over while this process "
-                f"(pid {self.owner.pid} on {self.owner.host}) stood still; nothing more is "
-                "written here [save-directory-taken-over]"
+                f"{root} is no longer this job's: {_say(other)} acquired the lock while this "
+                f"process (pid {self.owner.pid} on {self.owner.host}) was suspended; it writes "
+                "nothing more there [save-directory-taken-over]"
             )
 
     def release(self) -> None:

@@ -209,7 +209,7 @@ class Remote:
         def part() -> bytes:
             data = self.files.cat_file(f"{self._root}/{there}", start=start, end=start + length)
             if len(data) != length:
-                raise OSError(f"gives {len(data)} bytes where {length} from byte {start} are asked")
+                raise OSError(f"gives {len(data)} bytes instead of {length} from byte {start} on")
             return data
 
         return self._patiently("read", there, part) if length else b""

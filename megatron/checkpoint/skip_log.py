@@ -128,7 +128,7 @@ def parse(lines: Iterable[str], source: str) -> list[Entry]:
                 raise ValueError("its values make no sense")
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
-                f"{source}, line {number}: is no record of skipped iterations ({error}): "
+                f"{source}, line {number}: not a record of skipped iterations ({error}): "
                 f"{line[:80]!r}; fix or remove that line [skip-record-malformed]"
             ) from None
         found.append((record.id, record))

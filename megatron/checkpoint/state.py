@@ -70,7 +70,7 @@ class RunState:
                 or not 1 <= one[0] <= one[1]
             ):
                 raise CheckpointError(
-                    f"the run state says that the range {one} was skipped, which is none; the "
+                    f"the run state has {one} as a skipped range, which is not a range; the "
                     "checkpoint is damaged: use another one [checkpoint-damaged]"
                 )
         return self.skipped or [

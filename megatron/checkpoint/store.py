@@ -351,7 +351,7 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
     if match:
         if step is not None and step != int(match[1]):
             raise CheckpointError(
-                f"{path} is iteration {int(match[1])}, but iteration {step} is asked for; use "
+                f"{path} is iteration {int(match[1])}, but iteration {step} is requested; use "
                 f"--load {path.parent} or omit --ckpt-step [checkpoint-step-missing]"
             )
         root = path.parent

@@ -209,7 +209,7 @@ class GPTDataset:
         corpus = self.corpus
         if self.num_samples is not None and self.num_samples < 1:
             raise ValueError(
-                f"the {name} dataset is asked for {self.num_samples} samples; --train-iters, "
+                f"the {name} dataset is to give {self.num_samples} samples; --train-iters, "
                 "--train-samples, --eval-iters and --global-batch-size must make at least one "
                 "[value-out-of-range]"
             )

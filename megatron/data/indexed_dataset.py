@@ -104,7 +104,7 @@ class IndexedDataset:
         magic, version, code, sequences, entries = HEADER.unpack_from(index)
         if magic != MAGIC:
             raise _damaged(
-                self.idx_file, f"is no index file (it begins with {magic!r}, not {MAGIC!r})"
+                self.idx_file, f"is not an index file (it begins with {magic!r}, not {MAGIC!r})"
             )
         if version != VERSION:
             raise _damaged(self.idx_file, f"has version {version}, this reader knows {VERSION}")
@@ -117,7 +117,7 @@ class IndexedDataset:
         if len(index) not in (expected, expected + sequences):
             state = "is cut short" if len(index) < expected else "is too long"
             raise _damaged(
-                self.idx_file, f"{state}: {len(index)} bytes, its header asks for {expected}"
+                self.idx_file, f"{state}: {len(index)} bytes, its header requires {expected}"
             )
         return np.dtype(DTYPES[code]), sequences, entries
 
@@ -152,7 +152,7 @@ class IndexedDataset:
         if end != self.bin_bytes:
             raise _damaged(
                 self.bin_file,
-                f"has {self.bin_bytes} bytes, its index asks for {end}; one was cut short, or "
+                f"has {self.bin_bytes} bytes, its index requires {end}; one was cut short, or "
                 "they are of two pairs",
             )
 

@@ -124,7 +124,7 @@ def _read_header(path: str, head: bytes) -> int:
     """The sequence length in a header."""
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise ValueError(
-            f"--data-ledger {path}: is no data ledger; give a new file, or one that --data-ledger "
+            f"--data-ledger {path}: not a data ledger; give a new file, or one that --data-ledger "
             "wrote [ledger-malformed]"
         )
     _, version, sequence_length, _ = HEADER.unpack(head)

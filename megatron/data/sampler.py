@@ -94,8 +94,8 @@ class PackedSampler(SequentialSampler):
         `consumed` ends within one."""
         if consumed % self.micro_batch_size:
             raise ValueError(
-                f"--packed-samples: {consumed} consumed samples are no whole rows of "
-                f"--micro-batch-size {self.micro_batch_size}; resume with the batch sizes of the "
-                "checkpoint [resume-inside-a-row]"
+                f"--packed-samples: {consumed} consumed samples are not a multiple of "
+                f"--micro-batch-size {self.micro_batch_size}, the samples of a row; resume with "
+                "the batch sizes of the checkpoint [resume-inside-a-row]"
             )
         return [super().micro_batch(consumed)[0] // self.micro_batch_size]

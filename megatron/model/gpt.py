@@ -130,10 +130,10 @@ class GPTModel(nn.Module):
         """Check that the parameters of the table were built, each once."""
         built = {p.sharding.name for p in self.parameters()}
         assert built == names, (
-            f"built but not asked for or asked for but not built: {sorted(built ^ names)}"
+            f"built but not in the table, or the reverse: {sorted(built ^ names)}"
         )
         count = sum(p.numel() for p in self.parameters())
-        assert count == size, f"{count} parameters were built, {size} asked for"
+        assert count == size, f"{count} parameters were built, {size} planned"
 
     def forward(
         self,

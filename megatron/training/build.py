@@ -108,11 +108,11 @@ def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: Parallel
     assert planned == list(range(config.model.num_layers)), f"layers {planned} were built"
     layers = [int(name) for chunk in model for name in chunk.decoder.layers]
     own = [layer for part in plan.layers_per_stage[ctx.pp.rank] for layer in part]
-    assert layers == own, f"layers {layers} were built, {own} asked for"
+    assert layers == own, f"layers {layers} were built, {own} planned"
     shapes = {p.sharding.name: p.sharding.shape for p in model.parameters()}
     size = sum(map(math.prod, shapes.values()))
     wanted = sum(spec.size for spec in plan.parameters_of(ctx.pp.rank))
-    assert size == wanted, f"{size} parameters were built, {wanted} asked for"
+    assert size == wanted, f"{size} parameters were built, {wanted} planned"
 
 
 def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage | Pipeline:

@@ -61,7 +61,7 @@ def test_a_job_of_a_dead_process_is_replaced(tmp_path, capsys):
         mine = lock.acquire(tmp_path)
         assert names(tmp_path) == [mine.path.name]
         assert f"process {changes.get('pid', os.getpid())} on" in capsys.readouterr().out
-        with pytest.raises(CheckpointError, match="took it over while this process"):
+        with pytest.raises(CheckpointError, match="acquired the lock while this process"):
             gone.check()
         gone.release()  # does not give up what is not its own
         mine.check()
@@ -229,7 +229,7 @@ def test_a_holder_that_was_replaced_cannot_commit(tmp_path):
     mine = lock.acquire(tmp_path)
     with pytest.raises(
         CheckpointError,
-        match="took it over while this process .* stood still; nothing more is written",
+        match="acquired the lock while this process .* was suspended; it writes nothing more",
     ):
         fenced_save(tmp_path, 30, store.Disk(), held)
     assert names(tmp_path) == [mine.path.name, "iter_0000010", store.TRACKER]

@@ -85,7 +85,7 @@ def test_a_line_cut_off_anywhere(tmp_path, keep):
 def test_damage_is_one_clear_error(bad):
     with pytest.raises(
         CheckpointError,
-        match=r"^F, line 2: is no record of skipped iterations \(.*; fix or remove that ",
+        match=r"^F, line 2: not a record of skipped iterations \(.*; fix or remove that ",
     ):
         skip_log.parse([ONE.line(), bad, TWO.line()], "F")
 
@@ -135,7 +135,7 @@ def test_a_record_of_many_ranges():
     ],
 )
 def test_ranges_that_are_none(ranges):
-    with pytest.raises(CheckpointError, match=r"^F, line 1: is no record of skipped iterations"):
+    with pytest.raises(CheckpointError, match=r"^F, line 1: not a record of skipped iterations"):
         skip_log.parse([MANY.line().replace("5-7 15-15 35-37", ranges)], "F")
 
 

@@ -281,7 +281,7 @@ def test_what_cannot_be_resolved_says_what_is_there(tmp_path):
         CheckpointError, match="does not exist, though latest_checkpointed_iteration.txt names it"
     ):
         store.resolve(tmp_path)
-    with pytest.raises(CheckpointError, match="is iteration 20, but iteration 40 is asked for"):
+    with pytest.raises(CheckpointError, match="is iteration 20, but iteration 40 is requested"):
         store.resolve(tmp_path / "iter_0000020", 40)
     assert store.resolve(tmp_path / "iter_0000020", 20) == tmp_path / "iter_0000020"
 

@@ -335,8 +335,8 @@ def test_pickled_with_paths_instead_of_arrays(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_samples": 0}, "asked for 0 samples; --train-iters"),
-        ({"num_samples": -8}, "asked for -8 samples"),
+        ({"num_samples": 0}, "is to give 0 samples; --train-iters"),
+        ({"num_samples": -8}, "is to give -8 samples"),
         ({"sequence_length": 0}, "--seq-length 0: must be at least 1"),
         ({"seed": -1}, "--seed -1"),
         ({"seed": 1 << 32}, "--seed 4294967296"),

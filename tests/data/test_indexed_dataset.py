@@ -220,7 +220,7 @@ def write_at(path: Path, offset: int, data: bytes) -> None:
 def damage_cases() -> dict[str, tuple]:
     """name -> (what to do to the golden pair, words of the message)."""
     return {
-        "magic": (lambda idx, _: write_at(idx, 0, b"PARQUET"), ".idx: is no index file"),
+        "magic": (lambda idx, _: write_at(idx, 0, b"PARQUET"), ".idx: is not an index file"),
         "version": (lambda idx, _: write_at(idx, 9, struct.pack("<Q", 2)), ".idx: has version 2"),
         "dtype": (lambda idx, _: write_at(idx, 17, b"\x63"), ".idx: has the unknown dtype code 99"),
         "header cut": (lambda idx, _: idx.write_bytes(idx.read_bytes()[:20]), ".idx: has 20 bytes"),
@@ -243,7 +243,7 @@ def damage_cases() -> dict[str, tuple]:
         ),
         "bin cut": (
             lambda _, bin_: bin_.write_bytes(bin_.read_bytes()[:-1]),
-            ".bin: has 15 bytes, its index asks for",
+            ".bin: has 15 bytes, its index requires",
         ),
         "bin empty": (lambda _, bin_: bin_.write_bytes(b""), ".bin: has 0 bytes"),
         "pointer": (
@@ -334,14 +334,14 @@ def test_halves_of_two_pairs_are_refused(tmp_path):
     other = write_corpus(tmp_path / "other", [4, 7, 0])
     with open(prefix + ".bin", "ab") as file:
         file.write(b"123")
-    with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index asks for 16"):
+    with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index requires 16"):
         IndexedDataset(prefix)
     Path(prefix + ".idx").write_bytes(Path(other + ".idx").read_bytes())
-    with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index asks for 22"):
+    with pytest.raises(ValueError, match="golden.bin: has 19 bytes, its index requires 22"):
         IndexedDataset(prefix)
     for code in (1, 4):
         write_at(Path(other + ".idx"), 17, bytes([code]))
-        with pytest.raises(ValueError, match="other.bin: has 22 bytes, its index asks for"):
+        with pytest.raises(ValueError, match="other.bin: has 22 bytes, its index requires"):
             IndexedDataset(other)
 
 

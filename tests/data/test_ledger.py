@@ -125,7 +125,7 @@ def test_files_that_are_no_ledger_of_this_run(tmp_path):
     path = tmp_path / "ledger"
     path.write_bytes(b'{"iteration": 1}\n' * 10)
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="ledger: is no data ledger; give a new file"):
+    with pytest.raises(ValueError, match="ledger: not a data ledger; give a new file"):
         Ledger(str(path), 4)
     assert path.read_bytes() == before
     path.unlink()
@@ -137,7 +137,7 @@ def test_files_that_are_no_ledger_of_this_run(tmp_path):
     with pytest.raises(ValueError, match="cannot be read .No such file"):
         read_ledger(str(tmp_path / "gone"))
     path.write_bytes(path.read_bytes()[:20])
-    with pytest.raises(ValueError, match="is no data ledger"):
+    with pytest.raises(ValueError, match="not a data ledger"):
         read_ledger(str(path))
 
 

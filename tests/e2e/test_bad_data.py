@@ -77,14 +77,14 @@ def strange_ids(prefix: str) -> None:
 DAMAGE = {
     "cut .bin": (
         lambda prefix: os.truncate(prefix + ".bin", 5000),
-        ".bin: has 5000 bytes, its index asks for 800000",
+        ".bin: has 5000 bytes, its index requires 800000",
     ),
     "no .bin": (
         lambda prefix: os.truncate(prefix + ".bin", 0),
-        ".bin: has 0 bytes, its index asks for 800000",
+        ".bin: has 0 bytes, its index requires 800000",
     ),
-    "dtype": (swap_dtype, ".bin: has 800000 bytes, its index asks for"),
-    "index of another pair": (other_index, ".bin: has 798000 bytes, its index asks for 800000"),
+    "dtype": (swap_dtype, ".bin: has 800000 bytes, its index requires"),
+    "index of another pair": (other_index, ".bin: has 798000 bytes, its index requires 800000"),
     "ids": (
         strange_ids,
         "is the id 65000, the vocabulary has 211; give the tokenizer it was preprocessed with",

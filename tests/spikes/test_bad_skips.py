@@ -127,7 +127,7 @@ def test_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_path)
     said = refused(text, tmp_path / "run", *load, "--train-range-to-skip", "5", "9")
     assert (
         "--train-range-to-skip 5 9: iterations of 5 to 8 have been trained already, the run "
-        "resumes from iteration 8; go back with --ckpt-step 3, the newest checkpoint before them, or "
+        "resumes from iteration 8; give --ckpt-step 3, the newest checkpoint before them, or "
         "omit the range"
     ) in said
     assert "has no checkpoint before them: start a new run without --load" in refused(
@@ -244,7 +244,7 @@ def test_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
         watched(text, folder, *words, "--save-interval", "4")
     assert (
         "skips.jsonl: 5-5: iterations of 5 to 5 have been trained already, the run resumes from "
-        "iteration 6; go back with --ckpt-step 3, the newest checkpoint before them, or "
+        "iteration 6; give --ckpt-step 3, the newest checkpoint before them, or "
         "--forget-skip 5-5"
     ) in str(failure.value)
     done = watched(text, folder, *words, "--save-interval", "4", "--ckpt-step", "3")
@@ -281,6 +281,6 @@ def test_damage_of_the_file(text, trained, tmp_path):
     path.write_text("x" + path.read_text())
     with pytest.raises(
         RanksFailed,
-        match=r"CheckpointError: .*skips.jsonl, line 1: is no record of skipped iterations",
+        match=r"CheckpointError: .*skips.jsonl, line 1: not a record of skipped iterations",
     ):
         watched(text, folder, *words, world=2)

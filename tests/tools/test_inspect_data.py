@@ -360,8 +360,8 @@ def damage(kind: str, prefix: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("cut", ".bin: has 100 bytes, its index asks for"),
-        ("magic", ".idx: is no index file"),
+        ("cut", ".bin: has 100 bytes, its index requires"),
+        ("magic", ".idx: is not an index file"),
         ("pointers", "sequence 20 (10000 tokens from byte 1099511627776) is outside"),
         ("overlap", ".bin: 19976 of its bytes are in no sequence"),
         ("id", ".bin: holds token ids 0 .. 65000, the vocabulary has 1000"),

@@ -98,7 +98,7 @@ def test_a_data_position_that_stays(text, tmp_path, whole, capsys):
     ("iteration", "values", "said"),
     [
         (2, {"flag": 0, "hash": 7}, "iteration 2 was trained, though it was to be skipped"),
-        (5, {"flag": 1, "hash": 0}, "iteration 5 was skipped, which nothing asks for"),
+        (5, {"flag": 1, "hash": 0}, "iteration 5 was skipped without a request"),
         (
             3,
             {"hash": 7},
@@ -133,7 +133,7 @@ def test_what_cannot_be_read(tmp_path, whole, skips, capsys):
     for words, said in (
         ((tmp_path,), "no checkpoint there"),
         (("--ledger", tmp_path / "none", skips.save), "there is no such file"),
-        (("--ledger", __file__, skips.save), "is no data ledger"),
+        (("--ledger", __file__, skips.save), "not a data ledger"),
         ((), "no run: give"),
     ):
         code, out, err = verify(capsys, *words)

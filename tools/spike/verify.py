@@ -62,9 +62,7 @@ def skipped_as_asked(table: Table, reading: Reading) -> Iterator[str]:
         _, _, skipped, value = table.rows[n]
         if skipped != reading.plan.skips.is_skipped(n):
             said = (
-                "skipped, which nothing asks for"
-                if skipped
-                else "trained, though it was to be skipped"
+                "skipped without a request" if skipped else "trained, though it was to be skipped"
             )
             yield f"{table.path}: iteration {n} was {said}"
         elif skipped and value:

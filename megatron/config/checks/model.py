@@ -73,8 +73,8 @@ def shape(f: Facts) -> Iterator[str]:
     for name in ("ffn_multiple_of", "init_scheme"):
         if f[name] not in (None, "megatron") and not f.config.model.gated:
             yield (
-                f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or leave it "
-                "out [flag-needs-other-flag]"
+                f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or omit it "
+                "[flag-needs-other-flag]"
             )
 
 

@@ -16,14 +16,14 @@ def spike_action(f: Facts) -> Iterator[str]:
         return
     if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
         yield (
-            "--spike-action rewind: there is nothing to go back to with --spike-snapshot-interval "
-            "0 and neither --save nor --load; give --save DIR, or an interval such as 50 "
+            "--spike-action rewind: nothing to roll back to with --spike-snapshot-interval 0 and "
+            "neither --save nor --load; give --save DIR, or an interval such as 50 "
             "[spike-action-without-snapshots]"
         )
     if f["no_save_optim"]:
         yield (
-            "--no-save-optim: --spike-action rewind saves where it goes back to, and needs the "
-            "optimizer there; omit one of them [spike-action-needs-optimizer-state]"
+            "--no-save-optim: --spike-action rewind saves the iteration it rolls back to, with the "
+            "optimizer; omit one of them [spike-action-needs-optimizer-state]"
         )
 
 

@@ -46,7 +46,7 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
         return [(0, global_batch_size)]
     if samples == 0:
         raise ValueError(
-            f"{flag}: a ramp over 0 samples is none; give SAMPLES, or only --global-batch-size "
+            f"{flag}: SAMPLES must be at least 1; change it, or give only --global-batch-size "
             "[value-out-of-range]"
         )
     per_increment = samples / increments
@@ -116,7 +116,7 @@ def parse_step_schedule(text: str, seq_length: int | None = None) -> list[tuple[
             problems.append(f"{entry} is not THRESHOLD:BATCH_SIZE, as in 250B:1536")
             continue
         if size < 1:
-            problems.append(f"{entry} asks for a batch size of {size}; it must be at least 1")
+            problems.append(f"{entry} has a batch size of {size}; it must be at least 1")
         steps.append((threshold if seq_length is None else threshold // seq_length, size))
     steps.sort(key=lambda step: step[0])
     if not steps and not problems:

@@ -92,7 +92,7 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
     try:
         blends = parse_json(_read(path, flag))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} {path}: is no JSON ({error}) [blend-file-malformed]") from error
+        raise ValueError(f"{flag} {path}: is not JSON ({error}) [blend-file-malformed]") from error
     if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
         raise ValueError(
             f"{flag} {path}: must be an object with the keys train, valid, test (some may be "
@@ -153,7 +153,7 @@ class BlendedDataset:
                 "[blend-malformed]"
             )
         if size is not None and size < 1:
-            raise ValueError(f"the blend is asked for {size} samples; it must be at least one")
+            raise ValueError(f"the blend is to give {size} samples; it must be at least one")
         self.datasets = list(datasets)
         self.size = size
         self.index_split = datasets[0].index_split

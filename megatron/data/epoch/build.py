@@ -191,7 +191,7 @@ class EpochBuilder:
         available = since + sum(weights)
         if limited and size is not None and size > available:
             raise ValueError(
-                f"--data-path: the epochs asked for make {available} samples of --seq-length "
+                f"--data-path: the given epochs have {available} samples of --seq-length "
                 f"{self.sequence_length}, the run reads {size}; raise epochs:, or lower "
                 "--train-iters or --train-samples [epochs-too-few]"
             )
@@ -264,7 +264,7 @@ def _samples(
         ]
         if size is not None and size > sum(there):
             raise ValueError(
-                f"--data-path: the epochs asked for make {sum(there):.0f} samples of --seq-length "
+                f"--data-path: the given epochs have {sum(there):.0f} samples of --seq-length "
                 f"{sequence_length}, the run reads {size}; raise epochs:, or lower --train-iters "
                 "or --train-samples [epochs-too-few]"
             )

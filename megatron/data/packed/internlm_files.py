@@ -49,7 +49,7 @@ def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
     # numpy parses the header as Python and reserves what it says
     except (*_NOT_AN_ARRAY, ValueError, EOFError, OSError) as error:
         raise ValueError(
-            f"{path}: is no array in numpy's .npy format ({_reason(error)}); {how} "
+            f"{path}: not an array in numpy's .npy format ({_reason(error)}); {how} "
             "[packed-meta-malformed]"
         ) from None
     if (

@@ -43,7 +43,7 @@ def ids_of(line: bytes) -> np.ndarray:
     """The token ids under "tokens", int64. Raises ValueError saying what is wrong."""
     record = record_of(line)
     if not isinstance(record, dict) or not isinstance(record.get("tokens"), list):
-        raise ValueError('is no JSON object with a list of ids under "tokens"')
+        raise ValueError('is not a JSON object with a list of ids under "tokens"')
     values = record["tokens"]
     try:
         ids = np.array(values, np.int64 if not values else None)

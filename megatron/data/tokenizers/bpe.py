@@ -239,7 +239,7 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
         )
     if len(pieces) < count:
         raise ValueError(
-            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are asked for in "
+            f"--vocab-size: {path} has {len(pieces)} pieces, but {count} are requested in "
             "addition to the "
             f"special ones; give --vocab-size {len(pieces)} plus --tiktoken-num-special-tokens "
             "[vocab-size-not-that-of-tokenizer]"

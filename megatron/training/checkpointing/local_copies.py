@@ -376,7 +376,7 @@ def _unusable(
         return f"they were written by {ranks_text(copy.layout)}, this run has {ranks_text(layout)}"
     missing = sorted(set(range(layout["world_size"])) - places.keys())
     if missing:
-        return f"the part of rank {_numbers(missing)} is nowhere"
+        return f"the part of rank {_numbers(missing)} was not found"
     return None
 
 

@@ -145,9 +145,9 @@ def _forgotten(
             )
         elif record.b <= at.iteration and _common(executed, record.parts) == len(record.parts):
             problems.append(
-                f"{FORGET_FLAG} {name}: these iterations have been skipped already, the run goes "
-                f"on from iteration {at.iteration}; {_earlier(recorded, record.a)}, or leave "
-                f"{FORGET_FLAG} {name} out [skip-already-done]"
+                f"{FORGET_FLAG} {name}: these iterations have been skipped already, the run "
+                f"resumes from iteration {at.iteration}; {_earlier(recorded, record.a)}, or omit "
+                f"{FORGET_FLAG} {name} [skip-already-done]"
             )
         else:
             dropped.append(name)
@@ -183,7 +183,7 @@ def _earlier(recorded: Recorded, first: int) -> str:
     """The remedy: how to resume from before an iteration."""
     before = [number for number in recorded.checkpoints if number < first]
     if before:
-        return f"go back with --ckpt-step {max(before)}, the newest checkpoint before them"
+        return f"give --ckpt-step {max(before)}, the newest checkpoint before them"
     return (
         f"{recorded.load or 'there'} has no checkpoint before them: start a new run without --load"
     )

@@ -120,7 +120,7 @@ def test_blend_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "must be an object with the keys"),
         ("{}", "must be an object with the keys"),
         ('{"training": ["a"]}', "must be an object with the keys"),
@@ -222,7 +222,7 @@ def test_bad_weights(members, weights):
 
 
 def test_a_blend_of_nothing(members):
-    with pytest.raises(ValueError, match="asked for 0 samples"):
+    with pytest.raises(ValueError, match="is to give 0 samples"):
         BlendedDataset(members, [1, 1, 1], 0)
 
 

@@ -251,7 +251,7 @@ def test_another_mix_goes_on_where_each_data_set_was_left(tmp_path):
         (
             ["epochs:2", "A", "epochs:1", "B"],
             (10**6, 0, 0),
-            "the epochs asked for make .* the run reads 1000000; raise",
+            "the given epochs have .* the run reads 1000000; raise",
         ),
         (["epochs:0.001", "A", "epochs:1", "B"], (9, 0, 0), "epochs:0.001 of .*a make no sample"),
         (["epochs:2", "A", "1", "B"], (9, 0, 0), "1 stands where epochs are expected"),
@@ -287,10 +287,10 @@ def test_damaged_pairs(tmp_path):
     tokens = (tmp_path / "a.bin").read_bytes()
     for path, damaged, error in (
         ("a.idx", index[:-8], "is cut short"),
-        ("a.idx", b"x" + index[1:], "is no index file"),
+        ("a.idx", b"x" + index[1:], "is not an index file"),
         ("a.idx", b"", "header"),
-        ("a.bin", tokens[:-4], "its index asks for"),
-        ("a.bin", tokens + b"four", "its index asks for"),
+        ("a.bin", tokens[:-4], "its index requires"),
+        ("a.bin", tokens + b"four", "its index requires"),
         (
             "a.idx",
             index[: 34 + 4 * 60 + 8 * 30] + b"\4" + index[34 + 4 * 60 + 8 * 30 + 1 :],

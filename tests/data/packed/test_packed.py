@@ -165,7 +165,7 @@ def test_a_global_batch_is_the_same_rows_on_any_number_of_ranks(dp_size, micro_b
         assert taken == list(range(rows * step, rows * step + rows))
     with pytest.raises(
         ValueError,
-        match="--packed-samples: 3 consumed samples are no whole rows of --micro-batch-size 2",
+        match="--packed-samples: 3 consumed samples are not a multiple of --micro-batch-size 2",
     ):
         PackedSampler(100, 2).micro_batch(3)
     assert PackedSampler(100, 2, 0, 2).micro_batches_left(0) == 50
@@ -312,9 +312,9 @@ DAMAGE = {
     ),
     "no array": (
         lambda p: Path(f"{p}.meta").write_bytes(b"[[0, 5]]"),
-        r"a\.bin\.meta: is no array in numpy's \.npy format",
+        r"a\.bin\.meta: not an array in numpy's \.npy format",
     ),
-    "a pickle": (wrong_meta(lambda m: m.astype(object)), r"a\.bin\.meta: is no array in numpy's"),
+    "a pickle": (wrong_meta(lambda m: m.astype(object)), r"a\.bin\.meta: not an array in numpy's"),
     "one column": (
         wrong_meta(lambda m: m[:, 0]),
         r"a\.bin\.meta: holds int64 \[3\], not integers \[samples, 2\]",
@@ -363,7 +363,7 @@ LINES = {
         b'{"tokens": [1, 2]}',
         r"sample 1, at byte \d+: has 2 tokens, .*a\.bin\.meta says 9",
     ),
-    "no tokens": (b'{"text": "a"}', r'is no JSON object with a list of ids under "tokens"'),
+    "no tokens": (b'{"text": "a"}', r'is not a JSON object with a list of ids under "tokens"'),
     "no JSON": (b'{"tokens": [1, 2', "is not JSON"),
     "floats": (b'{"tokens": [1.5, 2]}', "holds something else than whole numbers"),
     "lists": (b'{"tokens": [[1], [2, 3]]}', "holds something else than whole numbers"),

@@ -536,7 +536,7 @@ class TestTikTokenizer:
 
     def test_too_few_pieces(self, tmp_path: Path) -> None:
         path = write_tiktoken(tmp_path / "v.json")
-        with pytest.raises(ValueError, match="has 256 pieces, but 130072 are asked for"):
+        with pytest.raises(ValueError, match="has 256 pieces, but 130072 are requested"):
             build_tokenizer("TikTokenizer", tokenizer_model=path)
 
 

@@ -160,7 +160,7 @@ def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path,
     text = done.first_rank_log + (tmp_path / "log.1").read_text()
     assert text.count("the process that writes checkpoints has died (exit code -9)") == 1, text
     assert [
-        f"rank {rank} stands still while it writes its part of iteration {n}" in text
+        f"rank {rank} pauses training while it writes its part of iteration {n}" in text
         for n in (2, 4, 6, 7)
     ] == [False, False, True, True], text
 
