@@ -71,7 +71,9 @@ def test_good_ranges(words):
     line = command_line.read([*GOOD, "--train-range-to-skip", *words.split()], {})
     count = sum(last - first + 1 for first, last in ranges)
     said = " ".join(f"{first} {last}" for first, last in ranges)
-    assert f"skipping {count} iterations: --train-range-to-skip {said}" in line.notes
+    assert (
+        f"skipping {count} iteration{'s' * (count > 1)}: --train-range-to-skip {said}" in line.notes
+    )
     if warning:
         assert_problem(line.notes[0], *warning)
     assert command_line.read([*GOOD, "--train-range-to-skip", *said.split()], {}).config is not None
