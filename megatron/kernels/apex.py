@@ -1,5 +1,4 @@
-"""Norms and the accumulating weight gradient of NVIDIA's apex. The only importer of apex; it knows
-no layer and no flag.
+"""Norms and the accumulating weight gradient of NVIDIA's apex. The only importer of apex.
 
 PyPI's package of that name is another project's and must not be installed; apex is built from its
 repository, https://github.com/NVIDIA/apex, with --cpp_ext --cuda_ext.

@@ -85,8 +85,8 @@ def select_attention(
     seq_length: int = CHUNKS_ON_CPU.start,
     head_dim: int = 1,
 ) -> tuple[str, str, str]:
-    """The implementation that runs, why, and why not the other of "sdpa" and "chunked". Raises
-    ValueError if the requested one is unavailable (flash-attn is checked in select.py)."""
+    """(implementation that runs, why, why not the other of "sdpa" and "chunked"). Raises ValueError
+    if the requested one is unavailable (flash-attn is checked in select.py)."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation {implementation!r} is unknown: use one of {IMPLEMENTATIONS}"

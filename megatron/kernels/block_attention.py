@@ -49,8 +49,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
 def chunked_grads(
     tensors: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of (q, k, v) of `chunked`, in their dtypes; the probabilities are computed
-    again."""
+    """The gradients of (q, k, v) of `chunked`, in their dtypes; the probabilities are
+    recomputed."""
     grads = tuple(t.new_empty(t.shape) for t in tensors)
     block_backward((*tensors, grad_out), None, block, grads)
     return grads
@@ -64,9 +64,9 @@ def flash(
     documents: bool,
     implementation: str = "auto",
 ) -> bool:
-    """Does torch's flash kernel compute such a block? On a CPU rows of queries are as fast in fp32
-    and faster in the other formats (bf16: by ten in backward), so it runs there only when asked for
-    by name. Raises ValueError where it cannot."""
+    """Whether torch's flash kernel computes such a block. On a CPU blocks of query rows are as fast
+    in fp32 and faster in other dtypes (bf16: ten times in backward), so it runs there only when
+    requested by name. Raises ValueError if it cannot."""
     can = dropout_p == 0.0 and not documents
     if device == "cuda":
         can = can and dtype in (torch.bfloat16, torch.float16)
@@ -147,7 +147,7 @@ class _Plan:
         return [slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0) for at in positions]
 
     def row_blocks(self, heads: tuple[int, int]) -> Iterator[_Rows]:
-        """The runs of queries that see any key."""
+        """The blocks of consecutive queries that see any key."""
         for i, rows in enumerate(self.rows):
             count = rows.stop - rows.start
             bias = self.upper[:count, :count] if self.block.causal else None
@@ -171,7 +171,7 @@ class _Plan:
 
     def load(self, t: Tensor, heads: tuple[int, int]) -> Tensor:
         """[s, b, g r, d] -> [heads, r, s, d] of a set of heads, contiguous, in the dtype of the
-        maths."""
+        computation."""
         per_head = t.shape[2] // self.groups
         part = t.flatten(1, 2)[:, heads[0] * per_head : heads[1] * per_head].unflatten(
             1, (-1, per_head)

@@ -40,7 +40,7 @@ def cross_entropy(
 
 
 def loss_dtype(logits: Tensor) -> torch.dtype:
-    """That of the maths and the result where none is asked for."""
+    """The dtype of computation and result if none is requested."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -58,8 +58,8 @@ def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def runs_native(logits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the C++ reads and overwrites these logits: the same maths, in one pass over memory
-    each way."""
+    """Whether the C++ reads and overwrites these logits: the same computation, in one pass over
+    memory each way."""
     return dtype == torch.float32 and logits.is_contiguous() and native.runs(logits)
 
 
@@ -73,7 +73,7 @@ def overwrite(
     to_probs,
     uniform: float = 0.0,
 ):
-    """Put (probabilities - uniform) * grads - onehot(columns) * hits in the place of the logits,
+    """Put (probabilities - uniform) * grads - onehot(columns) * hits into the memory of the logits,
     chunk by chunk.
 
     `to_probs(chunk, rows)` turns logits into probabilities in place; those of padding columns come

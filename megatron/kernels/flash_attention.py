@@ -11,7 +11,7 @@ HEAD_DIM = 256  # the widest head it has
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why it cannot compute here; None if it can."""
+    """Why flash-attn cannot run here; None if it can."""
     if device.type != "cuda":
         return f"flash-attn needs a CUDA device, but the device is {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):

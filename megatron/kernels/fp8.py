@@ -32,8 +32,7 @@ FORMATS = {
 
 
 class Scaling(Protocol):
-    """Who chooses a layer's scales, from the largest magnitudes (fp32 vectors) of the local
-    tensors.
+    """Chooses a layer's scales from the largest magnitudes (fp32 vectors) of the local tensors.
 
     `training`: whether a backward can follow. Both are called on all ranks that share the layer.
     """
@@ -80,7 +79,7 @@ def gemm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torc
 def native_gemm(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`gemm` by the device's own instructions, which want rows of the one and columns of the
+    """`gemm` by the device's own instructions, which need rows of one operand and columns of the
     other."""
     return torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype

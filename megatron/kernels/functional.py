@@ -1,4 +1,4 @@
-"""All kernels under one name; knows local tensors, no module and no rank."""
+"""All kernels under one name: functions on local tensors."""
 
 from megatron.kernels.activations import bias_gelu, geglu, gelu, squared_relu, swiglu
 from megatron.kernels.attention import attention

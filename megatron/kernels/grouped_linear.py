@@ -173,7 +173,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _add_copies(x: Tensor, order: Tensor, copies: int, rows: int) -> Tensor:
-    """The copies of each row, added up in their own order; those that are not there are 0."""
+    """The copies of each row, added up in their own order; missing ones are 0."""
     total = rows * copies
     cpp = experts.runs(x)
     inverse = torch.full((total,), -1 if cpp else len(order), device=order.device)

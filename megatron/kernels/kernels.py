@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which implementation each layer asks for; the defaults are this suite's and torch's own.
+    """The implementation that each layer requests; the defaults are this suite's and torch's own.
 
     attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or
     "transformer_engine". accumulation: may a linear layer add its weight gradient to `main_grad`
@@ -27,6 +27,5 @@ class Kernels:
     transformer_engine: TransformerEngine | None = None
 
     def without_transformer_engine(self) -> Kernels:
-        """The same for layers outside the transformer layers, which Transformer Engine has no part
-        in."""
+        """The same without Transformer Engine, for layers outside the transformer layers."""
         return replace(self, transformer_engine=None)

@@ -13,8 +13,8 @@ INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engi
 def load_problem(module: str, name: str, install: str) -> str | None:
     """Why `module` of the library `name` cannot be imported; None once it is.
 
-    It is imported and not only looked for: an extension built for another torch is there and fails
-    at its first import, which would be in the middle of a step.
+    It is imported, not only searched for: an extension built for another torch exists and fails
+    when it is first imported, which would be in the middle of a step.
     """
     if find_spec(module) is None:
         return f"{name} is not installed; {install}"

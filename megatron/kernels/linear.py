@@ -1,5 +1,4 @@
-"""GEMMs of linear layers with a separable weight gradient; knows local tensors, no module
-and no rank."""
+"""GEMMs of linear layers on local tensors, with a separable weight gradient."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,8 +20,8 @@ BLOCK_ELEMENTS = 1 << 24
 def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
     """Whether GEMMs of `dtype` run at full speed on this kind of device.
 
-    Asked of the capability flags of the library, never of a clock: a resumed run must decide alike.
-    fp32 and fp64 are always native; bf16 and fp16 on a CPU are so only where oneDNN has
+    Decided by the capability flags of the library, never by timing: a resumed run must decide
+    alike. fp32 and fp64 are always native; bf16 and fp16 on a CPU are so only where oneDNN has
     instructions for them (AVX512, AMX, ARM).
     """
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
@@ -105,7 +104,8 @@ def _native_weight_grad(
 
 @cache
 def _onednn_linear(dtype: torch.dtype):
-    """oneDNN's operation for a whole linear layer on a CPU, None where torch's own is as fast.
+    """oneDNN's operation for a linear layer with its bias on a CPU, None where torch's own is as
+    fast.
 
     In bf16 it adds the bias while it multiplies, where torch's addmm copies it to every row of the
     result first. In fp32 torch calls MKL, which has no AVX512 for processors other than Intel's. It
@@ -172,8 +172,8 @@ Start = Callable[[Tensor], Callable[[], Tensor]]
 
 
 class TpComm(NamedTuple):
-    """What the ranks that share a layer do with its input. Each function starts it and returns what
-    waits for the result.
+    """Communication of the ranks that share a layer. Each function starts it and returns what waits
+    for the result.
 
     `gather` makes the whole input of this rank's part; `reduce` is its adjoint, of the input's
     gradient.

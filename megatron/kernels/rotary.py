@@ -52,8 +52,8 @@ def rotary_tables(
 
 
 def slowed(frequencies: Tensor, factor: float) -> Tensor:
-    """Llama 3.1's frequencies (Dubey et al. 2024; the numbers are those of its code), in radians a
-    position.
+    """Llama 3.1's frequencies (Dubey et al. 2024; the numbers are those of its code), in radians
+    per position.
 
     With c = 8,192 positions: those that turn more than 4 times in c stay, those that turn less than
     once are divided by `factor`, and between the two the result goes over linearly in the number of

@@ -24,7 +24,7 @@ class _Kernel(NamedTuple):
 
 @cache
 def _load() -> _Kernel | str:
-    """The C++ and what it multiplies with, or why it does not run here (a str)."""
+    """The C++ and its instructions for GEMMs, or why it does not run here (a str)."""
     amx = torch.cpu._is_amx_tile_supported()
     if not (amx or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()):
         return "needs AMX or AVX512-BF16, which this processor lacks"
@@ -38,8 +38,8 @@ def _load() -> _Kernel | str:
 
 
 def instructions() -> str:
-    """Which instructions multiply here; of a processor on which `unavailable_reason` has found
-    none."""
+    """The instructions used for GEMMs on this processor, if `unavailable_reason` has found
+    nothing."""
     return "AMX" if _load().amx else "AVX512-BF16"
 
 
@@ -95,7 +95,7 @@ def _steps(t: Tensor) -> tuple[int, int, int]:
 
 
 def _lines(t: Tensor) -> Tensor:
-    """With the numbers of a head side by side."""
+    """With the numbers of a head contiguous."""
     return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
 
 
@@ -110,7 +110,7 @@ def _address(t: Tensor | None) -> int:
 
 class _TileAttention(torch.autograd.Function):
     """Keeps q, k, v, the output, and of each query the logarithm of its sum; dropout masks are
-    drawn again."""
+    generated again."""
 
     @staticmethod
     def forward(

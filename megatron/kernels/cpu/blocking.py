@@ -34,7 +34,7 @@ def row_blocks(rows: int, width: int) -> list[slice]:
 def for_each(
     blocks: Sequence[Block], device: torch.device, work: Callable[[Block], object]
 ) -> None:
-    """`work(block)` for every block, without gradients: on a CPU side by side in as many threads as
+    """`work(block)` for every block, without gradients: on a CPU in parallel, in as many threads as
     torch may use.
 
     Blocks must not write to the same memory. A thread does its block alone, so threads wait for
@@ -62,5 +62,5 @@ def _work_alone() -> None:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the maths: fp32 for bf16 and fp16, else that of `x`."""
+    """The dtype of the computation: fp32 for bf16 and fp16, else that of `x`."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -21,7 +21,7 @@ def load(capability: str):
 def unavailable_reason(
     device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> str | None:
-    """Why the C++ is unavailable for such tensors where it knows `dtypes`, None if it is
+    """Why the C++, which supports `dtypes`, is unavailable for such tensors; None if it is
     available."""
     if torch.compiler.is_compiling():
         return "not supported under torch.compile"

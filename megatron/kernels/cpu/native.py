@@ -135,8 +135,8 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Turns the pairs (i, i + half) of x [s, b, n, d] by the tables' angles, the other way round
-    with `sign` -1.
+    """Turns the pairs (i, i + half) of x [s, b, n, d] by the tables' angles, in the opposite
+    direction with `sign` -1.
 
     cos and sin [s, 1 or b, 1, half]; numbers from 2 half on pass through. -> x's shape and dtype,
     contiguous.
@@ -172,8 +172,8 @@ def loss_grad(
     hits: Tensor,
     uniform: float,
 ) -> None:
-    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits in the place
-    of contiguous logits [n, v], 0 in columns from `valid` on. largest, logs, grads, hits fp32 [n],
-    columns int64 [n], each below `valid`."""
+    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits into the
+    memory of contiguous logits [n, v], 0 in columns from `valid` on. largest, logs, grads, hits
+    fp32 [n], columns int64 [n], each below `valid`."""
     rows = [t.contiguous() for t in (largest, logs, grads, hits, columns)]
     _call("loss_grad", logits, logits, *rows, *logits.shape, valid, uniform)
