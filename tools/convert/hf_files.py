@@ -165,8 +165,8 @@ class HFFolder:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A tensor to write: its name, format and shape, and a function that makes it when its turn
-    comes."""
+    """A tensor to write: its name, format and shape, and a function that makes it when it is
+    written."""
 
     name: str
     dtype: torch.dtype
@@ -235,10 +235,10 @@ def write_folder(
     limit: int,
     source: str,
 ) -> list[str]:
-    """Write the folder, whole or not at all; `files` are copied into it under these names. A local
-    one has a name of its own until it is whole; of a killed export of the same `source` the whole
-    shards are kept. In a store config.json comes last, and one shard at a time is on the disk.
-    Returns the names of the shards."""
+    """Write the folder atomically; `files` are copied into it under these names. A local one has a
+    temporary name until it is complete; complete shards of a killed export of the same `source` are
+    kept. In a store config.json comes last, and one shard at a time is on the disk. Returns the
+    names of the shards."""
     new_target(target)
     shards = shards_of(tensors, limit)
     count = len(shards)
@@ -330,8 +330,8 @@ def _written(
 
 
 def remove_folder(target: Path | Remote) -> None:
-    """Remove what `write_folder` wrote; in a store the weights, and first what makes them look
-    whole."""
+    """Remove what `write_folder` wrote; in a store first the files that make it look complete, then
+    the weights."""
     if isinstance(target, Path):
         shutil.rmtree(target)
         return

@@ -1,8 +1,7 @@
-"""Names of Megatron-LM's two GPT models, and its arguments <-> our flags (facts: layouts of
-checkpoint version 3.0).
+"""Names of Megatron-LM's two GPT models (checkpoint version 3.0), and its arguments <-> our flags.
 
-Their tensors are ours but for names: queries, keys and values lie by query group in both, and a
-gated matrix is gate rows, then up rows, on each rank.
+Their tensors differ from ours in the names only: queries, keys and values are ordered by query
+group in both, and a gated matrix is gate rows, then up rows, on each rank.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Ours:
         return self.reader.read(name, whole(shape))
 
     def outgoing(self, links: Sequence[Link], vocab_size: int) -> list[Outgoing]:
-        """Every tensor of the other side, made of ours when its turn comes. Raises ConversionError
+        """Every tensor of the other side, made of ours when it is written. Raises ConversionError
         where ours are not those of the links."""
         check(
             [Link(link.ours, link.shape, (link.ours,), SAME, link.model) for link in links],
@@ -229,8 +229,8 @@ def divisor(size: int, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Incoming:
-    """A weight to write: our name, format, shape, and a function that makes it when its turn
-    comes."""
+    """A weight to write: our name, format, shape, and a function that makes it when it is
+    written."""
 
     name: str
     dtype: torch.dtype

@@ -49,7 +49,7 @@ class Unpickler:
         )
 
     def _ask(self, source: Path, *job: object) -> None:
-        """Have a job done; what is wrong with `source` becomes a ConversionError."""
+        """Run a job; a problem of `source` becomes a ConversionError."""
         self._send(*job)
         self._check(source)
 
@@ -61,7 +61,7 @@ class Unpickler:
             self._process.stdin.flush()
 
     def _check(self, source: Path) -> None:
-        """Wait for the end of a job; what is wrong with `source` becomes a ConversionError."""
+        """Wait for the end of a job; a problem of `source` becomes a ConversionError."""
         answer = self._process.stdout.readline()
         wrong = (
             json.loads(answer)

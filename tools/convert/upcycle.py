@@ -1,4 +1,4 @@
-"""upcycle: make a mixture of experts of a dense checkpoint (Komatsuzaki et al. 2022). Every expert
+"""upcycle: makes a mixture of experts of a dense checkpoint (Komatsuzaki et al. 2022). Every expert
 begins as a copy of its layer's MLP or of a part of its width (He et al. 2024), the router with
 initial values."""
 

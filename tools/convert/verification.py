@@ -1,5 +1,5 @@
-"""Does a converted model compute the same? Ours and transformers' on random ids, compared block by
-block.
+"""Checks that a converted model computes the same: ours and transformers' on random ids, compared
+block by block.
 
 `verify` is the command; `verified` is what hf-import and hf-export do by themselves where
 transformers is installed.

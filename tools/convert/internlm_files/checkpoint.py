@@ -1,10 +1,10 @@
 """internlm-import: the folders of InternLM's and InternEvo's training, model_tp{t}_pp{p}.pt and
 model_config.pt, and the optimizer's files.
 
-Layout: facts of InternLM's sheet, sections 1.6, 2.2 and 4. Queries, keys and values of a rank lie
-one behind the other, so ranks are merged head by head; the bias of the attention's output is on
-tensor rank 0 alone; which of w2 and w3 is the up matrix changed in February 2024, and the user must
-say. Models of the first kind (model_type INTERNLM) only.
+Queries, keys and values of a rank are stored one after the other, so ranks are merged head by head;
+the bias of the attention's output is on tensor rank 0 alone; which of w2 and w3 is the up matrix
+changed in February 2024, and the user must say. Models of the first kind (model_type INTERNLM)
+only.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def internlm_import(
 
 
 def _kept(state: RunState | None, source: Path) -> str:
-    """What a run goes on with, and what is lost."""
+    """What a run continues with, and what is lost."""
     if state is not None:
         return (
             f"with the optimizer's state, iteration {state.iteration}. Lost: random states "

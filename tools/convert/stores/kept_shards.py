@@ -1,5 +1,5 @@
-"""Shards that a killed hf-export left: those that are whole, by the checksums that were noted when
-they were written, are not written again."""
+"""Shards of a killed hf-export: complete ones, by the checksums recorded when they were written,
+are not written again."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class KeptShards:
         return False
 
     def add(self, name: str, written: Written) -> None:
-        """Note a shard that is whole."""
+        """Record a complete shard."""
         self._notes["shards"][name] = {"header": written.header_crc32, "sums": written.sums}
         new = self._folder / f"{NAME}.new"
         DISK.write_file(new, json.dumps(self._notes).encode())
         DISK.rename(new, self._folder / NAME)
 
     def close(self) -> None:
-        """Remove the notes: the folder is whole."""
+        """Remove the records, since the folder is complete."""
         (self._folder / NAME).unlink(missing_ok=True)
