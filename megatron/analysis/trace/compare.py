@@ -44,7 +44,7 @@ class Figure(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Are they apart, of memory by more than 1 %?"""
+        """Whether they differ, of memory by more than 1 %."""
         allowed = 0 if self.name.startswith(SENT) else TOLERANCE * max(self.planned, 1)
         return abs(self.traced - self.planned) > allowed
 

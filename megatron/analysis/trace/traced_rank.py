@@ -159,7 +159,7 @@ def _name_kinds(run: Run, recorder: StepRecorder) -> None:
 
 
 def _check_kept(kept: list[Kept], when: str) -> None:
-    """Raise TraceError for what building or a step leaves behind."""
+    """Raise TraceError for memory that building or a step leaves behind."""
     together = sum(one.nbytes for one in kept)
     if together > KEPT_BYTES:
         largest = kept[0]

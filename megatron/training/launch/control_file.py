@@ -51,7 +51,7 @@ class ControlFile:
             return NOTHING
 
     def done(self) -> None:
-        """What was asked for is done; another request made meanwhile stays."""
+        """The request was carried out: reset the file, unless it holds another one by now."""
         try:
             if NOTHING != self._asked == self._read():
                 self._path.write_text(NOTHING + "\n")

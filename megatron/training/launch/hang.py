@@ -96,7 +96,7 @@ def phase(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def full_phase(known: str, frames: Sequence[tuple[str, str]]) -> str:
-    """`evaluation, data`: the phase that a rank said it is in, and what its stack is doing."""
+    """`evaluation, data`: the phase that a rank reported, and what its stack is doing."""
     inner = phase(frames) if frames else ""
     if known.startswith("iteration"):
         return inner or known

@@ -1,5 +1,5 @@
-"""From a checked command line to a device and a grid of ranks; alone in training/ to start process
-groups."""
+"""Sets up device and grid of ranks from a checked command line; the only file of training/ that
+starts process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where this process stands: its device and its place in the grid."""
+    """This process's device and its place in the grid."""
 
     device: torch.device
     ctx: ParallelContext

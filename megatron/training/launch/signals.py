@@ -68,7 +68,8 @@ class SignalWatch:
         self._listen(signal.SIGINT)
 
     def remember_requests(self) -> None:
-        """From now on SIGTERM and SIGUSR1 mean: save and leave, when the loop comes to it."""
+        """From now on SIGTERM and SIGUSR1 request a save and an exit, which the loop carries
+        out."""
         self._listen(*WATCHED)
 
     def _listen(self, *numbers: signal.Signals) -> None:
@@ -109,7 +110,7 @@ class SignalWatch:
         leave_for(failure)
 
     def leave(self, code: int, text: str) -> NoReturn:
-        """End the run: of all ranks that are asked to, the lowest says so."""
+        """End the run; of all ranks that received the signal, the lowest prints the line."""
         self.on_failure(Failure(this_process(), text.strip(), code))
         self.leaving()
         if self.monitor:
@@ -119,7 +120,7 @@ class SignalWatch:
 
 
 def leave_to_listener(number: int, frame: FrameType | None) -> None:
-    """What Python itself does about a signal that the listener hears: nothing."""
+    """Python's own handler of a signal that the listener handles: it does nothing."""
 
 
 def _deafen() -> None:
@@ -128,7 +129,7 @@ def _deafen() -> None:
 
 
 def _exit(code: int, text: str = "") -> NoReturn:
-    """Failure this process and its workers at once, with `text` on stderr."""
+    """End this process and its workers immediately, with `text` on stderr."""
     if text:
         # Ctrl-C also ends the `tee` that stderr may be a pipe to
         with contextlib.suppress(OSError):
@@ -160,8 +161,8 @@ class WorkerSignals:
             signal.signal(number, self._outlive if caught else signal.SIG_DFL)
 
     def _outlive(self, number: int, frame: FrameType | None) -> None:
-        """A request to the whole process group must not cost the parent its data; asked again, the
-        worker goes."""
+        """A signal to the whole process group must not end the workers that the parent still needs;
+        on a second signal the worker exits."""
         now = self._clock()
         self._first_at = now if self._first_at is None else self._first_at
         if now - self._first_at > SAME_REQUEST_SECONDS:
@@ -169,8 +170,8 @@ class WorkerSignals:
 
 
 def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
-    """Say what went wrong and end this process with exit code 1 (of a SystemExit or a Refusal, with
-    its own).
+    """Print the error and end this process with exit code 1 (of a SystemExit or a Refusal, with its
+    own).
 
     What is wrong for one rank is mostly wrong for all, and a rank that fails breaks the connections
     of the others. Over the rank monitor they agree on one to print its error: the lowest of those
@@ -237,8 +238,8 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Did the connection to another rank break? Other errors of NCCL (a device given to two ranks,
-    no memory) are this rank's own."""
+    """Whether the connection to another rank broke. Other errors of NCCL (a device given to two
+    ranks, no memory) are this rank's own."""
     text = str(error)
     return type(error).__name__ in ("DistNetworkError", "DistStoreError") or any(
         sign in text
