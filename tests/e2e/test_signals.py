@@ -22,7 +22,7 @@ from tests.runs import SMALL, Finished, same_tensors, train, write_text
 ITERATIONS = 12
 SAVE_EVERY = 4
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
-SECOND = "second signal: leaving now, without a save\n"
+SECOND = "second signal: exiting immediately, without a save\n"
 GOES_ON = "interrupted: the same command resumes from the last checkpoint\n"
 
 

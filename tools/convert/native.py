@@ -85,8 +85,8 @@ class Ours:
         held = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
         if rows > held:
             raise ConversionError(
-                f"{self.found.directory}: holds {held} rows of the vocabulary, {rows} are asked "
-                f"for; give --vocab-size {held} or less"
+                f"{self.found.directory}: holds {held} rows of the vocabulary, {rows} are "
+                f"requested; give --vocab-size {held} or less"
             )
         return rows
 

@@ -101,7 +101,7 @@ class SignalWatch:
             self._received_at = time.monotonic()
             self.received = number
         elif time.monotonic() - self._received_at > SAME_REQUEST_SECONDS:
-            self.leave(128 + number, "second signal: leaving now, without a save\n")
+            self.leave(128 + number, "second signal: exiting immediately, without a save\n")
 
     def leave_for(self, failure: Failure) -> NoReturn:
         """Another rank has failed: end this process."""
