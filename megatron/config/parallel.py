@@ -196,6 +196,11 @@ class ParallelConfig:
         """Ranks that hold all experts once."""
         return self.expert_model_parallel_size * self.expert_tensor_parallel
 
+    def expert_replicas(self, world_size: int) -> int:
+        """Ranks that hold the same experts; 0 where the world does not fit."""
+        model = self.pipeline_model_parallel_size * self.expert_ranks
+        return world_size // model if model > 0 else 0
+
     @property
     def folds_experts(self) -> bool:
         """Do other ranks hold the same experts than hold the same of all other weights?"""

@@ -99,8 +99,9 @@ class ParallelContext:
         data = self._axis("experts", grid, 1)
         shard = Axis("alone", ranks=(self.rank,))
         instances = data
-        if self.shard.size > 1:
-            cut = grid.unflatten(1, (config.num_distributed_optimizer_instances, -1))
+        parts = config.num_distributed_optimizer_instances
+        if config.use_distributed_optimizer and data.size > parts:
+            cut = grid.unflatten(1, (parts, -1))
             shard = self._axis("expert_shard", cut, 2)
             instances = self._axis("expert_instances", cut, 1)
         self.experts = Replicas(data, shard, instances)

@@ -74,7 +74,7 @@ class GradBuffers:
     ):
         params = [p for p in params if p.requires_grad]
         self._ctx = ctx
-        sharded = ctx.shard.size > 1
+        sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
         partition = None
         if whole_params and sharded:
             zero_partition = optional.load("megatron.config.plan.zero_partition")
@@ -211,6 +211,11 @@ class GradBuffers:
             if bucket.reduction is not None and (wait or bucket.reduction.arrived):
                 bucket.reduction()
                 bucket.reduction = None
+
+    @property
+    def shares_weights(self) -> bool:
+        """Does a rank update only a part of the weights?"""
+        return self._weights is not None
 
     def gather_weights(self) -> None:
         """Give every rank all weights after an update of `owned`; with overlap they are only under

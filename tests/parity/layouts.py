@@ -365,6 +365,9 @@ CAMPAIGN = {
     "etp1 ep4 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts": Case(
         EP_MOE, 4, (ETP, "1", EP, "4", *A2A, TP, "2", SP, *OVERLAP)
     ),
+    "etp1 tp2 sp, distributed optimizer, experts": Case(
+        EP_MOE, 2, (ETP, "1", TP, "2", SP, *DISTRIBUTED), steps=10
+    ),
     "etp1 tp2 sp dp2, distributed optimizer, experts": Case(
         EP_MOE, 4, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
     ),

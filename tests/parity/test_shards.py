@@ -10,6 +10,7 @@ from tests.parity.layouts import (
     CP,
     DISTRIBUTED,
     DROPOUT,
+    ETP,
     EXACT,
     GPT2,
     INSTANCES,
@@ -25,6 +26,8 @@ from tests.parity.layouts import (
 )
 from tests.runs import same_tensors, train, with_flags, write_text
 
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --disable-bias-linear".split()
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
@@ -38,6 +41,7 @@ def data(tmp_path_factory) -> str:
         pytest.param((4, (*OVERLAP, *INSTANCES, "--bf16")), marks=pytest.mark.campaign),
         pytest.param((2, (*OVERLAP, *WHOLE, "--bf16")), marks=pytest.mark.campaign),
         pytest.param((4, (TP, "2", SP, *DISTRIBUTED, "--fp16")), marks=pytest.mark.campaign),
+        pytest.param((2, (*EXPERTS, ETP, "1", TP, "2", SP, *OVERLAP)), marks=pytest.mark.campaign),
     ],
     ids=lambda x: " ".join(x[1]),
 )

@@ -211,6 +211,9 @@ def main() -> None:
         help="cpu: processor time, which other programs change less; for one thread",
     )
     parser.add_argument("--small", action="store_true", help="a tiny model, to test this program")
+    parser.add_argument(
+        "--no-eager", action="store_true", help="without transformers' eager experts, the slowest"
+    )
     parser.add_argument("--no-transformers", action="store_true", help="our side alone")
     args = parser.parse_args()
     size, experts, topk = (SMALL, 8, 2) if args.small else (SIZE, 64, 8)
@@ -220,7 +223,8 @@ def main() -> None:
         try:
             sides[0].worker.ask("save_run", str(start), 4)
             sides[0].warm_up()
-            for way, adamw in () if args.no_transformers else OTHERS:
+            others = OTHERS[:-1] if args.no_eager else OTHERS
+            for way, adamw in () if args.no_transformers else others:
                 name = f"transformers, {way}, {adamw} AdamW"
                 sides.append(Side(name, "qwen3-moe", size, args, [way, adamw, str(topk)], start))
                 sides[-1].warm_up()

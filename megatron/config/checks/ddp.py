@@ -57,7 +57,7 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
         f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
         f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None,
     }
-    if data_ranks(p, world_size) <= 1:
+    if max(data_ranks(p, world_size), p.expert_replicas(world_size)) <= 1:
         yield from (
             f"{said}: no effect with one data-parallel rank [flag-has-no-effect]"
             for said, on in given.items()

@@ -336,9 +336,9 @@ def shards(config: Config, plan: Plan) -> int:
 
 def expert_shards(config: Config, plan: Plan) -> int:
     """The same of the weights of experts."""
-    parts = shards(config, plan)
     p = config.parallel
-    return parts * p.tensor_model_parallel_size // p.expert_ranks if parts > 1 else 1
+    ranks = p.expert_replicas(plan.world_size)
+    return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
 
 
 def bytes_per_rank(
@@ -354,8 +354,7 @@ def bytes_per_rank(
     precision = config.precision
     n = owned = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
-    parts = shards(config, plan)
-    if parts > 1:
+    if max(shards(config, plan), expert_shards(config, plan)) > 1:
         layout = flat_layout(config, plan, stage)
         if shard is None and config.parallel.zero_partition == "even":
             shard = 0  # the others have as much, or less by what is padding

@@ -63,7 +63,7 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
         "shard": shard,
         "instances": replicas // shard,
         "expert_shard": expert_shard,
-        "expert_instances": replicas * tp // p.expert_ranks // expert_shard,
+        "expert_instances": p.expert_replicas(plan.world_size) // expert_shard,
         "optimizer": plan.world_size if p.folds_experts else tp * pp * shard,
         "world": plan.world_size,
     }

@@ -192,3 +192,27 @@ def test_equal_stages_share_a_row():
         ["1-6", "1 each"],
         ["7", "7"],
     ]
+
+
+def test_experts_are_shared_where_nothing_else_is():
+    """One data-parallel rank, but both tensor-parallel ones hold all experts: each has the optimizer
+    state of half of them, and sends its half of the gradients and of the weights."""
+    flags = dict(
+        num_experts=4,
+        moe_ffn_hidden_size=512,
+        add_bias_linear=False,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_tensor_parallel_size=1,
+    )
+    config, whole = plan(2, **flags)
+    sharded, same = plan(2, use_distributed_optimizer=True, **flags)
+    experts = 24 * 4 * 2 * 512 * 1024
+    before = bytes_per_rank(config, whole)
+    after = bytes_per_rank(sharded, same)
+    assert before["optimizer moments"] - after["optimizer moments"] == 8 * experts / 2
+    assert before["main weights"] - after["main weights"] == 4 * experts / 2
+    sent = transfers.sent_by_axis(config, whole, 0)["dp"]
+    assert sent == 2 * experts  # an all-reduce in fp16
+    assert transfers.sent_by_axis(sharded, same, 0)["dp"] == sent
+    assert float(rows(describe(sharded, same), "MB (million")[0][-1].replace(",", "")) > 0
