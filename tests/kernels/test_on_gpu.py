@@ -6,7 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels import apex, flash_attention, functional, transformer_engine
+from megatron.kernels import (
+    apex,
+    flash_attention,
+    functional,
+    grouped_linear,
+    transformer_engine,
+)
 from megatron.kernels.kernels import Kernels
 from tests.kernels.attention_formula import cut
 from tests.model.tiny import MODELS, tiny_model, tokens
@@ -120,3 +126,23 @@ def test_a_model_of_transformer_engine(flags, fp8):
             min=1e-6
         )
         assert apart < (0.3 if fp8 else 0.1), (name, apart)
+
+
+def test_experts_in_one_call(monkeypatch):
+    """torch's grouped GEMM against a loop over the experts, one of them without tokens."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    counts = [5, 0, 19, 40]
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").to(DTYPE)
+
+    x, weight, grad = random(64, 64), random(4, 48, 64), random(64, 48)
+    x.requires_grad_()
+    weight.requires_grad_()
+    calls = []
+    for one in (True, False):
+        monkeypatch.setattr(grouped_linear, "_in_one_call", lambda x, weight, one=one: one)
+        y = grouped_linear.grouped_linear(x, weight, counts)
+        calls.append((y, *torch.autograd.grad(y, (x, weight), grad)))
+    for got, wanted in zip(*calls, strict=True):
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=0.02, atol=0.1)

@@ -7,6 +7,7 @@ import torch
 
 from megatron.config.moe import parse_layer_pattern
 from megatron.config.plan.parameters import count_idle, count_parameters, parameter_table
+from megatron.kernels import grouped_linear as kernels
 from megatron.kernels.dropout import jitter
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
 from megatron.model.layer import Recompute
@@ -125,6 +126,22 @@ def test_the_products_of_groups(counts, accumulate):
     assert len(arrived) == 1, "the gradient of a step is counted once, rows or none"
     torch.testing.assert_close(x.grad, expected[0])
     torch.testing.assert_close(total - 1 if accumulate else weight.grad, expected[1])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7]])
+def test_the_products_of_groups_in_one_call(counts, monkeypatch):
+    """torch's grouped GEMM, which a CPU has too, is the loop."""
+    made = []
+    for one in (False, True):
+        monkeypatch.setattr(kernels.experts, "multiplies", lambda *tensors: False)
+        monkeypatch.setattr(kernels, "_in_one_call", lambda x, weight, one=one: one)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(7, 16, generator=generator).requires_grad_()
+        weight = torch.randn(3, 24, 16, generator=generator).requires_grad_()
+        y = grouped_linear(x, weight, counts)
+        y.backward(torch.randn(7, 24, generator=generator))
+        made.append((y.detach(), x.grad, weight.grad))
+    torch.testing.assert_close(*made)
 
 
 def test_copies_are_sent_and_gathered_by_adjoint_operations():
