@@ -197,9 +197,8 @@ class ParallelConfig:
         return self.expert_model_parallel_size * self.expert_tensor_parallel
 
     def expert_replicas(self, world_size: int) -> int:
-        """Ranks that hold the same experts; 0 where the world does not fit."""
-        model = self.pipeline_model_parallel_size * self.expert_ranks
-        return world_size // model if model > 0 else 0
+        """Ranks that hold the same experts."""
+        return world_size // max(1, self.pipeline_model_parallel_size * self.expert_ranks)
 
     @property
     def folds_experts(self) -> bool:

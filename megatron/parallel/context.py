@@ -97,14 +97,12 @@ class ParallelContext:
             self.etp = self._axis("etp", grid, 3)
         self.ep = self._axis("ep", grid, 2)
         data = self._axis("experts", grid, 1)
-        shard = Axis("alone", ranks=(self.rank,))
-        instances = data
+        self.experts = Replicas(data, Axis("alone", ranks=(self.rank,)), data)
         parts = config.num_distributed_optimizer_instances
         if config.use_distributed_optimizer and data.size > parts:
             cut = grid.unflatten(1, (parts, -1))
             shard = self._axis("expert_shard", cut, 2)
-            instances = self._axis("expert_instances", cut, 1)
-        self.experts = Replicas(data, shard, instances)
+            self.experts = Replicas(data, shard, self._axis("expert_instances", cut, 1))
         self.optimizer = replace(self.world, name="optimizer")
 
     def replicas(self, name: str) -> Replicas:

@@ -54,7 +54,7 @@ class GradBuffers:
     sums and updates all weights (`owned` are the parameters). With shards it has those of
     its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
     with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in
-    a flat buffer too, and `gather_weights` brings them together after an update. With
+    a flat buffer too (`weights`), and `gather_weights` brings them together after an update. With
     `whole_params` a rank's range of each bucket are whole parameters, as InternLM gives them out;
     its sums are then reduced to it, and its weights broadcast. With `fp32_accumulation` a
     reduce-scatter of 16-bit gradients adds in fp32 and rounds once.
@@ -105,7 +105,7 @@ class GradBuffers:
         ]
         self.params = [p for bucket in self._buckets for p in bucket.params]
         # weights first: a parameter's own memory is free before the gradients take theirs
-        self._weights = _flatten(params, layout) if sharded else None
+        self.weights = _flatten(params, layout) if sharded else None
         self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
         for p, start in zip(params, layout.starts, strict=True):
             p.main_grad = self.flat[start : start + p.numel()].view(p.shape)
@@ -212,25 +212,18 @@ class GradBuffers:
                 bucket.reduction()
                 bucket.reduction = None
 
-    @property
-    def shares_weights(self) -> bool:
-        """Does a rank update only a part of the weights?"""
-        return self._weights is not None
-
     def gather_weights(self) -> None:
         """Give every rank all weights after an update of `owned`; with overlap they are only under
         way then."""
-        if self._weights is None:
+        if self.weights is None:
             return
         for bucket in reversed(self._buckets):  # the first layers lie last
             if self._uneven:
                 bucket.gather = start_broadcast_parts_(
-                    self._parts(bucket, self._weights), self._ctx.shard
+                    self._parts(bucket, self.weights), self._ctx.shard
                 )
             elif bucket.replicas.shard.size > 1:
-                bucket.gather = start_all_gather_(
-                    self._weights[bucket.range], bucket.replicas.shard
-                )
+                bucket.gather = start_all_gather_(self.weights[bucket.range], bucket.replicas.shard)
             if not self._overlap_gather:
                 _wait_for([bucket])
 
@@ -245,7 +238,7 @@ class GradBuffers:
     def wait_in_forward(self, model: nn.Module) -> None:
         """From now on each module of `model`, when called, waits for its own weights; a compiled
         one for all inside it."""
-        if self._weights is None or not self._overlap_gather:
+        if self.weights is None or not self._overlap_gather:
             return
         home = {p: bucket for bucket in self._buckets for p in bucket.params}
 

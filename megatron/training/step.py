@@ -202,7 +202,7 @@ def _update(run: Run, iteration: int, loss: float, gradient_scale: float) -> Ste
     )
     with run.timers("optimizer", 1):
         result = run.optimizer.step(gradient_scale, admit)
-        if result.ok and run.buffers.shares_weights:
+        if result.ok and run.buffers.weights is not None:
             with run.timers("params-all-gather", 1):
                 run.buffers.gather_weights()
         if run.fp8:

@@ -77,7 +77,7 @@ def call(self, run, forward_step, samples, iteration, requests):
     error = errors.get(iteration) or {"place": None, "pass": 0}
     state.update(error=error, passes=0, sums=0, flipped=False)
     if error["place"] == "weight" and error["pass"] == 1:
-        flip(run.buffers._weights, error)
+        flip(run.buffers.weights, error)
     return right_call(self, run, forward_step, samples, iteration, requests)
 
 def hashed(self):
@@ -88,7 +88,7 @@ def hashed(self):
         flip(self._run.buffers.flat, error)
     found = right_hash(self)
     if error["place"] == "weight" and number in (error["pass"] - 1, error["pass"]):
-        flip(self._run.buffers._weights, error)
+        flip(self._run.buffers.weights, error)
     return found
 
 def output(self, *args, **kwargs):

@@ -12,7 +12,6 @@ from megatron.config.plan.costs import activations
 from megatron.config.plan.plan import (
     Plan,
     bytes_per_rank,
-    expert_shards,
     flat_layout,
     make_plan,
     parameters_per_rank,
@@ -92,8 +91,6 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     titles = ("parameters", "weights", "gradients", "optimizer", "activations", "total GiB")
     parts = shards(config, plan)
     share = f" (optimizer: sharded over {parts} ranks)" if parts > 1 else ""
-    if parts == 1 and expert_shards(config, plan) > 1:
-        share = f" (optimizer of experts: sharded over {expert_shards(config, plan)} ranks)"
     lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
     if parts > 1 and config.parallel.zero_partition == "whole-params":
         for stage in stages:
@@ -151,9 +148,8 @@ def traffic_lines(config: Config, plan: Plan) -> list[str]:
             f"time = ({stages} stages - 1) / {of}"
         )
     sizes = axis_sizes(config, plan)
-    sizes["dp"] = max(
-        sizes["shard"] * sizes["instances"], sizes["expert_shard"] * sizes["expert_instances"]
-    )
+    # more than 1 where anything has replicas
+    sizes["dp"] *= sizes["cp"] * sizes["expert_shard"] * sizes["expert_instances"]
     used = [axis for axis in _AXES if sizes[axis] > 1]
     if not used:
         return lines
