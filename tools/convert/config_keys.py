@@ -45,6 +45,7 @@ DROPOUTS = (
     "residual_dropout",
 )
 _MISSING = object()
+MOST_WHOLE = 1 << 53  # float64 has every whole number up to this
 
 
 class Keys:
@@ -91,8 +92,9 @@ class Keys:
     def whole(self, key: str, default: int) -> int:
         """A number that must be whole, also where it is written 10000.0."""
         value = self.take(key, default, (int, float))
-        if value != int(value):
+        if value != int(value) or abs(value) > MOST_WHOLE:
             self.refuse(key, value, "a whole number is all that --rotary-base takes")
+            return default
         return int(value)
 
     def must_be(self, key: str, *allowed: Any, why: str) -> None:
@@ -131,7 +133,7 @@ class Keys:
                 f"{' '.join(unread)}"
             )
         if self.problems:
-            raise ConversionError("\n".join(self.problems))
+            raise ConversionError("\n".join(dict.fromkeys(self.problems)))
 
 
 def read_json(path: Path) -> dict[str, Any]:

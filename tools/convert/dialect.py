@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.rotary import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW
-from tools.convert.config_keys import Keys
+from tools.convert.config_keys import MOST_WHOLE, Keys
 
 Flags = dict[str, Any]
 # Llama 3.1's numbers of rope_scaling.
@@ -20,6 +20,8 @@ LLAMA3 = {
     "high_freq_factor": LLAMA3_HIGH,
     "original_max_position_embeddings": LLAMA3_CONTEXT,
 }
+# Of rope_scaling and rope_parameters.
+_ROTARY_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *LLAMA3}
 # What ModelConfig.activation says -> the flags for that.
 _ACTIVATION_FLAGS: dict[str, Flags] = {
     "swiglu": {"swiglu": True},
@@ -261,12 +263,19 @@ def read_dropout(keys: Keys, names: tuple[str, ...], default: float) -> float:
 
 def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    factor = scaling.get("factor", 1.0)
+    if kind in ("default", "dynamic", "linear", "llama3", None):
+        # nobody reads the other keys, and Keys.done names them
+        keys.table = keys.table | {
+            f"{key}.{name}": value for name, value in scaling.items() if name not in _ROTARY_KEYS
+        }
+    factor = scaling.get("factor")
+    usable = type(factor) in (int, float) and 0 < factor <= MOST_WHOLE
     # Dynamic NTK changes nothing within max_position_embeddings, and longer sequences are refused
     # here.
-    if kind == "linear" and isinstance(factor, (int, float)) and factor == int(factor) >= 1:
+    if kind == "linear" and usable and factor == int(factor):
         return {"rotary_seq_len_interpolation_factor": int(factor) if factor > 1 else None}
-    if kind == "llama3" and all(scaling.get(name) == value for name, value in LLAMA3.items()):
+    own = all(scaling.get(name) == value for name, value in LLAMA3.items())
+    if kind == "llama3" and usable and own:
         return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     if kind not in ("default", "dynamic", None):
         keys.refuse(

@@ -225,16 +225,34 @@ def _read_bigcode(keys: Keys) -> Flags:
     return flags | {"group_query_attention": groups != heads, "num_query_groups": groups}
 
 
+def _layer_types(keys: Keys, layers: int) -> list[str]:
+    """layer_types: the kind of attention of each layer, or nothing."""
+    types = keys.take("layer_types", [], list)
+    known = ("full_attention", "sliding_attention")
+    if types and (len(types) != layers or any(kind not in known for kind in types)):
+        keys.refuse(
+            "layer_types", types, f"it must name {layers} layers, each {' or '.join(known)}"
+        )
+        return []
+    return types
+
+
 def _no_window(
-    keys: Keys, flags: Flags, used: bool = True, first: int = 0, absent: int | None = _WINDOW
+    keys: Keys,
+    flags: Flags,
+    used: bool = True,
+    first: int = 0,
+    absent: int | None = _WINDOW,
+    typed: bool = True,
 ) -> Flags:
     """Refuse a sliding window shorter than the longest sequence, in any layer from `first` on
-    (layer_types counts more); a missing one is `absent`, and null is none."""
+    (layer_types counts more, if the family is `typed`: reads it); a missing one is `absent`, and
+    null is none."""
     window = keys.take("sliding_window", None, int, absent=absent)
     window = window if used else None
-    types = keys.take("layer_types", [], list)
     positions = flags["max_position_embeddings"]
     layers = flags["num_layers"]
+    types = _layer_types(keys, layers) if typed else []
     slides = (
         any(kind != "full_attention" for kind in types)
         if types
@@ -253,7 +271,7 @@ def _no_window(
 
 
 def _optional_window(keys: Keys, flags: Flags) -> Flags:
-    return _no_window(keys, flags, absent=None)
+    return _no_window(keys, flags, absent=None, typed=False)
 
 
 def _phi3_window(keys: Keys, flags: Flags) -> Flags:
@@ -295,9 +313,13 @@ def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
     used = keys.take("use_sliding_window", False, bool)
     if not used:  # files of transformers 5 say 0
         keys.table = keys.table | {"sliding_window": None}
-    flags = _no_window(keys, flags, used)
+    typed = keys.table.get("model_type") == "qwen2_moe"
+    flags = _no_window(keys, flags, used, typed=typed)
     step = keys.take("decoder_sparse_step", 1)
     dense = keys.take("mlp_only_layers", [], list)
+    if any(type(layer) is not int for layer in dense):
+        keys.refuse("mlp_only_layers", dense, "it must be numbers of layers")
+        dense = []
     pattern = [
         int((layer + 1) % step == 0 and layer not in dense) for layer in range(flags["num_layers"])
     ]
@@ -343,10 +365,10 @@ def _apertus_rotary(keys: Keys) -> None:
 def _exaone4_layers(keys: Keys, flags: Flags) -> Flags:
     """Where some layers have a sliding window, the other ones have no rotary positions."""
     keys.take("sliding_window_pattern", 0, (int, str))
-    types = keys.take("layer_types", [], list)
+    types = _layer_types(keys, flags["num_layers"])
     if keys.take("sliding_window", None, int, absent=_WINDOW) is None:
         return _no_window(keys, flags, absent=None)
-    if len(types) != flags["num_layers"]:
+    if not types:
         keys.refuse("layer_types", types, f"it must name the {flags['num_layers']} layers")
     if "full_attention" in types:
         pattern = ",".join(str(int(kind == "full_attention")) for kind in types)

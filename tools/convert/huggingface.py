@@ -29,6 +29,8 @@ from tools.convert.stores.remote_folder import RemoteFolder
 
 MOST = 1 << 20  # channels, heads, experts
 MOST_IDS = 1 << 28
+MOST_POSITIONS = 1 << 25
+_ROUNDINGS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class HFModel:
@@ -73,6 +75,7 @@ class HFModel:
         sizes = {
             "layers": (m.num_layers, len(self.headers)),
             "ids": (self.rows, MOST_IDS),
+            "positions": (m.seq_length, MOST_POSITIONS),
             "experts": (m.num_experts or 0, MOST),
             "attention heads": (m.num_attention_heads, MOST),
             "key/value heads": (m.query_groups, MOST),
@@ -119,13 +122,14 @@ class HFModel:
         return copies
 
     def _check_constants(self) -> None:
-        """The file's constants must have the values that our layers compute with, but for rounding
-        to bf16."""
+        """The file's constants must have the values that our layers compute with, but for
+        rounding."""
         for name, value in self.constants.items():
             if name not in self.headers:
                 continue
             shape = self.headers[name][1]
-            if shape or self.read(name).bfloat16() != torch.tensor(value).bfloat16():
+            rounded = [torch.tensor(value, dtype=dtype).item() for dtype in _ROUNDINGS]
+            if shape or self.read(name).item() not in rounded:
                 raise ConversionError(f"{self.folder.path}: {name} is not the scalar {value}")
 
     def read(self, name: str) -> torch.Tensor:

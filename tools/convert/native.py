@@ -21,6 +21,10 @@ from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
 from megatron.checkpoint.tensor_slices import whole
+from megatron.config.checks import model as check_shape
+from megatron.config.checks import moe as check_experts
+from megatron.config.checks import ranges
+from megatron.config.checks.facts import Facts
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import EXPERT_BIAS
 from megatron.config.tokenizer import TokenizerConfig
@@ -243,6 +247,20 @@ class Incoming:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def check_model(config: Config) -> None:
+    """Raise ConversionError for a model that pretrain_gpt.py refuses, with its messages and
+    codes."""
+    facts = Facts(config, 1, ())
+    rules = [ranges.bounds, check_shape.shape]
+    if config.model.num_experts is not None:
+        rules.append(check_experts.rule)
+    lines = [line for rule in rules for line in rule(facts)]
+    # what cannot be trained for this reason alone can still be evaluated and exported
+    lines = [line for line in lines if not line.endswith("[router-does-not-learn]")]
+    if lines:
+        raise ConversionError("\n".join(f"the model that this would be: {line}" for line in lines))
+
+
 def write_checkpoint(
     root: Path,
     model: ModelConfig,
@@ -279,6 +297,7 @@ def write_checkpoint(
         formats = {one.dtype for one in trained if not one.name.endswith(EXPERT_BIAS)}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
         config = config_from(Config, {**vars(model), **precision, **flags, **more})
+        check_model(config)
         progress = Progress(sum(one.bytes for one in weights))
         slices = [
             TensorSlice(

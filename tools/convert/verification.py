@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -120,9 +121,17 @@ def _our_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]
 
 
 def _their_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    with torch.no_grad():
-        out = model(ids, output_hidden_states=True)
+    try:
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True)
+    except Exception as error:  # as in _transformers_model
+        raise ConversionError(f"transformers cannot run it ({_reason(error)})") from None
     return [*out.hidden_states, out.logits]
+
+
+def _reason(error: Exception) -> str:
+    """Its text in one line."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
 def _transformers() -> ModuleType:
@@ -153,9 +162,8 @@ def _transformers_model(folder: Path | RemoteFolder) -> torch.nn.Module:
             None, config=config, state_dict=state, dtype=torch.float32
         ).eval()
     except Exception as error:  # it has errors of its own, and its validators have others
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConversionError(
-            f"{folder}: transformers cannot load it ({reason[:300]}); a family that it does not "
+            f"{folder}: transformers cannot load it ({_reason(error)}); a family that it does not "
             "know can be written as a related one: hf-export --family llama"
         ) from None
 
@@ -175,17 +183,16 @@ def verified(
 
     Raises ConversionError if the models differ; `made` is removed then.
     """
-    again = f"convert_checkpoint.py verify {ours} {theirs}" + (
-        f" --ckpt-step {step}" if step is not None else ""
-    )
+    words = ["verify", str(ours), str(theirs)]
+    words += ["--ckpt-step", str(step)] if step is not None else []
+    again = f"python tools/convert_checkpoint.py {shlex.join(words)}"
     try:
         _transformers()
         _needs_memory(theirs)
-        trained, their_model = _open_both(ours, theirs, step)
+        text, good = _compare(*_open_both(ours, theirs, step), TOLERANCE, LENGTH)
     except (ConversionError, CheckpointError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         return f"{report}\nnot verified: {reason}; later: {again}"
-    text, good = _compare(trained, their_model, TOLERANCE, LENGTH)
     if good:
         return (
             f"{report}\nverified: every block computes what transformers' does, to "

@@ -4,6 +4,7 @@ everything that is refused."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from megatron.inference.load_model import open_trained_model
 from tests.load_tool import load_tool
+from tests.problems import assert_problem
 from tests.tools.convert.hf_models import (
     IDS,
     VOCAB,
@@ -20,6 +22,7 @@ from tests.tools.convert.hf_models import (
     rewrite_on_ranks,
     same_model,
 )
+from tools.convert.dialect import LLAMA3
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -318,6 +321,39 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         ("apertus", {"hidden_act": "silu"}, 'hidden_act "silu"'),
         ("starcoder2", {"sliding_window": 8}, "give --max-position-embeddings 8"),
         ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
+        # transformers' Phi-3 and StarCoder2 have the window in every layer, whatever this key says
+        ("phi3", {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, "layer_types"),
+        ("starcoder2", {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, "layer_types"),
+        (
+            "qwen3_moe",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 4,
+            },
+            "sliding_window 8",
+        ),
+        ("qwen2_moe", {"mlp_only_layers": ["a"]}, 'mlp_only_layers ["a"]'),
+        ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("qwen2", {"layer_types": [[], {}, "full_attention", 3]}, "layer_types"),
+        ("exaone4", {"layer_types": [1, 2, 3, 4]}, "layer_types"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": math.inf}},
+            "rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": None, **LLAMA3}},
+            "rope_parameters",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
+            "rope_parameters.sliding_attention: not known here",
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": 1e300}}, "rope_theta 1e+300"),
+        ("llama", {"max_position_embeddings": 10**18}, f"{10**18} positions"),
         ("gpt2", {"activation_function": "relu"}, 'activation_function "relu"'),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
     ],
@@ -330,6 +366,40 @@ def test_what_cannot_be_represented_is_refused_by_name(name, changes, said, tmp_
         errors
     )
     assert not (tmp_path / "ours").exists()
+
+
+def partial_rotary(share: float) -> dict:
+    return {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": share}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "code", "flag"),
+    [
+        ("phi3", partial_rotary(0.2), "rotary-channels-odd", "--rotary-percent"),
+        ("phi3", partial_rotary(1.5), "value-out-of-range", "--rotary-percent"),
+        ("phi3", partial_rotary(-0.5), "value-out-of-range", "--rotary-percent"),
+        ("llama", {"rms_norm_eps": 0.0}, "value-out-of-range", "--norm-epsilon"),
+        ("llama", {"attention_dropout": 1.5}, "value-out-of-range", "--attention-dropout"),
+        ("llama", {"initializer_range": -1.0}, "value-out-of-range", "--init-method-std"),
+        ("llama", {"rope_parameters": {"rope_theta": -5}}, "value-out-of-range", "--rotary-base"),
+        ("granite", {"residual_multiplier": 0.0}, "value-out-of-range", "--residual-multiplier"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 7},
+            "router-topk-above-num-experts",
+            "--moe-router-topk",
+        ),
+    ],
+)
+def test_a_model_that_no_run_accepts_is_not_imported(name, changes, code, flag, tmp_path, convert):
+    make(transformers, name, tmp_path / "hf")
+    edit_config(tmp_path / "hf", **changes)
+    errors = convert(
+        "hf-import", tmp_path / "hf", tmp_path / "ours", "--no-tokenizer", "--no-verify", fails=True
+    )
+    [line] = errors.splitlines()
+    assert_problem(line, code, flag)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_sliding_window_is_no_matter_in_a_context_as_short(tmp_path, convert):
@@ -374,6 +444,19 @@ def test_a_constant_of_the_family_must_have_its_value(tmp_path, convert):
     errors = convert("hf-import", tmp_path / "hf", tmp_path / "no", fails=True)
     assert f"{name} is not the scalar 0.5" in errors
     assert not (tmp_path / "no").exists()
+
+
+def test_constants_are_rounded_to_the_precision_of_the_file(tmp_path, convert):
+    make(transformers, "apertus", tmp_path / "hf")
+    halve = {"eps": torch.float16, "beta": torch.bfloat16}
+
+    def low(state):
+        for name in state:
+            dtype = halve.get(name.rpartition(".")[2], torch.float32)
+            state[name] = state[name].to(dtype).float()
+
+    edit_tensors(tmp_path / "hf", low)
+    convert("hf-import", tmp_path / "hf", tmp_path / "ours", "--no-verify")
 
 
 def cut(path: Path, size: int) -> None:
