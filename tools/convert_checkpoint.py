@@ -279,10 +279,12 @@ class InternLMImport:
         "SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)"
     )
     target: Path = path_of("DIR", "run directory to create")
-    mlp_weights: str = arg(
+    mlp_weights: str | None = arg(
+        None,
         choices=tuple(sorted(MLP_ORDERS)),
         help="w2-up: w2 is the up and w3 the down matrix, as before "
-        "February 2024; w2-down: the other way round, as since then and in InternEvo",
+        "February 2024; w2-down: the other way round, as since then and in InternEvo (default: "
+        "what their shapes show)",
     )
     max_position_embeddings: int | None = arg(
         None, help="context length (default: what the file says, or 2048)"

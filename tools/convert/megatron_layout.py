@@ -83,7 +83,8 @@ def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
     if not found and (source / ".metadata").exists():
         raise ConversionError(
             f"{source}: has no {torch_dist.METADATA}, so its format is fsdp_dtensor or another of "
-            "torch.distributed.checkpoint, which is not read; save it with --ckpt-format torch_dist"
+            "torch.distributed.checkpoint, which is not read; save it with --ckpt-format "
+            "torch_dist [checkpoint-format-not-read]"
         )
     if not found:
         raise ConversionError(

@@ -160,7 +160,7 @@ class TorchDistCheckpoint:
         if backend != "torch_dist":
             raise ConversionError(
                 f"{source}: its format is {backend!r}, which is not read; save it with "
-                "--ckpt-format torch_dist"
+                "--ckpt-format torch_dist [checkpoint-format-not-read]"
             )
         self._common = unpickler.read(source / COMMON)
         args = self._common.values.get("args")

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,18 +262,15 @@ def of_another_suite(load: str) -> str | None:
 def _converter_command(load: str) -> str | None:
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
-        return f"hf-import {load} DIR"
+        return f"hf-import {shlex.quote(load)} DIR"
     folders = [str(newest)] if newest else [os.path.join(load, "release"), load]
     names = [n for one in folders for n in listing(one)]
     if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata|metadata\.json", n) for n in names):
-        return f"megatron-import {load} DIR"
+        return f"megatron-import {shlex.quote(load)} DIR"
     if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
-        return f"deepspeed-import {load} DIR"
+        return f"deepspeed-import {shlex.quote(load)} DIR"
     if newest is None and (step := _internlm_step(load)):
-        return (
-            f"internlm-import {step} DIR --mlp-weights w2-up (before February 2024) or "
-            "w2-down (InternEvo)"
-        )
+        return f"internlm-import {shlex.quote(step)} DIR"
     return None
 
 

@@ -3,9 +3,12 @@ Llama as the oracle."""
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 import torch
 
+from megatron.config.checks.paths import of_another_suite
 from megatron.inference.load_model import open_trained_model
 from tests.load_tool import load_tool
 from tests.tools.in_process import use_it
@@ -141,8 +144,7 @@ def test_the_logits_are_those_of_a_llama_with_attention_biases(
         tmp_path / "ours",
         "--max-position-embeddings",
         32,
-        "--mlp-weights",
-        {"w2": "w2-up", "w3": "w2-down"}[up],
+        *(["--mlp-weights", {"w2": "w2-up", "w3": "w2-down"}[up]] if tp * WIDTH == FFN else []),
     )
     ours = open_trained_model(str(tmp_path / "ours"), device="cpu").model
     with torch.no_grad():
@@ -151,6 +153,18 @@ def test_the_logits_are_those_of_a_llama_with_attention_biases(
     convert("hf-export", tmp_path / "ours", tmp_path / "llama", "--family", "llama")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").state_dict()
     assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())
+
+
+def test_the_command_that_load_prints_converts_it(tmp_path, convert, monkeypatch):
+    use_it(monkeypatch)
+    (tmp_path / "a run").mkdir()
+    write_folder(tmp_path / "a run" / "50", llama(), 2, 1)
+    monkeypatch.chdir(tmp_path)
+    said = of_another_suite("a run")
+    words = shlex.split(said.partition("python ")[2].partition(", then give")[0])
+    assert words[0] == "tools/convert_checkpoint.py"
+    convert(*words[1:])
+    assert of_another_suite("DIR") is None
 
 
 def test_what_does_not_fit_is_said(tmp_path, convert, monkeypatch):
@@ -162,6 +176,10 @@ def test_what_does_not_fit_is_said(tmp_path, convert, monkeypatch):
         "internlm-import", tmp_path / "a", tmp_path / "o", "--mlp-weights", "w2-down", fails=True
     )
     assert "is --mlp-weights the other one?" in errors
+    write_folder(tmp_path / "square", model, FFN // WIDTH, 1)
+    assert "give --mlp-weights" in convert(
+        "internlm-import", tmp_path / "square", tmp_path / "o", fails=True
+    )
     (tmp_path / "a" / "model_tp1_pp0.pt").rename(tmp_path / "a" / "model_tp2_pp0.pt")
     assert "model_tp1_pp0.pt missing" in convert(
         "internlm-import", tmp_path / "a", tmp_path / "o", *words, fails=True

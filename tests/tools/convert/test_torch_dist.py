@@ -16,6 +16,7 @@ from megatron.checkpoint.filesystem import Disk
 from tests.forkrun import run_ranks
 from tests.load_tool import load_tool
 from tests.model.tiny import tiny_model
+from tests.problems import assert_problem
 from tests.tools.convert.megatron_files import (
     IDS,
     LLAMA,
@@ -419,6 +420,8 @@ def test_hostile_folders(case, tmp_path, convert, monkeypatch):
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
     assert "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "executed or left behind"
+    if case in ("another format", "fsdp_dtensor"):
+        assert_problem(said.strip(), "checkpoint-format-not-read", "torch_dist")
 
 
 def test_a_flipped_bit_is_found(tmp_path, convert, monkeypatch):

@@ -2,9 +2,9 @@
 model_config.pt, and the optimizer's files.
 
 Queries, keys and values of a rank are stored one after the other, so ranks are merged head by head;
-the bias of the attention's output is on tensor rank 0 alone; which of w2 and w3 is the up matrix
-changed in February 2024, and the user must say. Models of the first kind (model_type INTERNLM)
-only.
+the bias of the attention's output is on tensor rank 0 alone. Which of w2 and w3 is the up matrix
+changed in February 2024: it is the one with the shape of w1, and where both have that shape the
+user must say. Models of the first kind (model_type INTERNLM) only.
 """
 
 from __future__ import annotations
@@ -107,6 +107,23 @@ class _Merge:
         if any(not torch.equal(part, parts[0][0]) for part in parts[0]):
             raise ConversionError(f"{self.name}: the tensor ranks should hold the same, and do not")
         return parts[0][0]
+
+
+def _order(places: Mapping[str, _Place], source: Path) -> str:
+    """Which of w2 and w3 is the up matrix: a key of MLP_ORDERS. Raises ConversionError where shapes
+    do not show it."""
+    shapes = {
+        name: places[f"blocks.0.mlp.{name}.weight"].shapes
+        for name in ("w1", "w2", "w3")
+        if f"blocks.0.mlp.{name}.weight" in places
+    }
+    found = [key for key, (up, _) in MLP_ORDERS.items() if shapes.get(up) == shapes["w1"]]
+    if len(found) != 1:
+        raise ConversionError(
+            f"{source}: the shapes of blocks.0.mlp.w2 and w3 do not show which is the up matrix; "
+            "give --mlp-weights"
+        )
+    return found[0]
 
 
 def _sources(name: str, order: str) -> list[str]:
@@ -224,15 +241,15 @@ def internlm_import(
     source: Path,
     target: Path,
     *,
-    order: str,
+    order: str | None = None,
     positions: int | None = None,
     tokenizer: Path | None = None,
     args_file: Path | None = None,
 ) -> str:
-    """Make a run directory of a step's folder. `order`: a key of MLP_ORDERS; `positions`: the
-    context, if the file does not say; `tokenizer`: its SentencePiece model, else ids are numbers;
-    `args_file`: flags of the run, with which the optimizer is converted too. Returns what to say of
-    it."""
+    """Make a run directory of a step's folder. `order`: a key of MLP_ORDERS, if shapes do not show
+    it; `positions`: the context, if the file does not say; `tokenizer`: its SentencePiece model,
+    else ids are numbers; `args_file`: flags of the run, with which the optimizer is converted too.
+    Returns what to say of it."""
     run = read_flags(args_file) if args_file else None
     new_folder(target)
     with (
@@ -244,6 +261,7 @@ def internlm_import(
         tp = 1 + max(t for t, _ in ranks)
         positions = positions or config.get("max_position_embeddings") or 2048
         model = _model(config, places, source / MODEL_CONFIG, positions)
+        order = order or _order(places, source)
         rows = config["vocab_size"]
         split = bool(config.get("embed_split_hidden"))
         weights = []

@@ -189,7 +189,7 @@ def step(tmp_path):
 
 def convert(tmp_path: Path, *more: str) -> int:
     words = ["internlm-import", str(tmp_path / "step"), str(tmp_path / "ours")]
-    words += ["--mlp-weights", "w2-down", "--max-position-embeddings", "32", *more]
+    words += ["--max-position-embeddings", "32", *more]
     return load_tool("convert_checkpoint").main(words)
 
 
