@@ -117,7 +117,7 @@ class MegatronCheckpoint:
         self.source = source
         ranks = find_ranks(source)
         self.tp, self.pp = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
-        self.files = {rank: unpickler.read(path, ("model",)) for rank, path in ranks.items()}
+        self.files = unpickler.read_all(ranks, ("model",))
         first = self.files[0, 0].values
         self.args: dict[str, Any] = first["args"] if isinstance(first.get("args"), dict) else {}
         version = first.get("checkpoint_version", 0)

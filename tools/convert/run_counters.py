@@ -35,7 +35,7 @@ class RunCounters:
         """The state of a run. `root`: has the iteration; `args`: arguments with the samples;
         `updates`: every number of updates that is found in the files; `scaler`: the dynamic loss
         scale. Raises ConversionError for what is missing."""
-        lacking = [name for name in _SCHEDULE if type(schedule.get(name)) not in (int, float, str)]
+        lacking = [name for name in _SCHEDULE if not _usable(schedule.get(name))]
         if lacking:
             raise self._wrong(f"its opt_param_scheduler lacks {', '.join(lacking)}")
         self._count(schedule, "num_steps")
@@ -62,7 +62,7 @@ class RunCounters:
         if scaler is None:
             return None
         value = scaler.get("scale")
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if not isinstance(value, (int, float)) or not 0 < value < 1 << 62:
             raise self._wrong(f"its loss scale is {value!r}")
         trackers = {name: self._count(scaler, name) for name in scaler if name != "scale"}
         return {"scale": float(value)} | trackers
@@ -75,6 +75,11 @@ class RunCounters:
 
     def _wrong(self, text: str) -> ConversionError:
         return ConversionError(f"{self.source}: {text}; {self.remedy}")
+
+
+def _usable(value: Any) -> bool:
+    """Is it a finite number, or a word?"""
+    return type(value) is str or (type(value) in (int, float) and -math.inf < value < math.inf)
 
 
 def dicts(tree: Any) -> Iterator[dict[str, Any]]:

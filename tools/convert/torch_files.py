@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,10 @@ from megatron.checkpoint.safetensors_file import (
     write_file,
 )
 from tools.convert.links import ConversionError, Header, Shape
+from tools.shared.progress import Progress
 
+WORTH_SHOWING = 10**8  # bytes; the start of the process takes longer than fewer
+Place = TypeVar("Place")
 WORKER = Path(__file__).resolve().with_name("unpickle_worker.py")
 
 
@@ -83,6 +86,25 @@ class Unpickler:
         file = SafetensorsFile(tensors)
         self._files.append(file)
         return TorchFile(path, file, json.loads(values.read_text(encoding="utf-8")))
+
+    def read_all(
+        self, paths: Mapping[Place, Path], prefixes: Sequence[str] = ("",)
+    ) -> dict[Place, TorchFile]:
+        """`read` of each file, with progress."""
+        sizes = {
+            place: path.stat().st_size if path.is_file() else 0 for place, path in paths.items()
+        }
+        progress = Progress(sum(sizes.values()))
+        found = {}
+        for place, path in paths.items():
+            found[place] = self.read(path, prefixes)
+            progress.shift += sizes[place]
+            if progress.total >= WORTH_SHOWING:
+                progress.update(
+                    0, f"unpacked {progress.shift / 1e9:.2f} of {progress.total / 1e9:.2f} GB"
+                )
+        progress.clear()
+        return found
 
     def index(self, folder: Path) -> dict[str, Any]:
         """Where the tensors of a torch.distributed.checkpoint folder are; see `index` there."""

@@ -19,7 +19,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.safetensors_file import SafetensorsFile
+from tests.tools.in_process import InProcess
+from tools.convert import torch_files
 from tools.convert import unpickle_worker as worker
+from tools.shared import progress
 
 
 def read(path: Path, *prefixes: str) -> tuple[dict[str, torch.Tensor], dict]:
@@ -30,6 +33,21 @@ def read(path: Path, *prefixes: str) -> tuple[dict[str, torch.Tensor], dict]:
         return {name: file.read(name) for name in file.places}, json.loads(
             (folder / "v.json").read_text()
         )
+
+
+def test_unpacking_many_files_shows_bytes_and_eta(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(torch_files, "WORTH_SHOWING", 0)
+    paths = {rank: tmp_path / f"{rank}.pt" for rank in range(4)}
+    for rank, path in paths.items():
+        torch.save({"x": torch.full((1000,), rank)}, path)
+    (tmp_path / "out").mkdir()
+    with InProcess(tmp_path / "out") as reader:
+        files = reader.read_all(paths)
+        assert [int(file.read("x")[0]) for file in files.values()] == [0, 1, 2, 3]
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split("%")[0].strip() for line in lines] == ["25.0", "50.0", "75.0", "100.0"]
+    assert all("GB" in line and "MB/s" in line and "ETA" in line for line in lines)
 
 
 def test_what_torch_saves_comes_out(tmp_path):

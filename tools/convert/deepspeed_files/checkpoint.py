@@ -101,7 +101,7 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 f"{source}: has mp_rank_XX_model_states.pt of {sorted(ranks) or 'no rank'}, should "
                 "be 0, 1, 2, ..."
             )
-        opened = {m: unpickler.read(source / name, ("module.",)) for m, name in ranks.items()}
+        opened = unpickler.read_all({m: source / name for m, name in ranks.items()}, ("module.",))
         values = opened[0].values
         args = values.get("args")
         self.args = _arguments(args if isinstance(args, dict) else {})
@@ -174,9 +174,9 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
     def _sort_layers(self, layers: Mapping[tuple[int, int], str], unpickler: Unpickler) -> None:
         """Note where the tensors of the files of layers are; their numbers count from the
         embedding on, with gaps."""
-        files = {
-            place: unpickler.read(self.source / name) for place, name in sorted(layers.items())
-        }
+        files = unpickler.read_all(
+            {place: self.source / name for place, name in sorted(layers.items())}
+        )
         numbers = sorted({number for (number, _), file in files.items() if _is_block(file)})
         for (number, tp), file in files.items():
             prefix = ""

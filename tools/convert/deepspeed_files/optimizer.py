@@ -89,9 +89,7 @@ class ZeroOptimizer:
                     f"the optimizer's files of mp_rank_{m:02d} are those of the data-parallel "
                     f"ranks {there}, should be 0, 1, 2, ..."
                 )
-        found.files = {
-            place: unpickler.read(path, (f"{_ROOT}.",)) for place, path in sorted(paths.items())
-        }
+        found.files = unpickler.read_all(dict(sorted(paths.items())), (f"{_ROOT}.",))
         for (m, _), file in found.files.items():
             world = found._state(file).get("partition_count")
             if isinstance(world, list) and world and world[0] != found.ranks(m):
@@ -222,9 +220,9 @@ class ZeroOptimizer:
             state = self._state(file)
             for one in dicts(state.get("base_optimizer_state")):
                 if isinstance(one.get("step"), (int, float)):
-                    found.add(float(one["step"]))
+                    found.add(one["step"])
             if isinstance(state.get("base_optimizer_state_step"), (int, float)):
-                found.add(float(state["base_optimizer_state_step"]))
+                found.add(state["base_optimizer_state_step"])
             found |= {
                 float(file.read(name))
                 for name, (_, shape) in file.headers().items()

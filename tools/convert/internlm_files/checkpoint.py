@@ -165,11 +165,12 @@ def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
             f"{source}: {', '.join(missing)} missing of {tp} tensor x {pp} pipeline ranks"
         )
     config = unpickler.read(source / MODEL_CONFIG).values
+    opened = unpickler.read_all(files)
     found: Ranks = {}
     for t in range(tp):
         offset = 0
         for p in range(pp):
-            file = unpickler.read(files[t, p])
+            file = opened[t, p]
             found[t, p] = {}
             layers = set()
             for path, (_, shape) in file.headers().items():

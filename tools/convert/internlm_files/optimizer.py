@@ -25,6 +25,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.plan.zero_partition import SLACK
 from megatron.config.tree import Config
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
+from tools.convert.config_keys import MOST_WHOLE
 from tools.convert.links import ConversionError
 from tools.convert.torch_files import StoredPart, TorchFile, Unpickler
 
@@ -101,10 +102,10 @@ def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
         what = "is of another layout than the model" if wrong[0] in files else "is missing"
         raise ConversionError(f"{source}: {name} {what}; {_REMEDY}")
     parts: dict[str, dict[str, list[StoredPart]]] = {kind: {} for kind in _BUFFERS}
-    opened = []
+    by_rank = unpickler.read_all(dict(sorted(files.items())))
+    opened = list(by_rank.values())
     for (t, p), model in ranks.items():
-        shards = [unpickler.read(files[t, p, z]) for z in range(zero)]
-        opened += shards
+        shards = [by_rank[t, p, z] for z in range(zero)]
         for name, (file, start) in _located(source, shards, model).items():
             for kind, path in _BUFFERS.items():
                 part = StoredPart(file, path, model[name].shape, start)
@@ -220,12 +221,17 @@ def _same_weights(
 def _scalar(file: TorchFile, path: str) -> float | None:
     """A number of a file, whether it is a tensor there or a plain value."""
     if path in file.headers():
-        value = file.read(path)
-        return float(value) if value.numel() == 1 else None
-    table: Any = file.values
-    for key in path.split("."):
-        table = table.get(key) if isinstance(table, dict) else None
-    return float(table) if type(table) in (int, float) else None
+        tensor = file.read(path)
+        value: Any = float(tensor) if tensor.numel() == 1 else None
+    else:
+        value = file.values
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+    if type(value) not in (int, float):
+        return None
+    if not abs(value) < MOST_WHOLE:
+        raise ConversionError(f"{file.path}: {path} is {value}; {_REMEDY}")
+    return float(value)
 
 
 def run_state(

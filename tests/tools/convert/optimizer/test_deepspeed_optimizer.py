@@ -186,6 +186,7 @@ def test_damaged_files_are_refused_and_nothing_is_written(damage, said, tmp_path
     [
         ({"lr_scheduler": SCHEDULE | {"lr_decay_tokens": 9}}, "lr_decay_tokens"),
         ({"lr_scheduler": {"num_steps": 12}}, "lacks max_lr"),
+        ({"lr_scheduler": SCHEDULE | {"max_lr": float("nan")}}, "lacks max_lr"),
         ({"iteration": -2}, "iteration is -2"),
     ],
 )

@@ -247,6 +247,10 @@ def test_without_the_flags_the_weights_alone_are_converted(step, tmp_path, capfd
         (lambda s: edit(s, lambda o: o["flat_fp32_weights"].update({1: torch.ones(3)})), "groups"),
         (lambda s: edit(s, lambda o: o["base_optim_states"]["state"][0].pop("exp_avg_sq")), "flat"),
         (lambda s: edit(s, lambda o: o["base_optim_states"]["state"][0].update(step=7)), "updates"),
+        (
+            lambda s: edit(s, lambda o: o["base_optim_states"]["state"][0].update(step=math.inf)),
+            "step is inf",
+        ),
         (lambda s: edit(s, lambda o: o.update(evil=Payload())), "may be meant to run code"),
     ],
 )
