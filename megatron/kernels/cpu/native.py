@@ -35,11 +35,16 @@ def load(capability: str):
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the C++ does not compute with such tensors, None if it does."""
-    if device.type != "cpu":
-        return f"CPU only; the device is {device.type}"
+    return _unavailable_reason(device.type, dtype, torch.backends.cpu.get_cpu_capability())
+
+
+@cache
+def _unavailable_reason(device_type: str, dtype: torch.dtype, capability: str) -> str | None:
+    if device_type != "cpu":
+        return f"CPU only; the device is {device_type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"has no {str(dtype).removeprefix('torch.')}"
-    found = load(torch.backends.cpu.get_cpu_capability())
+    found = load(capability)
     return found if isinstance(found, str) else None
 
 
@@ -51,13 +56,15 @@ def runs(x: Tensor) -> bool:
 
 def _call(name: str, x: Tensor, *arguments) -> None:
     """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
-    function = getattr(
-        load(torch.backends.cpu.get_cpu_capability()),
-        f"{name}_{str(x.dtype).removeprefix('torch.')}",
+    _function(name, x.dtype, torch.backends.cpu.get_cpu_capability())(
+        *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], torch.get_num_threads()
     )
-    function(
-        *(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments), torch.get_num_threads()
-    )
+
+
+@cache
+def _function(name: str, dtype: torch.dtype, capability: str):
+    """The C++ function `name` for tensors of that dtype."""
+    return getattr(load(capability), f"{name}_{str(dtype).removeprefix('torch.')}")
 
 
 def _like(x: Tensor) -> Tensor:
