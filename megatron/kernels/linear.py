@@ -116,11 +116,8 @@ def _onednn_linear(dtype: torch.dtype):
         return None
     if dtype == torch.bfloat16:
         return operation if _onednn_has(dtype) else None
-    mkl_lacks_avx512 = (
-        torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and devices.cpu_vendor() == "AuthenticAMD"
-    )
-    return operation if dtype == torch.float32 and mkl_lacks_avx512 else None
+    mine = (torch.backends.cpu.get_cpu_capability(), devices.cpu_vendor())
+    return operation if dtype == torch.float32 and mine == ("AVX512", "AuthenticAMD") else None
 
 
 def _by_onednn(rows: Tensor, outputs: int):
@@ -157,11 +154,9 @@ def input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     dtype = compute_dtype(weight)
     if dtype == weight.dtype:
         operation = _by_onednn(rows, weight.shape[1]) if dtype == torch.float32 else None
-        return (
-            operation(rows.contiguous(), weight.t(), None, "none", [], "")
-            if operation
-            else torch.mm(rows, weight)
-        )
+        if operation:
+            return operation(rows.contiguous(), weight.t(), None, "none", [], "")
+        return torch.mm(rows, weight)
     grad = torch.zeros(rows.shape[0], weight.shape[1], dtype=dtype, device=rows.device)
     for columns in _column_blocks(*rows.shape):
         grad.addmm_(rows[:, columns].to(dtype), weight[columns].to(dtype))
@@ -208,10 +203,11 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad_out.reshape(-1, grad_out.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = reduced = None
+        grad_x = grad_weight = grad_bias = reduced = transposed = None
         gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
         if needs_bias:
-            grad_bias = _bias_grad(rows, ctx.accumulate_bias_into)
+            sums, transposed = _bias_sums(rows, x, needs_weight)
+            grad_bias = _added(sums, ctx.accumulate_bias_into, rows.dtype)
         dtype = compute_dtype(x)
         if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
             rows = rows.to(dtype)  # once for both GEMMs
@@ -219,18 +215,31 @@ class _Linear(torch.autograd.Function):
             grad_x = input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
-            grad_weight = linear_weight_grad(
-                rows, gathered() if gathered else x, ctx.accumulate_into
-            )
+            x = gathered() if gathered else x
+            if transposed is None:
+                grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
+            else:
+                x = x.reshape(-1, x.shape[-1]).t()
+                grad = _onednn_linear(dtype)(transposed, x, None, "none", [], "")
+                grad_weight = _added(grad, ctx.accumulate_into, dtype)
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
-    """Sum of rows [m, out] -> [out] in their dtype, or None where it was added to
-    `accumulate_into`."""
-    grad = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
+def _bias_sums(rows: Tensor, x: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
+    """Sums over the rows of the output's gradient [m, out] -> [out]; and, where oneDNN is for the
+    weight's gradient, the rows transposed in the same pass: it is faster on them."""
+    if not native.runs(rows):
+        return rows.sum(0), None
+    fits = rows.dtype == x.dtype == torch.float32 and rows.numel() <= BLOCK_ELEMENTS
+    if needs_weight and fits and _by_onednn(rows, x.shape[-1]):
+        return native.column_sums_transposed(rows)
+    return native.column_sums(rows), None
+
+
+def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A gradient in this dtype, or None where it was added to `accumulate_into`."""
     if accumulate_into is None:
-        return grad.to(rows.dtype)
+        return grad.to(dtype)
     accumulate_into.add_(grad)
     return None
 

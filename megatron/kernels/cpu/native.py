@@ -9,7 +9,7 @@ from torch import Tensor
 
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
-INTERFACE = 2
+INTERFACE = 3
 
 
 @cache
@@ -35,16 +35,11 @@ def load(capability: str):
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the C++ does not compute with such tensors, None if it does."""
-    return _unavailable_reason(device.type, dtype, torch.backends.cpu.get_cpu_capability())
-
-
-@cache
-def _unavailable_reason(device_type: str, dtype: torch.dtype, capability: str) -> str | None:
-    if device_type != "cpu":
-        return f"CPU only; the device is {device_type}"
+    if device.type != "cpu":
+        return f"CPU only; the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"has no {str(dtype).removeprefix('torch.')}"
-    found = load(capability)
+    found = load(torch.backends.cpu.get_cpu_capability())
     return found if isinstance(found, str) else None
 
 
@@ -117,20 +112,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`: of x in its dtype, of weight in fp32 [h]."""
     (x, grad_out), grad, weight = _alike(x, grad_out), _like(x), weight.float().contiguous()
-    grad_weight = torch.empty(x.shape[-1])
     width = x.shape[-1]
-    _call(
-        "rms_norm_grad",
-        x,
-        x,
-        weight,
-        grad_out,
-        grad,
-        grad_weight,
-        x.numel() // max(1, width),
-        width,
-        eps,
-    )
+    rows = x.numel() // max(1, width)
+    grad_weight = torch.empty(width)
+    _call("rms_norm_grad", x, x, weight, grad_out, grad, grad_weight, rows, width, eps)
     return grad, grad_weight
 
 
@@ -139,6 +124,13 @@ def column_sums(x: Tensor) -> Tensor:
     x, out = x.contiguous(), torch.empty(x.shape[1])
     _call("column_sums", x, x, out, *x.shape)
     return out
+
+
+def column_sums_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`column_sums` of fp32 x [rows, width], and its transpose, contiguous [width, rows]."""
+    x, out, transposed = x.contiguous(), torch.empty(x.shape[1]), torch.empty(x.shape[::-1])
+    _call("column_sums_transposed", x, x, out, transposed, *x.shape)
+    return out, transposed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -130,6 +130,46 @@ void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
   }
 }
 
+#ifdef __AVX512F__
+// Swaps two corners of each block of 2 half rows and columns.
+template <int half>
+inline void swap_corners(V* v) {
+  I upper, lower;  // where each number comes from; 16 and more: the lower row
+  for (int k = 0; k < kLanes; ++k) {
+    upper[k] = k & half ? 16 + (k ^ half) : k;
+    lower[k] = k & half ? 16 + k : k ^ half;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & half) continue;
+    const __m512 a = same_bits<__m512>(v[i]), b = same_bits<__m512>(v[i + half]);
+    v[i] = same_bits<V>(_mm512_permutex2var_ps(a, same_bits<__m512i>(upper), b));
+    v[i + half] = same_bits<V>(_mm512_permutex2var_ps(a, same_bits<__m512i>(lower), b));
+  }
+}
+#endif
+
+// Up to 16 x 16 numbers: rows [rows, columns] at x, `step` apart, become columns at out, whose rows are `out_step` apart.
+inline void transpose_tile(const float* x, int64_t step, float* out, int64_t out_step, int64_t rows, int64_t columns) {
+#ifdef __AVX512F__
+  if (rows >= kLanes && columns >= kLanes) {
+    V v[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) v[i] = load(x + i * step);
+    swap_corners<8>(v);
+    swap_corners<4>(v);
+    swap_corners<2>(v);
+    swap_corners<1>(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) store(out + i * out_step, v[i]);
+    return;
+  }
+#endif
+  for (int64_t j = 0; j < std::min(columns, kLanes); ++j) {
+    for (int64_t i = 0; i < std::min(rows, kLanes); ++i) out[j * out_step + i] = x[i * step + j];
+  }
+}
+
 inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
 
 // With y = x inverse the gradient of x is (g w - y mean(g w y)) inverse; grad_weight [width] is a sum over rows.
@@ -161,9 +201,9 @@ void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr
   add_blocks(weights, width, at<float>(grad_weight));
 }
 
-template <class T>
-void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int threads) {
-  const T* x = at<const T>(x_);
+// `also(start, stop)` is called for each block of rows while it is in the cache.
+template <class T, class Also>
+void column_sums_with(const T* x, float* out, int64_t rows, int64_t width, int threads, const Also& also) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
   std::vector<float> sums(blocks * width);
   spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
@@ -171,8 +211,27 @@ void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int t
     for (int64_t row = start; row < stop; ++row) {
       for (int64_t i = 0; i < width; i += kLanes) add_to(to + i, load(x + row * width + i, width - i), width - i);
     }
+    also(start, stop);
   });
-  add_blocks(sums, width, at<float>(out));
+  add_blocks(sums, width, out);
+}
+
+template <class T>
+void column_sums(uintptr_t x, uintptr_t out, int64_t rows, int64_t width, int threads) {
+  column_sums_with(at<const T>(x), at<float>(out), rows, width, threads, [](int64_t, int64_t) {});
+}
+
+// The same for fp32, and x [rows, width] as transposed [width, rows].
+void column_sums_transposed(uintptr_t x_, uintptr_t out, uintptr_t transposed, int64_t rows, int64_t width, int threads) {
+  const float* x = at<const float>(x_);
+  float* turned = at<float>(transposed);
+  column_sums_with(x, at<float>(out), rows, width, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t row = start; row < stop; row += kLanes) {
+      for (int64_t i = 0; i < width; i += kLanes) {
+        transpose_tile(x + row * width + i, width, turned + i * rows + row, rows, stop - row, width - i);
+      }
+    }
+  });
 }
 
 // ---- rotary positions
@@ -296,7 +355,8 @@ void define(py::module_& m, const std::string& format) {
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "One pass over rows; see megatron/kernels/cpu/native.py.";
-  m.attr("INTERFACE") = 2;  // raise it here and in native.py when a function changes
+  m.attr("INTERFACE") = 3;  // raise it here and in native.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
+  m.def("column_sums_transposed_float32", &column_sums_transposed, py::call_guard<py::gil_scoped_release>());
 }

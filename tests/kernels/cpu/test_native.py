@@ -225,3 +225,11 @@ def test_a_wrong_slope_is_seen(monkeypatch):
     monkeypatch.setattr(native, "gelu_grad", lambda x, grad: real(x, grad) * 1.01)
     with pytest.raises(AssertionError):
         assert_formula("gelu", draw([(33, 17)], torch.bfloat16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows, width", [(1, 1), (17, 33), (32, 16), (47, 128), (96, 65)])
+def test_column_sums_and_the_transpose_in_one_pass(rows, width):
+    x = draw([(rows, width)], torch.float32)[0].detach()
+    sums, transposed = native.column_sums_transposed(x)
+    assert torch.equal(sums, native.column_sums(x))
+    assert torch.equal(transposed, x.t()) and transposed.is_contiguous()
