@@ -66,11 +66,6 @@ def _check(config: Config) -> None:
             "--trace: Transformer Engine has no kernels for the meta device; use "
             "--transformer-impl local [trace-not-supported]"
         )
-    if config.data.packed_samples:
-        raise ValueError(
-            "--trace: packed samples (--packed-samples) are not supported; omit --trace "
-            "[trace-not-supported]"
-        )
 
 
 def chosen_ranks(words: Sequence[str], config: Config, plan: Plan) -> set[int]:

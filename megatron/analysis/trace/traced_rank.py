@@ -23,6 +23,7 @@ from megatron.parallel.simulated_group import Message, serve_meta, simulated_ran
 from megatron.training.batch import MicroBatch
 from megatron.training.build import build_run
 from megatron.training.launch.initialize import Runtime
+from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.run import Run
 from megatron.training.step import ForwardStep, train_step
 
@@ -86,6 +87,7 @@ def trace_rank(
         with contextlib.redirect_stdout(io.StringIO()):
             run = build_run(config, plan, runtime, recorder, tokenizer)
         _use_fused_update(run)
+        _count_subsets(run)
         _name_kinds(run, recorder)
         build_peak = recorder.peak
         _check_kept(recorder.unnamed(), "training begins, of no parameter, gradient or moment")
@@ -117,16 +119,23 @@ def trace_rank(
 
 
 def _samples(config: Config) -> Any:
-    """Micro-batches of one shape without values."""
+    """Micro-batches of one shape on the host, as a loader hands them out."""
     rows = config.training.micro_batch_size
     length = config.model.seq_length
-    if config.data.packed_samples:
-        one = MicroBatch(
-            torch.empty((1, 4, rows * length), dtype=torch.int64, device=META), packed=True
-        )
-    else:
-        one = MicroBatch(torch.empty((rows, length + 1), dtype=torch.int64, device=META))
+    packed = config.data.packed_samples
+    subset = config.logging.counts_subsets(packed) and not packed
+    shape = (1, 4, rows * length) if packed else (rows, length + 1 + subset)
+    one = MicroBatch(torch.zeros(shape, dtype=torch.int64), packed, subset)
     return itertools.repeat(one)
+
+
+def _count_subsets(run: Run) -> None:
+    """As if all data were of one subset."""
+    config = run.config
+    packed = config.data.packed_samples
+    if config.logging.counts_subsets(packed):
+        ctx = run.runtime.ctx
+        run.rows = SubsetMetrics(("train",), ctx, config.logging.log_accuracy, packed)
 
 
 def _use_fused_update(run: Run) -> None:

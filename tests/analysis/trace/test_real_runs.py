@@ -7,7 +7,7 @@ import pytest
 from megatron.parallel import collectives
 from tests import memory_census, recorder
 from tests.analysis.trace.tracing import Traced
-from tests.parity.layouts import CAMPAIGN, CASES, SWEEP, Case, argv
+from tests.parity.layouts import CAMPAIGN, CASES, CP, LLAMA, PP, SP, SWEEP, TP, Case, argv
 from tests.runs import train, with_flags, write_text
 
 QUICK = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 instances, overlap")
@@ -15,7 +15,11 @@ EXPERTS = (
     "ep2 tp2 sp dp2, all-to-all, experts",
     "ep2 tp2 dp2, all-gather, experts",
 )
-LAYOUTS = SWEEP | CAMPAIGN | CASES
+PACKED = {
+    "cp2 dp2, packed samples": Case(LLAMA, 4, (CP, "2")),
+    "tp2 sp pp2, packed samples": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
+}
+LAYOUTS = SWEEP | CAMPAIGN | CASES | PACKED
 
 
 class Gloo(str):
@@ -56,6 +60,8 @@ def watch_balanced() -> None:
 def test_messages_and_memory_are_those_of_the_real_run(tmp_path, monkeypatch, case: Case):
     data = write_text(tmp_path / "text", 300)
     flags = argv(data, case.model, 4, *case.layout, *case.only, *filter(None, [case.precision]))
+    if case in PACKED.values():
+        flags = packed(flags)
     hook = watch_balanced if "--num-experts" in flags else watch
     train(tmp_path / "run", with_flags(flags, "--eval-iters", "0"), case.world, hook=hook)
     monkeypatch.setattr(collectives.dist, "get_backend", lambda group=None: Gloo("fake"))
@@ -74,6 +80,13 @@ def test_messages_and_memory_are_those_of_the_real_run(tmp_path, monkeypatch, ca
             real, found = without_sizes(real), without_sizes(found)
         assert found == real, f"rank {rank}"
         assert abs(trace.peak / peak - 1) < 0.01, f"rank {rank}: {trace.peak} of {peak} bytes"
+
+
+def packed(flags: list[str]) -> list[str]:
+    """The same text as packed samples."""
+    at = flags.index("--data-path")
+    rest = with_flags([*flags[:at], *flags[at + 2 :]], "--split")[:-1]
+    return [*rest, "--train-data-path", flags[at + 1], "--packed-samples"]
 
 
 def without_sizes(calls: list[recorder.Call]) -> list[recorder.Call]:
