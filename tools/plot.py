@@ -16,9 +16,10 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.plots import draw_curves
+from megatron.analysis.plots import draw_curves, draw_memory
 from megatron.analysis.run_curves import read_run
 from megatron.analysis.text_plot import text_plot
+from megatron.analysis.trace_file import is_trace, read_memory
 from megatron.arguments import arg
 from tools.shared.program import read
 
@@ -26,7 +27,8 @@ DESCRIPTION = (
     "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or "
     "several runs, overlaid. RUN is a directory that holds metrics.jsonl, a --metrics-file, a log "
     "in any --log-format, or a TensorBoard directory. Of iterations that a run repeated after a "
-    "restart the last counts."
+    "restart the last counts. Of a file of --trace-output (.json) it plots the memory of each rank "
+    "over the operations of a step."
 )
 ENDINGS = (".png", ".svg", ".pdf")
 WIDEST = 120
@@ -58,6 +60,8 @@ def problems(options: PlotOptions) -> list[str]:
             f"--output {options.output}: unknown format; end it with {', '.join(ENDINGS[:-1])} or "
             f"{ENDINGS[-1]}"
         )
+    if options.output is None and all(map(is_trace, options.runs)):
+        found.append("a trace is a picture only; give --output FILE")
     if options.smooth < 1:
         found.append(f"--smooth {options.smooth}: must be at least 1, which is no smoothing")
     return found
@@ -67,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 plotted, 2 a wrong command line or what cannot be read or written."""
     options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=problems)
     try:
+        if all(map(is_trace, options.runs)):
+            draw_memory(options.output, [one for path in options.runs for one in read_memory(path)])
+            print(f"wrote {options.output}")
+            return 0
         runs = [read_run(path, options.first) for path in options.runs]
         if options.output:
             draw_curves(options.output, runs, options.smooth)

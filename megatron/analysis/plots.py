@@ -1,5 +1,5 @@
-"""Runs as pictures: curves of several, spikes, skips, checkpoints and restarts of one. The only
-importer of matplotlib."""
+"""Runs as pictures: curves of several, spikes, skips, checkpoints and restarts of one; memory of
+traced ranks. The only importer of matplotlib."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from megatron.analysis.goodput import KINDS, Goodput
 from megatron.analysis.log_reader import History, Record
 from megatron.analysis.run_curves import PANELS, Curve, Curves, smoothed
 from megatron.analysis.spike_events import Event, not_judged
+from megatron.analysis.trace_file import RankMemory
 
 LOSS, NORM, SPIKE, SKIPPED, SAVED = "#1f4e79", "#5f6b76", "#d62728", "#2ca02c", "#2ca02c"
 NOT_JUDGED = "#9e9e9e"
 RUNS = ("#1f77b4", "#d95f02", "#2a9d4e", "#8e44ad", "#c0392b", "#16a2b8", "#7f6a00", "#555555")
+VISIBLE = 0.001  # of the height of a picture of memory
 
 KIND_COLORS = dict(
     zip(
@@ -243,6 +245,50 @@ def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
         handles=[Patch(color=KIND_COLORS[kind], label=kind) for kind in shown],
         loc="outside upper center",
         ncols=min(5, len(shown)),
+        frameon=False,
+        fontsize=9,
+    )
+    _save(figure, path, "--output")
+
+
+def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
+    """Draw the memory of traced ranks over the operations of a step, by kind, one above the other,
+    into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+        from matplotlib.ticker import EngFormatter
+    except ImportError:
+        raise ValueError(
+            f"--output {path}: needs the package matplotlib; run: pip install matplotlib"
+        ) from None
+    most = max(sum(point) for one in ranks for point in zip(*one.bytes.values(), strict=True))
+    kinds = [
+        kind
+        for kind in dict.fromkeys(kind for one in ranks for kind in one.bytes)
+        if any(max(one.bytes.get(kind, [0])) > VISIBLE * most for one in ranks)
+    ]
+    colors = dict(zip(kinds, _colors(len(kinds)), strict=True))
+    figure = Figure(figsize=(10, 0.8 + 2.4 * len(ranks)), layout="constrained")
+    grid = figure.subplots(len(ranks), 1, sharey=True, squeeze=False)[:, 0]
+    for one, axes in zip(ranks, grid, strict=True):
+        points = len(next(iter(one.bytes.values())))
+        axes.stackplot(
+            [one.operations * point for point in range(points)],
+            [one.bytes.get(kind, [0] * points) for kind in kinds],
+            colors=colors.values(),
+            linewidth=0,
+            step="post",
+        )
+        axes.set_title(f"rank {one.rank}, pipeline stage {one.stage}", fontsize=10, loc="left")
+        axes.set_xlim(0, one.operations * max(1, points - 1))
+        axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[-1].set_xlabel("operations of the step")
+    figure.legend(
+        handles=[Patch(color=colors[kind], label=kind) for kind in kinds],
+        loc="outside upper center",
+        ncols=min(5, len(kinds)),
         frameon=False,
         fontsize=9,
     )

@@ -168,6 +168,7 @@ def _as_json(config: Config, plan: Plan, trace: RankTrace) -> dict[str, Any]:
         "peak": trace.peak,
         "peak_at": trace.peak_place,
         "most_by_kind": trace.kind_peaks,
+        "memory_over_step": _over_step(trace),
         "activations": trace.activations,
         "build_peak": trace.build_peak,
         "flops": trace.flops,
@@ -186,4 +187,14 @@ def _as_json(config: Config, plan: Plan, trace: RankTrace) -> dict[str, Any]:
             {"name": one.name, "traced": one.traced, "planned": one.planned}
             for one in figures(config, plan, trace)
         ],
+    }
+
+
+def _over_step(trace: RankTrace) -> dict[str, Any]:
+    """Bytes of each kind at the fullest moment of every so many operations."""
+    points = [live for _, live in trace.timeline.points]
+    kinds = dict.fromkeys(kind for live in points for kind, nbytes in live.items() if nbytes)
+    return {
+        "operations_per_point": trace.timeline.every,
+        "bytes": {kind: [live.get(kind, 0) for live in points] for kind in kinds},
     }

@@ -31,6 +31,8 @@ MAY_READ = {
 # many. Counts are of all the copies that the layer sorted last.
 ROUTES = {("moe.py", "by_all_gather"), ("moe.py", "by_all_to_all")}
 SORTS = ("moe.py", "sort")
+# ... and this one where documents begin; the trace has one.
+DOCUMENTS = ("cu_seqlens.py", "cumulative_lengths")
 # ... and that may make large float64 tensors: angles of positions, sums of squares.
 MAY_WIDEN = {("rotary.py", None), ("clip_grads.py", None), ("step_sums.py", None), ("moe.py", None)}
 WIDE_FROM = 1024  # elements; a float64 tensor of fewer costs nothing
@@ -75,6 +77,7 @@ KINDS = {
 
 
 WEIGHTS = "params-all-gather"
+POINTS = 1024  # at most as many are kept of the memory over a step
 HERE = f"{Path(__file__).parent}/"
 
 
@@ -123,14 +126,36 @@ class _Piece(NamedTuple):
     in_step: bool
 
 
+class Timeline:
+    """Bytes by kind over the operations of a step: `points`, each the fullest moment of `every`
+    operations."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, int]]] = []
+        self.every = 1
+        self._operations = 0
+
+    def note(self, total: int, live: dict[str, int]) -> None:
+        """After an operation."""
+        if self._operations % self.every == 0:
+            self.points.append((total, dict(live)))
+        elif total > self.points[-1][0]:
+            self.points[-1] = total, dict(live)
+        self._operations += 1
+        if self._operations == self.every * POINTS:
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [max(pair, key=lambda point: point[0]) for pair in pairs]
+            self.every *= 2
+
+
 class StepRecorder(TorchDispatchMode):
     """While it is on, every operation of torch passes through it.
 
     `live` and `at_peak`: bytes by kind now and at the peak, `peak_place`: where that was;
     `kind_peaks`: the most bytes of each kind at any moment; `activations`: the most that forward
-    passes have left for backward; `operations`, `flops`: by name of the
-    operation; `launches`: kernels by phase of the step; `messages` in order; `reductions`: those of
-    gradients, and from where.
+    passes have left for backward; `timeline`: memory over the step; `operations`, `flops`: by name
+    of the operation; `launches`: kernels by phase of the step; `messages` in order; `reductions`:
+    those of gradients, and from where.
     """
 
     def __init__(self, rank: int, allow_float64: bool = False):
@@ -151,6 +176,7 @@ class StepRecorder(TorchDispatchMode):
         self.reductions: list[tuple[Message, Place]] = []
         self.activations = 0
         self.copies_to_device = 0
+        self.timeline = Timeline()
         self._spans: list[str] = ["build"]
         self._pieces: dict[int, _Piece] = {}
         self._started: dict[int, _Started] = {}
@@ -244,6 +270,8 @@ class StepRecorder(TorchDispatchMode):
         for tensor in _tensors((out,)):
             if tensor.device.type == "meta":
                 self._made(name, tensor)
+        if self.in_step:
+            self.timeline.note(self.total, self.live)
         return out
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -305,6 +333,9 @@ class StepRecorder(TorchDispatchMode):
         if where == SORTS and name == "bincount":
             self._copies = inputs[0].numel()
             return torch.empty(args[2], dtype=torch.int64, device="meta")
+        if where == DOCUMENTS:
+            self.operations["host sync"] += 1
+            return torch.empty((1, inputs[0].dim()), dtype=torch.int64, device="meta")
         if where in ROUTES:
             self.operations["host sync"] += 1
             return _shares(self._copies, inputs[0])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.analysis.trace.fused_kernels import fused_kernels
-from megatron.analysis.trace.recorder import Kept, StepRecorder, TraceError
+from megatron.analysis.trace.recorder import Kept, StepRecorder, Timeline, TraceError
 from megatron.config.plan.plan import Plan
 from megatron.config.plan.transfers import axis_sizes, gradients
 from megatron.config.tree import Config
@@ -42,7 +42,8 @@ class RankTrace:
     `memory`: bytes by kind at the peak of the step, `peak` their sum, `peak_place` where;
     `kind_peaks`: the most of each kind at any moment; `activations`: the most that any forward pass
     left for backward, its own temporaries freed; `build_peak`: the most while building.
-    `flops` and `operations` by operation, `launches` by phase, `messages` with the axis of each.
+    `flops` and `operations` by operation, `launches` by phase, `messages` with the axis of each;
+    `timeline`: memory over the step.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankTrace:
     operations: dict[str, int]
     launches: dict[str, int]
     messages: list[tuple[str, Message]] = field(repr=False)
+    timeline: Timeline = field(repr=False)
     metric_names: tuple[str, ...] = ()
 
 
@@ -114,6 +116,7 @@ def trace_rank(
             dict(recorder.operations.most_common()),
             dict(recorder.launches),
             [(names.get(one.group, "world"), one) for one in recorder.messages],
+            recorder.timeline,
             run.metric_names or (),
         )
 

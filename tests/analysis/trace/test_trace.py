@@ -17,6 +17,7 @@ from megatron.model.mlp import MLP
 from megatron.parallel import collectives, ddp, pipeline
 from megatron.training import step
 from tests.analysis.trace.tracing import Traced
+from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, plot, with_flags
 
 TP = "--tensor-model-parallel-size"
@@ -278,9 +279,19 @@ def test_the_lines_and_the_file(tmp_path, capsys):
     assert content["world_size"] == 8 and [one["rank"] for one in content["ranks"]] == [0, 1, 4]
     for one in content["ranks"]:
         assert one["peak"] == sum(one["memory_at_peak"].values())
+        over_step = one["memory_over_step"]["bytes"].values()
+        assert one["peak"] == max(map(sum, zip(*over_step, strict=True)))
         assert sum(row[-1] for row in one["messages"]) == sum(
             row["calls"] for row in one["collectives"]
         )
+    picture = tmp_path / "memory.png"
+    draw = load_tool("plot").main
+    assert draw([str(file), "--output", str(picture)]) == 0
+    assert picture.stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="2"):
+        draw([str(file)])
+    file.write_text(file.read_text().replace("memory_over_step", "memory"))
+    assert draw([str(file), "--output", str(picture)]) == 2
 
 
 @pytest.mark.parametrize(("word", "found"), [("8", None), ("middle", None), ("last", {7})])

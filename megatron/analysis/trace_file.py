@@ -1,0 +1,47 @@
+"""Reads the memory over a step of each rank in the JSON file of --trace-output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+START = b'{\n "world_size":'
+
+
+class RankMemory(NamedTuple):
+    """`bytes` by kind at each of as many points, every `operations` operations of the step."""
+
+    rank: int
+    stage: int
+    operations: int
+    bytes: Mapping[str, Sequence[int]]
+
+
+def is_trace(path: str) -> bool:
+    """Does the file begin as one of --trace-output?"""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(START)) == START
+    except OSError:
+        return False
+
+
+def read_memory(path: str) -> list[RankMemory]:
+    """The ranks of a trace. Raises ValueError for a damaged file."""
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        return [
+            RankMemory(
+                one["rank"],
+                one["stage"],
+                one["memory_over_step"]["operations_per_point"],
+                one["memory_over_step"]["bytes"],
+            )
+            for one in content["ranks"]
+        ]
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path}: is no whole file of --trace-output; trace again") from None
