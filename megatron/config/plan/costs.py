@@ -15,6 +15,8 @@ from megatron.config.plan.stages import activations_alive, messages_waiting
 from megatron.config.tree import Config
 
 IDS = 8  # bytes of a token id
+# Logits that the loss takes at a time, on a CPU and elsewhere (kernels/cross_entropy.py).
+LOSS_BLOCKS = (1 << 19, 1 << 26)
 
 
 class Sizes:
@@ -167,6 +169,19 @@ class Sizes:
         kept += self.tokens * (self.vocab * self.item + IDS + self.loss)
         return kept + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
+    def loss_scratch(self) -> int:
+        """What the loss holds while it runs: a block of logits in its own dtype."""
+        if self.native and not self.config.precision.fp16_lm_cross_entropy:
+            return 0
+        rows = max(1, LOSS_BLOCKS[not self.on_cpu] // self.vocab)
+        return min(rows, self.tokens) * self.vocab * self.loss
+
+    def embedding_backward(self) -> int:
+        """The gradients of the embedding's results and of its whole matrix, before it is added."""
+        if self.on_cpu:
+            return self.tokens * self.hidden * self.wide
+        return (self.vocab + self.tokens) * self.hidden * self.wide
+
 
 class Activations(NamedTuple):
     """Bytes of activations of a rank at its peak: `stored` between forward and backward, by `alive`
@@ -229,7 +244,10 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     head = sizes.head() if stage == stages - 1 else 0
     backward = again + max(map(sizes.layer_backward, largest), default=0)
     if head:
-        backward = max(backward, head + sizes.linear_backward(sizes.vocab, sizes.hidden))
+        last = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
+        backward = max(backward, head + last)
+    if stage == 0:  # its layers' activations are freed by then
+        backward = max(backward, sizes.embedding_backward() - one)
     moving = messages_waiting(stage, stages, len(chunks), config.parallel.overlap_p2p_comm)
     moving *= sizes.rows * sizes.hidden * sizes.residual
     return Activations(alive * one, alive, head, again, moving, backward)

@@ -65,6 +65,18 @@ def test_memory_and_bytes_are_the_plans(flags, world):
         assert trace.operations["host sync"] == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "world"),
+    [((TP, "2"), 2), ((PP, "4", "--pipeline-model-parallel-layout", "E|(tt|)*2,L"), 4)],
+)
+def test_the_peak_of_a_narrow_model_is_the_plans(flags, world):
+    """Where the loss's block of logits, or a stage of the embedding alone, is the peak."""
+    traced = Traced(with_flags(NARROW, *flags), world)
+    for rank in (0, world - 1):
+        compared = {one.name: one for one in figures(traced.config, traced.plan, traced.rank(rank))}
+        assert abs(compared["peak"].traced / compared["peak"].planned - 1) < 0.035, rank
+
+
 def test_a_number_read_in_the_step():
     def forward_step(batch, model):
         losses, *rest = plain(batch, model)

@@ -13,6 +13,7 @@ from megatron.arguments import config_from
 from megatron.config.plan import costs
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.kernels import cross_entropy
 from megatron.parallel.context import ParallelContext
 from megatron.training.build import build_model
 from megatron.training.launch.initialize import Runtime
@@ -203,3 +204,7 @@ def test_tensor_parallel_ranks_hold_what_the_formula_says(flags, sequence_parall
     flags = flags | dict(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     for held in run_ranks(2, measured, flags):
         assert formula(2, **flags) == pytest.approx(held, rel=WITHIN)
+
+
+def test_the_loss_takes_blocks_of_the_planned_size():
+    assert costs.LOSS_BLOCKS == (cross_entropy.CHUNK_ELEMENTS, cross_entropy.LAUNCH_ELEMENTS)
