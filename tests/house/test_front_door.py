@@ -69,7 +69,9 @@ def test_an_old_python_is_refused_with_a_way_out(tmp_path):
 
 def test_every_direct_requirement_is_pinned_once_and_torch_within_the_supported_range():
     pins = requirement_lines("constraints")
-    assert pins["torch"] == "==2.13.0" and requirement_lines("runtime")["torch"] == ">=2.11,<2.14"
+    assert pins["torch"] == "==2.13.0" and requirement_lines("runtime")["torch"] == ">=2.11,<2.15"
+    ends = {name: requirement_lines(f"torch_{name}")["torch"] for name in ("oldest", "newest")}
+    assert ends["oldest"].startswith("==2.11.") and ends["newest"].startswith("==2.14.")
     for name in ("runtime", "build", "dev", "peers"):
         for package, version in requirement_lines(name).items():
             assert package in pins or version.startswith("=="), (
