@@ -8,6 +8,8 @@ import ctypes
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -179,6 +181,32 @@ def has_fp8(device: torch.device) -> bool:
     if device.type == "meta":
         return True
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Whether torch's flash attention runs on this device (CUDA, compute capability 8.0 or newer;
+    the meta device stands for such a one)."""
+    if device.type == "meta":
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextlib.contextmanager
+def kernel_seed(device: torch.device, seed: int) -> Iterator[None]:
+    """In this context kernels that draw from the device's own generator start from `seed`; it is
+    what it was afterwards. The state is on the host: nothing waits."""
+    if device.type == "meta":
+        yield
+        return
+    cuda = device.type == "cuda"
+    generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def synchronize(device: torch.device) -> None:

@@ -1,10 +1,11 @@
 """Causal attention of local heads, and the selection among its implementations: torch's fused
-kernel, chunked attention, C++ or flash-attn."""
+kernels, chunked attention, C++ or flash-attn."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron import optional
 from megatron.kernels import flash_attention
 from megatron.kernels.block_attention import Block, chunked, chunked_grads
 from megatron.kernels.cpu import bf16_attention, fp32_attention
@@ -12,7 +13,16 @@ from megatron.kernels.cu_seqlens import run_starts
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.reference_attention import plain_attention
 
-IMPLEMENTATIONS = ("auto", "sdpa", "chunked", "plain", "cpp_bf16", "cpp_fp32", "flash")
+IMPLEMENTATIONS = (
+    "auto",
+    "sdpa",
+    "chunked",
+    "plain",
+    "cpp_bf16",
+    "cpp_fp32",
+    "flash",
+    "torch_flash",
+)
 # so many positions: chunks are faster than torch's kernel there (docs/benchmarks.md)
 CHUNKS_ON_CPU = range(448, 768)
 
@@ -38,8 +48,9 @@ def attention(
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of
     query rows, all cases), "cpp_bf16" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must
     be runs of one id), "cpp_fp32" (C++, fp32 arithmetic on a CPU with AVX2: plain causal, no
-    dropout), "flash" (flash-attn: CUDA, fp16 or bf16, no dropout), "plain" (the formula, all cases)
-    or "auto". Only "plain" allocates an s x s tensor. Raises ValueError if the requested one is
+    dropout), "flash" (flash-attn: CUDA, fp16 or bf16, no dropout), "torch_flash" (torch's flash
+    kernel by name: CUDA, fp16 or bf16; documents must be runs), "plain" (the formula, all cases) or
+    "auto". Only "plain" allocates an s x s tensor. Raises ValueError if the requested one is
     unavailable."""
     chosen, _, _ = select_attention(
         q.device,
@@ -59,6 +70,10 @@ def attention(
     if dropout_p > 0.0 and dropout_seed is None:
         raise ValueError(
             "attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site"
+        )
+    if chosen == "torch_flash":
+        return optional.load("megatron.kernels.cuda.torch_flash").flash_attention(
+            q, k, v, scale, dropout_p, dropout_seed or 0, document_ids
         )
     if chosen == "cpp_bf16":
         starts = None if document_ids is None else run_starts(document_ids)
@@ -106,24 +121,20 @@ def select_attention(
             "use 'auto' or 'chunked'"
         )
     no_cpp_bf16 = bf16_attention.unavailable_reason(device, dtype, head_dim, seq_length)
-    if implementation == "cpp_bf16" and no_cpp_bf16:
-        raise ValueError(
-            f"attention implementation 'cpp_bf16' cannot run: {no_cpp_bf16}; "
-            "use 'auto' or 'chunked'"
-        )
     no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    if implementation == "cpp_fp32" and no_cpp_fp32:
-        raise ValueError(
-            f"attention implementation 'cpp_fp32' cannot run: {no_cpp_fp32}; "
-            "use 'auto' or 'chunked'"
-        )
-    if implementation == "flash" and dropout_p > 0.0:
-        raise ValueError(
-            "attention implementation 'flash' has its own dropout RNG, which is not "
-            "reproducible on resume: use 'auto' or 'chunked'"
-        )
+    no_torch_flash = torch_flash_unavailable_reason(device, dtype, head_dim)
+    for name, why_not in (
+        ("cpp_bf16", no_cpp_bf16),
+        ("cpp_fp32", no_cpp_fp32),
+        ("torch_flash", no_torch_flash),
+        ("flash", "its dropout is not reproducible on resume" if dropout_p > 0.0 else None),
+    ):
+        if implementation == name and why_not:
+            raise ValueError(
+                f"attention implementation {name!r} cannot run: {why_not}; use 'auto' or 'chunked'"
+            )
     if implementation != "auto":
         return implementation, "requested", "not selected"
     if no_cpp_bf16 is None:
@@ -134,6 +145,8 @@ def select_attention(
             f"this CPU has {bf16_attention.instructions()}{masks}",
             f"slower in bf16 on this CPU{others}",
         )
+    if unsupported and no_torch_flash is None:
+        return "torch_flash", f"takes {' and '.join(unsupported)}", "multiple passes over memory"
     if unsupported:
         return (
             "chunked",
@@ -152,6 +165,17 @@ def select_attention(
             "slower at these lengths",
         )
     return "sdpa", "plain causal attention", "multiple passes over memory"
+
+
+def torch_flash_unavailable_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Why torch's flash kernel cannot take dropout or documents here; None if it can."""
+    if device.type == "cpu":
+        return "needs a CUDA device, but the device is cpu"
+    return optional.load("megatron.kernels.cuda.torch_flash").unavailable_reason(
+        device, dtype, head_dim
+    )
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

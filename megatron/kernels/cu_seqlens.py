@@ -6,15 +6,33 @@ import torch
 from torch import Tensor
 
 
-# all layers of a micro-batch ask for the same; a few micro-batches are under way at a time
-@lru_cache(maxsize=8)
 def cumulative_lengths(document_ids: Tensor) -> Tensor:
     """document_ids [b, s] -> int32 [documents + 1]: where each document begins in the flat batch b
     s, and its end.
 
-    A document is a run of equal ids in one sample. The number of documents is data, so a CUDA
-    device is waited for.
+    A document is a run of equal ids in one sample. The number of documents is data: the device is
+    waited for, unless the ids came with it (`with_lengths`).
     """
+    known = getattr(document_ids, "cu_seqlens", None)
+    return _read_lengths(document_ids) if known is None else known
+
+
+def with_lengths(document_ids: Tensor, on_host: Tensor) -> Tensor:
+    """`document_ids` [b, s] on a device with their `cumulative_lengths`, found in the same ids on
+    the host."""
+    if on_host.device.type == "meta":  # of --dry-run --trace: a document a row
+        lengths = torch.empty(len(on_host) + 1, dtype=torch.int32, device="meta")
+    else:
+        lengths = _read_lengths(on_host)
+    if document_ids.device.type == "cuda":
+        lengths = lengths.pin_memory()
+    document_ids.cu_seqlens = lengths.to(document_ids.device, non_blocking=True)
+    return document_ids
+
+
+# all layers of a micro-batch ask for the same; a few micro-batches are under way at a time
+@lru_cache(maxsize=8)
+def _read_lengths(document_ids: Tensor) -> Tensor:
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     begins = starts.flatten().nonzero().flatten()

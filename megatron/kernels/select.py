@@ -10,7 +10,7 @@ from megatron import optional
 from megatron.config.tree import Config
 from megatron.device import has_fp8
 from megatron.kernels import apex, flash_attention
-from megatron.kernels.attention import select_attention
+from megatron.kernels.attention import select_attention, torch_flash_unavailable_reason
 from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
@@ -32,6 +32,7 @@ NAMES = {
     "cpp_bf16": "bf16 C++",
     "cpp_fp32": "fp32 C++",
     "flash": "flash-attn",
+    "torch_flash": "torch's flash kernel",
     "transformer_engine": "Transformer Engine",
 }
 SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
@@ -327,7 +328,8 @@ def _plain_attention_rows(
         ]
     length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
     compiled = config.training.torch_compile
-    length["head_dim"] = 1 if compiled else config.model.head_dim or 1
+    in_graph = compiled and device.type == "cpu"  # the C++ takes no such heads
+    length["head_dim"] = 1 if in_graph else config.model.head_dim or 1
     chosen, why, why_not = select_attention(
         device, dtype, dropout, _documents(config), kernels.attention, **length
     )
@@ -344,6 +346,9 @@ def _plain_attention_rows(
     )
     off["cpp_fp32"] = COMPILED if compiled else no_cpp_fp32 or why_not
     off["flash"] = _flash_unavailable_reason(device, dtype, config) or "no benefit on this device"
+    off["torch_flash"] = (
+        torch_flash_unavailable_reason(device, dtype, config.model.head_dim or 1) or "not selected"
+    )
     if kernels.transformer_engine is not None:
         off["transformer_engine"] = _te_attention_unavailable_reason(dtype, config)
     return [

@@ -16,6 +16,7 @@ from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sample_lookup import NO_LABEL
 from megatron.data.samples import Sample
+from megatron.kernels.cu_seqlens import with_lengths
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.zigzag import my_chunks
@@ -135,16 +136,17 @@ def make_batch(
 
     Masks and positions are made for whole sequences; this rank's chunks of them are taken last.
     """
+    on_host = samples
     samples = samples.to(device)
     tokens = samples.tokens
     labels = samples.labels
     subset_ids = samples.subset_ids
+    loss_mask, position_ids, document_ids = _masks(samples, rules)
+    if document_ids is not None and device.type != "cpu":
+        document_ids = with_lengths(document_ids, _masks(on_host, rules)[2])
     if samples.packed:
-        loss_mask, position_ids, document_ids = _packed_masks(labels, samples.positions)
         labels = labels.clamp(min=0)
         subset_ids = my_chunks(subset_ids, rules.cp).contiguous()
-    else:
-        loss_mask, position_ids, document_ids = _document_masks(tokens, rules)
     if rules.cp.size > 1 and position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     chunks = (
@@ -162,6 +164,12 @@ def make_batch(
 
 # (loss mask, position ids, document ids), [b, s] each; None stands for the plain case.
 Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+def _masks(samples: MicroBatch, rules: BatchRules) -> Masks:
+    if samples.packed:
+        return _packed_masks(samples.labels, samples.positions)
+    return _document_masks(samples.tokens, rules)
 
 
 def _document_masks(tokens: torch.Tensor, rules: BatchRules) -> Masks:

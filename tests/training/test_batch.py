@@ -13,6 +13,7 @@ from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sampler import SequentialSampler
 from megatron.data.samples import Sample, sample_of
+from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.parallel.context import Axis
 from megatron.training import batch
 from megatron.training.batch import (
@@ -237,3 +238,18 @@ def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
     )
     with pytest.raises(ValueError):
         next(batch.handed_out(broken(), None, False))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [SAMPLE, MicroBatch(torch.tensor([[[1] * 7, [2] * 7, [0, 1, 2, 0, 1, 0, 0], [0] * 7]]), True)],
+    ids=["end-of-document tokens", "packed"],
+)
+def test_a_device_is_not_asked_how_many_documents_it_has(samples):
+    """The meta device could not answer: the boundaries are found on the host."""
+    rules = BatchRules(EOD, reset_attention_mask=True)
+    ids = make_batch(samples, rules, torch.device("meta")).document_ids
+    found = cumulative_lengths(ids)
+    assert found.is_meta and found.dtype == torch.int32 and found.shape == (5,)
+    on_host = make_batch(samples, rules, CPU).document_ids
+    assert cumulative_lengths(on_host).tolist() == [0, 3, 5, 6, 7]

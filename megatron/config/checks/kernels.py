@@ -94,8 +94,8 @@ def notes(f: Facts) -> Iterator[str]:
         else:
             yield (
                 f"{f.say(name)}: no effect with {f.say('attention_dropout')}: its dropout masks "
-                "could not be repeated by a resumed run; the built-in kernels are used, which are "
-                "slower (--attention-dropout 0 avoids them) [fused-attention-with-dropout]"
+                "could not be repeated by a resumed run; the kernel of --attention-backend auto is "
+                "used (or give --attention-dropout 0) [fused-attention-with-dropout]"
             )
     if (
         f["transformer_impl"] == "transformer_engine"

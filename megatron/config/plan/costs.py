@@ -86,7 +86,9 @@ class Sizes:
             or self.config.data.reset_attention_mask
             or self.config.precision.fp64
         )
-        chunked = chunked or backend in ("local", "unfused")
+        # kernels/cuda/torch_flash.py takes them on a CUDA device
+        flash = not self.on_cpu and self.item == 2 and m.head_dim % 8 == 0 and m.head_dim <= 192
+        chunked = chunked and not flash or backend in ("local", "unfused")
         again = "core_attn" in t.recomputed_modules
         if not again and backend == "unfused":
             # probabilities

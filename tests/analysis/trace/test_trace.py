@@ -29,6 +29,7 @@ WIDE = (
     "--global-batch-size 32 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16"
 ).split()
 FLAGS = with_flags(SMALL, *NO_DROPOUT, *WIDE)
+DROPS_INSIDE_DOCUMENTS = ("--attention-dropout", "0.1", "--reset-attention-mask")
 NARROW = with_flags(FLAGS, "--hidden-size", "32", "--seq-length", "64", "--global-batch-size", "16")
 
 
@@ -50,6 +51,7 @@ def plain(batch, model):
         ((), 1),
         ((*SHARDED, TP, "2", "--sequence-parallel", PP, "2"), 16),
         ((PP, "2", "--num-layers-per-virtual-pipeline-stage", "1", "--swiglu"), 2),
+        (DROPS_INSIDE_DOCUMENTS, 1),
     ],
 )
 def test_memory_and_bytes_are_the_plans(flags, world):
@@ -75,6 +77,18 @@ def test_the_peak_of_a_narrow_model_is_the_plans(flags, world):
     for rank in (0, world - 1):
         compared = {one.name: one for one in figures(traced.config, traced.plan, traced.rank(rank))}
         assert abs(compared["peak"].traced / compared["peak"].planned - 1) < 0.035, rank
+
+
+def test_dropout_and_documents_are_one_kernel():
+    """A layer without has 10 launches in forward; documents copy q, k, v and the result."""
+    traces = [
+        Traced(with_flags(NARROW, *DROPS_INSIDE_DOCUMENTS, "--num-layers", layers), 1).rank(0)
+        for layers in ("2", "3")
+    ]
+    micro_batches = 16 // 2
+    launches = [one.launches["forward-compute"] // micro_batches for one in traces]
+    assert launches[1] - launches[0] <= 14
+    assert traces[0].operations["_flash_attention_forward"] == 2 * micro_batches
 
 
 def test_a_number_read_in_the_step():
