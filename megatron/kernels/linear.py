@@ -97,9 +97,40 @@ def _native_weight_grad(
         apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
     elif accumulate_into.dtype == dtype:
         accumulate_into.addmm_(rows_out.t(), rows_in)
+    elif (
+        not torch.compiler.is_compiling()
+        and accumulate_into.dtype == torch.float32
+        and gemm_adds_in_fp32(rows_in.device, dtype)
+    ):
+        _add_product_(accumulate_into, rows_out.t(), rows_in)
     else:
         accumulate_into.add_(torch.mm(rows_out.t(), rows_in))
     return None
+
+
+@cache
+def gemm_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's GEMM of 16-bit matrices adds to a matrix of fp32 here: on CUDA, from the
+    version on whose addmm takes one. Tried on small matrices."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return _tried_in_fp32(device, dtype)
+
+
+def _tried_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    small = 2.0**-12  # lost when it is added to 16 in 16 bits
+    total = torch.full((16, 16), small, device=device)
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        _add_product_(total, ones, ones)
+    except (RuntimeError, AttributeError):
+        return False
+    return bool((total == 16 + small).all())
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [m, n] (fp32) += a [m, k] b [k, n], of 16 bits."""
+    torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
 
 
 @cache

@@ -16,7 +16,7 @@ from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.libraries import transformer_engine_unavailable_reason
-from megatron.kernels.linear import compute_dtype
+from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
 
 ATTENTION = {
     "fused": "sdpa",
@@ -237,6 +237,9 @@ def _accumulation_rows(
             KernelRow(operation, "apex", True, "fused into the GEMM"),
             *(KernelRow(row.operation, row.implementation, False, "slower") for row in rows),
         ]
+    if main == torch.float32 and gemm_adds_in_fp32(device, dtype):
+        reasons = ("added in fp32 by the GEMM", rows[1].reason)
+        rows = _pair(operation, names, True, reasons)
     return rows + _off(operation, "apex", why_not)
 
 

@@ -247,3 +247,48 @@ def test_the_weight_gradient_of_a_layer_with_a_bias_goes_to_onednn_too(
         assert len(onednn_calls) == 2 + module.native.runs(x)
     else:
         assert not onednn_calls
+
+
+@pytest.fixture(params=["none", "only of 16 bits", "of fp32"])
+def addmm_in_fp32(request):
+    """Torch's addmm with another output format as it is on a CPU, as on CUDA in older versions, and
+    in those whose matrix to be added to may be fp32; whether it is the last."""
+    library = torch.library.Library("aten", "IMPL", "CPU")
+
+    def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+        if request.param != "of fp32" and total.dtype != a.dtype:
+            raise RuntimeError("self and mat2 must have the same dtype")
+        assert out_dtype == out.dtype == torch.float32
+        return out.copy_(beta * total + alpha * (a.float() @ b.float()))
+
+    if request.param != "none":
+        library.impl("addmm.dtype_out", addmm)
+    yield request.param == "of fp32"
+    library._destroy()
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp32, dtype):
+    can = module._tried_in_fp32(torch.device("cpu"), dtype)
+    assert can is addmm_in_fp32
+    monkeypatch.setattr(module, "gemm_adds_in_fp32", lambda device, dtype: can)
+    x, weight, bias, grad = inputs(dtype)
+    main_grad = torch.full(weight.shape, 3.0)
+    linear(x, weight, bias, accumulate_into=main_grad).backward(grad)
+    exact = 3 + formulas(x, weight, bias, grad)[2]
+    if not native or can:
+        torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
+    else:
+        assert (main_grad - exact).abs().max() > 1e-4
+
+
+def test_only_cuda_and_16_bits_are_tried(monkeypatch):
+    tried = []
+    monkeypatch.setattr(module, "_tried_in_fp32", lambda *one: tried.append(one) or True)
+    module.gemm_adds_in_fp32.cache_clear()
+    for device in ("cpu", "meta", "cuda"):
+        for dtype in (torch.float32, *LOW):
+            can = module.gemm_adds_in_fp32(torch.device(device), dtype)
+            assert can is (device == "cuda" and dtype in LOW)
+    assert len(tried) == len(LOW)
+    module.gemm_adds_in_fp32.cache_clear()
