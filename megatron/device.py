@@ -148,6 +148,7 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
     kernel exists."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring,Tree")  # sums in switches have no fixed order
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over each new tensor
     torch.backends.cudnn.benchmark = cudnn_benchmark

@@ -220,7 +220,16 @@ def test_determinism(monkeypatch, deterministic, benchmark, cudnn):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    device.set_determinism(False, False, False)
+    device.set_determinism(True, False, False)
+    assert os.environ["NCCL_ALGO"] == "Tree"  # the user's choice
+    monkeypatch.delenv("NCCL_ALGO")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    said.clear()
+    torch.utils.deterministic.fill_uninitialized_memory = True
     device.set_determinism(deterministic, benchmark, cudnn)
+    assert os.environ.get("NCCL_ALGO") == ("Ring,Tree" if deterministic else None)
     assert said == [True] * deterministic
     assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic
     assert torch.backends.cudnn.benchmark is benchmark

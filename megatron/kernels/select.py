@@ -271,12 +271,23 @@ def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
         (f"FP8 GEMM ({kind})", f"FP8 casts ({kind}), fp32 GEMM"),
         native,
         (
-            f"native FP8 support on this {device.type}"
+            _fp8_speed(device, config)
             if native
             else f"EMULATED: a {device.type} has no FP8 GEMM; same casts and scales, but "
             "slower than without --fp8-format",
             "not needed" if native else f"no FP8 support on this {device.type}",
         ),
+    )
+
+
+def _fp8_speed(device: torch.device, config: Config) -> str:
+    """What own FP8 on a device with FP8 GEMMs gains: eager, its casts are kernels of their own."""
+    support = f"native FP8 support on this {device.type}"
+    if config.training.torch_compile:
+        return support
+    return (
+        f"{support}, but SLOWER than without --fp8-format: add --torch-compile and --fp8-recipe "
+        "tensorwise, or use --transformer-impl transformer_engine"
     )
 
 

@@ -125,6 +125,13 @@ def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
     monkeypatch.setattr(select, "has_fp8", lambda device: capable)
     if capable:
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
+        assert "SLOWER" in row.reason and "--torch-compile" in row.reason
+        compiled = config_from(
+            Config,
+            {"seq_length": 512, "fp8": "hybrid", "fp8_recipe": "tensorwise", "torch_compile": True},
+        )
+        row = next(row for row in select.fp8_rows(torch.device("cuda"), compiled) if row.on)
+        assert "SLOWER" not in row.reason
         assert row.implementation == "FP8 GEMM (hybrid)"
     else:
         with pytest.raises(ValueError, match="--fp8-format hybrid: this device has no FP8 support"):
