@@ -80,6 +80,7 @@ MODULES = {
     "megatron.parallel.repeated_sums": "--verify-step-interval",
     "megatron.parallel.pipeline": "--pipeline-model-parallel-size above 1",
     "megatron.parallel.ring_attention": "--context-parallel-size above 1",
+    "megatron.parallel.warm_up": "more than one rank on an accelerator",
     "megatron.parallel.shared_sums": "--tensor-model-parallel-size above 1",
     "megatron.checkpoint.async_writer": "--async-save",
     "megatron.checkpoint.local_copies": "--non-persistent-ckpt-type local, or a run that had it",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from megatron import device as devices
 from megatron import log, optional
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.training import TrainingConfig
@@ -152,9 +153,14 @@ def build_run(
     config: Config, plan: Plan, runtime: Runtime, timers: Timers, tokenizer: Tokenizer
 ) -> Run:
     """Model, gradient buffers, optimizer and scheduler."""
+    ctx = runtime.ctx
+    if ctx.world.size > 1 and runtime.device.type in devices.BACKENDS:
+        make_communicators = optional.load("megatron.parallel.warm_up").make_communicators
+        ring = len(plan.layers_per_stage[0]) > 1
+        made = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
+        log.detail(f"> made {len(made)} communicators on rank 0: {', '.join(made)}")
     model = build_model(config, plan, runtime)
     p = config.precision
-    ctx = runtime.ctx
     d = config.data
     params = list(model.parameters())
     overlap = config.parallel
