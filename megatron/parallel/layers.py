@@ -92,16 +92,22 @@ class _Embedding(torch.autograd.Function):
         wide = torch.promote_types(ctx.dtype, torch.float32)
         grad = grad.to(wide)
         total = ctx.main_grad
-        if total is not None and total.dtype == wide and total.device.type == "cpu":
-            # touches only the rows used
-            total.index_add_(0, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+        if total is not None and total.dtype == wide:
+            add_rows_(total, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
             return None, None, None
-        # deterministic on CUDA too
         dense = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
         if total is None:
             return None, dense.to(ctx.dtype), None
         total.add_(dense)
         return None, None, None
+
+
+def add_rows_(total: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """total [v, h] += rows [n, h] at ids [n], in a fixed order; touches only the rows used."""
+    if total.device.type == "cpu":
+        total.index_add_(0, ids, rows)
+    else:  # sorts the ids, where index_add_ would add with atomics
+        total.index_put_((ids,), rows, accumulate=True)
 
 
 def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import ParameterSpec
@@ -179,6 +180,45 @@ def test_a_gated_matrix_keeps_gate_and_up_together():
         (0, 6),
         (6, 12),
     ]
+
+
+def test_no_dense_gradient_of_the_embedding_is_made_on_a_device():
+    """On the meta device, whose operations are a GPU's."""
+    weight = torch.nn.Parameter(torch.zeros(1000, 4, dtype=torch.bfloat16, device="meta"))
+    weight.main_grad = torch.ones(1000, 4, device="meta")
+    ids = torch.zeros(20, 5, dtype=torch.int64, device="meta")
+    out = embedding(ids, weight)
+    with Sizes() as sizes:
+        out.backward(torch.zeros_like(out))
+    assert sizes.made < 1000 and weight.grad is None
+    assert "index_put_" in sizes.names
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_rows_are_added_as_on_a_device(count):
+    """index_put_, which CUDA takes, against the definition."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(7, (count,), generator=generator)
+    rows = torch.randn(count, 4, generator=generator)
+    total = torch.ones(7, 4)
+    total.index_put_((ids,), rows, accumulate=True)
+    wanted = torch.ones(7, 4, dtype=torch.float64).index_add_(0, ids, rows.double())
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of the largest tensor that an operation makes anew, and names of operations."""
+
+    made = 0
+    names = frozenset()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.names |= {name}
+        if isinstance(out, torch.Tensor) and not name.endswith("_"):
+            self.made = max(self.made, out.numel())
+        return out
 
 
 @pytest.mark.parametrize(
