@@ -179,6 +179,7 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
         config.logging.timing_log_level,
         initialize.synchronizer(runtime),
         watched=COMPUTE if config.logging.log_straggler else (),
+        stream=initialize.stream_clock(runtime),
     )
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     lines.start(time.time() - STARTED, backend)

@@ -8,9 +8,10 @@ import ctypes
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -214,6 +215,26 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work on the device; nothing on CPU."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def stream_clock(
+    device: torch.device,
+) -> tuple[Callable[[], Any], Callable[[Any, Any], float]] | None:
+    """For `megatron.timers.Timers`: moments of a CUDA device's stream as events, and the seconds
+    between two of them; None elsewhere."""
+    if device.type != "cuda":
+        return None
+
+    def mark() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    return mark, seconds
 
 
 def start_capture(device: torch.device) -> None:

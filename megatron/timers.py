@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Timers:
     """Accumulating stopwatches by name; names above `level` cost nothing.
 
     Names in `watched` are measured at every level and also summed apart, for `pop_watched`.
+    `stream`: (a function that marks a moment of the device's own time without waiting, the seconds
+    between two of them); spans above level 0 then take it, and wait for the device when popped.
     """
 
     def __init__(
@@ -18,12 +21,15 @@ class Timers:
         level: int = 0,
         synchronize: Callable[[], None] = lambda: None,
         watched: Collection[str] = (),
+        stream: tuple[Callable[[], Any], Callable[[Any, Any], float]] | None = None,
     ):
         self._level = level
         self._synchronize = synchronize
         self._watched = frozenset(watched)
         self._watched_seconds = 0.0
         self._elapsed: dict[str, float] = {}
+        self._stream = stream
+        self._marked: list[tuple[str, bool, Any, Any]] = []  # not yet added up
 
     @contextmanager
     def __call__(self, name: str, level: int = 0) -> Iterator[None]:
@@ -35,25 +41,43 @@ class Timers:
         if listed:
             # what begins first stands first, though it may end last
             self._elapsed.setdefault(name, 0.0)
+        if self._stream is not None and level > 0:
+            mark, _ = self._stream
+            start = mark()
+            try:
+                yield
+            finally:
+                self._marked.append((name, listed, start, mark()))
+            return
         self._synchronize()
         start = time.perf_counter()
         try:
             yield
         finally:
             self._synchronize()
-            seconds = time.perf_counter() - start
-            if listed:
-                self._elapsed[name] = self._elapsed.get(name, 0.0) + seconds
-            if name in self._watched:
-                self._watched_seconds += seconds
+            self._add(name, listed, time.perf_counter() - start)
+
+    def _add(self, name: str, listed: bool, seconds: float) -> None:
+        if listed:
+            self._elapsed[name] = self._elapsed.get(name, 0.0) + seconds
+        if name in self._watched:
+            self._watched_seconds += seconds
+
+    def _collect(self) -> None:
+        """Add up what was marked in the device's time."""
+        for name, listed, start, end in self._marked:
+            self._add(name, listed, self._stream[1](start, end))
+        self._marked.clear()
 
     def pop(self, names: list[str] | None = None) -> dict[str, float]:
         """Seconds by name, in the order of first use, and start them again from zero."""
+        self._collect()
         chosen = list(self._elapsed) if names is None else [n for n in names if n in self._elapsed]
         return {name: self._elapsed.pop(name) for name in chosen}
 
     def pop_watched(self) -> float:
         """Seconds in the watched names since the last call."""
+        self._collect()
         seconds = self._watched_seconds
         self._watched_seconds = 0.0
         return seconds

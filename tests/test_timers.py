@@ -78,3 +78,25 @@ def test_popped_while_open():
     with timers("a"):
         assert timers.pop() == {"a": 0.0}
     assert timers.pop()["a"] > 0.0
+
+
+def test_spans_within_a_step_take_the_devices_time():
+    """Marked without waiting, read when popped; what is above the level is not marked."""
+    moments = iter((1.0, 2.0, 5.0, 6.5, 10.0, 12.0))
+    read = []
+    stream = (lambda: next(moments), lambda start, end: read.append(start) or end - start)
+    waits = []
+    timers = Timers(1, lambda: waits.append(1), ("wait",), stream)
+    with timers("step", 1):
+        with timers("wait", 2):
+            pass
+        with timers("no", 2):
+            pass
+    with timers("step", 1):
+        assert not read
+        found = timers.pop()
+    assert found == {"step": 5.5} and timers.pop_watched() == 3.0
+    assert timers.pop() == {"step": 2.0} and not waits
+    with timers("setup"):
+        pass
+    assert len(waits) == 2 and timers.pop()["setup"] < 1.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -119,6 +119,11 @@ def _some(ranks: tuple[int, ...]) -> str:
 def synchronizer(runtime: Runtime) -> Callable[[], None]:
     """What a timer calls so that it measures the device's work and not only the call."""
     return lambda: devices.synchronize(runtime.device)
+
+
+def stream_clock(runtime: Runtime) -> Any:
+    """The time of the device's stream for spans within a step, or None (`devices.stream_clock`)."""
+    return devices.stream_clock(runtime.device)
 
 
 def finish(rendezvous: Rendezvous | None) -> None:
