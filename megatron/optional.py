@@ -21,6 +21,8 @@ MODULES = {
     "megatron.config.checks.low_precision": "gradients or moments in 16 bits",
     "megatron.config.checks.moe": "--num-experts",
     "megatron.config.checks.fp8": "--fp8-format",
+    "megatron.kernels.cuda.fused_ops": "SwiGLU, rotary positions or dropout on CUDA",
+    "megatron.kernels.cuda.triton_kernels": "the same, where Triton is installed",
     "megatron.kernels.cuda.torch_flash": "attention dropout or document masks on CUDA",
     "megatron.kernels.transformer_engine": "--transformer-impl transformer_engine",
     "megatron.parallel.fp8": "--fp8-format",

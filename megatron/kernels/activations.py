@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
+from megatron.kernels.libraries import fused_ops
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
@@ -90,6 +91,8 @@ def swiglu(gate_up: Tensor, fused: bool = True) -> Tensor:
     """
     if fused and pays_off(gate_up):
         return _SwiGlu.apply(gate_up)
+    if fused and (ops := fused_ops(gate_up.device, gate_up.dtype)):
+        return ops.SwiGlu.apply(gate_up)
     gate, up = gate_up.unbind(-2)
     return F.silu(gate) * up
 

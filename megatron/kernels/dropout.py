@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cpu import native
+from megatron.kernels.libraries import fused_ops
 
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
@@ -101,4 +102,7 @@ def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     again in backward and never stored.
     """
     assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
-    return x if p == 0.0 else _Dropout.apply(x, p, seed)
+    if p == 0.0:
+        return x
+    ops = fused_ops(x.device, x.dtype)
+    return (ops.Dropout if ops else _Dropout).apply(x, p, seed)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks
+from megatron.kernels.libraries import fused_ops
 
 # Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go
 # over from slowed to kept.
@@ -78,6 +79,8 @@ def apply_rotary(
         sin = sin.unsqueeze(1 if sin.dim() == 2 else 2)
     if fused and pays_off(x):
         return _Rotary.apply(x, cos, sin, interleaved)
+    if fused and x.dim() == 4 and (ops := fused_ops(x.device, x.dtype)):
+        return ops.Rotary.apply(x, cos, sin, interleaved)
     half = cos.shape[-1]
     first, second = _pairs(x, half, interleaved)
     parts = (first * cos - second * sin, second * cos + first * sin)

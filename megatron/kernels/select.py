@@ -15,7 +15,7 @@ from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.libraries import transformer_engine_unavailable_reason
+from megatron.kernels.libraries import fused_ops, transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
 
 ATTENTION = {
@@ -440,6 +440,11 @@ def _row_rivals(
         rest = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
         return [KernelRow(operation, "torch", True, flag), *rest]
     on_cpu = pays_off(torch.empty(0, device=device))
+    if operation in ("swiglu", "rotary") and why_not != COMPILED and fused_ops(device, dtype):
+        return [
+            KernelRow(operation, "Triton", True, "single pass over memory"),
+            KernelRow(operation, "torch", False, "several kernels"),
+        ]
     why_not = why_not or (
         native.unavailable_reason(device, dtype)
         if on_cpu

@@ -46,6 +46,7 @@ OPTIONAL = {
     "apex": "kernels/apex.py",
     "fused_weight_gradient_mlp_cuda": "kernels/apex.py",
     "flash_attn": "kernels/flash_attention.py",
+    "triton": "kernels/cuda/triton_kernels.py",
     "regex": "data/tokenizers/gpt2_bpe.py",
     "gigatoken": "data/tokenizers/gigatoken.py",
     "orjson": "data/preprocess/jsonl.py",

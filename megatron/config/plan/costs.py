@@ -112,7 +112,7 @@ class Sizes:
 
     @property
     def fuses_swiglu(self) -> bool:
-        return self.on_cpu and self.config.kernels.bias_swiglu_fusion
+        return not self.config.precision.fp64 and self.config.kernels.bias_swiglu_fusion
 
     def width(self, ffn: int) -> int:
         """Of an MLP of this width and one token: input (or slope) and result of the activation

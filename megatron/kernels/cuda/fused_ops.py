@@ -1,0 +1,83 @@
+"""SwiGLU, rotary positions and dropout as one kernel each on CUDA, by Triton, which comes with
+torch's CUDA builds for Linux.
+
+They are operations of torch (`megatron::...`): a trace on the meta device counts each as the one
+launch that it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron import optional
+from megatron.kernels.libraries import load_problem
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+LIBRARY = torch.library.Library("megatron", "DEF")
+LIBRARY.define("swiglu(Tensor gate_up) -> Tensor")
+LIBRARY.define("swiglu_backward(Tensor gate_up, Tensor grad) -> Tensor")
+LIBRARY.define("rotate(Tensor x, Tensor cos, Tensor sin, int sign, bool interleaved) -> Tensor")
+LIBRARY.define("drop(Tensor x, float p, int seed) -> Tensor")
+LIBRARY.impl("swiglu", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta")
+LIBRARY.impl("swiglu_backward", lambda x, grad: x.new_empty(x.shape), "Meta")
+LIBRARY.impl("rotate", lambda x, *_: x.new_empty(x.shape), "Meta")
+LIBRARY.impl("drop", lambda x, *_: x.new_empty(x.shape), "Meta")
+
+
+def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why they cannot run here; None if they can. The meta device stands for CUDA."""
+    if device.type not in ("cuda", "meta"):
+        return f"CUDA only; the device is {device.type}"
+    if dtype not in DTYPES:
+        return f"not for {dtype}"
+    if device.type == "meta":
+        return None
+    why_not = load_problem("triton", "triton", "it comes with torch's CUDA builds for Linux")
+    if why_not is None:
+        optional.load("megatron.kernels.cuda.triton_kernels")
+    return why_not
+
+
+class SwiGlu(torch.autograd.Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return torch.ops.megatron.swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.ops.megatron.swiglu_backward(*ctx.saved_tensors, grad)
+
+
+class Rotary(torch.autograd.Function):
+    """Keeps nothing of its input: backward rotates the gradient the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return torch.ops.megatron.rotate(x, cos, sin, 1, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        turned = torch.ops.megatron.rotate(grad, *ctx.saved_tensors, -1, ctx.interleaved)
+        return turned, None, None, None
+
+
+class Dropout(torch.autograd.Function):
+    """Draws its mask again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.options = p, seed
+        return torch.ops.megatron.drop(x, p, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return torch.ops.megatron.drop(grad, *ctx.options), None, None

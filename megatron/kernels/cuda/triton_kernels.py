@@ -1,0 +1,149 @@
+"""The operations of fused_ops.py as Triton kernels, for CUDA. The only importer of triton."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.kernels.cuda.fused_ops import LIBRARY
+
+BLOCK = 1024
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, total, width, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    place = at // width * 2 * width + at % width
+    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
+    tl.store(out + at, gate * tl.sigmoid(gate) * up, mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(gate_up, grad, out, total, width, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    place = at // width * 2 * width + at % width
+    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
+    slope = tl.load(grad + at, mask=inside).to(tl.float32)
+    s = tl.sigmoid(gate)
+    tl.store(out + place, slope * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
+    tl.store(out + place + width, slope * gate * s, mask=inside)
+
+
+@triton.jit
+def _rotate_kernel(  # noqa: PLR0913 (a kernel has no records)
+    x,
+    cos,
+    sin,
+    out,
+    total,
+    batch,
+    heads,
+    dim,
+    half,
+    step_s,
+    step_b,
+    step_n,
+    table_s,
+    table_b,
+    sign,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    d = at % dim
+    row = at // dim
+    b = row // heads % batch
+    s = row // heads // batch
+    turned = d < 2 * half
+    if INTERLEAVED:
+        pair = d // 2
+        first = d % 2 == 0
+        other = tl.where(first, d + 1, d - 1)
+    else:
+        pair = tl.where(d < half, d, d - half)
+        first = d < half
+        other = tl.where(first, d + half, d - half)
+    base = x + s * step_s + b * step_b + row % heads * step_n
+    own = tl.load(base + d, mask=inside).to(tl.float32)
+    there = tl.load(base + tl.where(turned, other, d), mask=inside).to(tl.float32)
+    place = s * table_s + b * table_b + tl.where(turned, pair, 0)
+    c = tl.load(cos + place, mask=inside & turned, other=1.0).to(tl.float32)
+    z = tl.load(sin + place, mask=inside & turned, other=0.0).to(tl.float32) * sign
+    tl.store(out + at, own * c + tl.where(first, -there, there) * z, mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _drop_kernel(x, out, total, p, scale, seed, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    kept = tl.rand(seed, at.to(tl.int32)) >= p
+    value = tl.load(x + at, mask=inside).to(tl.float32) * scale
+    tl.store(out + at, tl.where(kept, value, 0.0), mask=inside)
+
+
+def _grid(total: int) -> tuple[int]:
+    return (triton.cdiv(total, BLOCK),)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    out = gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
+    _swiglu_kernel[_grid(out.numel())](gate_up, out, out.numel(), out.shape[-1], BLOCK=BLOCK)
+    return out
+
+
+def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+    gate_up = gate_up.contiguous()
+    grad = grad.contiguous()
+    out = torch.empty_like(gate_up)
+    _swiglu_backward_kernel[_grid(grad.numel())](
+        gate_up, grad, out, grad.numel(), grad.shape[-1], BLOCK=BLOCK
+    )
+    return out
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    s, b, n, d = x.shape
+    cos = cos.expand(s, b, 1, cos.shape[-1])
+    sin = sin.expand(cos.shape)
+    out = x.new_empty(x.shape)
+    _rotate_kernel[_grid(out.numel())](
+        x,
+        cos,
+        sin,
+        out,
+        out.numel(),
+        b,
+        n,
+        d,
+        cos.shape[-1],
+        *x.stride()[:3],
+        *cos.stride()[:2],
+        float(sign),
+        INTERLEAVED=interleaved,
+        BLOCK=BLOCK,
+    )
+    return out
+
+
+def _drop(x: Tensor, p: float, seed: int) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _drop_kernel[_grid(x.numel())](x, out, x.numel(), p, 1.0 / (1.0 - p), seed, BLOCK=BLOCK)
+    return out
+
+
+RUNS = {
+    "swiglu": _swiglu,
+    "swiglu_backward": _swiglu_backward,
+    "rotate": _rotate,
+    "drop": _drop,
+}
+for _name, _run in RUNS.items():
+    LIBRARY.impl(_name, _run, "CUDA")

@@ -1,0 +1,83 @@
+"""SwiGLU, rotary positions and dropout of CUDA: one launch each on the meta device, and what the
+kernels compute, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.kernels import functional
+from megatron.kernels.cuda import fused_ops
+from tests.forkrun import ROOT
+
+TABLES = [torch.empty(7, 8, device="meta") for _ in range(2)]
+CALLS = {
+    "swiglu": lambda x, fused: functional.swiglu(x, fused=fused),
+    "rotate": lambda x, fused: functional.apply_rotary(x, *TABLES, fused=fused),
+    "drop": lambda x, fused: functional.dropout(x, 0.1, 7),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that make or change memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and "empty" not in name and name != "detach":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def launched(call: Callable, dtype: torch.dtype, fused: bool = True) -> list[str]:
+    """The operations of a call and of its gradient."""
+    x = torch.empty(7, 2, 2, 16, dtype=dtype, device="meta", requires_grad=True)
+    with Launches() as launches:
+        out = call(x, fused)
+        torch.autograd.grad(out, x, torch.empty_like(out))
+    return launches.names
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_launch_forward_and_one_backward(name):
+    for dtype in fused_ops.DTYPES:
+        names = launched(CALLS[name], dtype)
+        assert names == [name, "swiglu_backward" if name == "swiglu" else name]
+    assert name not in launched(CALLS[name], torch.float64)
+    if name != "drop":
+        assert name not in launched(CALLS[name], torch.float32, fused=False)
+
+
+def test_where_they_run(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    said = []
+    monkeypatch.setattr(fused_ops, "load_problem", lambda *_: "no triton")
+    monkeypatch.setattr(fused_ops.optional, "load", said.append)
+    assert fused_ops.unavailable_reason(cuda, torch.bfloat16) == "no triton" and not said
+    monkeypatch.setattr(fused_ops, "load_problem", lambda *_: None)
+    assert fused_ops.unavailable_reason(cuda, torch.bfloat16) is None and len(said) == 1
+    assert fused_ops.unavailable_reason(torch.device("cpu"), torch.bfloat16)
+    assert fused_ops.unavailable_reason(cuda, torch.float64)
+
+
+@pytest.mark.peers
+def test_the_kernels_are_the_formulas():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.cuda.interpreted"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
