@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
-from megatron.kernels.libraries import fused_ops
+from megatron.kernels.cuda.availability import fused_ops
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
 GELU_CUBIC = 0.044715 * GELU_LINEAR

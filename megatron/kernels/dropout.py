@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cpu import native
-from megatron.kernels.libraries import fused_ops
+from megatron.kernels.cuda.availability import fused_ops
 
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch

@@ -3,11 +3,8 @@
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 
 import torch
-
-from megatron import optional
 
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 
@@ -27,14 +24,6 @@ def load_problem(module: str, name: str, install: str) -> str | None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return f"{name} is installed but does not load ({reason}); reinstall it: {install}"
     return None
-
-
-def fused_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    """kernels/cuda/fused_ops.py where its operations run, else None."""
-    if device.type == "cpu" or torch.compiler.is_compiling():
-        return None
-    module = optional.load("megatron.kernels.cuda.fused_ops")
-    return module if module.unavailable_reason(device, dtype) is None else None
 
 
 def transformer_engine_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

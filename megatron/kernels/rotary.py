@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks
-from megatron.kernels.libraries import fused_ops
+from megatron.kernels.cuda.availability import fused_ops
 
 # Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go
 # over from slowed to kept.

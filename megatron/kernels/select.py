@@ -14,8 +14,9 @@ from megatron.kernels.attention import select_attention, torch_flash_unavailable
 from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
+from megatron.kernels.cuda.availability import fused_ops
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.libraries import fused_ops, transformer_engine_unavailable_reason
+from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
 
 ATTENTION = {

@@ -12,11 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron import optional
-from megatron.kernels.libraries import load_problem
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 LIBRARY = torch.library.Library("megatron", "DEF")
 LIBRARY.define("swiglu(Tensor gate_up) -> Tensor")
 LIBRARY.define("swiglu_backward(Tensor gate_up, Tensor grad) -> Tensor")
@@ -26,20 +21,6 @@ LIBRARY.impl("swiglu", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta"
 LIBRARY.impl("swiglu_backward", lambda x, grad: x.new_empty(x.shape), "Meta")
 LIBRARY.impl("rotate", lambda x, *_: x.new_empty(x.shape), "Meta")
 LIBRARY.impl("drop", lambda x, *_: x.new_empty(x.shape), "Meta")
-
-
-def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why they cannot run here; None if they can. The meta device stands for CUDA."""
-    if device.type not in ("cuda", "meta"):
-        return f"CUDA only; the device is {device.type}"
-    if dtype not in DTYPES:
-        return f"not for {dtype}"
-    if device.type == "meta":
-        return None
-    why_not = load_problem("triton", "triton", "it comes with torch's CUDA builds for Linux")
-    if why_not is None:
-        optional.load("megatron.kernels.cuda.triton_kernels")
-    return why_not
 
 
 class SwiGlu(torch.autograd.Function):

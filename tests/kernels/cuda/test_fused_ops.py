@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import functional
-from megatron.kernels.cuda import fused_ops
+from megatron.kernels.cuda import availability
 from tests.forkrun import ROOT
 
 TABLES = [torch.empty(7, 8, device="meta") for _ in range(2)]
@@ -49,7 +49,7 @@ def launched(call: Callable, dtype: torch.dtype, fused: bool = True) -> list[str
 
 @pytest.mark.parametrize("name", CALLS)
 def test_one_launch_forward_and_one_backward(name):
-    for dtype in fused_ops.DTYPES:
+    for dtype in availability.DTYPES:
         names = launched(CALLS[name], dtype)
         assert names == [name, "swiglu_backward" if name == "swiglu" else name]
     assert name not in launched(CALLS[name], torch.float64)
@@ -60,13 +60,13 @@ def test_one_launch_forward_and_one_backward(name):
 def test_where_they_run(monkeypatch):
     cuda = torch.device("cuda", 0)
     said = []
-    monkeypatch.setattr(fused_ops, "load_problem", lambda *_: "no triton")
-    monkeypatch.setattr(fused_ops.optional, "load", said.append)
-    assert fused_ops.unavailable_reason(cuda, torch.bfloat16) == "no triton" and not said
-    monkeypatch.setattr(fused_ops, "load_problem", lambda *_: None)
-    assert fused_ops.unavailable_reason(cuda, torch.bfloat16) is None and len(said) == 1
-    assert fused_ops.unavailable_reason(torch.device("cpu"), torch.bfloat16)
-    assert fused_ops.unavailable_reason(cuda, torch.float64)
+    monkeypatch.setattr(availability, "load_problem", lambda *_: "no triton")
+    monkeypatch.setattr(availability.optional, "load", said.append)
+    assert availability.unavailable_reason(cuda, torch.bfloat16) == "no triton" and not said
+    monkeypatch.setattr(availability, "load_problem", lambda *_: None)
+    assert availability.unavailable_reason(cuda, torch.bfloat16) is None and len(said) == 1
+    assert availability.unavailable_reason(torch.device("cpu"), torch.bfloat16)
+    assert availability.unavailable_reason(cuda, torch.float64)
 
 
 @pytest.mark.peers
