@@ -85,18 +85,24 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
             print_trace(line, plan)
         return
     tokenizer = preflight.check(line)
-    from megatron.checkpoint import lock
     from megatron.training.logging import output
 
     if signals:  # the program; who calls main() has streams of its own
         output.tolerate_failing_streams()
     writes = line.rank == 0 and not line.config.training.skip_train
-    with lock.held(line.config.checkpoint.save if writes else None) as held:
-        if signals:
-            signals.leaving = held.release
+    with held_lock(line.config.checkpoint.save if writes else None) as lock:
+        if signals and lock:
+            signals.leaving = lock.release
         threads.set_waiting(USAGE_AT_START)
         with exchange_with_object_store(line, writes), started_async_writer(line) as writer:
-            train(line, tokenizer, held.check, writer, signals, services)
+            train(line, tokenizer, lock, writer, signals, services)
+
+
+def held_lock(directory):
+    """A context with the lock of --save; with None where this process saves nothing."""
+    if directory is None:
+        return contextlib.nullcontext()
+    return optional.load("megatron.checkpoint.lock").held(directory)
 
 
 def exchange_with_object_store(line, writes):
@@ -142,9 +148,8 @@ def opened_eval_tasks(line):
     return module.EvalTasks(line.config.training.eval_tasks)
 
 
-def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=None) -> None:
-    """Plan, build, load, train; `fence()` raises where another job has taken --save over; `writer`
-    of --async-save."""
+def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=None) -> None:
+    """Plan, build, load, train; `lock` of --save, `writer` of --async-save."""
     from megatron.device import default_backend
     from megatron.log import detail, detail_datetime, print_rank_0
     from megatron.timers import Timers
@@ -187,7 +192,9 @@ def train(line, tokenizer, fence, writer, signals: SignalWatch | None, services=
     with timers("model-and-optimizer-setup"):
         run = build.build_run(config, plan, runtime, timers, tokenizer)
         services = services or Services(signals or SignalWatch())
-        run.services = replace(services, fence=fence, writer=writer)
+        run.services = replace(
+            services, fence=lock.check if lock else services.fence, writer=writer
+        )
         loaded = load.load_checkpoint(run)
     lines.timers(["load-checkpoint"])
     detail_datetime("after model, optimizer, and learning rate scheduler are built")

@@ -191,7 +191,9 @@ def has_flash(device: torch.device) -> bool:
     the meta device stands for such a one)."""
     if device.type == "meta":
         return True
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,8 @@ def _mock(line: Sequence[str]) -> list[str]:
 def pretend_libraries() -> None:
     """Transformer Engine, flash-attn and apex are there, and the meta device counts as one that
     they run on."""
-    from megatron.kernels import apex, flash_attention, select
+    from megatron.kernels import flash_attention, select
+    from megatron.kernels.cuda import apex
     from tests.kernels import fake_libraries as fakes
 
     fakes.install(*fakes.transformer_engine(), *fakes.flash_attn(), *fakes.apex())

@@ -96,21 +96,11 @@ class Lock:
                 self.path.unlink()
 
 
-class NoLock:
-    """In place of a lock, for a process that writes no checkpoints."""
-
-    def check(self) -> None:
-        """Nothing to check."""
-
-    def release(self) -> None:
-        """Nothing to release."""
-
-
 @contextmanager
-def held(directory: str | None) -> Iterator[Lock | NoLock]:
-    """Hold the lock of `directory` (None: no lock) within the block. Raises CheckpointError
-    immediately if another job holds it."""
-    lock = NoLock() if directory is None else acquire(Path(directory))
+def held(directory: str) -> Iterator[Lock]:
+    """Hold the lock of `directory` within the block. Raises CheckpointError immediately if another
+    job holds it."""
+    lock = acquire(Path(directory))
     try:
         yield lock
     finally:

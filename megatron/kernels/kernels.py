@@ -29,3 +29,27 @@ class Kernels:
     def without_transformer_engine(self) -> Kernels:
         """The same without Transformer Engine, for layers outside the transformer layers."""
         return replace(self, transformer_engine=None)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One row of the table: an implementation of an operation, whether it is selected, and the
+    reason."""
+
+    operation: str
+    implementation: str
+    on: bool
+    reason: str
+
+
+def pair(
+    operation: str, names: tuple[str, str], first: bool, reasons: tuple[str, str]
+) -> list[KernelRow]:
+    """Two implementations, one of them selected (`first`: the first). `reasons`: why the selected
+    one is, and why the other is not."""
+    chosen = 0 if first else 1
+    why, why_not = reasons
+    return [
+        KernelRow(operation, names[chosen], True, why),
+        KernelRow(operation, names[1 - chosen], False, why_not),
+    ]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron import device as devices
-from megatron.kernels import apex
 from megatron.kernels.cpu import native
+from megatron.kernels.cuda import apex
 
 # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
 ONEDNN_FROM = 1 << 24

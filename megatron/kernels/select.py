@@ -2,20 +2,19 @@
 unavailable."""
 
 import os
-from dataclasses import dataclass
 
 import torch
 
 from megatron import optional
 from megatron.config.tree import Config
-from megatron.device import has_fp8
-from megatron.kernels import apex, flash_attention
+from megatron.kernels import flash_attention
 from megatron.kernels.attention import select_attention, torch_flash_unavailable_reason
 from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
+from megatron.kernels.cuda import apex
 from megatron.kernels.cuda.availability import fused_ops
-from megatron.kernels.kernels import Kernels
+from megatron.kernels.kernels import KernelRow, Kernels, pair
 from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
 
@@ -45,17 +44,6 @@ TRANSFORMER_ENGINE_ATTENTION = {
     "fused": "NVTE_FUSED_ATTN",
     "unfused": "NVTE_UNFUSED_ATTN",
 }
-
-
-@dataclass(frozen=True)
-class KernelRow:
-    """One row of the table: an implementation of an operation, whether it is selected, and the
-    reason."""
-
-    operation: str
-    implementation: str
-    on: bool
-    reason: str
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> Kernels:
@@ -180,19 +168,6 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     ]
 
 
-def _pair(
-    operation: str, names: tuple[str, str], first: bool, reasons: tuple[str, str]
-) -> list[KernelRow]:
-    """Two implementations, one of them selected (`first`: the first). `reasons`: why the selected
-    one is, and why the other is not."""
-    chosen = 0 if first else 1
-    why, why_not = reasons
-    return [
-        KernelRow(operation, names[chosen], True, why),
-        KernelRow(operation, names[1 - chosen], False, why_not),
-    ]
-
-
 def _off(operation: str, name: str, why_not: str | None) -> list[KernelRow]:
     """The row of an optional library that is not used; `why_not` None: it is available and not
     requested."""
@@ -220,7 +195,7 @@ def _linear_rows(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> 
             f"no native {name} support",
         )
     )
-    return _pair("linear", (f"{name} GEMM", "fp32 GEMM, rounded once"), native, reasons) + rows
+    return pair("linear", (f"{name} GEMM", "fp32 GEMM, rounded once"), native, reasons) + rows
 
 
 def _accumulation_rows(
@@ -230,9 +205,9 @@ def _accumulation_rows(
     main = getattr(torch, config.precision.grad_dtype)
     names = ("accumulated in backward", "autograd, then added")
     if not kernels.accumulation:
-        return _pair(operation, names, False, ("--no-gradient-accumulation-fusion", "disabled"))
+        return pair(operation, names, False, ("--no-gradient-accumulation-fusion", "disabled"))
     why_not = apex.gradient_unavailable_reason(device, dtype, main)
-    rows = _pair(operation, names, True, ("no temporary copy", "rounds to the parameter dtype"))
+    rows = pair(operation, names, True, ("no temporary copy", "rounds to the parameter dtype"))
     if why_not is None and kernels.transformer_engine is None:
         return [
             KernelRow(operation, "apex", True, "fused into the GEMM"),
@@ -240,56 +215,16 @@ def _accumulation_rows(
         ]
     if main == torch.float32 and gemm_adds_in_fp32(device, dtype):
         reasons = ("added in fp32 by the GEMM", rows[1].reason)
-        rows = _pair(operation, names, True, reasons)
+        rows = pair(operation, names, True, reasons)
     return rows + _off(operation, "apex", why_not)
 
 
 def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
     """The rows of --fp8-format on `device`, none without it. Raises ValueError if the device has no
     FP8 support."""
-    operation = "linear in transformer layers"
-    kind = config.precision.fp8
-    if kind is None:
+    if config.precision.fp8 is None:
         return []
-    if device.type != "cpu" and not has_fp8(device):
-        raise ValueError(
-            f"--fp8-format {kind}: this device has no FP8 support (needs compute capability "
-            "8.9 or newer); omit it [fp8-not-supported]"
-        )
-    if config.kernels.transformer_impl == "transformer_engine":
-        return _pair(
-            operation,
-            (f"Transformer Engine FP8 GEMM ({kind})", f"FP8 GEMM ({kind})"),
-            True,
-            (
-                f"--fp8-recipe {config.precision.fp8_recipe}",
-                "--transformer-impl transformer_engine",
-            ),
-        )
-    native = device.type != "cpu"
-    return _pair(
-        operation,
-        (f"FP8 GEMM ({kind})", f"FP8 casts ({kind}), fp32 GEMM"),
-        native,
-        (
-            _fp8_speed(device, config)
-            if native
-            else f"EMULATED: a {device.type} has no FP8 GEMM; same casts and scales, but "
-            "slower than without --fp8-format",
-            "not needed" if native else f"no FP8 support on this {device.type}",
-        ),
-    )
-
-
-def _fp8_speed(device: torch.device, config: Config) -> str:
-    """What own FP8 on a device with FP8 GEMMs gains: eager, its casts are kernels of their own."""
-    support = f"native FP8 support on this {device.type}"
-    if config.training.torch_compile:
-        return support
-    return (
-        f"{support}, but SLOWER than without --fp8-format: add --torch-compile and --fp8-recipe "
-        "tensorwise, or use --transformer-impl transformer_engine"
-    )
+    return optional.load("megatron.kernels.fp8_selection").rows(device, config)
 
 
 def _attention_rows(
@@ -306,7 +241,7 @@ def _attention_rows(
     for operation, p in uses.items():
         if config.parallel.context_parallel_size > 1:
             on = flash(device.type, dtype, config.model.head_dim, p, documents)
-            rows += _pair(
+            rows += pair(
                 operation,
                 ("ring attention with torch's flash kernel", "ring attention, chunked"),
                 on,
@@ -402,7 +337,7 @@ def _elementwise_rows(
         if config.precision.fp16_lm_cross_entropy
         else native.unavailable_reason(device, dtype)
     )
-    rows += _pair(
+    rows += pair(
         "cross entropy",
         (NATIVE, ROW_BLOCKED),
         why_not is None,
@@ -459,7 +394,7 @@ def _row_rivals(
         ]
     rows = [KernelRow(operation, NATIVE, False, why_not)]
     return (
-        _pair(
+        pair(
             operation,
             (ROW_BLOCKED, "torch"),
             on_cpu,

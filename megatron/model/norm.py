@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import apex, functional
+from megatron.kernels import functional
+from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.sharding import ParameterFactory
 

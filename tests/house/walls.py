@@ -43,8 +43,8 @@ FLOOR = {
 # Each optional library has one file (relative to megatron/) that may import it.
 OPTIONAL = {
     "transformer_engine": "kernels/transformer_engine.py",
-    "apex": "kernels/apex.py",
-    "fused_weight_gradient_mlp_cuda": "kernels/apex.py",
+    "apex": "kernels/cuda/apex.py",
+    "fused_weight_gradient_mlp_cuda": "kernels/cuda/apex.py",
     "flash_attn": "kernels/flash_attention.py",
     "triton": "kernels/cuda/triton_kernels.py",
     "regex": "data/tokenizers/gpt2_bpe.py",

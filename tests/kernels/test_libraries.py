@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.kernels import apex, cu_seqlens, flash_attention, functional, transformer_engine
+from megatron.kernels import cu_seqlens, flash_attention, functional, transformer_engine
 from megatron.kernels import libraries as load_problems
+from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -228,7 +229,7 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
         ),
         (
             lambda: apex.gradient_unavailable_reason(CUDA, torch.float32, torch.float32),
-            "weights of 16 bits",
+            "bf16 or fp16 weights",
         ),
     ],
 )

@@ -6,13 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels import (
-    apex,
-    flash_attention,
-    functional,
-    grouped_linear,
-    transformer_engine,
-)
+from megatron.kernels import flash_attention, functional, grouped_linear, transformer_engine
+from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from tests.kernels.attention_formula import cut
 from tests.model.tiny import MODELS, tiny_model, tokens

@@ -5,7 +5,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import functional, linear, select
+from megatron.kernels import fp8_selection, functional, linear, select
 from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.logging import preamble
@@ -122,7 +122,7 @@ def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
     assert table(fp8="e4m3")[operation].implementation == "FP8 casts (e4m3), fp32 GEMM"
     assert "hybrid" in preamble.kernels_text(select.fp8_rows(CPU, config))
     assert not preamble.kernels_text([table()["linear"]])
-    monkeypatch.setattr(select, "has_fp8", lambda device: capable)
+    monkeypatch.setattr(fp8_selection, "has_fp8", lambda device: capable)
     if capable:
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
         assert "SLOWER" in row.reason and "--torch-compile" in row.reason

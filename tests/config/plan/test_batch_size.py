@@ -251,7 +251,7 @@ FULL = {"global_batch_size": 64}
         ({**FULL, RAMP: [65, 8, 300]}, "batch-ramp-starts-too-high", "--global-batch-size 64"),
         ({**FULL, RAMP: [16, 0, 300]}, "value-out-of-range", "INCREMENT"),
         ({**FULL, RAMP: [16, 8, -1]}, "value-out-of-range", "SAMPLES"),
-        ({**FULL, RAMP: [16, 8, 0]}, "value-out-of-range", "0 samples"),
+        ({**FULL, RAMP: [16, 8, 0]}, "value-out-of-range", "SAMPLES"),
         (
             {"micro_batch_size": 4, "global_batch_size": 3, "decrease_batch_size_if_needed": True},
             "batch-smaller-than-micro-batches",
