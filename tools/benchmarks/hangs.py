@@ -16,7 +16,6 @@ Without --all, --cells of them are drawn with --seed, at least one of each place
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 import shutil
@@ -31,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.shared import ranks
+from tools.shared import namespaces, ranks
 
 HUNG = 4
 REPORT_WITHIN = 15.0  # seconds after the limit
@@ -224,7 +223,7 @@ def drawn(cells: Sequence[Cell], count: int, seed: int) -> list[Cell]:
     """So many cells, at least one of each place with each kind as far as that goes."""
     generator = random.Random(seed)
     shuffled = generator.sample(list(cells), len(cells))
-    if not network_can_be_cut():
+    if not namespaces.available():
         shuffled = [cell for cell in shuffled if cell.kind != "network"]
     pairs: set[tuple[str, str]] = set()
     first = []
@@ -235,47 +234,6 @@ def drawn(cells: Sequence[Cell], count: int, seed: int) -> list[Cell]:
     rest = [cell for cell in shuffled if cell not in first]
     chosen = [*first, *rest][:count]
     return sorted(chosen, key=lambda cell: (list(PLACES).index(cell.place), KINDS.index(cell.kind)))
-
-
-def network_can_be_cut() -> bool:
-    """Are there network namespaces for this user?"""
-    return os.geteuid() == 0 and all(shutil.which(name) for name in ("unshare", "ip", "nsenter"))
-
-
-class Network:
-    """Two namespaces with a link between them: all ranks but the culprit are in the first."""
-
-    def __init__(self) -> None:
-        self.pids = [subprocess.Popen(["unshare", "--net", "sleep", "1000"]).pid for _ in range(2)]
-        while any(
-            os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
-            for pid in self.pids
-        ):
-            time.sleep(0.01)
-        first, second = map(str, self.pids)
-        ip = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "eth0"]
-        _call(*ip, "netns", second)
-        for number, pid in enumerate((first, second), 1):
-            for words in (
-                ["ip", "addr", "add", f"10.99.0.{number}/24", "dev", "eth0"],
-                ["ip", "link", "set", "eth0", "up"],
-                ["ip", "link", "set", "lo", "up"],
-            ):
-                _call("nsenter", "--net", "-t", pid, *words)
-
-    def enter(self, number: int) -> list[str]:
-        """The words before a command that runs in the namespace."""
-        return ["nsenter", "--net", "-t", str(self.pids[number])]
-
-    def close(self) -> None:
-        """Both end."""
-        for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _call(*words: str) -> None:
-    subprocess.run(words, check=True)
 
 
 def flags(cell: Cell) -> list[str]:
@@ -301,7 +259,9 @@ def flags(cell: Cell) -> list[str]:
     ]
 
 
-def start(cell: Cell, folder: Path, network: Network | None) -> list[subprocess.Popen[bytes]]:
+def start(
+    cell: Cell, folder: Path, network: namespaces.Network | None
+) -> list[subprocess.Popen[bytes]]:
     """The processes that a launcher starts; their stderr is `folder`/err."""
     names = "module, name, at, axis, kind, culprit"
     values = (*PLACES[cell.place][:4], cell.kind, cell.culprit)
@@ -323,7 +283,7 @@ def run(cell: Cell, keep: Path | None) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="hangs-") as name:
         folder = Path(name)
         shared = ranks.shared_files()
-        network = Network() if cell.kind == "network" else None
+        network = namespaces.Network() if cell.kind == "network" else None
         processes = start(cell, folder, network)
         try:
             outcome = watch(cell, folder, processes)

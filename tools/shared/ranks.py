@@ -167,7 +167,7 @@ def shared_files() -> set[str]:
     return {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_", "sem."))}
 
 
-def checkpoint(folder: Path, iteration: int) -> dict[str, bytes]:
-    """The files of a checkpoint in `folder`/saved that hold weights and optimizer states."""
-    last = folder / "saved" / f"iter_{iteration:07d}"
+def checkpoint(folder: Path, iteration: int, name: str = "saved") -> dict[str, bytes]:
+    """The files of a checkpoint in `folder`/`name` that hold weights and optimizer states."""
+    last = folder / name / f"iter_{iteration:07d}"
     return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}

@@ -61,4 +61,4 @@ def test_a_ledger_that_lacks_something(tmp_path: Path, events, problems):
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / tool.NAME).write_text("".join(json.dumps(one) + "\n" for one in events))
     case = tool.Case(1, "dp 2", "loop", (tool.Fault("exception", 0, "step", 1),))
-    assert len(tool.check_ledger(case, tmp_path, 2)) == problems
+    assert len(tool.check_ledger(case, tmp_path / "saved" / tool.NAME, 2)) == problems
