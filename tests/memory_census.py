@@ -101,6 +101,7 @@ def take_device_branches() -> None:
     process from now on."""
     from megatron.kernels import block_attention, cross_entropy, dropout, linear
     from megatron.kernels.cpu import blocking, native
+    from megatron.kernels.cuda import availability
     from megatron.optimizer import clip_grads
     from megatron.parallel import collectives, layers
 
@@ -112,14 +113,42 @@ def take_device_branches() -> None:
         dropout.DropoutBits.__init__,
         linear._by_onednn,
         clip_grads.sum_of_squares,
-        layers._Embedding.backward,
+        layers.add_rows_,
+        availability.fused_ops,
     ):
         _without_cpu(function)
+    _fuse()
     native.LEVELS.clear()  # no C++
     native.load_built.cache_clear()
     F.rms_norm = rms_norm
     # what has arrived early would be freed early: memory would depend on the network
     collectives.Pending.arrived = False
+
+
+def _fuse() -> None:
+    """SwiGLU, rotary positions and dropout are one operation each, as by Triton on a GPU."""
+    from megatron.kernels import dropout, rotary
+    from megatron.kernels.cuda import availability, fused_ops
+
+    def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.unbind(-2)
+        return F.silu(gate) * up
+
+    def swiglu_backward(gate_up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.unbind(-2)
+        slope = torch.ops.aten.silu_backward(grad * up, gate)
+        return torch.stack((slope, grad * F.silu(gate)), -2)
+
+    for name, function in (
+        ("swiglu", swiglu),
+        ("swiglu_backward", swiglu_backward),
+        ("rotate", rotary._rotate),
+        ("drop", dropout._drop),
+    ):
+        fused_ops.LIBRARY.impl(name, function, "CPU")
+    availability.unavailable_reason = lambda device, dtype: (
+        None if dtype in availability.DTYPES else "not for this dtype"
+    )
 
 
 def _without_cpu(function: FunctionType) -> None:
