@@ -179,10 +179,12 @@ class Sizes:
         return min(rows, self.tokens) * self.vocab * self.loss
 
     def embedding_backward(self) -> int:
-        """The gradients of the embedding's results and of its whole matrix, before it is added."""
-        if self.on_cpu:
-            return self.tokens * self.hidden * self.wide
-        return (self.vocab + self.tokens) * self.hidden * self.wide
+        """The gradients of the embedding's results and, where they are not summed in fp32 by row,
+        of its whole matrix, before it is added."""
+        rows = self.tokens * (self.wide + (self.item if self.item < self.wide else 0))
+        if self.config.precision.grad_dtype in ("bfloat16", "float16"):
+            rows += self.vocab * self.wide
+        return rows * self.hidden
 
 
 class Activations(NamedTuple):
