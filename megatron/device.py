@@ -239,6 +239,12 @@ def stream_clock(
     return mark, seconds
 
 
+def pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a device's tensor in the CPU's pinned memory, which torch keeps for the next one of
+    that size."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
 def start_capture(device: torch.device) -> None:
     """Open the range of an outside profiler (nsys -c cudaProfilerApi); nothing on other devices."""
     if device.type == "cuda":

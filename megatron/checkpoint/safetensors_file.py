@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron import device as devices
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, check_plain, explained
 from megatron.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 
@@ -92,12 +93,16 @@ class Written:
     sums: dict[str, tuple[str, ...]]
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared, not copied."""
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor as uint8 [bytes], shared, not copied."""
     assert tensor.is_contiguous()
     # not reshape(-1), which keeps the stride of a dim of size 1
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared, not copied."""
+    return memoryview(flat_bytes(tensor).numpy())
 
 
 def section_bytes(block_bytes: int) -> int:
@@ -141,12 +146,29 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -
 
 def host_copy(entry: Entry) -> torch.Tensor:
     """The entry's tensor on the CPU, row-major; itself where it is both already."""
+    return row_major(entry).to("cpu")
+
+
+def row_major(entry: Entry) -> torch.Tensor:
+    """The entry's tensor on its device, row-major; itself where it is so already."""
     tensor = entry.data if isinstance(entry.data, torch.Tensor) else entry.data()
     assert tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape, (
         f"{entry.key}: declared {entry.dtype} {entry.shape}, got {tensor.dtype} "
         f"{tuple(tensor.shape)}"
     )
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _sections(entry: Entry, length: int) -> Iterator[memoryview]:
+    """The bytes of the entry's tensor, at most `length` at a time. On a CPU they are shared; of a
+    device each section is copied through pinned memory, which bounds what is held of it."""
+    tensor = row_major(entry)
+    if tensor.device.type == "cpu":
+        view = bytes_of(tensor)
+        yield from (view[low : low + length] for low in range(0, len(view), length))
+    elif entry.bytes:
+        for section in flat_bytes(tensor).split(length):
+            yield bytes_of(devices.pinned_copy(section))
 
 
 def write_file(
@@ -157,8 +179,8 @@ def write_file(
     block_bytes: int = BLOCK_BYTES,
     disk: Disk = DISK,
 ) -> Written:
-    """Write a new file of `entries` and fsync it; tensors are not copied (CUDA and strided ones:
-    one at a time).
+    """Write a new file of `entries` and fsync it; tensors are not copied (strided ones: one at a
+    time; those of a device: by sections).
 
     `metadata` is the header's free text, by default {"format": "pt"} as torch users write it.
     Raises CheckpointError if the disk fails; the caller then removes the unfinished file with its
@@ -197,19 +219,17 @@ def _write_data(
     with ThreadPoolExecutor(thread_count()) as pool:
         try:
             for entry in entries:
-                view = bytes_of(host_copy(entry))
                 sums[entry.key] = []
-                for low in range(0, len(view), length):
-                    section = view[low : low + length]
-                    future = pool.submit(sum_and_write, section, offset + low)
+                for section in _sections(entry, length):
+                    future = pool.submit(sum_and_write, section, offset)
                     sums[entry.key].append(future)
                     waiting.append((future, len(section)))
                     under_way += len(section)
-                offset += len(view)
-                while under_way > _IN_FLIGHT_BYTES:
-                    oldest, done = waiting.popleft()
-                    oldest.result()
-                    under_way -= done
+                    offset += len(section)
+                    while under_way > _IN_FLIGHT_BYTES:
+                        oldest, done = waiting.popleft()
+                        oldest.result()
+                        under_way -= done
             return {
                 key: tuple(one for future in futures for one in future.result())
                 for key, futures in sums.items()

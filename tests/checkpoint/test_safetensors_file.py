@@ -144,6 +144,36 @@ def test_large_tensors_go_by_sections_and_sums_are_those_of_blocks(tmp_path, mon
         assert torch.equal(part, tensors["0"][3 * BLOCK_BYTES :])
 
 
+class OnDevice(torch.Tensor):
+    """A tensor in the memory of a device, as far as writing it goes."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_tensors_of_a_device_are_copied_by_sections(tmp_path, monkeypatch):
+    copied = []
+
+    def pinned_copy(section: torch.Tensor) -> torch.Tensor:
+        assert isinstance(section, OnDevice)
+        copied.append(section.numel())
+        return section.as_subclass(torch.Tensor).clone()
+
+    monkeypatch.setattr(st.devices, "pinned_copy", pinned_copy)
+    monkeypatch.setattr(st, "SECTION_BYTES", 2 * BLOCK_BYTES)
+    tensors = {
+        "large": random_tensor(torch.float32, (5, BLOCK_BYTES // 4 + 1), 1),
+        "strided": random_tensor(torch.bfloat16, (6, 8), 2).t(),
+        "one": random_tensor(torch.int64, (1, 4), 3)[:, :1],
+        "empty": random_tensor(torch.float32, (0,)),
+    }
+    entries = [entry(key, tensor.as_subclass(OnDevice)) for key, tensor in tensors.items()]
+    there = write_file(tmp_path / "device", entries)
+    here = write_file(tmp_path / "cpu", [entry(key, one) for key, one in tensors.items()])
+    assert there == here
+    assert (tmp_path / "device").read_bytes() == (tmp_path / "cpu").read_bytes()
+    assert sorted(copied) == [8, 96, BLOCK_BYTES + 20, 2 * BLOCK_BYTES, 2 * BLOCK_BYTES]
+
+
 def sample(tmp_path):
     """A file of three tensors, its path and bytes and what was written."""
     tensors = {
