@@ -148,7 +148,7 @@ LAST = {
 # Ours alone: what it is about, and why it is said.
 OWN = {
     # what the flag was read as
-    "skip ranges": r"skipping \d+ iterations: --train-range-to-skip [\d ]+",
+    "skip ranges": r"skipping \d+ iterations?: --train-range-to-skip [\d ]+",
     # more than a twentieth is a lot
     "skip share": r"WARNING: --train-range-to-skip skips .*",
     "skip list": r"iterations to skip: .+",
