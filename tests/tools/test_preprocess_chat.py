@@ -154,9 +154,7 @@ def test_a_tokenizer_without_template_and_markers_that_are_text(tmp_path, capsys
     assert exit_code(PREPROCESS.main, *words) == 1
     assert "--chat-template is missing" in capsys.readouterr().err
     assert run(tmp_path, [GOOD], "--chat-template", "chatml") == 0
-    assert (
-        "<|im_start|>, <|im_end|> of the template chatml" in capsys.readouterr().err
-    )
+    assert "<|im_start|>, <|im_end|> of the template chatml" in capsys.readouterr().err
     assert texts(tmp_path / "x_chat_document") == [
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»\n"
     ]
