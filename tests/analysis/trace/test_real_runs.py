@@ -15,6 +15,7 @@ EXPERTS = (
     "ep2 tp2 sp dp2, all-to-all, experts",
     "ep2 tp2 dp2, all-gather, experts",
 )
+RING = "cp2, distributed optimizer, untied, masked documents"
 PACKED = {
     "cp2 dp2, packed samples": Case(LLAMA, 4, (CP, "2")),
     "tp2 sp pp2, packed samples": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
@@ -36,10 +37,12 @@ class Gloo(str):
 
 
 def cases() -> list:
-    """All layouts of the parity table; in CI every third of them, of those with experts two."""
+    """All layouts of the parity table; in CI every sixth, of those with ring attention, whose many
+    operations take ten seconds and more, one, and two with experts."""
     found = []
     for i, (name, case) in enumerate(LAYOUTS.items()):
-        often = name in EXPERTS if "--num-experts" in case.model else i % 3 == 0
+        often = i % 6 == 0 and "cp" not in name and "--num-experts" not in case.model
+        often = often or name in (*EXPERTS, RING)
         mark = pytest.mark.campaign if often else pytest.mark.sweep
         found.append(pytest.param(case, id=name, marks=[] if name in QUICK else [mark]))
     return found
