@@ -360,7 +360,7 @@ def run(case: Case, folder: Path, expected: Mapping[str, bytes]) -> tuple[list[s
     ledger = next(folder.glob(f"staged/**/{NAME}")) if stored else folder / "saved" / NAME
     found += check_ledger(case, ledger, starts)
     found += check_flips(case, folder)
-    if left := sorted(ranks.shared_files() - shared):
+    if left := ranks.left_behind(shared):
         found.append(f"left in /dev/shm: {' '.join(left)}")
     return found, starts, seconds
 

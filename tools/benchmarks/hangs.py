@@ -291,7 +291,7 @@ def run(cell: Cell, keep: Path | None) -> Outcome:
             ranks.end(folder, processes)
             if network:
                 network.close()
-        files = sorted(ranks.shared_files() - shared)
+        files = ranks.left_behind(shared)
         outcome.left = " ".join(filter(None, [outcome.left, *files]))
         if keep and outcome.problems(cell):
             keep.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,8 +164,25 @@ def end(folder: Path, processes: Sequence[subprocess.Popen]) -> None:
 
 
 def shared_files() -> set[str]:
-    """Files of /dev/shm that can be of ranks; other programs make files there, too."""
-    return {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_", "sem."))}
+    """Files of /dev/shm that can be of ranks and that no living process has mapped. Other programs
+    make and map such files at the same time, too."""
+    found = {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_", "sem."))}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text()
+        except OSError:
+            continue
+        found -= {one for one in found if f"/dev/shm/{one}" in maps}
+    return found
+
+
+def left_behind(before: set[str], seconds: float = 10) -> list[str]:
+    """Files of `shared_files` that came since `before` and that nobody removes: Python's resource
+    tracker removes those of a killed process a moment after its end."""
+    until = time.monotonic() + seconds
+    while (left := shared_files() - before) and time.monotonic() < until:
+        time.sleep(0.2)
+    return sorted(left)
 
 
 def checkpoint(folder: Path, iteration: int, name: str = "saved") -> dict[str, bytes]:

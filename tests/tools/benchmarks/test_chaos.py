@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import uuid
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,23 @@ def test_the_same_seed_draws_the_same_faults():
         for case in cases
         if any(one.kind == "launcher killed" for one in case.faults)
     )
+
+
+def test_files_left_in_shared_memory_are_those_that_no_living_process_has_mapped():
+    """Other programs use /dev/shm during a campaign."""
+    ranks = load_tool(TOOL).ranks
+    before = ranks.shared_files()
+    mapped = SharedMemory(f"psm_{uuid.uuid4().hex}", create=True, size=64)
+    left = Path("/dev/shm", f"psm_{uuid.uuid4().hex}")
+    left.write_bytes(b"x")
+    try:
+        found = ranks.left_behind(before, seconds=0)
+    finally:
+        left.unlink()
+        mapped.close()
+        mapped.unlink()
+    assert left.name in found
+    assert mapped.name not in found
 
 
 @pytest.mark.parametrize(
