@@ -164,9 +164,10 @@ def end(folder: Path, processes: Sequence[subprocess.Popen]) -> None:
 
 
 def shared_files() -> set[str]:
-    """Files of /dev/shm that can be of ranks and that no living process has mapped. Other programs
-    make and map such files at the same time, too."""
-    found = {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_", "sem."))}
+    """Shared memory in /dev/shm that can be of ranks and that no living process has mapped. Other
+    programs make and map such files at the same time, too. Semaphores are not counted: Python
+    removes their names as soon as they are made, and a SIGKILL in between leaves 32 bytes."""
+    found = {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_"))}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             maps = (process / "maps").read_text()
