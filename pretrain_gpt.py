@@ -8,6 +8,7 @@ if __name__ == "__main__":
     interrupt.check_output()
 
 import contextlib
+import gc
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ from megatron.training.launch.signals import SignalWatch, leave_with
 
 STARTED = time.time()
 USAGE_AT_START = threads.usage()
+if __name__ == "__main__":
+    gc.disable()  # until the loop starts: it would look through torch's objects again and again
 
 
 def forward_step(batch, model):
@@ -136,16 +139,16 @@ def started_async_writer(line):
 
 def opened_eval_tasks(line):
     """--eval-tasks, read and checked; None without it. Raises ValueError where that fails."""
-    if not line.config.training.eval_tasks:
-        return None
-    try:
-        module = optional.load("megatron.analysis.eval_tasks")
-    except ImportError as error:
-        raise ValueError(
-            f"--eval-tasks needs the package lm-eval ({error}): pip install lm-eval, or omit the "
-            "flag [package-missing]"
-        ) from None
-    return module.EvalTasks(line.config.training.eval_tasks)
+    files = line.config.training.eval_tasks
+    return optional.load("megatron.analysis.open_eval_tasks").opened(files) if files else None
+
+
+def extra_hooks(run, tokenizer, lines, eval_tasks):
+    """What some runs do beside training: --eval-tasks, and the ledger's shares on TensorBoard."""
+    hooks = [eval_tasks.hook(run, tokenizer, lines)] if eval_tasks else []
+    if run.config.checkpoint.save and run.config.logging.has_boards:
+        hooks.append(optional.load("megatron.analysis.goodput_points").GoodputPoints(run, lines))
+    return hooks
 
 
 def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=None) -> None:
@@ -207,10 +210,12 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
     if short:
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
-    hooks = [eval_tasks.hook(run, tokenizer, lines)] if eval_tasks else []
-    if config.checkpoint.save and config.logging.has_boards:
-        hooks.append(optional.load("megatron.analysis.goodput_points").GoodputPoints(run, lines))
-    loop.pretrain(run, data, forward_step, lines, STARTED, hooks)
+    if signals:  # the program: what was imported and built stays until its end
+        gc.freeze()
+        gc.enable()
+    loop.pretrain(
+        run, data, forward_step, lines, STARTED, extra_hooks(run, tokenizer, lines, eval_tasks)
+    )
     initialize.finish(rendezvous)
 
 

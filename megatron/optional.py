@@ -78,7 +78,7 @@ MODULES = {
     "megatron.training.verify_step": "--verify-step-interval",
     "megatron.training.weight_check": "--check-weight-hash-across-dp-replicas-interval",
     "megatron.analysis.trace.dry_run": "--trace",
-    "megatron.analysis.eval_tasks": "--eval-tasks",
+    "megatron.analysis.open_eval_tasks": "--eval-tasks",
     "megatron.analysis.goodput_points": "--save with --tensorboard-dir or --wandb-project",
     "megatron.parallel.cross_entropy": "--tensor-model-parallel-size above 1",
     "megatron.parallel.repeated_sums": "--verify-step-interval",

@@ -31,6 +31,7 @@ SECTION_BYTES = 16 << 20
 MAX_DIMS = 64
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _IN_FLIGHT_BYTES = 64 << 20
+_SHORT_BYTES = 1 << 18  # written before another thread would have begun
 _DAMAGED = "the file is damaged: use another checkpoint"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -204,7 +205,7 @@ def _write_data(
     descriptor: int, path: Path, entries: Sequence[Entry], offset: int, block_bytes: int, disk: Disk
 ) -> dict[str, tuple[str, ...]]:
     """Sum and write the tensors by sections on a few threads, with a bounded number of bytes under
-    way."""
+    way; short sections on the caller's thread."""
     sums: dict[str, list[Future[tuple[str, ...]]]] = {}
     waiting: deque[tuple[Future[tuple[str, ...]], int]] = deque()
     under_way = 0
@@ -221,7 +222,11 @@ def _write_data(
             for entry in entries:
                 sums[entry.key] = []
                 for section in _sections(entry, length):
-                    future = pool.submit(sum_and_write, section, offset)
+                    if len(section) < _SHORT_BYTES:
+                        future = Future()
+                        future.set_result(sum_and_write(section, offset))
+                    else:
+                        future = pool.submit(sum_and_write, section, offset)
                     sums[entry.key].append(future)
                     waiting.append((future, len(section)))
                     under_way += len(section)

@@ -149,22 +149,23 @@ def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterat
         raise
 
 
-def together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> None:
+def together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> list[Any]:
     """Run the action if it is this rank's, and wait for all ranks; if any failed, raise its
-    CheckpointError on all."""
-    failure: CheckpointError | None = None
+    CheckpointError on all. Returns the result of every rank."""
+    failure = result = None
     try:
         if mine:
             with explained("save in", root):
-                action()
+                result = action()
     except CheckpointError as error:
         failure = error
-    failures = gather((str(failure), failure.errno) if failure else None)
+    answers = gather(((str(failure), failure.errno) if failure else None, result))
     if failure:
         raise failure
-    for rank, other in enumerate(failures):
+    for rank, (other, _) in enumerate(answers):
         if other:
             raise CheckpointError(f"rank {rank}: {other[0]}", other[1])
+    return [result for _, result in answers]
 
 
 def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:

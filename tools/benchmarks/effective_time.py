@@ -168,6 +168,8 @@ def flags_of(saves: str, args: argparse.Namespace, folder: Path) -> tuple[str, .
     if saves == "local":
         found += ["--non-persistent-ckpt-type", "local", "--replication", "--replication-jump", "1"]
         found += ["--non-persistent-local-ckpt-dir", str(folder)]
+    if args.async_save:
+        found.append("--async-save")
     return tuple(found)
 
 
@@ -197,6 +199,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--snapshot-interval", type=int, default=8, help="of local copies too (default: 8)"
     )
+    parser.add_argument("--async-save", action="store_true", help="of all that is saved")
     parser.add_argument("--details", action="store_true", help="print where the time went as well")
     return parser.parse_args(argv)
 

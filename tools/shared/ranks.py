@@ -31,7 +31,8 @@ NAMES = {
 }
 # What a rank runs: its number is `rank`.
 HEAD = f"""
-import os, runpy, sys
+import gc, os, runpy, sys
+gc.disable()  # as the script does before its imports
 sys.path.insert(0, {str(ROOT)!r})
 from megatron import launcher
 rank = launcher.info().rank

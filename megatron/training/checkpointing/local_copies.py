@@ -76,31 +76,21 @@ class LocalCopies:
     def _gather(self, value: Any) -> list[Any]:
         return gather_objects(value, self._run.runtime.ctx.world)
 
-    def _together(self, action: Callable[[], Any], mine: bool = True) -> None:
-        store.together(self._gather, self._directory, action, mine)
-
-    def _from_rank_0(self, make: Callable[[], Any]) -> Any:
-        """The result of rank 0 on all ranks; its CheckpointError is raised on all."""
-        answer = failure = None
-        try:
-            answer = make() if self._rank == 0 else None
-        except CheckpointError as error:
-            failure = str(error), error.errno
-        answer, failure = self._gather((answer, failure))[0]
-        if failure:
-            raise CheckpointError(*failure)
-        return answer
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
+        return store.together(self._gather, self._directory, action)
 
     def start_line(self) -> None:
         """Training continues from the current iteration: copies of later iterations are no longer
         used."""
         root = Path(self._run.config.checkpoint.save)
 
-        def add() -> local_copies.Line:
+        def add() -> local_copies.Line | None:
+            if self._rank != 0:
+                return None
             self._run.services.fence()
             return local_copies.add_line(root, self._run.progress.iteration)
 
-        self._line = self._from_rank_0(add)
+        self._line = self._together(add)[0]
         self._folder = self._directory / self._line.run
 
     def slices(self) -> list[TensorSlice]:
@@ -112,18 +102,20 @@ class LocalCopies:
         run = self._run
         iteration = run.progress.iteration
         state = state_of(run)
-        args = to_args_text(run.config, leave_out=("local_rank",))
-        save, dumped, args = self._from_rank_0(lambda: (secrets.token_hex(8), state.dump(), args))
-        state = RunState.parse(dumped, "the run")
-        copy = Copy(self._line.line, save, iteration, self._rank, layout_of(run))
         roots = [part_root(self._folder, one, self._rank) for one in self._partners]
         folders: dict[int, Path] = {}
 
-        def begin() -> None:
+        def begin() -> tuple[str, str, str] | None:
             for rank, root in zip(self._partners, roots, strict=True):
                 folders[rank] = store.begin(root, iteration)
+            if self._rank != 0:
+                return None
+            args = to_args_text(run.config, leave_out=("local_rank",))
+            return secrets.token_hex(8), state.dump(), args
 
-        self._together(begin)
+        save, dumped, args = self._together(begin)[0]
+        state = RunState.parse(dumped, "the run")
+        copy = Copy(self._line.line, save, iteration, self._rank, layout_of(run))
         message = (
             f" local copies of iteration {iteration} saved to {self._directory}"
             if run.config.logging.is_short
@@ -157,7 +149,6 @@ class LocalCopies:
         try:
             self._together(write)
             self._together(lambda: self._mirror(folders))
-            self._together(self._run.services.fence, self._rank == 0)
         except CheckpointError:
             for folder in folders.values():
                 store.discard(folder, DISK)
@@ -178,6 +169,8 @@ class LocalCopies:
                 Route(own, to, self._group), Route(folders[source], source, self._group)
             )
             DISK.fsync_directory(folders[source])
+        if self._rank == 0:
+            self._run.services.fence()
 
     def _publish(self, folders: Sequence[Path], iteration: int) -> None:
         for folder in folders:
