@@ -104,6 +104,8 @@ def train_and_save_on_a_rank(rank, world, flags, tp, pp, folder, metadata):
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    if world == 1:  # a rank alone is in no group yet
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = built(flags, tp, pp).train()
     model.config.finalize_model_grads_func = finalize_model_grads
     model = DistributedDataParallel(
