@@ -23,6 +23,7 @@ INTERRUPTED = 130  # exit code of Ctrl-C, which is no failure
 KINDS = {
     "productive": "training steps that were kept",
     "recomputed": "training steps that were lost and repeated",
+    "stalled": "iterations of more than 3 times the usual time, without the usual time",
     "evaluation": "validation",
     "save": "training stopped for a checkpoint",
     "start-up": "from the start of a process to its first iteration",
@@ -181,6 +182,9 @@ def _of_attempt(
             _add(found, "other", begin)
             _add(found, "productive", begin + event["seconds"] * min(1.0, max(0.0, share)))
             _add(found, "recomputed", event["time"])
+        elif kind == "stall":  # the usual time is in the steps that follow
+            _add(found, "other", event["time"] - event["seconds"])
+            _add(found, "stalled", event["time"] - event["usual"])
         elif kind in ("save", "evaluation"):
             _add(found, "other", event["time"] - event["seconds"])
             _add(found, kind, event["time"])

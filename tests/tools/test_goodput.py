@@ -8,11 +8,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.analysis import goodput_points
 from megatron.analysis.goodput import KINDS, Goodput, account, read_goodput
+from megatron.training.logging.run_events import RunEvents
 from megatron.training.logging.run_events_file import (
     NAME,
     UNKNOWN,
@@ -58,6 +60,50 @@ SECOND = [
     event("evaluation", 40.0, iteration=12, seconds=1.0),
     event("end", 40.0, iteration=12),
 ]
+
+
+def test_a_stall_is_not_productive():
+    """The second of three iterations takes 5 s instead of 1."""
+    events = [
+        start(0.0, 1.0, 0),
+        event("steps", 2.0, first=1, last=1, seconds=1.0),
+        event("stall", 7.0, iteration=2, seconds=5.0, usual=1.0),
+        event("steps", 8.0, first=2, last=3, seconds=2.0),
+        event("end", 8.0, iteration=3),
+    ]
+    run = account("run", attempts_of(events))
+    assert {kind: run.of(kind) for kind in goodput_kinds(run)} == {
+        "productive": 3.0,
+        "stalled": 4.0,
+        "start-up": 1.0,
+    }
+    assert run.iterations == 3
+
+
+def test_a_slow_iteration_is_written_as_a_stall(tmp_path):
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(save=str(tmp_path)),
+        parallel=SimpleNamespace(crash_loop_limit=0),
+    )
+    run = SimpleNamespace(
+        config=config,
+        runtime=SimpleNamespace(rank=0, world_size=1),
+        progress=SimpleNamespace(iteration=0),
+        services=SimpleNamespace(signals=SimpleNamespace()),
+    )
+    events = RunEvents(run, 0.0)
+    events.on_start()
+    seconds = [5.0, *[0.5] * 8, 1.4, 1.6, 0.5]  # the first one warms up; 1.4 is below 3 times 0.5
+    for iteration, one in enumerate(seconds, 1):
+        run.progress.iteration = iteration
+        events.after_step(SimpleNamespace(iteration=iteration, seconds=one))
+    events.on_end()
+    written = read_events(tmp_path / NAME)
+    stalls = [one for one in written if one["event"] == "stall"]
+    assert [(one["iteration"], one["seconds"], one["usual"]) for one in stalls] == [(11, 1.6, 0.5)]
+    steps = [one for one in written if one["event"] == "steps"]
+    assert [one["first"] for one in steps][1:] == [one["last"] + 1 for one in steps][:-1]
+    assert sum(one["seconds"] for one in steps) == pytest.approx(sum(seconds) - 1.1)
 
 
 def test_every_second_is_counted_once():

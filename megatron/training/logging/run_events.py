@@ -1,13 +1,16 @@
 """What happened to a run, for tools/goodput.py: run_events.jsonl in --save, one JSON object per
-start, second of training, evaluation, save, rollback and failure. It also ends a crash loop."""
+start, second of training, stall, evaluation, save, rollback and failure. It also ends a crash
+loop."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron import launcher
@@ -21,6 +24,11 @@ from megatron.training.run import Run
 
 STEPS_EVERY = 1.0  # seconds between two lines about iterations
 LONGEST_REASON = 2000  # characters
+# An iteration is a stall if it takes that many times the median of the latest ones, of which a few
+# are known, and at least one second.
+STALL_FACTOR = 3.0
+STALL_SECONDS = 1.0
+FEWEST_KNOWN = 8
 
 
 class RunEvents(Hook):
@@ -34,6 +42,7 @@ class RunEvents(Hook):
         self._file: OutputFile | None = None
         self._first: int | None = None  # of the iterations that are not written yet
         self._seconds = 0.0
+        self._latest: deque[float] = deque(maxlen=64)  # seconds of iterations
         self._written_at = 0.0
         self._under_way: tuple[str, float] | None = None  # evaluation or save
         self._failure: Failure | None = None  # that was written
@@ -64,8 +73,16 @@ class RunEvents(Hook):
         )
 
     def after_step(self, result: IterationResult) -> None:
+        seconds = result.seconds
+        if seconds >= STALL_SECONDS and len(self._latest) >= FEWEST_KNOWN:
+            usual = median(self._latest)
+            if seconds > STALL_FACTOR * usual:
+                self._write_steps(result.iteration - 1)
+                self._write("stall", iteration=result.iteration, seconds=seconds, usual=usual)
+                seconds = usual
+        self._latest.append(seconds)
         self._first = self._first or result.iteration
-        self._seconds += result.seconds
+        self._seconds += seconds
         if time.time() - self._written_at >= STEPS_EVERY:
             self._write_steps(result.iteration)
 

@@ -16,6 +16,7 @@ TAIL = (
 _NUMBERS = {  # what an event holds besides its time
     "start": ("process_start", "iteration"),
     "steps": ("first", "last", "seconds"),
+    "stall": ("iteration", "seconds", "usual"),
     "save": ("seconds",),
     "evaluation": ("seconds",),
     "rollback": ("iteration",),
@@ -62,6 +63,7 @@ def _is_event(found: Mapping[str, Any]) -> bool:
         all(type(one) in (int, float) and abs(one) <= _LARGEST for one in numbers)
         and all(isinstance(one, str) for one in texts)
         and found.get("seconds", 0) >= 0
+        and (name != "stall" or found["seconds"] >= found["usual"] >= 0)
         and (name != "steps" or found["first"] <= found["last"])
     )
 
