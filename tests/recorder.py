@@ -170,15 +170,18 @@ def watch() -> None:
 
 
 def watch_balanced() -> None:
-    """As `watch`; every expert gets as many tokens, which is what the plan and a trace count
-    with."""
+    """As `watch`; every expert gets as many tokens, or almost: those of both halves, which are on
+    different ranks with expert parallelism, get one more in turn. The plan and a trace count with
+    such numbers."""
     from megatron.model import moe
 
     own = moe.select_experts
 
     def select(logits: torch.Tensor, model: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, experts = own(logits, model, *more)
-        experts.data.view(-1).copy_(torch.arange(experts.numel()) % model.num_experts)
+        in_turn = torch.arange(model.num_experts).view(2, -1).t().flatten()
+        chosen = in_turn[torch.arange(experts.numel()) % model.num_experts]
+        experts.data.view(-1).copy_(chosen)
         return weights, experts
 
     moe.select_experts = select

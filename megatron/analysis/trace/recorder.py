@@ -3,6 +3,7 @@ launches, collectives; refuses what would stall or break a step on a GPU."""
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import Counter
@@ -158,9 +159,13 @@ class StepRecorder(TorchDispatchMode):
     those of gradients, and from where.
     """
 
-    def __init__(self, rank: int, allow_float64: bool = False):
+    def __init__(
+        self, rank: int, allow_float64: bool = False, expert_capacity: float | None = None
+    ):
+        """`expert_capacity`: --moe-expert-capacity-factor."""
         super().__init__()
         self.rank = rank
+        self.expert_capacity = expert_capacity
         self.allow_float64 = allow_float64
         self.in_step = False
         self.live: Counter[str] = Counter()
@@ -331,7 +336,7 @@ class StepRecorder(TorchDispatchMode):
         place = _place()
         where = (Path(place.file).name, place.function)
         if where == SORTS and name == "bincount":
-            self._copies = inputs[0].numel()
+            self._copies = self._within_capacity(inputs[0].numel(), args[2])
             return torch.empty(args[2], dtype=torch.int64, device="meta")
         if where == DOCUMENTS:
             self.operations["host sync"] += 1
@@ -348,6 +353,12 @@ class StepRecorder(TorchDispatchMode):
         if name == "_local_scalar_dense":
             return 0.0 if inputs[0].is_floating_point() else 0
         return torch.zeros(inputs[0].shape, dtype=inputs[0].dtype)
+
+    def _within_capacity(self, copies: int, experts: int) -> int:
+        """How many of `copies`, shared out evenly, the experts compute."""
+        if self.expert_capacity is None:
+            return copies
+        return min(copies, experts * math.ceil(copies / experts * self.expert_capacity))
 
     def _made(self, name: str, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -81,7 +81,11 @@ def trace_rank(
 ) -> RankTrace:
     """Build `rank` and run the step with the most micro-batches. `metric_names`: those that the
     last pipeline stage returns, if they are known. Raises TraceError."""
-    recorder = StepRecorder(rank, allow_float64=config.precision.fp64)
+    recorder = StepRecorder(
+        rank,
+        allow_float64=config.precision.fp64,
+        expert_capacity=config.model.moe_expert_capacity_factor,
+    )
     with simulated_ranks(plan.world_size, rank), fused_kernels(), recorder:
         ctx = ParallelContext(config.parallel, plan.world_size, rank)
         serve_meta(ctx.cp.group)
