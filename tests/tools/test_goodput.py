@@ -80,30 +80,41 @@ def test_a_stall_is_not_productive():
     assert run.iterations == 3
 
 
-def test_a_slow_iteration_is_written_as_a_stall(tmp_path):
-    config = SimpleNamespace(
-        checkpoint=SimpleNamespace(save=str(tmp_path)),
-        parallel=SimpleNamespace(crash_loop_limit=0),
-    )
+def events_of_iterations(folder: Path, seconds: list[float]) -> list[dict]:
+    """What a run writes whose iterations take so long."""
     run = SimpleNamespace(
-        config=config,
+        config=SimpleNamespace(
+            checkpoint=SimpleNamespace(save=str(folder)),
+            parallel=SimpleNamespace(crash_loop_limit=0),
+        ),
         runtime=SimpleNamespace(rank=0, world_size=1),
         progress=SimpleNamespace(iteration=0),
         services=SimpleNamespace(signals=SimpleNamespace()),
     )
     events = RunEvents(run, 0.0)
     events.on_start()
-    seconds = [5.0, *[0.5] * 8, 1.4, 1.6, 0.5]  # the first one warms up; 1.4 is below 3 times 0.5
     for iteration, one in enumerate(seconds, 1):
         run.progress.iteration = iteration
         events.after_step(SimpleNamespace(iteration=iteration, seconds=one))
     events.on_end()
-    written = read_events(tmp_path / NAME)
+    return read_events(folder / NAME)
+
+
+def test_a_slow_iteration_is_written_as_a_stall(tmp_path):
+    seconds = [5.0, *[0.5] * 8, 1.4, 1.6, 0.5]  # the first one warms up; 1.4 is below 3 times 0.5
+    written = events_of_iterations(tmp_path, seconds)
     stalls = [one for one in written if one["event"] == "stall"]
     assert [(one["iteration"], one["seconds"], one["usual"]) for one in stalls] == [(11, 1.6, 0.5)]
     steps = [one for one in written if one["event"] == "steps"]
     assert [one["first"] for one in steps][1:] == [one["last"] + 1 for one in steps][:-1]
     assert sum(one["seconds"] for one in steps) == pytest.approx(sum(seconds) - 1.1)
+
+
+def test_a_run_that_stays_slow_stalls_no_longer(tmp_path):
+    """As when the batch size ramps up."""
+    written = events_of_iterations(tmp_path, [0.5] * 20 + [4.0] * 100)
+    stalls = [one["iteration"] for one in written if one["event"] == "stall"]
+    assert stalls == list(range(21, 41))  # half of those known are then slow
 
 
 def test_every_second_is_counted_once():

@@ -80,7 +80,7 @@ class RunEvents(Hook):
                 self._write_steps(result.iteration - 1)
                 self._write("stall", iteration=result.iteration, seconds=seconds, usual=usual)
                 seconds = usual
-        self._latest.append(seconds)
+        self._latest.append(result.seconds)  # so that a run that stays slow is soon as usual
         self._first = self._first or result.iteration
         self._seconds += seconds
         if time.time() - self._written_at >= STEPS_EVERY:

@@ -14,6 +14,7 @@ QUICK = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 in
 EXPERTS = (
     "ep2 tp2 sp dp2, all-to-all, experts",
     "ep2 tp2 dp2, all-gather, experts",
+    "cp2, experts, capacity by position",
 )
 RING = "cp2, distributed optimizer, untied, masked documents"
 PACKED = {
@@ -38,7 +39,7 @@ class Gloo(str):
 
 def cases() -> list:
     """All layouts of the parity table; in CI every sixth, of those with ring attention, whose many
-    operations take ten seconds and more, one, and two with experts."""
+    operations take ten seconds and more, one, and three with experts."""
     found = []
     for i, (name, case) in enumerate(LAYOUTS.items()):
         often = i % 6 == 0 and "cp" not in name and "--num-experts" not in case.model
