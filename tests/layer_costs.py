@@ -1,0 +1,98 @@
+"""Prints kernel launches, and bytes that they read and write per token, of one layer of each path,
+counted in traces: the difference between 3 and 2 layers.
+
+    python -m tests.layer_costs
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron.analysis.trace import recorder
+from tests.analysis.trace.tracing import Traced
+
+SEQ = 2048
+MICRO_BATCH = 4
+COMMON = (
+    f"--mock-data --tokenizer-type NullTokenizer --vocab-size 50000 --seq-length {SEQ} "
+    f"--max-position-embeddings {SEQ} --hidden-size 2048 --num-attention-heads 16 --bf16 "
+    f"--micro-batch-size {MICRO_BATCH} --global-batch-size {2 * MICRO_BATCH} --train-iters 2 "
+    "--lr 1e-4 --device cuda"
+)
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+PATHS = {
+    "GPT, no dropout": NO_DROPOUT,
+    "Llama, no dropout": f"{NO_DROPOUT} {LLAMA}",
+    "GPT, hidden dropout": "--attention-dropout 0",
+    "GPT, both dropouts (the defaults)": "",
+    "GPT, document masks, no dropout": f"{NO_DROPOUT} --reset-attention-mask",
+    "GPT, own FP8, no dropout": f"{NO_DROPOUT} --fp8-format hybrid --fp8-recipe tensorwise",
+}
+PHASES = ("forward-compute", "backward-compute")
+
+
+class Traffic(recorder.StepRecorder):
+    """Counts also the bytes of all inputs and outputs of each launch."""
+
+    last: Traffic
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bytes: Counter[str] = Counter()
+        Traffic.last = self
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.bytes.clear()
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        before = self.launches.total()
+        super()._count(func, name, args, kwargs, out)
+        if self.launches.total() > before and not name.startswith(("empty", "new_empty")):
+            tensors = recorder._tensors((*args, *kwargs.values(), out))
+            self.bytes[self._spans[-1]] += traffic(tensors)
+
+
+def traffic(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of these tensors; one that is expanded is read once."""
+    return sum(
+        one.element_size()
+        * math.prod(
+            size for size, step in zip(one.shape, one.stride(), strict=True) if step or size == 1
+        )
+        for one in tensors
+    )
+
+
+def of_layers(flags: str, layers: int) -> tuple[list[int], list[int]]:
+    """(launches, bytes) of the phases of a micro-batch."""
+    Traced(f"{COMMON} {flags} --num-layers {layers}".split(), 1).rank(0)
+    found = Traffic.last
+    return tuple(
+        [counts[phase] // 2 for phase in PHASES] for counts in (found.launches, found.bytes)
+    )
+
+
+def main() -> None:
+    """Print a row for each path."""
+    from megatron.analysis.trace import traced_rank
+
+    traced_rank.StepRecorder = Traffic
+    tokens = SEQ * MICRO_BATCH
+    for name, flags in PATHS.items():
+        three, two = (of_layers(flags, layers) for layers in (3, 2))
+        launches, moved = (
+            [a - b for a, b in zip(x, y, strict=True)] for x, y in zip(three, two, strict=True)
+        )
+        kilobytes = " + ".join(f"{n / tokens / 1000:.0f}" for n in moved)
+        print(f"{name}: {launches[0]} + {launches[1]} launches, {kilobytes} kB a token")
+
+
+if __name__ == "__main__":
+    main()
