@@ -7,6 +7,11 @@ if __name__ == "__main__":
     interrupt.exit_at_once()  # until the watch below takes over
     interrupt.check_output()
 
+from megatron import launcher, optional
+
+if __name__ == "__main__" and launcher.under_torchrun():
+    optional.load("megatron.training.launch.forkserver").enter()
+
 import contextlib
 import gc
 import os
@@ -14,7 +19,7 @@ import sys
 import time
 from dataclasses import replace
 
-from megatron import optional, threads
+from megatron import threads
 from megatron.training.launch.signals import SignalWatch, leave_with
 
 STARTED = time.time()
@@ -151,6 +156,14 @@ def extra_hooks(run, tokenizer, lines, eval_tasks):
     return hooks
 
 
+def after_start(config):
+    """Of the program, before its loop."""
+    gc.freeze()  # what was imported and built stays until its end
+    gc.enable()
+    if config.parallel.restart_forkserver:
+        optional.load("megatron.training.launch.forkserver").start()
+
+
 def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=None) -> None:
     """Plan, build, load, train; `lock` of --save, `writer` of --async-save."""
     from megatron.device import default_backend
@@ -210,9 +223,8 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
     if short:
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
-    if signals:  # the program: what was imported and built stays until its end
-        gc.freeze()
-        gc.enable()
+    if signals:
+        after_start(config)
     loop.pretrain(
         run, data, forward_step, lines, STARTED, extra_hooks(run, tokenizer, lines, eval_tasks)
     )

@@ -37,7 +37,7 @@ RC = """[run]
 source = {root}/megatron
 data_file = {folder}/data
 parallel = true
-concurrency = multiprocessing
+concurrency = multiprocessing, thread
 patch = subprocess, _exit
 """
 

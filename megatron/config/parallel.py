@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.arguments import arg
+
+
+def _timeout(phase: str) -> Any:
+    """The field of a --hang-timeout-*-seconds."""
+    default = "default: 0.9 x --distributed-timeout-minutes; 0: never"
+    return arg(None, dump=False, help=f"as --hang-timeout-seconds, for {phase} ({default})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,36 +157,27 @@ class ParallelConfig:
         "with exit code 4 (0: never, in no phase; default: the larger of 15 and 5 times the "
         "median iteration; never with --torch-compile)",
     )
-    hang_timeout_startup_seconds: float | None = arg(
-        None,
-        dump=False,
-        help="as --hang-timeout-seconds, for start-up: until all ranks have joined, and from then "
-        "to the first iteration (default: 0.9 x --distributed-timeout-minutes; 0: never)",
+    hang_timeout_startup_seconds: float | None = _timeout(
+        "start-up: until all ranks have joined, and from then to the first iteration"
     )
-    hang_timeout_first_iteration_seconds: float | None = arg(
-        None,
-        dump=False,
-        help="as --hang-timeout-seconds, for the first iteration of a process (default: 0.9 x "
-        "--distributed-timeout-minutes; 0: never)",
+    hang_timeout_first_iteration_seconds: float | None = _timeout(
+        "the first iteration of a process"
     )
-    hang_timeout_evaluation_seconds: float | None = arg(
-        None,
-        dump=False,
-        help="as --hang-timeout-seconds, for an evaluation (default: 0.9 x "
-        "--distributed-timeout-minutes; 0: never)",
-    )
-    hang_timeout_save_seconds: float | None = arg(
-        None,
-        dump=False,
-        help="as --hang-timeout-seconds, for saving a checkpoint, where each MiB written is "
-        "progress, and for the time between iterations (default: 0.9 x "
-        "--distributed-timeout-minutes; 0: never)",
+    hang_timeout_evaluation_seconds: float | None = _timeout("an evaluation")
+    hang_timeout_save_seconds: float | None = _timeout(
+        "saving a checkpoint, where each MiB written is progress, and the time between iterations"
     )
     crash_loop_limit: int = arg(
         3,
         dump=False,
         help="with --save: a restart by torchrun (--max-restarts) or SLURM is an error after this "
         "many attempts in a row that failed in the same iteration on the same rank (0: never)",
+    )
+    restart_forkserver: bool = arg(
+        False,
+        dump=False,
+        help="under torchrun: keep a process on each node that has torch imported; ranks that "
+        "torchrun restarts are forked from it",
     )
     local_rank: int | None = arg(
         None, help="rank on this node; set by the launcher", alias=("--local_rank",)

@@ -116,31 +116,11 @@ def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None))
 
 
-def _transformer_engine_linear(
-    kernels: Kernels, mode: str, layer: ColumnParallelLinear | RowParallelLinear
-) -> nn.Module | None:
-    """Transformer Engine's module in place of a layer, if it is chosen; it does the layer's
-    collectives too."""
-    if kernels.transformer_engine is None:
-        return None
-    tp = layer.ctx.tp
-    return kernels.transformer_engine.linear(
-        mode,
-        layer.weight,
-        layer.bias,
-        group=tp.group,
-        size=tp.size,
-        sequence_parallel=layer.ctx.sequence_parallel,
-    )
+class _ParallelLinear(nn.Module):
+    """A linear layer whose weight tp splits. `scaling`: of its FP8 GEMMs, None for GEMMs in the
+    parameter dtype."""
 
-
-class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with W split by output feature: the input is whole, the output this rank's
-    features.
-
-    weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate
-    first). `scaling`: of the layer's FP8 GEMMs, None for GEMMs in the parameter dtype.
-    """
+    mode: str  # what Transformer Engine calls the split
 
     def __init__(
         self,
@@ -152,52 +132,54 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self.tp_comm = _tp_comm(ctx)
-        self.scaling = scaling
         self.ctx = ctx
+        self.scaling = scaling
         self.accumulate = True
         self.transformer_engine = None
 
     def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
+        """From now on compute as `kernels` says; Transformer Engine's module does the collectives
+        too."""
         self.accumulate = kernels.accumulation
-        self.transformer_engine = _transformer_engine_linear(kernels, "column", self)
+        if kernels.transformer_engine is None:
+            self.transformer_engine = None
+            return
+        self.transformer_engine = kernels.transformer_engine.linear(
+            self.mode,
+            self.weight,
+            self.bias,
+            group=self.ctx.tp.group,
+            size=self.ctx.tp.size,
+            sequence_parallel=self.ctx.sequence_parallel,
+        )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x W^T + b with W split by output feature: the input is whole, the output this rank's
+    features.
+
+    weight [out/tp, in] or, gated, [2, out/tp, in] (then the output is [..., 2 * out/tp], gate
+    first).
+    """
+
+    mode = "column"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in] ([s/tp, b, in] with sequence parallelism) -> [s, b, out/tp]."""
         if self.transformer_engine is not None:
             return self.transformer_engine(x)
-        return _linear(
-            x, self.weight, self.bias, self.tp_comm, self.scaling, accumulate=self.accumulate
-        )
+        comm = _tp_comm(self.ctx)
+        return _linear(x, self.weight, self.bias, comm, self.scaling, accumulate=self.accumulate)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """y = x W^T + b with W split by input feature: the input is this rank's features, the output
     the sum over ranks.
 
-    weight [out, in/tp]; bias [out] whole on every rank; `scaling` as above.
+    weight [out, in/tp]; bias [out] whole on every rank.
     """
 
-    def __init__(
-        self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
-        ctx: ParallelContext,
-        scaling: LayerScaling | None = None,
-    ):
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.ctx = ctx
-        self.scaling = scaling
-        self.accumulate = True
-        self.transformer_engine = None
-
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
-        self.accumulate = kernels.accumulation
-        self.transformer_engine = _transformer_engine_linear(kernels, "row", self)
+    mode = "row"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in/tp] -> [s, b, out] ([s/tp, b, out] with sequence parallelism)."""
