@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ class Route(NamedTuple):
     group: Any
 
 
-def cpu_group(world: Axis) -> Any:
-    """A process group of all ranks that sends tensors on the CPU; all ranks call this."""
-    if dist.get_backend(world.group) == "gloo":
-        return world.group
-    return dist.new_group(list(world.ranks), backend="gloo")
+def on_cpu(world: Axis) -> Axis:
+    """The axis of all ranks with a process group that takes tensors on the CPU; all ranks call
+    this."""
+    if world.size == 1 or dist.get_backend(world.group) == "gloo":
+        return world
+    return replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
 
 
 def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
@@ -69,11 +71,37 @@ def _swap(
         work.wait()
 
 
-def _pieces(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
-    """(file, offset, bytes) of each message."""
+class _Part(NamedTuple):
+    """A part of a message: `size` bytes at `start`, which are those at `offset` of a file."""
+
+    name: str
+    offset: int
+    size: int
+    start: int
+
+
+def _messages(sizes: Mapping[str, int]) -> Iterator[list[_Part]]:
+    """The files, one behind the other, in messages of PIECE bytes."""
+    message: list[_Part] = []
+    filled = 0
     for name, size in sizes.items():
-        for offset in range(0, size, PIECE):
-            yield name, offset, min(PIECE, size - offset)
+        offset = 0
+        while offset < size:
+            length = min(PIECE - filled, size - offset)
+            message.append(_Part(name, offset, length, filled))
+            offset += length
+            filled += length
+            if filled == PIECE:
+                yield message
+                message = []
+                filled = 0
+    if message:
+        yield message
+
+
+def _space(message: list[_Part]) -> torch.Tensor:
+    last = message[-1]
+    return torch.zeros(last.start + last.size, dtype=torch.uint8)
 
 
 class _Outgoing:
@@ -98,15 +126,20 @@ class _Outgoing:
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The bytes of each message; zeros where they cannot be read."""
-        for name, offset, size in _pieces(self._sizes):
-            piece = torch.zeros(size, dtype=torch.uint8)
-            try:
-                with explained("read", self._folder / name), open(self._folder / name, "rb") as f:
-                    f.seek(offset)
-                    f.readinto(bytes_of(piece))
-            except CheckpointError as error:
-                self.failure = self.failure or error
+        for message in _messages(self._sizes):
+            piece = _space(message)
+            for part in message:
+                self._read(part, bytes_of(piece)[part.start : part.start + part.size])
             yield piece
+
+    def _read(self, part: _Part, into: memoryview) -> None:
+        path = self._folder / part.name
+        try:
+            with explained("read", path), open(path, "rb") as file:
+                file.seek(part.offset)
+                file.readinto(into)
+        except CheckpointError as error:
+            self.failure = self.failure or error
 
 
 class _Incoming:
@@ -118,7 +151,7 @@ class _Incoming:
         self.failure: CheckpointError | None = None
         self.length = torch.zeros(1, dtype=torch.int64)
         self._head = torch.empty(0, dtype=torch.uint8)
-        self._place: tuple[str, int, int] = ("", 0, 0)
+        self._message: list[_Part] = []
         self._sizes: dict[str, int] = {}
         self._file: int | None = None
 
@@ -130,25 +163,28 @@ class _Incoming:
     def pieces(self) -> Iterator[torch.Tensor]:
         """A tensor for each message to come."""
         self._sizes = json.loads(bytes(bytes_of(self._head)))
-        for place in _pieces(self._sizes):
-            self._place = place
-            yield torch.empty(place[2], dtype=torch.uint8)
+        for message in _messages(self._sizes):
+            self._message = message
+            yield _space(message)
 
     def write(self, piece: torch.Tensor) -> None:
-        """The message just received into its file; after a failure the rest is dropped."""
+        """The message just received into its files; after a failure the rest is dropped."""
         if self.failure:
             return
-        name, offset, size = self._place
-        path = self._folder / name
         try:
-            if offset == 0:
-                self._file = self._disk.create(path)
-            self._disk.write(self._file, path, bytes_of(piece), offset)
-            if offset + size == self._sizes[name]:
-                self._disk.fsync(self._file, path)
-                self._disk.close(self._file, path)
-                self._file = None
+            for part in self._message:
+                self._write(part, bytes_of(piece)[part.start : part.start + part.size])
         except CheckpointError as error:
             self.failure = error
             if self._file is not None:
                 os.close(self._file)
+
+    def _write(self, part: _Part, data: memoryview) -> None:
+        path = self._folder / part.name
+        if part.offset == 0:
+            self._file = self._disk.create(path)
+        self._disk.write(self._file, path, data, part.offset)
+        if part.offset + part.size == self._sizes[part.name]:
+            self._disk.fsync(self._file, path)
+            self._disk.close(self._file, path)
+            self._file = None

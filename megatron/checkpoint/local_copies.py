@@ -31,7 +31,6 @@ from megatron.checkpoint.filesystem import (
 )
 from megatron.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.sharded import Reader
-from megatron.checkpoint.state import RunState
 from megatron.checkpoint.tensor_slices import Box, volume
 from megatron.checksums import crc32
 from megatron.small_files import parse_json
@@ -136,23 +135,28 @@ def part_root(folder: Path, rank: int, holder: int) -> Path:
 
 
 def finish_part(
-    temporary: Path, rank: int, state: RunState, args: str, copy: Copy, disk: Disk = DISK
+    temporary: Path, part: Manifest, state: bytes, args: str, copy: Copy, disk: Disk = DISK
 ) -> None:
-    """After `store.write_rank_files`: the small files, the manifest last."""
-    own = store.part_file(temporary, rank)
-    part = store.read_manifest(own)
+    """After the tensors, which `part` lists: the small files, the manifest last."""
     small = {
-        store.STATE: state.dump(),
+        store.STATE: state,
         store.ARGS: args.encode(),
         COPY: json.dumps(asdict(copy)).encode(),
     }
     records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
     for name, data in small.items():
         disk.write_file(temporary / name, data)
-    disk.remove(own)
     whole = replace(part, files={**part.files, **records})
     disk.write_file(temporary / FILE_NAME, whole.dump())
     disk.fsync_directory(temporary)
+
+
+def taken_manifest(temporary: Path, rank: int, disk: Disk = DISK) -> Manifest:
+    """Of the tensors that a process of --async-save wrote there, whose file it removes."""
+    file = store.part_file(temporary, rank)
+    part = store.read_manifest(file)
+    disk.remove(file)
+    return part
 
 
 class PartReader(Reader):

@@ -149,23 +149,22 @@ def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterat
         raise
 
 
-def together(gather: Gather, root: Path, action: Callable[[], Any], mine: bool = True) -> list[Any]:
+def together(gather: Gather, root: Path, action: Callable[[], None], mine: bool = True) -> None:
     """Run the action if it is this rank's, and wait for all ranks; if any failed, raise its
-    CheckpointError on all. Returns the result of every rank."""
-    failure = result = None
+    CheckpointError on all."""
+    failure = None
     try:
         if mine:
             with explained("save in", root):
-                result = action()
+                action()
     except CheckpointError as error:
         failure = error
-    answers = gather(((str(failure), failure.errno) if failure else None, result))
+    answers = gather((str(failure), failure.errno) if failure else None)
     if failure:
         raise failure
-    for rank, (other, _) in enumerate(answers):
+    for rank, other in enumerate(answers):
         if other:
             raise CheckpointError(f"rank {rank}: {other[0]}", other[1])
-    return [result for _, result in answers]
 
 
 def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
@@ -204,8 +203,16 @@ def write_rank_files(
 ) -> None:
     """Second step, on every rank, after the first: this rank's tensors and its part of the
     manifest."""
-    part = sharded.write(temporary, f"weights_{rank:05d}.safetensors", slices, iteration, disk=disk)
+    part = write_tensors(temporary, rank, slices, iteration, disk)
     disk.write_file(part_file(temporary, rank), part.dump())
+
+
+def write_tensors(
+    temporary: Path, rank: int, slices: Sequence[TensorSlice], iteration: int, disk: Disk = DISK
+) -> Manifest:
+    """This rank's tensors; returns its part of the manifest."""
+    file = f"weights_{rank:05d}.safetensors"
+    return sharded.write(temporary, file, slices, iteration, disk=disk)
 
 
 def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: Disk = DISK) -> None:

@@ -239,6 +239,14 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return out
 
 
+def broadcast_object(value: Any, axis: Axis) -> Any:
+    """What rank 0 of the axis holds, as `gather_objects`."""
+    held = [value]
+    if axis.size > 1:
+        dist.broadcast_object_list(held, axis.ranks[0], group=axis.group)
+    return held[0]
+
+
 def barrier(axis: Axis) -> None:
     """Wait for every rank of the axis."""
     if axis.size > 1:

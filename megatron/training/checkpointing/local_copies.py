@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron import launcher, log
 from megatron.arguments import to_args_text
 from megatron.checkpoint import file_transfer, local_copies, store
 from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.file_transfer import Route
-from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
 from megatron.checkpoint.local_copies import Copy, Found, part_root
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.parallel.collectives import gather_objects
+from megatron.parallel.collectives import all_reduce_, broadcast_object, gather_objects
 from megatron.training.checkpointing.save import (
     PendingSave,
     layout_of,
@@ -69,28 +72,38 @@ class LocalCopies:
         c = run.config.checkpoint
         self._directory = node_directory(c)
         self._partners = partners(c, self._rank, self._ranks_of_node)
-        world = run.runtime.ctx.world
-        self._group = file_transfer.cpu_group(world) if c.replication else None
+        self._world = file_transfer.on_cpu(run.runtime.ctx.world)
         self.start_line()
 
     def _gather(self, value: Any) -> list[Any]:
-        return gather_objects(value, self._run.runtime.ctx.world)
+        return gather_objects(value, self._world)
 
-    def _together(self, action: Callable[[], Any]) -> list[Any]:
-        return store.together(self._gather, self._directory, action)
+    def _together(self, action: Callable[[], None]) -> None:
+        """Run the action on every rank; an error of one is raised on all."""
+        failure: CheckpointError | None = None
+        try:
+            with explained("save in", self._directory):
+                action()
+        except CheckpointError as error:
+            failure = error
+        failed = torch.tensor(failure is not None, dtype=torch.int32)
+        if all_reduce_(failed, self._world, "max"):
+            store.together(self._gather, self._directory, lambda: _raise(failure))
 
     def start_line(self) -> None:
         """Training continues from the current iteration: copies of later iterations are no longer
         used."""
         root = Path(self._run.config.checkpoint.save)
 
-        def add() -> local_copies.Line | None:
-            if self._rank != 0:
-                return None
-            self._run.services.fence()
-            return local_copies.add_line(root, self._run.progress.iteration)
+        added: list[local_copies.Line] = []
 
-        self._line = self._together(add)[0]
+        def add() -> None:
+            if self._rank == 0:
+                self._run.services.fence()
+                added.append(local_copies.add_line(root, self._run.progress.iteration))
+
+        self._together(add)
+        self._line = broadcast_object(added, self._world)[0]
         self._folder = self._directory / self._line.run
 
     def slices(self) -> list[TensorSlice]:
@@ -105,16 +118,17 @@ class LocalCopies:
         roots = [part_root(self._folder, one, self._rank) for one in self._partners]
         folders: dict[int, Path] = {}
 
-        def begin() -> tuple[str, str, str] | None:
+        begun: list[tuple[str, bytes, str]] = []
+
+        def begin() -> None:
             for rank, root in zip(self._partners, roots, strict=True):
                 folders[rank] = store.begin(root, iteration)
-            if self._rank != 0:
-                return None
-            args = to_args_text(run.config, leave_out=("local_rank",))
-            return secrets.token_hex(8), state.dump(), args
+            if self._rank == 0:
+                args = to_args_text(run.config, leave_out=("local_rank",))
+                begun.append((secrets.token_hex(8), state.dump(), args))
 
-        save, dumped, args = self._together(begin)[0]
-        state = RunState.parse(dumped, "the run")
+        self._together(begin)
+        save, dumped, args = broadcast_object(begun, self._world)[0]
         copy = Copy(self._line.line, save, iteration, self._rank, layout_of(run))
         message = (
             f" local copies of iteration {iteration} saved to {self._directory}"
@@ -125,21 +139,25 @@ class LocalCopies:
         slices = self.slices()
         writer = run.services.writer
 
-        def finish(write: Callable[[], None]) -> None:
-            def whole() -> None:
-                write()
-                local_copies.finish_part(own, self._rank, state, args, copy)
+        def finish(write: Callable[[], Manifest]) -> None:
+            self._finish(
+                folders,
+                lambda: local_copies.finish_part(own, write(), dumped, args, copy),
+                iteration,
+                message,
+            )
 
-            self._finish(folders, whole, iteration, message)
+        def written() -> Manifest:
+            writer.result()
+            return local_copies.taken_manifest(own, self._rank)
 
         if writer is None:
-            finish(lambda: store.write_rank_files(own, self._rank, slices, iteration))
+            finish(lambda: store.write_tensors(own, self._rank, slices, iteration))
             return None
         writer.start(slices, own, self._rank, iteration, run.runtime.device)
         log.detail(f"  scheduled async local copies at iteration {iteration:7d}")
-        return PendingSave(
-            own, iteration, state, args, message, True, lambda: finish(writer.result)
-        )
+        state = RunState.parse(dumped, "the run")
+        return PendingSave(own, iteration, state, args, message, True, lambda: finish(written))
 
     def _finish(
         self, folders: dict[int, Path], write: Callable[[], None], iteration: int, message: str
@@ -166,7 +184,8 @@ class LocalCopies:
             to = self._partners[(place + step) % count]
             source = self._partners[(place - step) % count]
             file_transfer.exchange(
-                Route(own, to, self._group), Route(folders[source], source, self._group)
+                Route(own, to, self._world.group),
+                Route(folders[source], source, self._world.group),
             )
             DISK.fsync_directory(folders[source])
         if self._rank == 0:
@@ -193,6 +212,11 @@ class LocalCopies:
         """Remove this run's copies, since it ends with a checkpoint."""
         self._gather(None)  # all ranks have written the checkpoint
         self._remove_others(None)
+
+
+def _raise(failure: CheckpointError | None) -> None:
+    if failure:
+        raise failure
 
 
 # --- loading
@@ -264,7 +288,7 @@ class LocalCandidate(Candidate):
         """Send parts to the ranks that lack them; returns the path of this rank's."""
         me = self.run.runtime.rank
         world = self.run.runtime.ctx.world
-        group = file_transfer.cpu_group(world)
+        group = file_transfer.on_cpu(world).group
         directory = node_directory(self.run.config.checkpoint)
         root = part_root(directory / self.run_id, me, me)
 
