@@ -142,6 +142,17 @@ def test_the_kernel_ends_it_with_the_process_of_torchrun(server, start, action):
     within(5, lambda: not is_alive(int(said[1])))
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_another_user_gets_nothing(server):
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(forkserver._address(os.getppid()))
+            os._exit(0 if connection.recv(4) == b"" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
 AGENT = f"""
 import json, os, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
@@ -162,12 +173,42 @@ print(*codes, said[0].decode())
 """
 
 
-def test_a_killed_server_ends_its_ranks_and_the_next_ones_start_by_themselves(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
+# torchrun, where another user has taken the address
+TAKEN = f"""
+import os, socket, subprocess, sys
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.training.launch import forkserver
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(forkserver._address(os.getpid()))
+listener.listen()
+pid = os.fork()
+if pid == 0:
+    os.setuid(65534)
+    listener.listen()  # the kernel takes the user of the last call
+    print(listener.accept()[0].recv(4), flush=True)
+    os._exit(0)
+said = subprocess.run([sys.executable, sys.argv[1], "pass"], stdout=subprocess.PIPE).stdout.split()
+os.waitpid(pid, 0)
+print(said[0].decode())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+def test_a_server_of_another_user_gets_nothing(tmp_path):
+    assert under_agent(TAKEN, tmp_path) == ["b''", "False"]
+
+
+def under_agent(agent: str, folder) -> list[str]:
+    """What a program in place of torchrun says."""
+    (folder / "program.py").write_text(PROGRAM)
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "NAME": "x"}
-    command = [sys.executable, "-c", AGENT, str(tmp_path / "program.py")]
-    said = subprocess.run(command, stdout=subprocess.PIPE, env=environ, cwd=tmp_path, text=True)
-    assert said.stdout.split() == ["1", "1", "False"]
+    command = [sys.executable, "-c", agent, str(folder / "program.py")]
+    said = subprocess.run(command, stdout=subprocess.PIPE, env=environ, cwd=folder, text=True)
+    return said.stdout.split()
+
+
+def test_a_killed_server_ends_its_ranks_and_the_next_ones_start_by_themselves(tmp_path):
+    assert under_agent(AGENT, tmp_path) == ["1", "1", "False"]
 
 
 def test_a_killed_rank_of_torchrun_comes_back_forked(tmp_path):
