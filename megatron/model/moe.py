@@ -154,13 +154,12 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
     return cost * columns * rows.unsqueeze(1)
 
 
-def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scores [n, experts] that sum to 1, numbers [n, topk] of the largest), of which the
-    load-balancing loss is made."""
+def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Scores [n, experts] that sum to 1, of which the load-balancing loss is made."""
     scores = expert_scores(logits, model)
     if model.moe_router_score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return scores, scores.topk(model.moe_router_topk).indices
+    return scores
 
 
 class Router(nn.Module):
@@ -180,6 +179,10 @@ class Router(nn.Module):
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: self.weight.dtype}[
             model.moe_router_dtype
         ]
+        # neither groups nor a bias nor Sinkhorn's algorithm selects others
+        self.selects_largest = not (
+            model.moe_router_num_groups or self.expert_bias is not None or model.sinkhorn
+        )
         # the ranks that have other tokens of the same samples
         self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
         self.cp = ctx.cp
@@ -202,10 +205,11 @@ class Router(nn.Module):
             probs, experts = self.balance(logits, sequences, step is not None)
         else:
             probs, experts = select_experts(logits, self.model, self.expert_bias)
+        selected = experts
         if self.model.moe_expert_capacity_factor:
             experts = self.drop(probs.detach(), experts, sequences)
         if step is not None:
-            probs = self.add_losses(probs, logits, experts, step, sequences)
+            probs = self.add_losses(probs, logits, selected, experts, step, sequences)
         return probs, experts
 
     def drop(self, probs: torch.Tensor, experts: torch.Tensor, sequences: int) -> torch.Tensor:
@@ -251,24 +255,31 @@ class Router(nn.Module):
         self,
         probs: torch.Tensor,
         logits: torch.Tensor,
+        selected: torch.Tensor,
         experts: torch.Tensor,
         step: RouterStep,
         sequences: int,
     ) -> torch.Tensor:
-        """`probs`, with the router's losses in their graph."""
+        """`probs`, with the router's losses in their graph. `experts`: what is left of `selected`
+        within the capacity."""
         mask = None if step.loss_mask is None else self.mask(step.loss_mask)
         m = self.model
         found = {}
+        if m.balancing_losses:
+            scores = balancing_scores(logits, m)
+            if not self.selects_largest:
+                selected = scores.topk(m.moe_router_topk).indices
         for kind in m.balancing_losses:
             groups = sequences if kind == "seq_aux_loss" else 1
             so_far = step if kind == "global_aux_loss" else None
-            found[BALANCING_LOSSES[kind]] = self.balancing_loss(logits, mask, groups, so_far)
+            loss = self.balancing_loss(scores, selected, mask, groups, so_far)
+            found[BALANCING_LOSSES[kind]] = loss
         if m.moe_z_loss_coeff:
             found["z_loss"] = z_loss(logits, mask)
         for name, coeff in m.router_losses.items():
             probs = _AddLoss.apply(probs, found[name], coeff * step.loss_scale)
         if m.moe_per_layer_logging:
-            found["router_entropy"] = entropy(balancing_scores(logits.detach(), m)[0], mask)
+            found["router_entropy"] = entropy(balancing_scores(logits.detach(), m), mask)
         zero = logits.new_zeros(())
         losses = torch.stack([found.get(name, zero).detach().double() for name in ROUTER_SUMS])
         step.sums[self.number] = torch.cat((losses, count(experts, m.num_experts, mask)))
@@ -276,16 +287,17 @@ class Router(nn.Module):
 
     def balancing_loss(
         self,
-        logits: torch.Tensor,
+        scores: torch.Tensor,
+        selected: torch.Tensor,
         mask: torch.Tensor | None,
         groups: int = 1,
         so_far: RouterStep | None = None,
     ) -> torch.Tensor:
         """Number of experts x (share of the selections that each expert has) . (sum of its scores
-        over tokens): Megatron's loss times the number of tokens. Tokens [s b] are in `groups`
+        over tokens): Megatron's loss times the number of tokens. `selected` [s b, topk] have the
+        largest scores. Tokens [s b] are in `groups`
         groups, token i in group i modulo groups, each with shares of its own. With `so_far` the
         shares are those of all data-parallel ranks and earlier micro-batches too."""
-        scores, selected = balancing_scores(logits, self.model)
         experts = scores.shape[1]
         if mask is not None:
             scores = scores * mask.unsqueeze(-1)

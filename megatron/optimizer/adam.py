@@ -1,6 +1,7 @@
 """torch's AdamW or SGD over the main weights, with its state allocated at construction."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,14 @@ def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.opti
         return build(fused=True)
     except RuntimeError:
         return build(foreach=True)
+
+
+def grad_scale(factor: float, device: torch.device) -> torch.Tensor | None:
+    """What torch's fused kernel divides gradients by, for gradients x `factor`; without a host
+    sync."""
+    if factor == 1.0:
+        return None
+    return torch.full((), 1.0 / factor if factor else math.inf, device=device)
 
 
 def build_adam(

@@ -70,11 +70,15 @@ def scale_gradients(grads: Sequence[torch.Tensor], factor: float) -> None:
 
 
 def count_zeros(
-    grads: Sequence[torch.Tensor], reduce_sum: Reduce = identity, device: torch.device | str = "cpu"
+    grads: Sequence[torch.Tensor],
+    reduce_sum: Reduce = identity,
+    device: torch.device | str = "cpu",
+    factor: float = 1.0,
 ) -> int:
-    """How many elements of `grads` are exactly zero, summed by `reduce_sum` (one host sync)."""
+    """How many elements of `grads` x `factor` are exactly zero, summed by `reduce_sum` (one host
+    sync)."""
     if grads:
-        nonzero = torch.stack([torch.count_nonzero(grad) for grad in grads]).sum()
+        nonzero = torch.stack([torch.count_nonzero(grad * factor) for grad in grads]).sum()
     else:
         nonzero = torch.zeros((), dtype=torch.int64, device=device)
     zeros = sum(grad.numel() for grad in grads) - nonzero

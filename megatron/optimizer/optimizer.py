@@ -101,6 +101,7 @@ class MixedPrecisionOptimizer:
         for group in groups:
             group["params"] = [by_param[id(param)] for param in group["params"]]
         self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
+        self._has_float64 = any(main.dtype == torch.float64 for main in self._main)
         self._precision_aware = config.use_precision_aware_optimizer
         self.inner = _inner(groups, config)
 
@@ -135,11 +136,11 @@ class MixedPrecisionOptimizer:
 
         `grad_factor` multiplies all gradients (say 1 / tokens) in the same pass that unscales and
         clips them. Gradients are read twice and written at most once: one pass for norm and
-        overflow together, one multiplication if its factor is not 1, then the update. At most one
-        host sync (another when zeros are counted). Without a scaler a NaN or infinite norm is
-        reported as it is, and the update is made: the loop decides what that means. `admit(norm)`,
-        if given, is asked first, unless there is an overflow; where it says no nothing is changed,
-        the scaler neither.
+        overflow together, one multiplication if its factor is not 1 (torch's fused Adam does it
+        itself), then the update. At most one host sync (another when zeros are counted). Without a
+        scaler a NaN or infinite norm is reported as it is, and the update is made: the loop decides
+        what that means. `admit(norm)`, if given, is asked first, unless there is an overflow; where
+        it says no nothing is changed, the scaler neither.
         """
         grads = self._attach_gradients()
         norm: float | None = None
@@ -159,13 +160,14 @@ class MixedPrecisionOptimizer:
                     return StepResult(False, None, None)
             if self.clip_grad > 0.0:
                 factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
-        if not self._precision_aware:
-            with self._span("optimizer-clip-main-grad"):
-                clip_grads.scale_gradients(grads, factor)
+        with self._span("optimizer-clip-main-grad"):
+            factor = self._scale(grads, factor)
         zeros = None
         if self.log_num_zeros_in_grad:
             with self._span("optimizer-count-zeros"):
-                zeros = clip_grads.count_zeros(self._counted(grads), self._reduce_sum, self._device)
+                zeros = clip_grads.count_zeros(
+                    self._counted(grads), self._reduce_sum, self._device, factor
+                )
         with self._span("optimizer-inner-step"):
             if self._beta2[1] > 0.0:
                 for group in self.param_groups:
@@ -179,6 +181,17 @@ class MixedPrecisionOptimizer:
         with self._span("optimizer-copy-main-to-model-params"):
             self._copy_main_to_model()
         return StepResult(True, norm, zeros)
+
+    def _scale(self, grads: Sequence[torch.Tensor], factor: float) -> float:
+        """Multiply the gradients by `factor` unless the update does it; returns what is left to the
+        update. torch's fused Adam does it in fp32."""
+        if self._precision_aware:
+            return factor
+        if self.kind == "adam" and self.implementation == "fused" and not self._has_float64:
+            self.inner.grad_scale = adam.grad_scale(factor, self._device)
+            return factor
+        clip_grads.scale_gradients(grads, factor)
+        return 1.0
 
     def params_norm(self) -> float:
         """L2 norm of the main weights that count (--log-params-norm); one host sync."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.optim.adamw import adamw
 
-from megatron.optimizer.adam import MOMENTS, AdamW, moment_of
+from megatron.optimizer.adam import MOMENTS, AdamW, grad_scale, moment_of
 
 FP16_SCALE = 2.0**15
 # Elements of which the update has copies in the main weights' dtype at a time.
@@ -40,7 +40,9 @@ class PrecisionAwareAdamW(AdamW):
                     grad.view(-1)[span].to(weight.dtype, copy=True)
                     for (_, grad, span), weight in zip(piece, weights, strict=True)
                 ]
-                torch._foreach_mul_(wide, factor)
+                scale = grad_scale(factor, wide[0].device) if group["fused"] else None
+                if not group["fused"]:
+                    torch._foreach_mul_(wide, factor)
                 stored = {
                     key: [self.state[param][key].view(-1)[span] for param, _, span in piece]
                     for key in MOMENTS
@@ -69,6 +71,7 @@ class PrecisionAwareAdamW(AdamW):
                     weight_decay=group["weight_decay"],
                     eps=group["eps"],
                     maximize=False,
+                    grad_scale=scale,
                 )
                 for key, parts in stored.items():
                     for values, part in zip(computed[key], parts, strict=True):

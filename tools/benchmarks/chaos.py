@@ -5,12 +5,12 @@ undisturbed run, and does the run's ledger say what happened.
 A run trains a tiny model on CPUs with two ranks. --seed draws layout, launcher and a list of
 faults: kind, rank, and the iteration (counted from the start or the fault before), step of a save
 or upload at which the fault comes. After each failure the same command starts again (a shell loop,
-or torchrun's agent with --max-restarts, of odd seeds with --restart-forkserver). Checked at the end of a run: its checkpoint of the last
-iteration equals that of an undisturbed run byte for byte (with a fault of an object store: the one
-in the store); the ledger (run_events.jsonl) has an attempt for each start that came as far as
-iteration 1, and for each fault that ends a rank a failure; of each bit flip in a gradient the rank
-was named (--verify-step-action majority); no process and no file in /dev/shm remains. Exit code 1
-if not. Needs Linux; to cut networks root, unshare, nsenter and ip.
+or torchrun's agent with --max-restarts, of odd seeds with --restart-forkserver). Checked at the end
+of a run: its checkpoint of the last iteration equals that of an undisturbed run byte for byte (with
+a fault of an object store: the one in the store); the ledger (run_events.jsonl) has an attempt for
+each start that came as far as iteration 1, and for each fault that ends a rank a failure; of each
+bit flip in a gradient the rank was named (--verify-step-action majority); no process and no file in
+/dev/shm remains. Exit code 1 if not. Needs Linux; to cut networks root, unshare, nsenter and ip.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron import launcher
 from megatron.config.checks.facts import Facts
 from megatron.config.checks.model import ACTIVATIONS
 from megatron.config.tokenizer import TOKENIZER_FILES
@@ -16,6 +17,37 @@ def _reads(f: Facts, name: str) -> bool:
     return files is None or name in [flag for flag, _ in files]
 
 
+# Flags that need another one to be given.
+_NEEDED_FLAGS = {
+    "tensorboard_dir": "tensorboard_queue_size",
+    "wandb_project": "wandb_exp_name wandb_entity wandb_save_dir",
+    "verify_step_interval": "verify_step_action",
+    "trace": "trace_ranks trace_output",
+    "save": "no_save_optim async_save keep_last snapshot_interval",
+    "load": (
+        "finetune no_load_optim exit_on_missing_checkpoint override_opt_param_scheduler "
+        "allow_data_order_change use_checkpoint_opt_param_scheduler"
+    ),
+    "eval_tasks": "eval_tasks_interval",
+    "manual_gc": "manual_gc_interval manual_gc_eval",
+    "use_rope_scaling": "rope_scaling_factor",
+    "num_experts": (
+        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
+        "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
+        "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
+        "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps "
+        "expert_tensor_parallel_size moe_per_layer_logging moe_layer_recompute"
+    ),
+    "moe_expert_capacity_factor": "moe_token_drop_policy",
+    "moe_router_enable_expert_bias": "moe_router_bias_update_rate",
+    "profile": "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
+    "qk_layernorm": "apply_wd_to_qk_layernorm qk_layernorm_all_heads",
+    "packed_samples": "pack_into_one pad_samples min_sample_length",
+    "swiglu": "bias_swiglu_fusion",
+    "bf16": "grad_reduce_in_bf16 main_grads_dtype",
+}
+
 # (flags that need it, the condition in words, is it met?): a flag typed without it is said to have
 # no effect.
 _NEEDED = (
@@ -26,6 +58,7 @@ _NEEDED = (
         lambda v: v["fp16"] and v["loss_scale"] is None,
     ),
     ("loss_scale", "--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
+    ("restart_forkserver", "torchrun", lambda v: launcher.under_torchrun()),
     ("sgd_momentum", "--optimizer sgd", lambda v: v["optimizer"] == "sgd"),
     (
         "init_method_std init_method_xavier_uniform",
@@ -49,23 +82,8 @@ _NEEDED = (
         "--tensorboard-dir or --wandb-project",
         lambda v: v["tensorboard_dir"] or v["wandb_project"],
     ),
-    ("tensorboard_queue_size", "--tensorboard-dir", lambda v: v["tensorboard_dir"]),
-    (
-        "wandb_exp_name wandb_entity wandb_save_dir",
-        "--wandb-project",
-        lambda v: v["wandb_project"],
-    ),
-    ("verify_step_action", "--verify-step-interval", lambda v: v["verify_step_interval"]),
-    ("trace_ranks trace_output", "--trace", lambda v: v["trace"]),
     ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
-    ("no_save_optim async_save keep_last snapshot_interval", "--save", lambda v: v["save"]),
     ("keep_every", "--keep-last, without which nothing is removed", lambda v: v["keep_last"]),
-    (
-        "finetune no_load_optim exit_on_missing_checkpoint override_opt_param_scheduler "
-        "allow_data_order_change use_checkpoint_opt_param_scheduler",
-        "--load",
-        lambda v: v["load"],
-    ),
     (
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
         "--lr-decay-style WSD",
@@ -76,9 +94,6 @@ _NEEDED = (
         "a decay (--lr-decay-style is constant)",
         lambda v: v["lr_decay_style"] != "constant",
     ),
-    ("eval_tasks_interval", "--eval-tasks", lambda v: v["eval_tasks"]),
-    ("manual_gc_interval manual_gc_eval", "--manual-gc", lambda v: v["manual_gc"]),
-    ("rope_scaling_factor", "--use-rope-scaling", lambda v: v["use_rope_scaling"]),
     (
         "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
         "use_rope_scaling no_rope_freq",
@@ -104,16 +119,6 @@ _NEEDED = (
     ),
     ("cp_comm_type", "--context-parallel-size", lambda v: v["context_parallel_size"] > 1),
     (
-        "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size "
-        "moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax "
-        "moe_router_topk_scaling_factor moe_router_dtype moe_router_load_balancing_type "
-        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_num_groups moe_router_group_topk "
-        "moe_router_enable_expert_bias moe_expert_capacity_factor moe_input_jitter_eps "
-        "expert_tensor_parallel_size moe_per_layer_logging moe_layer_recompute",
-        "--num-experts",
-        lambda v: v["num_experts"],
-    ),
-    (
         "moe_token_dispatcher_type",
         "--expert-model-parallel-size",
         lambda v: v["expert_model_parallel_size"] > 1,
@@ -122,16 +127,6 @@ _NEEDED = (
         "moe_aux_loss_coeff",
         "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
         lambda v: v["moe_router_load_balancing_type"] not in (("none",), ("sinkhorn",)),
-    ),
-    (
-        "moe_token_drop_policy",
-        "--moe-expert-capacity-factor",
-        lambda v: v["moe_expert_capacity_factor"],
-    ),
-    (
-        "moe_router_bias_update_rate",
-        "--moe-router-enable-expert-bias",
-        lambda v: v["moe_router_enable_expert_bias"],
     ),
     (
         "moe_router_pre_softmax",
@@ -206,19 +201,9 @@ _NEEDED = (
         lambda v: v["device"] != "cpu",
     ),
     (
-        "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
-        "--profile",
-        lambda v: v["profile"],
-    ),
-    (
         "profile",
         "--use-pytorch-profiler (--device is cpu, without a CUDA profiler)",
         lambda v: v["use_pytorch_profiler"] or v["device"] != "cpu",
-    ),
-    (
-        "apply_wd_to_qk_layernorm qk_layernorm_all_heads",
-        "--qk-layernorm",
-        lambda v: v["qk_layernorm"],
     ),
     (
         "vocab_extra_ids",
@@ -245,16 +230,10 @@ _NEEDED = (
     ("spike_action", "training (--skip-train is given)", lambda v: not v["skip_train"]),
     ("spike_snapshot_interval", "--spike-action rewind", lambda v: v["spike_action"] == "rewind"),
     (
-        "pack_into_one pad_samples min_sample_length",
-        "--packed-samples",
-        lambda v: v["packed_samples"],
-    ),
-    (
         "min_sample_length",
         "files of data (--dummy-data has all its samples)",
         lambda v: v["dummy_data"] is None,
     ),
-    ("bias_swiglu_fusion", "--swiglu", lambda v: v["swiglu"]),
     (
         "apply_rope_fusion",
         "--position-embedding-type rope",
@@ -266,7 +245,6 @@ _NEEDED = (
         lambda v: v["attention_backend"] in ("auto", "unfused") and not v["use_flash_attn"],
     ),
     ("fp8_recipe", "--fp8-format", lambda v: v["fp8"]),
-    ("grad_reduce_in_bf16 main_grads_dtype", "--bf16", lambda v: v["bf16"]),
     (
         "ddp_reduce_scatter_with_fp32_accumulation",
         "--use-distributed-optimizer and --zero-partition even",
@@ -295,8 +273,11 @@ _ALWAYS = {
 
 def notes(f: Facts) -> Iterator[str]:
     """One line for each flag that was typed and changes nothing."""
-    for names, condition, met in _NEEDED:
-        if not met(f):
+    flags = [
+        (names, f"--{flag.replace('_', '-')}", f[flag]) for flag, names in _NEEDED_FLAGS.items()
+    ]
+    for names, condition, met in [*flags, *((a, b, met(f)) for a, b, met in _NEEDED)]:
+        if not met:
             for name in names.split():
                 if name in f.typed:
                     yield f"{f.say(name)}: no effect without {condition} [flag-has-no-effect]"
