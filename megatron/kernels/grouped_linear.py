@@ -3,7 +3,7 @@ tokens, and the SwiGLU between the GEMMs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,11 +36,17 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, counts: Sequence[int], accumulate_into: Tensor | None
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int],
+        accumulate_into: Tensor | None,
+        is_first: Callable[[], bool],
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
         ctx.accumulate_into = accumulate_into
+        ctx.is_first = is_first
         if _in_one_call(x, weight):
             return _products(x, weight.transpose(1, 2), counts)
         out = x.new_empty(len(x), weight.shape[1])
@@ -56,6 +62,8 @@ class _GroupedLinear(torch.autograd.Function):
         together = _in_one_call(grad_out, weight)
         grad_x = _products(grad_out, weight, ctx.counts) if together else torch.empty_like(x)
         grad_weight = torch.zeros_like(weight) if total is None else None
+        if total is not None and ctx.is_first():
+            total.zero_()
         groups = zip(x.split(ctx.counts), grad_out.split(ctx.counts), strict=True)
         parts = grad_x.split(ctx.counts)
         for number, (rows, grads) in enumerate(groups):
@@ -67,7 +75,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight[number] = linear_weight_grad(grads, rows)
             else:
                 linear_weight_grad(grads, rows, total[number])
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class Copies(NamedTuple):
@@ -91,12 +99,14 @@ class _CppGroupedLinear(torch.autograd.Function):
         weight: Tensor,
         counts: Sequence[int],
         accumulate_into: Tensor | None,
+        is_first: Callable[[], bool],
         of: Copies | None,
         to: Copies | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
         ctx.accumulate_into = accumulate_into
+        ctx.is_first = is_first
         ctx.copies = of, to
         out = experts.product(x, _sources(of), weight, counts, transposed=True)
         return out if to is None else _add_copies(out, *to)
@@ -108,11 +118,17 @@ class _CppGroupedLinear(torch.autograd.Function):
         of, to = ctx.copies
         from_rows = _sources(to)
         grad_x = experts.product(grad_out, from_rows, weight, ctx.counts, transposed=False)
+        total = ctx.accumulate_into
+        add = total is not None and not ctx.is_first()
         grad_weight = experts.weight_grad(
-            grad_out, from_rows, x, _sources(of), ctx.counts, ctx.accumulate_into
+            grad_out, from_rows, x, _sources(of), ctx.counts, total, add=add
         )
         grad_x = grad_x if of is None else _add_copies(grad_x, *of)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
+
+
+def _never() -> bool:
+    return False
 
 
 def grouped_linear(
@@ -120,6 +136,7 @@ def grouped_linear(
     weight: Tensor,
     counts: Sequence[int],
     accumulate_into: Tensor | None = None,
+    is_first: Callable[[], bool] = _never,
     *,
     of: Copies | None = None,
     to: Copies | None = None,
@@ -128,14 +145,15 @@ def grouped_linear(
     and so on.
 
     `counts` are numbers on the host whose sum is n. With `accumulate_into` [groups, out, in]
-    backward adds the weight gradient there, as in `linear`. `of`: the rows are these copies of
+    backward adds the weight gradient there, as in `linear`, or replaces what is there if
+    `is_first()`. `of`: the rows are these copies of
     x [rows, in] (`dispatch`). `to`: the results of a row's copies are added up, [rows, out]
     (`combine`).
     """
     if experts.multiplies(x, weight, accumulate_into):
-        return _CppGroupedLinear.apply(x, weight, counts, accumulate_into, of, to)
+        return _CppGroupedLinear.apply(x, weight, counts, accumulate_into, is_first, of, to)
     rows = x if of is None else dispatch(x, of.order, of.each)
-    y = _GroupedLinear.apply(rows, weight, counts, accumulate_into)
+    y = _GroupedLinear.apply(rows, weight, counts, accumulate_into, is_first)
     return y if to is None else combine(y, *to)
 
 

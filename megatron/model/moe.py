@@ -350,6 +350,14 @@ class GroupedLinear(nn.Module):
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.accumulate = kernels.accumulation
+        # of most models with experts nearly all memory: zeros are not worth a pass over it
+        self.weight.overwrites = self.accumulate and self.scaling is None
+
+    def is_first(self) -> bool:
+        """To be asked for each gradient: does it replace what is in `main_grad`?"""
+        stale = getattr(self.weight, "is_stale", False)
+        self.weight.is_stale = False
+        return stale
 
     def forward(
         self,
@@ -370,7 +378,7 @@ class GroupedLinear(nn.Module):
             rows = x if of is None else dispatch(x, of.order, of.each)
             y = self.scaling.grouped_linear(rows, weight, counts, main_grad)
             return y if to is None else combine(y, *to)
-        return grouped_linear(x, weight, counts, main_grad, of=of, to=to)
+        return grouped_linear(x, weight, counts, main_grad, self.is_first, of=of, to=to)
 
 
 class Experts(nn.Module):

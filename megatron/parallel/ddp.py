@@ -45,7 +45,8 @@ class GradBuffers:
     Parameters are stored in reverse order of registration, which is about the order in which their
     gradients are ready. A kernel may add a weight gradient to `p.main_grad` itself; what autograd
     delivers as `p.grad` is added by a hook (or, where the dtypes agree, `p.grad` is the
-    view and autograd adds in place).
+    view and autograd adds in place). Where `p.overwrites`, the kernel replaces what is in
+    `p.main_grad` as long as `p.is_stale`, which `zero` sets instead of writing zeros.
 
     A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over
     `ctx.shard`, all-reduce over `ctx.instances`; of experts, which fewer ranks hold, over those of
@@ -136,7 +137,11 @@ class GradBuffers:
     def zero(self, micro_batches: int = 1) -> None:
         """Zero all gradients, for a step of that many micro-batches, each with one gradient of
         every parameter."""
-        self.flat.zero_()
+        kept = {p for p in self.params if getattr(p, "overwrites", False)}
+        for p in kept:
+            p.is_stale = True
+        for grads in [p.main_grad for p in self.params if p not in kept] if kept else [self.flat]:
+            grads.zero_()
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
         for p in self._expected:
@@ -145,12 +150,20 @@ class GradBuffers:
             if p.dtype == self.flat.dtype:
                 p.grad = p.main_grad
 
+    def complete(self) -> None:
+        """After the backward passes: zero the gradients of `overwrites` that none has written."""
+        for p in self.params:
+            if getattr(p, "is_stale", False):
+                p.main_grad.zero_()
+                p.is_stale = False
+
     def reduce(self) -> None:
         """Sum over the ranks that saw other tokens, after copies that saw part of their gradient
         are summed.
 
         What overlaps the backward pass is only waited for. A rank then has the sums of `owned`.
         """
+        self.complete()
         # the update that follows writes them
         self.wait_for_weights()
         if self.before_reduce and self.before_reduce():

@@ -128,6 +128,22 @@ def test_the_products_of_groups(counts, accumulate):
     torch.testing.assert_close(total - 1 if accumulate else weight.grad, expected[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_first_gradient_replaces_what_is_there(dtype):
+    """In fp32 by the C++, in float64 by the loop."""
+    x = torch.randn(7, 6, dtype=dtype)
+    weight = torch.randn(3, 5, 6, dtype=dtype, requires_grad=True)
+    total = torch.full_like(weight, torch.nan)
+    firsts = [True, False]
+    y = grouped_linear(x, weight, [3, 0, 4], total, lambda: firsts.pop(0))
+    y.sum().backward(retain_graph=True)
+    once = total.clone()
+    y.sum().backward()
+    sums = [rows.sum(0).expand(5, 6) for rows in x.split([3, 0, 4])]
+    torch.testing.assert_close(once, torch.stack(sums))
+    torch.testing.assert_close(total, 2 * once)
+
+
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7]])
 def test_the_products_of_groups_in_one_call(counts, monkeypatch):
     """torch's grouped GEMM, which a CPU has too, is the loop."""

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
+from megatron.kernels.kernels import Kernels
+from megatron.model.moe import GroupedLinear
 from megatron.parallel import ddp
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis, ParallelContext
@@ -109,6 +111,36 @@ def test_what_a_kernel_added_itself_is_kept():
     params[0].main_grad += 3.0
     loss(params[1:2], 1.0).backward()
     assert [p.main_grad.flatten()[0].item() for p in params] == [3, 1, 0, 0, 0]
+
+
+def test_a_step_of_experts_has_no_gradients_of_the_step_before():
+    weight = torch.nn.Parameter(torch.ones(3, 5, 6))
+    weight.sharding = Sharding("w", (3, 5, 6))
+    layer = GroupedLinear(weight)
+    layer.set_kernels(Kernels())
+    buffers = GradBuffers([weight], ALONE, torch.float32)
+    for step in range(1, 3):
+        buffers.zero(2)
+        for micro_batch in range(2):
+            layer(torch.full((7, 6), float(step + micro_batch)), [3, 0, 4]).sum().backward()
+        buffers.reduce()
+        assert weight.main_grad.flatten(1).unique(dim=1).flatten().tolist() == [
+            rows * (2 * step + 1) for rows in (3, 0, 4)
+        ]
+
+
+def test_what_a_kernel_overwrites_is_not_zeroed_but_stale():
+    params = parameters(torch.float32)
+    buffers = GradBuffers(params, ALONE, torch.float32)
+    params[0].overwrites = True
+    for p in params:
+        p.main_grad.fill_(7.0)
+    buffers.zero()
+    assert params[0].is_stale
+    assert [p.main_grad.flatten()[0].item() for p in params] == [7, 0, 0, 0, 0]
+    buffers.reduce()  # no kernel has written it
+    assert not params[0].is_stale
+    assert buffers.flat.count_nonzero() == 0
 
 
 def reduced(rank: int, world: int, dtype: torch.dtype) -> list[float]:

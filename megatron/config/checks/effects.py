@@ -23,7 +23,8 @@ _NEEDED_FLAGS = {
     "wandb_project": "wandb_exp_name wandb_entity wandb_save_dir",
     "verify_step_interval": "verify_step_action",
     "trace": "trace_ranks trace_output",
-    "save": "no_save_optim async_save keep_last snapshot_interval",
+    "save": "save_interval no_save_optim async_save keep_last snapshot_interval",
+    "keep_last": "keep_every",
     "load": (
         "finetune no_load_optim exit_on_missing_checkpoint override_opt_param_scheduler "
         "allow_data_order_change use_checkpoint_opt_param_scheduler"
@@ -82,8 +83,6 @@ _NEEDED = (
         "--tensorboard-dir or --wandb-project",
         lambda v: v["tensorboard_dir"] or v["wandb_project"],
     ),
-    ("save_interval", "--save, so that no checkpoint will be written", lambda v: v["save"]),
-    ("keep_every", "--keep-last, without which nothing is removed", lambda v: v["keep_last"]),
     (
         "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
         "--lr-decay-style WSD",

@@ -95,21 +95,23 @@ def weight_grad(
     x: Tensor,
     numbers: Tensor | None,
     counts: Sequence[int],
-    accumulate_into: Tensor | None,
+    out: Tensor | None = None,
+    add: bool = True,
 ) -> Tensor | None:
     """Of each group the rows of grad [n, out], transposed, times those of x [n, in] -> [groups,
-    out, in] in x's dtype, or None where they were added to `accumulate_into` (fp32). Rows as in
-    `product`."""
+    out, in] in x's dtype, or None where they were added to `out` (fp32), or written there. Rows as
+    in `product`."""
     grad, x = grad.to(x.dtype).contiguous(), x.contiguous()
     shape = len(counts), grad.shape[1], x.shape[1]
-    add = accumulate_into is not None
-    out = accumulate_into if add else x.new_empty(shape, dtype=torch.float32)
+    given = out is not None
+    if not given:
+        out = x.new_empty(shape, dtype=torch.float32)
     assert out.shape == shape and out.dtype == torch.float32, (out.shape, shape, out.dtype)
     _check(grad, grad_numbers, out, counts)
     _check(x, numbers, out, counts)
     sizes = x.shape[1], grad.shape[1]
-    _call("weight_grad", x, grad, grad_numbers, x, numbers, out, counts, *sizes, add)
-    return None if add else out.to(x.dtype)
+    _call("weight_grad", x, grad, grad_numbers, x, numbers, out, counts, *sizes, given and add)
+    return None if given else out.to(x.dtype)
 
 
 def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
