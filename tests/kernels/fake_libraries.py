@@ -255,12 +255,12 @@ class Linear(nn.Module):
         self.shape = (out_features, in_features)
         self.use_bias = bias
         self.weight = nn.Parameter(torch.empty(self.shape, device=device, dtype=params_dtype))
-        self.unset = id(self.weight)
+        self.unset = [self.weight]  # not a parameter
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype))
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        assert self.weight.shape == self.shape and id(self.weight) != self.unset
+        assert self.weight.shape == self.shape and self.weight is not self.unset[0]
         return LinearFunction.apply(inp, self.weight, self.bias if self.use_bias else None, self)
 
 
