@@ -321,7 +321,11 @@ def watch(cell: Cell, folder: Path, processes: list[subprocess.Popen[bytes]]) ->
     culprits = [(str(cell.culprit), str(pid), socket.gethostname())]
     phases = PLACES[cell.place][5]
     if cell.kind == "network":  # both wait in the next collective; a link has two ends
-        phases = (*phases, "collective")
+        phases = (
+            *phases,
+            "collective",
+            *(f"{one.partition(',')[0]}, collective" for one in phases),
+        )
         other = processes[1 - cell.culprit].pid
         culprits.append((str(1 - cell.culprit), str(other), socket.gethostname()))
     is_right = bool(named) and named[0][:3] in culprits and named[0][3] in phases

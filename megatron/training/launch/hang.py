@@ -47,6 +47,8 @@ PHASES = (
     ("train_step", "training step"),
 )
 START_UP = "start-up"
+FIRST = "first iteration"
+LOOP = "megatron/training/loop.py"
 NEVER_JOINED = "never joined"
 # files whose code waits for other ranks
 WAITING = (
@@ -96,8 +98,15 @@ def phase(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def full_phase(known: str, frames: Sequence[tuple[str, str]]) -> str:
-    """`evaluation, data`: the phase that a rank reported, and what its stack is doing."""
+    """`evaluation, data`: the phase that a rank reported, and what its stack is doing. Of a rank
+    that cannot report its phase `known` is another one's, which may be further."""
     inner = phase(frames) if frames else ""
+    if (
+        inner == START_UP
+        and known.startswith(FIRST)
+        and not any(LOOP in file for file, _ in frames)
+    ):
+        return START_UP
     if known.startswith("iteration"):
         return inner or known
     return known if inner in ("", START_UP, "training step", known) else f"{known}, {inner}"

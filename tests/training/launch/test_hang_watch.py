@@ -8,6 +8,7 @@ import pytest
 
 from megatron.config import command_line
 from megatron.training.agreement import Requests
+from megatron.training.launch import hang
 from megatron.training.launch.hang_limits import Limits, limits
 from megatron.training.launch.hang_watch import HangWatch
 from tests.runs import SMALL
@@ -85,3 +86,21 @@ def test_the_flags():
         *("--distributed-timeout-minutes", "1"),
     )
     assert given == Limits(54.0, 4.0, 5.0, 6.0, None)
+
+
+@pytest.mark.parametrize(
+    ("known", "frames", "expected"),
+    [
+        ("first iteration 1", [("/x/megatron/training/build.py", "build_run")], "start-up"),
+        ("first iteration 1", [("/x/megatron/training/loop.py", "pretrain")], "first iteration 1"),
+        ("first iteration 1", [], "first iteration 1"),
+        (
+            "first iteration 1",
+            [("/x/megatron/training/loop.py", "pretrain"), ("/x/step.py", "make_batch")],
+            "first iteration 1, data",
+        ),
+        ("evaluation 3", [("/x/megatron/training/build.py", "build_run")], "evaluation 3"),
+    ],
+)
+def test_the_stack_decides_where_another_ranks_phase_is_further(known, frames, expected):
+    assert hang.full_phase(known, frames) == expected
