@@ -1,5 +1,5 @@
-"""Pretrain a GPT: the plot from the command line to the last evaluation. `forward_step` is what a
-researcher edits."""
+"""Pretrain a GPT: entry point, from the command line to the last evaluation. `forward_step` is what
+a researcher edits."""
 
 from megatron import interrupt
 

@@ -3,7 +3,7 @@ restarts fork their ranks from it instead of importing torch again.
 
 A rank that torchrun starts hands its command line, environment and standard streams over, and stays
 as a small process that passes signals on and ends as the forked one does. The server ends with
-torchrun. Needs Linux, and only the standard library until it imports what it was told to.
+torchrun. Needs Linux, and only the standard library until it imports the modules of its job.
 """
 
 from __future__ import annotations
@@ -46,32 +46,37 @@ def enter() -> None:
     forked = launcher.FORKED in os.environ
     if forked or not (_SUPPORTED and launcher.under_torchrun() and is_script):
         return
+    server = socket.socket(socket.AF_UNIX)
+    alive, keep_alive = os.pipe()
     try:
-        server = socket.socket(socket.AF_UNIX)
         server.connect(_address(os.getppid()))
-        if not _is_mine(server):
-            return
-        life, mine = os.pipe()
-        request = {
-            "script": main.__file__,
-            "argv": sys.argv,
-            "environ": dict(os.environ) | {launcher.FORKED: str(os.getppid())},
-            "cwd": os.getcwd(),
-            "cores": list(os.sched_getaffinity(0)),
-        }
-        text = json.dumps(request).encode()
-        socket.send_fds(server, [_NUMBER.pack(len(text))], [0, 1, 2, life])
-        server.sendall(text)
-        os.close(life)
-        pid = _receive_number(server)
+        pid = _request(server, main.__file__, alive) if _is_mine(server) else None
     except OSError:
-        return  # none, or it has just ended
+        pid = None  # there is none, or it has just ended
+    os.close(alive)
     if pid is None:
-        os.close(mine)
+        os.close(keep_alive)  # which ends a process that was forked all the same
+        server.close()
         return
     for name in PASSED_ON:
         signal.signal(getattr(signal, name), lambda number, frame: _pass_on(pid, number))
     _exit_like(_receive_number(server))
+
+
+def _request(server: socket.socket, script: str, alive: int) -> int | None:
+    """Ask for a process that runs the script with all that this one has; its number, None if the
+    server ends before it says it."""
+    request = {
+        "script": script,
+        "argv": sys.argv,
+        "environ": dict(os.environ) | {launcher.FORKED: str(os.getppid())},
+        "cwd": os.getcwd(),
+        "cores": list(os.sched_getaffinity(0)),
+    }
+    text = json.dumps(request).encode()
+    socket.send_fds(server, [_NUMBER.pack(len(text))], [0, 1, 2, alive])
+    server.sendall(text)
+    return _receive_number(server)
 
 
 def _pass_on(pid: int, number: int) -> None:
@@ -219,15 +224,18 @@ def _tell(connection: socket.socket, number: int) -> None:
 def _take_over(connection: socket.socket) -> dict[str, Any]:
     """Become the process that asked for this one; returns its request."""
     os.setsid()
-    size, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 4)
+    head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 4)
     if not descriptors:
         os._exit(1)  # nobody asks any more
     _end_with(descriptors.pop())
+    size = _NUMBER.unpack(head)[0]
+    text = connection.recv(size, socket.MSG_WAITALL)
+    connection.close()
+    if len(text) < size:
+        os._exit(1)
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    text = connection.recv(_NUMBER.unpack(size)[0], socket.MSG_WAITALL)
-    connection.close()
     request = json.loads(text)
     # OpenMP has read these of the server
     waiting = {name: os.environ[name] for name in threads.OWN if name in os.environ}
@@ -238,12 +246,12 @@ def _take_over(connection: socket.socket) -> dict[str, Any]:
     return request
 
 
-def _end_with(life: int) -> None:
+def _end_with(alive: int) -> None:
     """From now on the kernel kills this process when the other end of a pipe is closed."""
-    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
-    poll.register(life, 0)
+    poll.register(alive, 0)
     if poll.poll(0):  # it was closed before
         os._exit(1)

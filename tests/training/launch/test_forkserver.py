@@ -173,7 +173,7 @@ print(*codes, said[0].decode())
 """
 
 
-# torchrun, where another user has taken the address
+# torchrun, where another program has taken the address, whose user is the second argument
 TAKEN = f"""
 import os, socket, subprocess, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -183,7 +183,7 @@ listener.bind(forkserver._address(os.getpid()))
 listener.listen()
 pid = os.fork()
 if pid == 0:
-    os.setuid(65534)
+    os.setuid(int(sys.argv[2]))
     listener.listen()  # the kernel takes the user of the last call
     print(listener.accept()[0].recv(4), flush=True)
     os._exit(0)
@@ -195,14 +195,18 @@ print(said[0].decode())
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
 def test_a_server_of_another_user_gets_nothing(tmp_path):
-    assert under_agent(TAKEN, tmp_path) == ["b''", "False"]
+    assert under_agent(TAKEN, tmp_path, "65534") == ["b''", "False"]
 
 
-def under_agent(agent: str, folder) -> list[str]:
+def test_a_rank_starts_by_itself_where_the_server_ends_before_it_answers(tmp_path):
+    assert under_agent(TAKEN, tmp_path, str(os.getuid()))[-1] == "False"
+
+
+def under_agent(agent: str, folder, *words: str) -> list[str]:
     """What a program in place of torchrun says."""
     (folder / "program.py").write_text(PROGRAM)
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "NAME": "x"}
-    command = [sys.executable, "-c", agent, str(folder / "program.py")]
+    command = [sys.executable, "-c", agent, str(folder / "program.py"), *words]
     said = subprocess.run(command, stdout=subprocess.PIPE, env=environ, cwd=folder, text=True)
     return said.stdout.split()
 
