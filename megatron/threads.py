@@ -1,9 +1,9 @@
 """How CPU threads of this process wait for work, which torch's OpenMP reads once, when it loads.
 Needs no torch.
 
-Threads that spin for a moment start the next operation sooner: a third of a small training step.
-Where more threads run than there are free cores, a thread that spins takes the core from one that
-works; there they sleep.
+OpenMP's default is to spin for some milliseconds, longer than the gaps between operations, so that
+the next one starts at once: a third of a small training step. Where more threads run than there are
+free cores, a thread that spins takes the core from one that works; there they sleep at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from megatron import launcher
 
 # Whoever sets one of these has decided already.
 OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# Of GNU's OpenMP, before a thread sleeps: 30 to 100 microseconds, which covers most gaps between
-# operations. Ten times as many gain 1 % of a small step on free cores, and make it three times as
-# slow where another process takes a core later.
-SPINS = "2000"
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -92,18 +88,14 @@ def set_waiting(
         return
     place, _ = launcher.read(environ)
     busy = busy_cores(before, usage(), place.local_world_size or 1)
-    if spinning_fits(environ, cores() - busy, place):
-        environ["GOMP_SPINCOUNT"] = SPINS
-    else:
+    if not spinning_fits(environ, cores() - busy, place):
         environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def waiting(environ: Mapping[str, str] = os.environ) -> str:
-    """How threads wait, for the log: spin-wait (briefly, then they sleep), passive wait (they
-    sleep), or the variable."""
-    if environ.get("GOMP_SPINCOUNT") == SPINS and "OMP_WAIT_POLICY" not in environ:
-        return "spin-wait"
-    if environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
-        return "passive wait"
+    """How threads wait, for the log: spin-wait (OpenMP's default), passive wait (they sleep), or
+    the variable."""
     given = [f"{name}={environ[name]}" for name in OWN if name in environ]
-    return ", ".join(given) or "OpenMP's default"
+    if given == ["OMP_WAIT_POLICY=passive"]:
+        return "passive wait"
+    return ", ".join(given) or "spin-wait"
