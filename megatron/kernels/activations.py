@@ -19,12 +19,13 @@ def gelu(x: Tensor, approximate: bool) -> Tensor:
     """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with
     erf. Any shape."""
     if approximate and pays_off(x):
-        return (_NativeTanhGelu if native.runs(x) else _TanhGelu).apply(x)
+        low_precision = x.dtype == torch.bfloat16 and native.runs(x)
+        return (_NativeTanhGelu if low_precision else _TanhGelu).apply(x)
     return F.gelu(x, approximate="tanh" if approximate else "none")
 
 
 class _NativeTanhGelu(torch.autograd.Function):
-    """Keeps its input."""
+    """Keeps its input: a slope in bf16 would be rounded."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -47,6 +48,10 @@ class _TanhGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and native.runs(x):
+            out, slope = native.gelu_with_slope(x)
+            ctx.save_for_backward(slope)
+            return out
         out, slope = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         source = x.reshape(-1)
         targets = (out.view(-1), slope.view(-1))

@@ -24,9 +24,8 @@ def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
     alike. fp32 and fp64 are always native; bf16 and fp16 on a CPU are so only where oneDNN has
     instructions for them (AVX512, AMX, ARM).
     """
-    if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
-        return True
-    return _onednn_has(dtype)
+    low_on_cpu = device_type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+    return not low_on_cpu or _onednn_has(dtype)
 
 
 def _onednn_has(dtype: torch.dtype) -> bool:
@@ -39,11 +38,8 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which GEMMs of `tensor` are computed: its own, or fp32 where its own
     is emulated."""
-    if tensor.dtype == torch.float32:
-        return tensor.dtype
-    return (
-        tensor.dtype if low_precision_is_native(tensor.device.type, tensor.dtype) else torch.float32
-    )
+    own = low_precision_is_native(tensor.device.type, tensor.dtype)
+    return tensor.dtype if own else torch.float32
 
 
 def _column_blocks(rows: int, columns: int) -> list[slice]:

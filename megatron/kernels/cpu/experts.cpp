@@ -209,7 +209,7 @@ void pack(const Rows& rows, int64_t first, int64_t count, int64_t column, int64_
 }
 
 // Columns [column, column + columns) of `count` rows of bf16 from `first` on -> words [count / 2, width] of two rows each, the
-// last with 0 where `count` is odd. Words from `columns` up to the next multiple of 16, or the width, become 0.
+// last with 0 where `count` is odd. Words from `columns` up to the next multiple of kLanes, or the width, become 0.
 void pack_pairs(const Rows& rows, int64_t first, int64_t count, int64_t column, int64_t columns, float* to, int64_t width) {
   static const H kZeros = {};
   const auto read = [](const Bf16* from, int64_t left) {
@@ -228,26 +228,6 @@ void pack_pairs(const Rows& rows, int64_t first, int64_t count, int64_t column, 
       store(to + j, V{}, std::min(kLanes, width - j));
     }
   }
-}
-
-// v[i][j] -> v[j][i].
-inline void transpose(V (&v)[kLanes]) {
-  V w[kLanes];
-  const auto exchange = [](V* from, V* to, int step, I low, I high) {
-    for (int i = 0; i < kLanes; ++i) {
-      if (i & step) continue;
-      to[i] = __builtin_shuffle(from[i], from[i + step], low);
-      to[i + step] = __builtin_shuffle(from[i], from[i + step], high);
-    }
-  };
-  exchange(v, w, 8, I{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
-           I{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
-  exchange(w, v, 4, I{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
-           I{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
-  exchange(v, w, 2, I{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
-           I{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
-  exchange(w, v, 1, I{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
-           I{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
 }
 
 // `columns` rows of a matrix of this width, of each `count` numbers -> [count, kPanel], zero from `columns` on.

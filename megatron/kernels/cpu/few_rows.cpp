@@ -27,13 +27,13 @@ inline V halve(V a, V b) {
   return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
 
-// The totals of kCount (1, 2, 4, 8 or 16) vectors in as many lanes.
-template <int kCount>
+// The totals of kCount (a power of two, at most kLanes) vectors in as many lanes.
+template <int kCount, int kHalf = kLanes / 2>
 inline V totals(V* v) {
-  for (int i = 0; i < (kCount + 1) / 2; ++i) v[i] = halve<8>(v[2 * i], v[kCount > 1 ? 2 * i + 1 : 0]);
-  for (int i = 0; i < (kCount + 3) / 4; ++i) v[i] = halve<4>(v[2 * i], v[kCount > 2 ? 2 * i + 1 : 0]);
-  for (int i = 0; i < (kCount + 7) / 8; ++i) v[i] = halve<2>(v[2 * i], v[kCount > 4 ? 2 * i + 1 : 0]);
-  return halve<1>(v[0], v[kCount > 8 ? 1 : 0]);
+  constexpr int kLeft = (kCount + 1) / 2;
+  for (int i = 0; i < kLeft; ++i) v[i] = halve<kHalf>(v[2 * i], v[kCount > 1 ? 2 * i + 1 : 0]);
+  if constexpr (kHalf > 1) return totals<kLeft, kHalf / 2>(v);
+  return v[0];
 }
 
 // kLines rows of w from `o` on with kRows rows of x; kChains sums for each pair, so that none waits for the one before.

@@ -79,7 +79,7 @@ inline void multiply_columns(Matrix a, const float* b, int64_t b_width, float* o
   }
 }
 
-// out [m, n] (+)= a [m, k] b [k, n]; m is a multiple of 32, n of 16.
+// out [m, n] (+)= a [m, k] b [k, n]; m is a multiple of 32, n of kLanes.
 void multiply(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t m, int64_t n, int64_t k,
               bool add) {
   int64_t j = 0;
@@ -110,10 +110,11 @@ void copy_head(const Shape& x, const T* from, int64_t step, float scale, float* 
 void transpose(const Shape& x, const float* from, float* to) {
   const int64_t rows = x.rows(), width = x.width();
   for (int64_t i = 0; i < rows; i += kLanes) {
-    for (int64_t j = 0; j < width; ++j) {
-      V column;
-      for (int64_t l = 0; l < kLanes; ++l) column[l] = from[(i + l) * width + j];
-      store(to + j * rows + i, column);
+    for (int64_t j = 0; j < width; j += kLanes) {
+      V v[kLanes];
+      for (int64_t l = 0; l < kLanes; ++l) v[l] = load(from + (i + l) * width + j);
+      transpose(v);
+      for (int64_t l = 0; l < kLanes; ++l) store(to + (j + l) * rows + i, v[l]);
     }
   }
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
-INTERFACE = 3
+INTERFACE = 4
 
 
 @cache
@@ -76,6 +76,13 @@ def gelu(x: Tensor) -> Tensor:
     x, out = x.contiguous(), _like(x)
     _call("gelu", x, x, out, x.numel())
     return out
+
+
+def gelu_with_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`gelu` of fp32 and its derivative. Any shape."""
+    x, out, slope = x.contiguous(), _like(x), _like(x)
+    _call("gelu_with_slope", x, x, out, slope, x.numel())
+    return out, slope
 
 
 def gelu_grad(x: Tensor, grad_out: Tensor) -> Tensor:

@@ -45,15 +45,31 @@ void gelu(uintptr_t x_, uintptr_t out_, int64_t size, int threads) {
   });
 }
 
+// GELU's derivative at c (clamped to kEnd), s the sigmoid there.
+inline V gelu_slope(V c, V s) { return s + s * (1.0f - s) * c * (kLinear + 3.0f * kCubic * c * c); }
+
+// GELU in fp32 and its derivative, for a backward that multiplies.
+void gelu_with_slope(uintptr_t x_, uintptr_t out_, uintptr_t slope_, int64_t size, int threads) {
+  const float* x = at<const float>(x_);
+  float *out = at<float>(out_), *slope = at<float>(slope_);
+  spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
+    for (int64_t i = start; i < stop; i += kLanes) {
+      const V v = load(x + i, stop - i), c = clamp(v, kEnd);
+      const V s = sigmoid(c * (kLinear + kCubic * c * c));
+      store(out + i, where_less(v, V{} - kEnd, c, v) * s, stop - i);
+      store(slope + i, gelu_slope(c, s), stop - i);
+    }
+  });
+}
+
 template <class T>
 void gelu_grad(uintptr_t x_, uintptr_t above, uintptr_t grad_, int64_t size, int threads) {
   const T *x = at<const T>(x_), *grad_out = at<const T>(above);
   T* grad = at<T>(grad_);
   spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
     for (int64_t i = start; i < stop; i += kLanes) {
-      const V c = clamp(load(x + i, stop - i), kEnd), square = c * c;
-      const V s = sigmoid(c * (kLinear + kCubic * square));
-      const V slope = s + s * (1.0f - s) * c * (kLinear + 3.0f * kCubic * square);
+      const V c = clamp(load(x + i, stop - i), kEnd);
+      const V slope = gelu_slope(c, sigmoid(c * (kLinear + kCubic * c * c)));
       store(grad + i, slope * load(grad_out + i, stop - i), stop - i);
     }
   });
@@ -130,41 +146,17 @@ void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
   }
 }
 
-#ifdef __AVX512F__
-// Swaps two corners of each block of 2 half rows and columns.
-template <int half>
-inline void swap_corners(V* v) {
-  I upper, lower;  // where each number comes from; 16 and more: the lower row
-  for (int k = 0; k < kLanes; ++k) {
-    upper[k] = k & half ? 16 + (k ^ half) : k;
-    lower[k] = k & half ? 16 + k : k ^ half;
-  }
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & half) continue;
-    const __m512 a = same_bits<__m512>(v[i]), b = same_bits<__m512>(v[i + half]);
-    v[i] = same_bits<V>(_mm512_permutex2var_ps(a, same_bits<__m512i>(upper), b));
-    v[i + half] = same_bits<V>(_mm512_permutex2var_ps(a, same_bits<__m512i>(lower), b));
-  }
-}
-#endif
-
-// Up to 16 x 16 numbers: rows [rows, columns] at x, `step` apart, become columns at out, whose rows are `out_step` apart.
+// Up to kLanes x kLanes numbers: rows [rows, columns] at x, `step` apart, become columns at out, whose rows are `out_step` apart.
 inline void transpose_tile(const float* x, int64_t step, float* out, int64_t out_step, int64_t rows, int64_t columns) {
-#ifdef __AVX512F__
   if (rows >= kLanes && columns >= kLanes) {
     V v[kLanes];
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) v[i] = load(x + i * step);
-    swap_corners<8>(v);
-    swap_corners<4>(v);
-    swap_corners<2>(v);
-    swap_corners<1>(v);
+    transpose(v);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) store(out + i * out_step, v[i]);
     return;
   }
-#endif
   for (int64_t j = 0; j < std::min(columns, kLanes); ++j) {
     for (int64_t i = 0; i < std::min(rows, kLanes); ++i) out[j * out_step + i] = x[i * step + j];
   }
@@ -320,7 +312,7 @@ void loss_grad(uintptr_t x_, uintptr_t tops_, uintptr_t logs_, uintptr_t grads_,
 // x times `factor` where the random bits (signed) are at most `most`, else times 0.
 template <class T>
 void drop(uintptr_t x_, uintptr_t bits_, uintptr_t out_, int64_t size, int32_t most, float factor, int threads) {
-  typedef int16_t Bits __attribute__((vector_size(32)));
+  typedef int16_t Bits __attribute__((vector_size(2 * kLanes)));
   const T* x = at<const T>(x_);
   const int16_t* bits = at<const int16_t>(bits_);
   T* out = at<T>(out_);
@@ -355,8 +347,9 @@ void define(py::module_& m, const std::string& format) {
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "One pass over rows; see megatron/kernels/cpu/native.py.";
-  m.attr("INTERFACE") = 3;  // raise it here and in native.py when a function changes
+  m.attr("INTERFACE") = 4;  // raise it here and in native.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
+  m.def("gelu_with_slope_float32", &gelu_with_slope, py::call_guard<py::gil_scoped_release>());
   m.def("column_sums_transposed_float32", &column_sums_transposed, py::call_guard<py::gil_scoped_release>());
 }
