@@ -135,23 +135,23 @@ def _onednn_linear(dtype: torch.dtype):
     fast.
 
     In bf16 it adds the bias while it multiplies, where torch's addmm copies it to every row of the
-    result first. In fp32 torch calls MKL, which has no AVX512 for processors other than Intel's. It
-    is no public operation: another torch may not have it.
+    result first. In fp32 torch calls MKL, which has no AVX512 for processors other than Intel's,
+    and on AMD's is slower with AVX2 too. It is no public operation: another torch may not have it.
     """
     operation = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if operation is None or not torch.backends.mkldnn.is_available():
         return None
     if dtype == torch.bfloat16:
         return operation if _onednn_has(dtype) else None
-    mine = (torch.backends.cpu.get_cpu_capability(), devices.cpu_vendor())
-    return operation if dtype == torch.float32 and mine == ("AVX512", "AuthenticAMD") else None
+    has_vectors = torch.backends.cpu.get_cpu_capability() in native.LEVELS
+    mine = has_vectors and devices.cpu_vendor() == "AuthenticAMD"
+    return operation if dtype == torch.float32 and mine else None
 
 
 def _by_onednn(rows: Tensor, outputs: int):
     """`_onednn_linear` for rows [m, in] and so many outputs, None where it is not for them."""
-    if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
-        return None
-    if rows.dtype == torch.float32 and rows.numel() * outputs < ONEDNN_FROM:
+    least = ONEDNN_FROM if rows.dtype == torch.float32 else 1
+    if rows.device.type != "cpu" or rows.numel() * outputs < least or torch.compiler.is_compiling():
         return None
     return _onednn_linear(rows.dtype)
 

@@ -197,7 +197,12 @@ def test_a_bias_added_by_onednn_is_addmms_to_the_bit(onednn_calls):
 
 @pytest.mark.parametrize(
     "vendor, capability, calls",
-    [("AuthenticAMD", "AVX512", 5), ("AuthenticAMD", "AVX2", 0), ("GenuineIntel", "AVX512", 0)],
+    [
+        ("AuthenticAMD", "AVX512", 5),
+        ("AuthenticAMD", "AVX2", 5),
+        ("AuthenticAMD", "DEFAULT", 0),
+        ("GenuineIntel", "AVX512", 0),
+    ],
 )
 def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(
     monkeypatch, onednn_calls, vendor, capability, calls
