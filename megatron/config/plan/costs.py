@@ -120,7 +120,7 @@ class Sizes:
         m = self.config.model
         widths = {
             "swiglu": 3 if self.fuses_swiglu else 4,
-            "geglu": 5 if self.on_cpu and not self.native else 4,
+            "geglu": 5 if self.on_cpu and not (self.native and self.item == 2) else 4,
         }.get(m.activation, 2)
         return self.item * widths * ffn
 
