@@ -336,7 +336,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_read(parse_checkout),
         default=[],
         metavar="DIR",
-        help="another checkout of this repository (98b7b98 or later, C++ built), whose layouts "
+        help="another checkout of this repository (86e72bf or later, C++ built), whose layouts "
         "take turns with these; may be repeated",
     )
     parser.add_argument(

@@ -118,7 +118,7 @@ def add_contestants(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_read(parse_checkout),
         metavar="DIR",
-        help="another checkout of this repository (98b7b98 or later, C++ built), whose step "
+        help="another checkout of this repository (86e72bf or later, C++ built), whose step "
         "takes part too; may be repeated",
     )
     add(

@@ -3,7 +3,7 @@ arrive over a pipe.
 
 processes.py starts it with the number of the pipe and of the parent process; the first message is
 the job (a dict, see processes.py). The contestant's modules come from the job's `tree`, which may
-be another checkout of this repository (98b7b98 or later). So this file imports nothing of its own
+be another checkout of this repository (86e72bf or later). So this file imports nothing of its own
 tree, and torch only after the environment is complete.
 """
 
