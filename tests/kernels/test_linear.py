@@ -204,7 +204,7 @@ def test_a_bias_added_by_onednn_is_addmms_to_the_bit(onednn_calls):
         ("GenuineIntel", "AVX512", 0),
     ],
 )
-def test_fp32_goes_to_onednn_where_mkl_lacks_avx512(
+def test_fp32_goes_to_onednn_on_amd_with_vectors(
     monkeypatch, onednn_calls, vendor, capability, calls
 ):
     monkeypatch.setattr(module.devices, "cpu_vendor", lambda: vendor)

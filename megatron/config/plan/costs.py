@@ -118,6 +118,7 @@ class Sizes:
         """Of an MLP of this width and one token: input (or slope) and result of the activation
         function, and what a gated one keeps between."""
         m = self.config.model
+        # geglu's C++ keeps GELU's input in bf16; elsewhere on a CPU the slope is kept beside it.
         widths = {
             "swiglu": 3 if self.fuses_swiglu else 4,
             "geglu": 5 if self.on_cpu and not (self.native and self.item == 2) else 4,
