@@ -84,6 +84,9 @@ def _native_weight_grad(
     """`linear_weight_grad` where GEMMs in the dtype of rows_in [m, in] are computed in it;
     rows_out [m, out]."""
     dtype = rows_in.dtype
+    grad = _onednn_weight_grad(rows_out, rows_in)
+    if grad is not None:
+        return _added(grad, accumulate_into, dtype)
     if accumulate_into is None:
         return torch.mm(rows_out.t(), rows_in)
     if (
@@ -190,6 +193,23 @@ def input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     return grad.to(weight.dtype)
 
 
+def _onednn_weight_grad(rows_out: Tensor, rows_in: Tensor) -> Tensor | None:
+    """rows_out^T rows_in by oneDNN in fp32, None where it is not for them; rows_out [m, out],
+    rows_in [m, in] -> [out, in].
+
+    It is faster where the left matrix is contiguous, so the narrower one is transposed first.
+    """
+    if rows_out.dtype != torch.float32 or not native.runs(rows_out):
+        return None
+    operation = _by_onednn(rows_out, rows_in.shape[1])
+    by_input = rows_in.shape[1] < rows_out.shape[1]
+    left, right = (rows_in, rows_out) if by_input else (rows_out, rows_in)
+    if operation is None or left.numel() > BLOCK_ELEMENTS:
+        return None
+    grad = operation(native.transposed(left), right.t(), None, "none", [], "")
+    return grad.t() if by_input else grad
+
+
 Start = Callable[[Tensor], Callable[[], Tensor]]
 
 
@@ -230,10 +250,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad_out.reshape(-1, grad_out.shape[-1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = reduced = transposed = None
+        grad_x = grad_weight = grad_bias = reduced = None
         gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
         if needs_bias:
-            sums, transposed = _bias_sums(rows, x, needs_weight)
+            sums = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
             grad_bias = _added(sums, ctx.accumulate_bias_into, rows.dtype)
         dtype = compute_dtype(x)
         if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
@@ -243,24 +263,8 @@ class _Linear(torch.autograd.Function):
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
             x = gathered() if gathered else x
-            if transposed is None:
-                grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
-            else:
-                x = x.reshape(-1, x.shape[-1]).t()
-                grad = _onednn_linear(dtype)(transposed, x, None, "none", [], "")
-                grad_weight = _added(grad, ctx.accumulate_into, dtype)
+            grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _bias_sums(rows: Tensor, x: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
-    """Sums over the rows of the output's gradient [m, out] -> [out]; and, where oneDNN is for the
-    weight's gradient, the rows transposed in the same pass: it is faster on them."""
-    if not native.runs(rows):
-        return rows.sum(0), None
-    fits = rows.dtype == x.dtype == torch.float32 and rows.numel() <= BLOCK_ELEMENTS
-    if needs_weight and fits and _by_onednn(rows, x.shape[-1]):
-        return native.column_sums_transposed(rows)
-    return native.column_sums(rows), None
 
 
 def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -53,3 +53,14 @@ def gradients_like(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     s, b, n, d = q.shape
     return list(q.new_empty(s, b, n, 3, d).unbind(3))
+
+
+def contiguous_vectors(t: Tensor) -> Tensor:
+    """`t` with the elements of each head's vector next to each other, as the C++ reads them."""
+    return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
+
+
+def sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """s, b, n, g, d of q [s, b, n, d] and k [s, b, g, d]."""
+    s, b, n, d = q.shape
+    return s, b, n, k.shape[2], d

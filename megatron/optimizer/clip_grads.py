@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# a CPU norm over more elements than this in one go loses digits: 3e-3 relative at 4e7 elements
-ROW = 1024
+from megatron.kernels.cpu import native
+
+PIECE = 1 << 22  # elements that a CPU's norm without the C++ converts to fp64 at a time
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,28 +21,23 @@ def sum_of_squares(
 ) -> torch.Tensor:
     """Sum of all squares of `grads` as a float64 0-dim tensor on their device, without a host sync.
 
-    Read once; each tensor's norm is taken in its own precision, at least fp32 (over rows of 1024
-    elements on the CPU, whose long single-precision sums drift), squares are added in float64. Not
-    finite if and only if some gradient is not finite or overflows when squared. An empty list gives
-    0 on `device`.
+    Read once; squares are added in fp32 over at most a tensor (on a CPU, whose long sums drift,
+    over 1024 elements), and these sums in float64. Not finite if some gradient is not finite. An
+    empty list gives 0 on `device`.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
     if grads[0].device.type != "cpu":
+        dtype = torch.promote_types(grads[0].dtype, torch.float32)
         return torch.stack(torch._foreach_norm(list(grads), 2, dtype)).double().square().sum()
-    pieces: list[torch.Tensor] = []
-    norms: list[torch.Tensor] = []
-    for grad in grads:
-        flat = grad.reshape(-1)
-        whole = flat.numel() // ROW * ROW
-        if whole:
-            norms.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype))
-        if whole < flat.numel():
-            pieces.append(flat[whole:])
-    if pieces:
-        norms.append(torch.stack(torch._foreach_norm(pieces, 2, dtype)))
-    return torch.cat(norms).double().square().sum()
+    if grads[0].dtype == torch.float16:
+        return sum(sum_of_squares([grad.float()]) for grad in grads)
+    alike = all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads)
+    if alike and native.runs(grads[0]):
+        return torch.tensor(native.sum_of_squares(grads), dtype=torch.float64)
+    pieces = [piece for grad in grads for piece in grad.reshape(-1).split(PIECE)]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    return torch.stack(norms).square().sum()
 
 
 def global_norm(

@@ -232,13 +232,12 @@ def test_fp32_goes_to_onednn_on_amd_with_vectors(
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_the_weight_gradient_of_a_layer_with_a_bias_goes_to_onednn_too(
-    monkeypatch, onednn_calls, accumulate
-):
+@pytest.mark.parametrize("out, width", [(200, 96), (96, 200), (64, 64)])
+def test_the_weight_gradient_goes_to_onednn_too(monkeypatch, onednn_calls, accumulate, out, width):
     monkeypatch.setattr(module.devices, "cpu_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(module, "ONEDNN_FROM", 1000)
-    x, weight, bias, grad = inputs(torch.float32, out=200, width=96, lead=(33, 2))
-    into = (torch.ones(200, 96), torch.ones(200)) if accumulate else (None, None)
+    x, weight, bias, grad = inputs(torch.float32, out=out, width=width, lead=(33, 2))
+    into = (torch.ones(out, width), torch.ones(out)) if accumulate else (None, None)
     module.linear(x, weight, bias, accumulate_into=into[0], accumulate_bias_into=into[1]).backward(
         grad
     )
@@ -247,7 +246,7 @@ def test_the_weight_gradient_of_a_layer_with_a_bias_goes_to_onednn_too(
     for kept, param, wanted in zip(into, (weight, bias), right, strict=True):
         found = param.grad if kept is None else kept - 1
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+    if torch.backends.cpu.get_cpu_capability() in module.native.LEVELS:
         # the product, the gradient of its input, and by the C++ that of the weight
         assert len(onednn_calls) == 2 + module.native.runs(x)
     else:

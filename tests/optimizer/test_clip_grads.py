@@ -54,6 +54,22 @@ def test_the_norm_does_not_depend_on_how_tensors_are_cut():
     )
 
 
+def test_the_norm_of_strided_gradients():
+    whole = torch.randn(64, 33, generator=torch.Generator().manual_seed(5))
+    strided = whole[:, ::2]
+    assert clip_grads.global_norm([strided]).item() == pytest.approx(
+        clip_grads.global_norm([strided.contiguous()]).item(), rel=1e-7
+    )
+
+
+def test_without_the_cpp_the_norm_is_the_same(monkeypatch):
+    grads = tensors()
+    expected = clip_grads.global_norm(grads).item()
+    monkeypatch.setattr(clip_grads.native, "runs", lambda grad: False)
+    monkeypatch.setattr(clip_grads, "PIECE", 7)
+    assert clip_grads.global_norm(grads).item() == pytest.approx(expected, rel=1e-7)
+
+
 def test_other_ranks_come_in_through_the_reduction():
     parts = [tensors(seed) for seed in range(3)]
     alone = math.sqrt(sum(grad.double().square().sum().item() for part in parts for grad in part))

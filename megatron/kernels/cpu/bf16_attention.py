@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.linear import low_precision_is_native
-from megatron.kernels.qkv import gradients_like
+from megatron.kernels.qkv import contiguous_vectors, gradients_like, sizes
 
 NAME = "megatron.kernels.cpu.bf16_attention_cpp"
 INTERFACE = 2
@@ -94,16 +94,6 @@ def _steps(t: Tensor) -> tuple[int, int, int]:
     return t.stride()[:3]
 
 
-def _lines(t: Tensor) -> Tensor:
-    """With the numbers of a head contiguous."""
-    return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
-
-
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    s, b, n, d = q.shape
-    return s, b, n, k.shape[2], d
-
-
 def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
@@ -122,9 +112,9 @@ class _TileAttention(torch.autograd.Function):
         dropout: tuple[float, int],
         run_starts: Tensor | None,
     ):
-        q = _lines(q)
-        k = _lines(k)
-        v = _lines(v)
+        q = contiguous_vectors(q)
+        k = contiguous_vectors(k)
+        v = contiguous_vectors(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         s, b, n, _ = q.shape
         log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
@@ -132,7 +122,7 @@ class _TileAttention(torch.autograd.Function):
         addresses = [_address(t) for t in (q, k, v, out, log_sums, run_starts)]
         steps = [_steps(t) for t in (q, k, v)]
         library.forward(
-            addresses, steps, _sizes(q, k), scale, *dropout, amx, torch.get_num_threads()
+            addresses, steps, sizes(q, k), scale, *dropout, amx, torch.get_num_threads()
         )
         ctx.save_for_backward(q, k, v, out, log_sums, run_starts)
         ctx.scale = scale
@@ -144,11 +134,11 @@ class _TileAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, log_sums, run_starts = ctx.saved_tensors
         grads = gradients_like(q, k, v)
-        tensors = [q, k, v, _lines(grad_out.to(q.dtype)), out, log_sums.unsqueeze(-1), *grads]
+        tensors = [q, k, v, contiguous_vectors(grad_out.to(q.dtype)), out, log_sums.unsqueeze(-1), *grads]
         library, amx = _load()
         addresses = [_address(t) for t in (*tensors, run_starts)]
         steps = [_steps(t) for t in tensors]
         library.backward(
-            addresses, steps, _sizes(q, k), ctx.scale, *ctx.dropout, amx, torch.get_num_threads()
+            addresses, steps, sizes(q, k), ctx.scale, *ctx.dropout, amx, torch.get_num_threads()
         )
         return *grads, None, None, None

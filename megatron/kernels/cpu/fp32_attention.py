@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cpu.native import load_built
-from megatron.kernels.qkv import gradients_like
+from megatron.kernels.qkv import contiguous_vectors, gradients_like, sizes
 
 INTERFACE = 1
 BLOCK = 32  # queries of a block in the C++
@@ -50,30 +50,20 @@ def _call(name: str, dtype: torch.dtype, *arguments) -> None:
     function(*arguments, torch.get_num_threads())
 
 
-def _contiguous_vectors(t: Tensor) -> Tensor:
-    """With the elements of a head's vector next to each other."""
-    return t if t.stride(-1) == 1 or t.numel() == 0 else t.contiguous()
-
-
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    s, b, n, d = q.shape
-    return s, b, n, k.shape[2], d
-
-
 class _VectorAttention(torch.autograd.Function):
     """Keeps q, k, v, the output, and of each query the logarithm of its sum of exponentials."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q = _contiguous_vectors(q)
-        k = _contiguous_vectors(k)
-        v = _contiguous_vectors(v)
+        q = contiguous_vectors(q)
+        k = contiguous_vectors(k)
+        v = contiguous_vectors(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         s, b, n, _ = q.shape
         log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
         addresses = [t.data_ptr() for t in (q, k, v, out, log_sums)]
         _call(
-            "forward", q.dtype, addresses, [t.stride()[:3] for t in (q, k, v)], _sizes(q, k), scale
+            "forward", q.dtype, addresses, [t.stride()[:3] for t in (q, k, v)], sizes(q, k), scale
         )
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.scale = scale
@@ -84,7 +74,7 @@ class _VectorAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, log_sums = ctx.saved_tensors
         grads = gradients_like(q, k, v)
-        grad_out = _contiguous_vectors(grad_out.to(q.dtype))
+        grad_out = contiguous_vectors(grad_out.to(q.dtype))
         tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
         addresses = [t.data_ptr() for t in tensors]
         _call(
@@ -92,7 +82,7 @@ class _VectorAttention(torch.autograd.Function):
             q.dtype,
             addresses,
             [t.stride()[:3] for t in tensors],
-            _sizes(q, k),
+            sizes(q, k),
             ctx.scale,
         )
         return *grads, None

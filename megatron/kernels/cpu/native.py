@@ -1,15 +1,17 @@
-"""Activations, RMSNorm, rotary positions, dropout and column sums of bf16 and fp32 on a CPU by this
-suite's C++ (rows.cpp), one pass over memory each."""
+"""Activations, RMSNorm, rotary positions, dropout and sums of bf16 and fp32 on a CPU by this suite's
+C++ (rows.cpp), one pass over memory each."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
-INTERFACE = 4
+INTERFACE = 5
 
 
 @cache
@@ -49,9 +51,9 @@ def runs(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and unavailable_reason(x.device, x.dtype) is None
 
 
-def _call(name: str, x: Tensor, *arguments) -> None:
+def _call(name: str, x: Tensor, *arguments) -> Any:
     """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
-    _function(name, x.dtype, torch.backends.cpu.get_cpu_capability())(
+    return _function(name, x.dtype, torch.backends.cpu.get_cpu_capability())(
         *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], torch.get_num_threads()
     )
 
@@ -133,11 +135,17 @@ def column_sums(x: Tensor) -> Tensor:
     return out
 
 
-def column_sums_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`column_sums` of fp32 x [rows, width], and its transpose, contiguous [width, rows]."""
-    x, out, transposed = x.contiguous(), torch.empty(x.shape[1]), torch.empty(x.shape[::-1])
-    _call("column_sums_transposed", x, x, out, transposed, *x.shape)
-    return out, transposed
+def transposed(x: Tensor) -> Tensor:
+    """fp32 x [rows, width] -> [width, rows], contiguous."""
+    x, out = x.contiguous(), torch.empty(x.shape[::-1])
+    _call("transposed", x, x, out, *x.shape)
+    return out
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    """Sum of the squares of contiguous tensors of one dtype, added up in fp64."""
+    parts = [(t.data_ptr(), t.numel()) for t in tensors]
+    return _call("sum_of_squares", tensors[0], parts)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

@@ -1,15 +1,18 @@
-// Activations, RMSNorm, rotary positions, sums of columns, the loss and dropout in one pass over memory; for megatron/kernels/cpu/native.py, which
-// gives addresses of contiguous bf16 or fp32 numbers and checks shapes. The maths is fp32, rounded once. Work is cut into
-// blocks that do not depend on the number of threads, and sums over blocks are taken in their order.
-// Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
+// Activations, RMSNorm, rotary positions, sums, the loss and dropout in one pass over memory; for
+// megatron/kernels/cpu/native.py, which gives addresses of contiguous bf16 or fp32 numbers and checks shapes. The maths is
+// fp32, rounded once. Work is cut into blocks that do not depend on the number of threads, and sums over blocks are taken
+// in their order. Built once for each level of x86-64 (setup.py). No thread holds the GIL here.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -21,6 +24,7 @@ namespace {
 
 constexpr int64_t kRun = 1 << 15;  // numbers of one block of a flat tensor
 constexpr int64_t kRows = 32;      // of one block whose sums of columns are taken
+constexpr int64_t kRow = 1024;     // squares that are added in fp32
 
 template <class T>
 T* at(uintptr_t address) {
@@ -193,37 +197,65 @@ void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr
   add_blocks(weights, width, at<float>(grad_weight));
 }
 
-// `also(start, stop)` is called for each block of rows while it is in the cache.
-template <class T, class Also>
-void column_sums_with(const T* x, float* out, int64_t rows, int64_t width, int threads, const Also& also) {
-  const int64_t blocks = (rows + kRows - 1) / kRows;
-  std::vector<float> sums(blocks * width);
+template <class T>
+void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int threads) {
+  const T* x = at<const T>(x_);
+  std::vector<float> sums((rows + kRows - 1) / kRows * width);
   spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
     float* to = sums.data() + start / kRows * width;
     for (int64_t row = start; row < stop; ++row) {
       for (int64_t i = 0; i < width; i += kLanes) add_to(to + i, load(x + row * width + i, width - i), width - i);
     }
-    also(start, stop);
   });
-  add_blocks(sums, width, out);
+  add_blocks(sums, width, at<float>(out));
 }
 
-template <class T>
-void column_sums(uintptr_t x, uintptr_t out, int64_t rows, int64_t width, int threads) {
-  column_sums_with(at<const T>(x), at<float>(out), rows, width, threads, [](int64_t, int64_t) {});
-}
-
-// The same for fp32, and x [rows, width] as transposed [width, rows].
-void column_sums_transposed(uintptr_t x_, uintptr_t out, uintptr_t transposed, int64_t rows, int64_t width, int threads) {
+// x [rows, width] of fp32 as [width, rows].
+void transposed(uintptr_t x_, uintptr_t out_, int64_t rows, int64_t width, int threads) {
   const float* x = at<const float>(x_);
-  float* turned = at<float>(transposed);
-  column_sums_with(x, at<float>(out), rows, width, threads, [=](int64_t start, int64_t stop) {
+  float* out = at<float>(out_);
+  spread(rows, kRows, threads, [=](int64_t start, int64_t stop) {
     for (int64_t row = start; row < stop; row += kLanes) {
       for (int64_t i = 0; i < width; i += kLanes) {
-        transpose_tile(x + row * width + i, width, turned + i * rows + row, rows, stop - row, width - i);
+        transpose_tile(x + row * width + i, width, out + i * rows + row, rows, stop - row, width - i);
       }
     }
   });
+}
+
+// ---- sums of squares
+
+// Of several contiguous tensors (address, size): the sum of all squares. Squares are added in fp32 for kRow numbers at a
+// time, these sums in fp64, for each tensor first.
+template <class T>
+double sum_of_squares(const std::vector<std::array<uint64_t, 2>>& tensors, int threads) {
+  struct Run {
+    size_t tensor;
+    const T* from;
+    int64_t size;
+  };
+  std::vector<Run> runs;
+  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
+    const auto [address, size] = tensors[tensor];
+    for (uint64_t start = 0; start < size; start += kRun) {
+      const int64_t count = static_cast<int64_t>(std::min<uint64_t>(kRun, size - start));
+      runs.push_back({tensor, at<const T>(address) + start, count});
+    }
+  }
+  std::vector<double> sums(runs.size());
+  spread(static_cast<int64_t>(runs.size()), 1, threads, [&](int64_t run, int64_t) {
+    const auto [tensor, from, size] = runs[run];
+    for (int64_t start = 0; start < size; start += kRow) {
+      const int64_t count = std::min(kRow, size - start);
+      sums[run] += sum_over(count, [&](int64_t i) {
+        const V v = load(from + start + i, count - i);
+        return v * v;
+      });
+    }
+  });
+  std::vector<double> of_tensor(tensors.size());
+  for (size_t run = 0; run < runs.size(); ++run) of_tensor[runs[run].tensor] += sums[run];
+  return std::accumulate(of_tensor.begin(), of_tensor.end(), 0.0);
 }
 
 // ---- rotary positions
@@ -337,6 +369,7 @@ void define(py::module_& m, const std::string& format) {
   m.def(("rms_norm_" + format).c_str(), &rms_norm<T>, unlocked);
   m.def(("rms_norm_grad_" + format).c_str(), &rms_norm_grad<T>, unlocked);
   m.def(("column_sums_" + format).c_str(), &column_sums<T>, unlocked);
+  m.def(("sum_of_squares_" + format).c_str(), &sum_of_squares<T>, unlocked);
   m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
   m.def(("log_sums_" + format).c_str(), &log_sums<T>, unlocked);
   m.def(("loss_grad_" + format).c_str(), &loss_grad<T>, unlocked);
@@ -347,9 +380,9 @@ void define(py::module_& m, const std::string& format) {
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "One pass over rows; see megatron/kernels/cpu/native.py.";
-  m.attr("INTERFACE") = 4;  // raise it here and in native.py when a function changes
+  m.attr("INTERFACE") = 5;  // raise it here and in native.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
   m.def("gelu_with_slope_float32", &gelu_with_slope, py::call_guard<py::gil_scoped_release>());
-  m.def("column_sums_transposed_float32", &column_sums_transposed, py::call_guard<py::gil_scoped_release>());
+  m.def("transposed_float32", &transposed, py::call_guard<py::gil_scoped_release>());
 }

@@ -230,8 +230,21 @@ def test_a_wrong_slope_is_seen(monkeypatch):
 
 
 @pytest.mark.parametrize("rows, width", [(1, 1), (17, 33), (32, 16), (47, 128), (96, 65)])
-def test_column_sums_and_the_transpose_in_one_pass(rows, width):
+def test_a_transposed_matrix_is_contiguous(rows, width):
     x = draw([(rows, width)], torch.float32)[0].detach()
-    sums, transposed = native.column_sums_transposed(x)
-    assert torch.equal(sums, native.column_sums(x))
+    transposed = native.transposed(x)
     assert torch.equal(transposed, x.t()) and transposed.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sum_of_squares_of_many_tensors(dtype):
+    tensors = [t.detach() for t in draw([(1,), (7, 3), (1024,), (33, 1025), (0,), (300, 400)], dtype)]
+    exact = sum(t.double().square().sum().item() for t in tensors)
+    assert native.sum_of_squares(tensors) == pytest.approx(exact, rel=1e-7)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = native.sum_of_squares(tensors)
+    finally:
+        torch.set_num_threads(threads)
+    assert native.sum_of_squares(tensors) == alone
