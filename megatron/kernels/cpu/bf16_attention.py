@@ -134,7 +134,8 @@ class _TileAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, log_sums, run_starts = ctx.saved_tensors
         grads = gradients_like(q, k, v)
-        tensors = [q, k, v, contiguous_vectors(grad_out.to(q.dtype)), out, log_sums.unsqueeze(-1), *grads]
+        grad_out = contiguous_vectors(grad_out.to(q.dtype))
+        tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
         library, amx = _load()
         addresses = [_address(t) for t in (*tensors, run_starts)]
         steps = [_steps(t) for t in tensors]

@@ -1,5 +1,5 @@
-"""Activations, RMSNorm, rotary positions, dropout and sums of bf16 and fp32 on a CPU by this suite's
-C++ (rows.cpp), one pass over memory each."""
+"""Activations, RMSNorm, rotary positions, dropout and sums of bf16 and fp32 on a CPU by this
+suite's C++ (rows.cpp), one pass over memory each."""
 
 from collections.abc import Sequence
 from functools import cache
