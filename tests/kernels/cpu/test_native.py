@@ -238,7 +238,9 @@ def test_a_transposed_matrix_is_contiguous(rows, width):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sum_of_squares_of_many_tensors(dtype):
-    tensors = [t.detach() for t in draw([(1,), (7, 3), (1024,), (33, 1025), (0,), (300, 400)], dtype)]
+    tensors = [
+        t.detach() for t in draw([(1,), (7, 3), (1024,), (33, 1025), (0,), (300, 400)], dtype)
+    ]
     exact = sum(t.double().square().sum().item() for t in tensors)
     assert native.sum_of_squares(tensors) == pytest.approx(exact, rel=1e-7)
     threads = torch.get_num_threads()
