@@ -22,6 +22,7 @@ namespace py = pybind11;
 namespace {
 
 constexpr int64_t kBlock = 32;  // queries of a block in forward, keys of a block in backward
+constexpr int64_t kHalf = 16;   // of a block: the first half of its queries does not see the second half of its keys
 constexpr int64_t kChunk = 64;  // queries that backward takes at a time: their scores stay in the first cache
 
 // ---- GEMM
@@ -79,7 +80,7 @@ inline void multiply_columns(Matrix a, const float* b, int64_t b_width, float* o
   }
 }
 
-// out [m, n] (+)= a [m, k] b [k, n]; m is a multiple of 32, n of kLanes.
+// out [m, n] (+)= a [m, k] b [k, n]; m is a multiple of 16, n of kLanes.
 void multiply(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t m, int64_t n, int64_t k,
               bool add) {
   int64_t j = 0;
@@ -145,17 +146,17 @@ struct ForwardScratch {
         scores(x.rows() * kBlock), out(kBlock * x.width()) {}
 };
 
-// Softmax over the lines of scores [keys, kBlock] of the queries from `query` on, in place and not divided by its sum; of
+// Softmax over the lines of scores [keys, kBlock] of kHalf queries from `query` on, in place and not divided by its sum; of
 // each query 1 / that sum, and the logarithm of the sum of exponentials.
 void softmax(float* scores, int64_t keys, int64_t query, float* inverse, float* log_sum) {
   constexpr float lowest = -std::numeric_limits<float>::infinity();
-  for (int64_t half = 0; half < kBlock; half += kLanes) {
-    const int64_t below = std::min(keys, query + half);  // keys that all of these queries see
-    float* line = scores + half;
+  for (int64_t first = 0; first < kHalf; first += kLanes) {
+    const int64_t below = std::min(keys, query + first);  // keys that all of these queries see
+    float* line = scores + first;
     V largest = V{} + lowest, sum = {};
     for (int64_t key = 0; key < below; ++key) largest = larger(largest, load(line + key * kBlock));
     for (int64_t key = below; key < keys; ++key) {
-      const V score = seen_or(load(line + key * kBlock), key, query + half, lowest);
+      const V score = seen_or(load(line + key * kBlock), key, query + first, lowest);
       store(line + key * kBlock, score);
       largest = larger(largest, score);
     }
@@ -165,8 +166,8 @@ void softmax(float* scores, int64_t keys, int64_t query, float* inverse, float* 
       sum += p;
     }
     for (int64_t i = 0; i < kLanes; ++i) {
-      inverse[half + i] = 1.0f / sum[i];
-      log_sum[half + i] = largest[i] + std::log(sum[i]);
+      inverse[first + i] = 1.0f / sum[i];
+      log_sum[first + i] = largest[i] + std::log(sum[i]);
     }
   }
 }
@@ -178,12 +179,16 @@ void forward_head(const Shape& x, ForwardScratch& to, const T* q, int64_t step_q
   copy_head(x, q, step_q, x.scale, to.lines.data());
   transpose(x, to.lines.data(), to.queries.data());
   for (int64_t start = 0; start < x.s; start += kBlock) {
-    const int64_t keys = start + kBlock;
-    float inverse[kBlock];
-    multiply({to.keys.data(), width, 1}, to.queries.data() + start, rows, to.scores.data(), kBlock, keys, kBlock, width,
+    const int64_t keys = start + kHalf;  // that the first half of the queries sees; the second half kHalf more
+    float *scores = to.scores.data(), *more = scores + keys * kBlock + kHalf, inverse[kBlock];
+    multiply({to.keys.data(), width, 1}, to.queries.data() + start, rows, scores, kBlock, keys, kBlock, width, false);
+    multiply({to.keys.data() + keys * width, width, 1}, to.queries.data() + keys, rows, more, kBlock, kHalf, kHalf, width,
              false);
-    softmax(to.scores.data(), keys, start, inverse, log_sums + start);
-    multiply({to.scores.data(), 1, kBlock}, to.values.data(), width, to.out.data(), width, kBlock, width, keys, false);
+    for (int64_t half : {int64_t{0}, kHalf}) {
+      softmax(scores + half, keys + half, start + half, inverse + half, log_sums + start + half);
+      multiply({scores + half, 1, kBlock}, to.values.data(), width, to.out.data() + half * width, width, kHalf, width,
+               keys + half, false);
+    }
     for (int64_t i = 0; i < std::min(kBlock, x.s - start); ++i) {
       for (int64_t j = 0; j < x.d; j += kLanes) {
         store(out + (start + i) * step_out + j, load(to.out.data() + i * width + j) * inverse[i], x.d - j);
@@ -227,13 +232,13 @@ struct BackwardScratch {
   }
 };
 
-// From transposed scores and gradients of probabilities of 32 keys from `key` on and so many queries from `start` on, in
-// their place: probabilities and gradients of scores.
-void softmax_grad(BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
+// From transposed scores and gradients of probabilities of so many keys from `key` on and queries from `start` on, in their
+// place: probabilities and gradients of scores.
+void softmax_grad(BackwardScratch& to, int64_t key, int64_t keys, int64_t start, int64_t queries, const float* log_sums) {
   for (int64_t query = 0; query < queries; query += kLanes) {
     const V log_sum = load(log_sums + start + query), delta = load(to.delta.data() + start + query);
-    const bool all = key + kBlock - 1 <= start + query;  // these queries see every key
-    for (int64_t i = 0; i < kBlock; ++i) {
+    const bool all = key + keys - 1 <= start + query;  // these queries see every key
+    for (int64_t i = 0; i < keys; ++i) {
       float *score = to.probs.data() + i * kChunk + query, *grad = to.grads.data() + i * kChunk + query;
       V p = exp_or_zero(load(score) - log_sum);
       if (!all) p = seen_or(p, key + i, start + query, 0.0f);
@@ -243,21 +248,22 @@ void softmax_grad(BackwardScratch& to, int64_t key, int64_t start, int64_t queri
   }
 }
 
-// What 32 keys and so many queries add to each other's gradients, and to those of the values.
-void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t start, int64_t queries, const float* log_sums) {
+// What so many keys from `key` on and queries from `start` on add to each other's gradients, and to those of the values.
+void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t keys, int64_t start, int64_t queries,
+               const float* log_sums) {
   const int64_t rows = x.rows(), width = x.width();
   const float *probs = to.probs.data(), *grads = to.grads.data();
-  multiply({to.keys.data() + key * width, width, 1}, to.queries_across.data() + start, rows, to.probs.data(), kChunk, kBlock,
+  multiply({to.keys.data() + key * width, width, 1}, to.queries_across.data() + start, rows, to.probs.data(), kChunk, keys,
            queries, width, false);
-  multiply({to.values.data() + key * width, width, 1}, to.above_across.data() + start, rows, to.grads.data(), kChunk, kBlock,
+  multiply({to.values.data() + key * width, width, 1}, to.above_across.data() + start, rows, to.grads.data(), kChunk, keys,
            queries, width, false);
-  softmax_grad(to, key, start, queries, log_sums);
-  multiply({probs, kChunk, 1}, to.above.data() + start * width, width, to.grad_v.data() + key * width, width, kBlock, width,
+  softmax_grad(to, key, keys, start, queries, log_sums);
+  multiply({probs, kChunk, 1}, to.above.data() + start * width, width, to.grad_v.data() + key * width, width, keys, width,
            queries, true);
-  multiply({grads, kChunk, 1}, to.queries.data() + start * width, width, to.grad_k.data() + key * width, width, kBlock,
-           width, queries, true);
+  multiply({grads, kChunk, 1}, to.queries.data() + start * width, width, to.grad_k.data() + key * width, width, keys, width,
+           queries, true);
   multiply({grads, 1, kChunk}, to.keys.data() + key * width, width, to.grad_q.data() + start * width, width, queries, width,
-           kBlock, true);
+           keys, true);
 }
 
 template <class T>
@@ -304,8 +310,9 @@ void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t,
       deltas(x, head_of(4, head), steps[4][0], scratch);
       std::fill(scratch.grad_q.begin(), scratch.grad_q.end(), 0.0f);
       for (int64_t key = 0; key < x.s; key += kBlock) {
-        for (int64_t start = key; start < x.rows(); start += kChunk) {
-          add_chunk(x, scratch, key, start, std::min(kChunk, x.rows() - start), log_sums);
+        add_chunk(x, scratch, key, kHalf, key, kHalf, log_sums);
+        for (int64_t start = key + kHalf; start < x.rows(); start += kChunk) {
+          add_chunk(x, scratch, key, kBlock, start, std::min(kChunk, x.rows() - start), log_sums);
         }
       }
       write_head(x, scratch.grad_q, x.scale, head_of(6, head), steps[6][0]);
