@@ -445,10 +445,10 @@ class MockSequences:
     def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
         """Sequences one after the other: of the first the tokens from `offset` on, of the last
         those before `end`."""
-        parts = [self.get(number) for number in sequences.tolist()]
-        parts[-1] = parts[-1][:end]
-        parts[0] = parts[0][offset:]
-        return np.concatenate(parts)
+        others = len(sequences) - 1
+        starts = [offset, *[0] * others]
+        lengths = [*[None] * others, end - starts[-1]]
+        return np.concatenate([*map(self.get, sequences.tolist(), starts, lengths)])
 
     def check(self) -> None:
         """Nothing can be damaged."""
