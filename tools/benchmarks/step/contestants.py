@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import time
@@ -69,6 +70,7 @@ class Ours:
         self.device = runtime.device
         self._trainer = loop.Trainer(self.run, data, forward_step, self._log, time.time())
         self._samples = self._trainer.open_training_samples()
+        gc.freeze()  # as pretrain_gpt.py when its loop starts
 
     def step(self) -> float:
         """One iteration."""
