@@ -84,9 +84,8 @@ def _native_weight_grad(
     """`linear_weight_grad` where GEMMs in the dtype of rows_in [m, in] are computed in it;
     rows_out [m, out]."""
     dtype = rows_in.dtype
-    grad = _onednn_weight_grad(rows_out, rows_in)
-    if grad is not None:
-        return _added(grad, accumulate_into, dtype)
+    if _onednn_multiplies_transposed(rows_out, rows_in):
+        return _onednn_weight_grad(rows_out, rows_in, accumulate_into)
     if accumulate_into is None:
         return torch.mm(rows_out.t(), rows_in)
     if (
@@ -193,21 +192,31 @@ def input_grad(rows: Tensor, weight: Tensor) -> Tensor:
     return grad.to(weight.dtype)
 
 
-def _onednn_weight_grad(rows_out: Tensor, rows_in: Tensor) -> Tensor | None:
-    """rows_out^T rows_in by oneDNN in fp32, None where it is not for them; rows_out [m, out],
-    rows_in [m, in] -> [out, in].
+def _onednn_multiplies_transposed(rows_out: Tensor, rows_in: Tensor) -> bool:
+    """Whether `_onednn_weight_grad` is for such matrices."""
+    if rows_out.dtype != torch.float32 or not native.runs(rows_out):
+        return False
+    narrower = min(rows_out.shape[1], rows_in.shape[1])
+    fits = len(rows_out) * narrower <= BLOCK_ELEMENTS
+    return fits and _by_onednn(rows_out, rows_in.shape[1]) is not None
+
+
+def _onednn_weight_grad(
+    rows_out: Tensor, rows_in: Tensor, accumulate_into: Tensor | None
+) -> Tensor | None:
+    """rows_out^T rows_in of fp32 by oneDNN; rows_out [m, out], rows_in [m, in] -> [out, in], or
+    None where it was added to `accumulate_into`.
 
     It is faster where the left matrix is contiguous, so the narrower one is transposed first.
     """
-    if rows_out.dtype != torch.float32 or not native.runs(rows_out):
-        return None
-    operation = _by_onednn(rows_out, rows_in.shape[1])
-    by_input = rows_in.shape[1] < rows_out.shape[1]
-    left, right = (rows_in, rows_out) if by_input else (rows_out, rows_in)
-    if operation is None or left.numel() > BLOCK_ELEMENTS:
-        return None
-    grad = operation(native.transposed(left), right.t(), None, "none", [], "")
-    return grad.t() if by_input else grad
+    multiply = _onednn_linear(torch.float32)
+    if rows_out.shape[1] <= rows_in.shape[1]:
+        grad = multiply(native.transposed(rows_out), rows_in.t(), None, "none", [], "")
+        return _added(grad, accumulate_into, torch.float32)
+    grad = multiply(native.transposed(rows_in), rows_out.t(), None, "none", [], "")
+    if accumulate_into is None or accumulate_into.dtype != torch.float32:
+        return _added(grad.t(), accumulate_into, torch.float32)
+    return native.transposed(grad, add_to=accumulate_into)
 
 
 Start = Callable[[Tensor], Callable[[], Tensor]]
@@ -253,8 +262,7 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = reduced = None
         gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
         if needs_bias:
-            sums = native.column_sums(rows) if native.runs(rows) else rows.sum(0)
-            grad_bias = _added(sums, ctx.accumulate_bias_into, rows.dtype)
+            grad_bias = _bias_grad(rows, ctx.accumulate_bias_into)
         dtype = compute_dtype(x)
         if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
             rows = rows.to(dtype)  # once for both GEMMs
@@ -265,6 +273,17 @@ class _Linear(torch.autograd.Function):
             x = gathered() if gathered else x
             grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
+    """Sums over the rows of the output's gradient [m, out] -> [out], or None where they were added
+    to `accumulate_into`."""
+    if not native.runs(rows):
+        return _added(rows.sum(0), accumulate_into, rows.dtype)
+    fits = accumulate_into is not None and accumulate_into.dtype == torch.float32
+    total = accumulate_into if fits else torch.zeros(rows.shape[1])
+    native.add_column_sums(rows, total)
+    return None if fits else _added(total, accumulate_into, rows.dtype)
 
 
 def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -123,23 +123,23 @@ def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tu
     (x, grad_out), grad, weight = _alike(x, grad_out), _like(x), weight.float().contiguous()
     width = x.shape[-1]
     rows = x.numel() // max(1, width)
-    grad_weight = torch.empty(width)
+    grad_weight = torch.zeros(width)
     _call("rms_norm_grad", x, x, weight, grad_out, grad, grad_weight, rows, width, eps)
     return grad, grad_weight
 
 
-def column_sums(x: Tensor) -> Tensor:
-    """Sum over the rows of x [rows, width] -> fp32 [width]."""
-    x, out = x.contiguous(), torch.empty(x.shape[1])
-    _call("column_sums", x, x, out, *x.shape)
-    return out
+def add_column_sums(x: Tensor, total: Tensor) -> None:
+    """total [width] += the sum over the rows of x [rows, width]. `total` is fp32 and contiguous."""
+    x = x.contiguous()
+    _call("column_sums", x, x, total, *x.shape)
 
 
-def transposed(x: Tensor) -> Tensor:
-    """fp32 x [rows, width] -> [width, rows], contiguous."""
-    x, out = x.contiguous(), torch.empty(x.shape[::-1])
-    _call("transposed", x, x, out, *x.shape)
-    return out
+def transposed(x: Tensor, add_to: Tensor | None = None) -> Tensor | None:
+    """fp32 x [rows, width] -> [width, rows], contiguous, or None where it was added to `add_to`,
+    fp32 and contiguous."""
+    x, out = x.contiguous(), torch.empty(x.shape[::-1]) if add_to is None else add_to
+    _call("transposed", x, x, out, add_to is not None, *x.shape)
+    return out if add_to is None else None
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:

@@ -140,17 +140,20 @@ void rms_norm(uintptr_t x_, uintptr_t weight_, uintptr_t out_, int64_t rows, int
   });
 }
 
-// Adds up blocks [blocks, width] in their order.
+inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
+
+// Adds up blocks [blocks, width] in their order, and the sum to `out`.
 void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
-  std::fill_n(out, width, 0.0f);
-  for (size_t start = 0; start < parts.size(); start += width) {
-    for (int64_t i = 0; i < width; i += kLanes) {
-      store(out + i, load(out + i, width - i) + load(parts.data() + start + i, width - i), width - i);
-    }
+  for (int64_t i = 0; i < width; i += kLanes) {
+    V sum = {};
+    for (size_t start = 0; start < parts.size(); start += width) sum += load(parts.data() + start + i, width - i);
+    add_to(out + i, sum, width - i);
   }
 }
 
-// Up to kLanes x kLanes numbers: rows [rows, columns] at x, `step` apart, become columns at out, whose rows are `out_step` apart.
+// Up to kLanes x kLanes numbers: rows [rows, columns] at x, `step` apart, become columns at out, whose rows are `out_step`
+// apart, or are added to them.
+template <bool add>
 inline void transpose_tile(const float* x, int64_t step, float* out, int64_t out_step, int64_t rows, int64_t columns) {
   if (rows >= kLanes && columns >= kLanes) {
     V v[kLanes];
@@ -158,17 +161,18 @@ inline void transpose_tile(const float* x, int64_t step, float* out, int64_t out
     for (int i = 0; i < kLanes; ++i) v[i] = load(x + i * step);
     transpose(v);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) store(out + i * out_step, v[i]);
+    for (int i = 0; i < kLanes; ++i) store(out + i * out_step, add ? load(out + i * out_step) + v[i] : v[i]);
     return;
   }
   for (int64_t j = 0; j < std::min(columns, kLanes); ++j) {
-    for (int64_t i = 0; i < std::min(rows, kLanes); ++i) out[j * out_step + i] = x[i * step + j];
+    for (int64_t i = 0; i < std::min(rows, kLanes); ++i) {
+      float& to = out[j * out_step + i];
+      to = add ? to + x[i * step + j] : x[i * step + j];
+    }
   }
 }
 
-inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
-
-// With y = x inverse the gradient of x is (g w - y mean(g w y)) inverse; grad_weight [width] is a sum over rows.
+// With y = x inverse the gradient of x is (g w - y mean(g w y)) inverse; to grad_weight [width] the sum over rows is added.
 template <class T>
 void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr_t grad_, uintptr_t grad_weight, int64_t rows,
                    int64_t width, float eps, int threads) {
@@ -197,6 +201,7 @@ void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr
   add_blocks(weights, width, at<float>(grad_weight));
 }
 
+// Added to out [width].
 template <class T>
 void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int threads) {
   const T* x = at<const T>(x_);
@@ -210,17 +215,21 @@ void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int t
   add_blocks(sums, width, at<float>(out));
 }
 
-// x [rows, width] of fp32 as [width, rows].
-void transposed(uintptr_t x_, uintptr_t out_, int64_t rows, int64_t width, int threads) {
-  const float* x = at<const float>(x_);
-  float* out = at<float>(out_);
+// x [rows, width] of fp32 as [width, rows], or added to such a matrix.
+template <bool add>
+void transpose_all(const float* x, float* out, int64_t rows, int64_t width, int threads) {
   spread(rows, kRows, threads, [=](int64_t start, int64_t stop) {
     for (int64_t row = start; row < stop; row += kLanes) {
       for (int64_t i = 0; i < width; i += kLanes) {
-        transpose_tile(x + row * width + i, width, out + i * rows + row, rows, stop - row, width - i);
+        transpose_tile<add>(x + row * width + i, width, out + i * rows + row, rows, stop - row, width - i);
       }
     }
   });
+}
+
+void transposed(uintptr_t x, uintptr_t out, bool add, int64_t rows, int64_t width, int threads) {
+  const auto all = add ? &transpose_all<true> : &transpose_all<false>;
+  all(at<const float>(x), at<float>(out), rows, width, threads);
 }
 
 // ---- sums of squares
