@@ -39,6 +39,7 @@ from megatron.data.packed.internlm_files import JsonlTokens, meta_path
 from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.packed.packed_dataset import SampleFile
 from megatron.data.sampler import SequentialSampler
+from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from tools.shared.program import Command, run_command
@@ -307,7 +308,7 @@ def check(options: CheckOptions) -> int:
         )
     bad = [pair for pair in found if "problem" in pair]
     try:
-        provenance.common_maker([pair["prefix"] for pair in found if pair not in bad])
+        joined_metadata.common_maker([pair["prefix"] for pair in found if pair not in bad])
     except ValueError as error:
         print(f"warning: {error}", file=sys.stderr)
     if options.json:

@@ -40,7 +40,8 @@ from megatron.data.indexed_dataset import (
     idx_path,
 )
 from megatron.data.pair_checksums import describe_with_sums, verify_tokens
-from megatron.data.tokenizers.metadata import common_maker, joined_counts, json_path
+from megatron.data.tokenizers.joined_metadata import common_maker, joined_counts
+from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import read
 from tools.shared.progress import Progress
 

@@ -11,7 +11,8 @@ import pytest
 
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.data.tokenizers.build import ByteTokenizer, NullTokenizer
-from megatron.data.tokenizers.metadata import describe, joined_counts, text_size
+from megatron.data.tokenizers.joined_metadata import joined_counts
+from megatron.data.tokenizers.metadata import describe, text_size
 from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 SEQUENCE = 8

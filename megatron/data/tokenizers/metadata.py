@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.checksums import table_sum
@@ -61,18 +61,6 @@ def text_size(path_prefix: str) -> tuple[int, int] | None:
     return sizes if all(type(size) is int and size > 0 for size in sizes) else None
 
 
-def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
-    """Tokens, bytes of text and (of chat data) trained tokens of several pairs together; empty
-    where one of them does not say."""
-    sizes = [text_size(prefix) for prefix in prefixes]
-    if None in sizes:
-        return {}
-    tokens, text_bytes = (sum(column) for column in zip(*sizes, strict=True))
-    trained = [(note(prefix) or {}).get("trained_tokens") for prefix in prefixes]
-    more = {} if None in trained else {"trained_tokens": sum(trained)}
-    return {"tokens": tokens, TEXT_BYTES: text_bytes, **more}
-
-
 def maker(path_prefix: str) -> dict[str, Any] | None:
     """What the pair says of the tokenizer that made it, at least `class` and `fingerprint`; None if
     it says nothing.
@@ -122,33 +110,6 @@ def note(path_prefix: str, verify: bool = True) -> dict[str, Any] | None:
             "the file [tokenizer-record-malformed]"
         ) from None
     return said
-
-
-def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """The tokenizer of all these pairs, as far as they name one; raises ValueError if they name
-    two.
-
-    Plain numbers (NullTokenizer) fit any other.
-    """
-    found: tuple[str, dict[str, Any]] | None = None
-    for prefix in prefixes:
-        made_by = maker(prefix)
-        if made_by is None or found and made_by["class"] == NULL:
-            continue
-        if (
-            found
-            and NULL != found[1]["class"]
-            and made_by["fingerprint"] != found[1]["fingerprint"]
-        ):
-            raise ValueError(
-                f"{prefix}: was made by {made_by['class']} (fingerprint "
-                f"{made_by['fingerprint'][:12]}), {found[0]} by {found[1]['class']} "
-                f"({found[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both "
-                "with one vocabulary (if you know that both give the same ids, remove "
-                f"{json_path(prefix)}) [data-of-another-tokenizer]"
-            )
-        found = prefix, made_by
-    return found[1] if found else None
 
 
 def check(path_prefix: str, identity: Mapping[str, Any]) -> None:

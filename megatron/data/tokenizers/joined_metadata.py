@@ -1,0 +1,47 @@
+"""What the .json files of several pairs say together, for programs that join or compare pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.data.tokenizers.metadata import NULL, TEXT_BYTES, json_path, maker, note, text_size
+
+
+def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
+    """Tokens, bytes of text and (of chat data) trained tokens of several pairs together; empty
+    where one of them does not say."""
+    sizes = [text_size(prefix) for prefix in prefixes]
+    if None in sizes:
+        return {}
+    tokens, text_bytes = (sum(column) for column in zip(*sizes, strict=True))
+    trained = [(note(prefix) or {}).get("trained_tokens") for prefix in prefixes]
+    more = {} if None in trained else {"trained_tokens": sum(trained)}
+    return {"tokens": tokens, TEXT_BYTES: text_bytes, **more}
+
+
+def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
+    """The tokenizer of all these pairs, as far as they name one; raises ValueError if they name
+    two.
+
+    Plain numbers (NullTokenizer) fit any other.
+    """
+    found: tuple[str, dict[str, Any]] | None = None
+    for prefix in prefixes:
+        made_by = maker(prefix)
+        if made_by is None or found and made_by["class"] == NULL:
+            continue
+        if (
+            found
+            and NULL != found[1]["class"]
+            and made_by["fingerprint"] != found[1]["fingerprint"]
+        ):
+            raise ValueError(
+                f"{prefix}: was made by {made_by['class']} (fingerprint "
+                f"{made_by['fingerprint'][:12]}), {found[0]} by {found[1]['class']} "
+                f"({found[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both "
+                "with one vocabulary (if you know that both give the same ids, remove "
+                f"{json_path(prefix)}) [data-of-another-tokenizer]"
+            )
+        found = prefix, made_by
+    return found[1] if found else None
