@@ -515,7 +515,7 @@ void softmax_grad(const Shape& x, BackwardScratch& to, int64_t key, int64_t star
 // Of each query the sum of out times its gradient.
 void deltas(const Shape& x, const Bf16* out, const Bf16* above, int64_t step, int64_t above_step, float* to) {
   for (int64_t i = 0; i < x.rows(); ++i) {
-    to[i] = i >= x.s ? 0.0f : sum_over(x.d, [=](int64_t j) {
+    to[i] = i >= x.s ? 0.0f : sum_over(x.d, [=](int64_t j, auto) {
       return load(out + i * step + j) * load(above + i * above_step + j);
     });
   }

@@ -102,7 +102,7 @@ template <class T>
 void copy_head(const Shape& x, const T* from, int64_t step, float scale, float* to) {
   const int64_t width = x.width();
   for (int64_t i = 0; i < x.s; ++i) {
-    for (int64_t j = 0; j < x.d; j += kLanes) store(to + i * width + j, load(from + i * step + j, x.d - j) * scale);
+    each_register(x.d, [=](int64_t j, auto count) { store(to + i * width + j, load(from + i * step + j, count) * scale); });
   }
   std::fill(to + x.s * width, to + x.rows() * width, 0.0f);
 }
@@ -190,9 +190,9 @@ void forward_head(const Shape& x, ForwardScratch& to, const T* q, int64_t step_q
                keys + half, false);
     }
     for (int64_t i = 0; i < std::min(kBlock, x.s - start); ++i) {
-      for (int64_t j = 0; j < x.d; j += kLanes) {
-        store(out + (start + i) * step_out + j, load(to.out.data() + i * width + j) * inverse[i], x.d - j);
-      }
+      each_register(x.d, [&](int64_t j, auto count) {
+        store(out + (start + i) * step_out + j, load(to.out.data() + i * width + j) * inverse[i], count);
+      });
     }
   }
 }
@@ -269,9 +269,9 @@ void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t keys, i
 template <class T>
 void write_head(const Shape& x, const std::vector<float>& from, float scale, T* to, int64_t step) {
   for (int64_t i = 0; i < x.s; ++i) {
-    for (int64_t j = 0; j < x.d; j += kLanes) {
-      store(to + i * step + j, load(from.data() + i * x.width() + j) * scale, x.d - j);
-    }
+    each_register(x.d, [&](int64_t j, auto count) {
+      store(to + i * step + j, load(from.data() + i * x.width() + j) * scale, count);
+    });
   }
 }
 
@@ -280,8 +280,8 @@ template <class T>
 void deltas(const Shape& x, const T* out, int64_t step, BackwardScratch& to) {
   for (int64_t i = 0; i < x.rows(); ++i) {
     const float* above = to.above.data() + i * x.width();
-    to.delta[i] = i >= x.s ? 0.0f : sum_over(x.d, [=](int64_t j) {
-      return load(out + i * step + j, x.d - j) * load(above + j);
+    to.delta[i] = i >= x.s ? 0.0f : sum_over(x.d, [=](int64_t j, auto count) {
+      return load(out + i * step + j, count) * load(above + j);
     });
   }
 }

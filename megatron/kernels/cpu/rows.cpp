@@ -42,10 +42,11 @@ void gelu(uintptr_t x_, uintptr_t out_, int64_t size, int threads) {
   const T* x = at<const T>(x_);
   T* out = at<T>(out_);
   spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
-    for (int64_t i = start; i < stop; i += kLanes) {
-      const V v = load(x + i, stop - i), c = clamp(v, kEnd);
-      store(out + i, where_less(v, V{} - kEnd, c, v) * sigmoid(c * (kLinear + kCubic * c * c)), stop - i);
-    }
+    each_register(stop - start, [=](int64_t at, auto count) {
+      const int64_t i = start + at;
+      const V v = load(x + i, count), c = clamp(v, kEnd);
+      store(out + i, where_less(v, V{} - kEnd, c, v) * sigmoid(c * (kLinear + kCubic * c * c)), count);
+    });
   });
 }
 
@@ -57,12 +58,13 @@ void gelu_with_slope(uintptr_t x_, uintptr_t out_, uintptr_t slope_, int64_t siz
   const float* x = at<const float>(x_);
   float *out = at<float>(out_), *slope = at<float>(slope_);
   spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
-    for (int64_t i = start; i < stop; i += kLanes) {
-      const V v = load(x + i, stop - i), c = clamp(v, kEnd);
+    each_register(stop - start, [=](int64_t at, auto count) {
+      const int64_t i = start + at;
+      const V v = load(x + i, count), c = clamp(v, kEnd);
       const V s = sigmoid(c * (kLinear + kCubic * c * c));
-      store(out + i, where_less(v, V{} - kEnd, c, v) * s, stop - i);
-      store(slope + i, gelu_slope(c, s), stop - i);
-    }
+      store(out + i, where_less(v, V{} - kEnd, c, v) * s, count);
+      store(slope + i, gelu_slope(c, s), count);
+    });
   });
 }
 
@@ -71,11 +73,12 @@ void gelu_grad(uintptr_t x_, uintptr_t above, uintptr_t grad_, int64_t size, int
   const T *x = at<const T>(x_), *grad_out = at<const T>(above);
   T* grad = at<T>(grad_);
   spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
-    for (int64_t i = start; i < stop; i += kLanes) {
-      const V c = clamp(load(x + i, stop - i), kEnd);
+    each_register(stop - start, [=](int64_t at, auto count) {
+      const int64_t i = start + at;
+      const V c = clamp(load(x + i, count), kEnd);
       const V slope = gelu_slope(c, sigmoid(c * (kLinear + kCubic * c * c)));
-      store(grad + i, slope * load(grad_out + i, stop - i), stop - i);
-    }
+      store(grad + i, slope * load(grad_out + i, count), count);
+    });
   });
 }
 
@@ -86,10 +89,10 @@ void swiglu(uintptr_t x, uintptr_t out_, int64_t rows, int64_t width, int thread
   spread(rows, std::max<int64_t>(1, kRun / (2 * width + 1)), threads, [=](int64_t start, int64_t stop) {
     for (int64_t row = start; row < stop; ++row) {
       const T *gate = gate_up + 2 * row * width, *up = gate + width;
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
-        store(out + row * width + i, g * sigmoid(c) * load(up + i, width - i), width - i);
-      }
+      each_register(width, [=](int64_t i, auto count) {
+        const V v = load(gate + i, count), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
+        store(out + row * width + i, g * sigmoid(c) * load(up + i, count), count);
+      });
     }
   });
 }
@@ -102,12 +105,12 @@ void swiglu_grad(uintptr_t x, uintptr_t above, uintptr_t grad_, int64_t rows, in
     for (int64_t row = start; row < stop; ++row) {
       const T *gate = gate_up + 2 * row * width, *up = gate + width;
       T* to = grad + 2 * row * width;
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const V v = load(gate + i, width - i), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
-        const V d = load(grad_out + row * width + i, width - i), s = sigmoid(c);
-        store(to + i, d * load(up + i, width - i) * s * (1.0f + c * (1.0f - s)), width - i);
-        store(to + width + i, d * g * s, width - i);
-      }
+      each_register(width, [=](int64_t i, auto count) {
+        const V v = load(gate + i, count), c = clamp(v, kFar), g = where_less(v, V{} - kFar, c, v);
+        const V d = load(grad_out + row * width + i, count), s = sigmoid(c);
+        store(to + i, d * load(up + i, count) * s * (1.0f + c * (1.0f - s)), count);
+        store(to + width + i, d * g * s, count);
+      });
     }
   });
 }
@@ -117,8 +120,8 @@ void swiglu_grad(uintptr_t x, uintptr_t above, uintptr_t grad_, int64_t rows, in
 // 1 / sqrt(mean square + eps).
 template <class T>
 float inverse_rms(const T* x, int64_t width, float eps) {
-  const float squares = sum_over(width, [=](int64_t i) {
-    const V v = load(x + i, width - i);
+  const float squares = sum_over(width, [=](int64_t i, auto count) {
+    const V v = load(x + i, count);
     return v * v;
   });
   return 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
@@ -133,22 +136,25 @@ void rms_norm(uintptr_t x_, uintptr_t weight_, uintptr_t out_, int64_t rows, int
     for (int64_t row = start; row < stop; ++row) {
       const T* from = x + row * width;
       const float inverse = inverse_rms(from, width, eps);
-      for (int64_t i = 0; i < width; i += kLanes) {
-        store(out + row * width + i, load(from + i, width - i) * inverse * load(weight + i, width - i), width - i);
-      }
+      each_register(width, [=](int64_t i, auto count) {
+        store(out + row * width + i, load(from + i, count) * inverse * load(weight + i, count), count);
+      });
     }
   });
 }
 
-inline void add_to(float* sums, V values, int64_t count) { store(sums, load(sums, count) + values, count); }
+template <class Count>
+inline void add_to(float* sums, V values, Count count) {
+  store(sums, load(sums, count) + values, count);
+}
 
 // Adds up blocks [blocks, width] in their order, and the sum to `out`.
 void add_blocks(const std::vector<float>& parts, int64_t width, float* out) {
-  for (int64_t i = 0; i < width; i += kLanes) {
+  each_register(width, [&](int64_t i, auto count) {
     V sum = {};
-    for (size_t start = 0; start < parts.size(); start += width) sum += load(parts.data() + start + i, width - i);
-    add_to(out + i, sum, width - i);
-  }
+    for (size_t start = 0; start < parts.size(); start += width) sum += load(parts.data() + start + i, count);
+    add_to(out + i, sum, count);
+  });
 }
 
 // Up to kLanes x kLanes numbers: rows [rows, columns] at x, `step` apart, become columns at out, whose rows are `out_step`
@@ -186,16 +192,16 @@ void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr
       const T *from = x + row * width, *above = grad_out + row * width;
       const float inverse = inverse_rms(from, width, eps);
       V sums = {};
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const V y = load(from + i, width - i) * inverse, g = load(above + i, width - i);
-        add_to(to_weight + i, g * y, width - i);
-        sums += g * load(weight + i, width - i) * y;
-      }
+      each_register(width, [&](int64_t i, auto count) {
+        const V y = load(from + i, count) * inverse, g = load(above + i, count);
+        add_to(to_weight + i, g * y, count);
+        sums += g * load(weight + i, count) * y;
+      });
       const float along = total(sums) / static_cast<float>(width);
-      for (int64_t i = 0; i < width; i += kLanes) {
-        const V y = load(from + i, width - i) * inverse, g = load(above + i, width - i);
-        store(grad + row * width + i, (g * load(weight + i, width - i) - y * along) * inverse, width - i);
-      }
+      each_register(width, [=](int64_t i, auto count) {
+        const V y = load(from + i, count) * inverse, g = load(above + i, count);
+        store(grad + row * width + i, (g * load(weight + i, count) - y * along) * inverse, count);
+      });
     }
   });
   add_blocks(weights, width, at<float>(grad_weight));
@@ -209,7 +215,7 @@ void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int t
   spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
     float* to = sums.data() + start / kRows * width;
     for (int64_t row = start; row < stop; ++row) {
-      for (int64_t i = 0; i < width; i += kLanes) add_to(to + i, load(x + row * width + i, width - i), width - i);
+      each_register(width, [=](int64_t i, auto count) { add_to(to + i, load(x + row * width + i, count), count); });
     }
   });
   add_blocks(sums, width, at<float>(out));
@@ -255,9 +261,8 @@ double sum_of_squares(const std::vector<std::array<uint64_t, 2>>& tensors, int t
   spread(static_cast<int64_t>(runs.size()), 1, threads, [&](int64_t run, int64_t) {
     const auto [tensor, from, size] = runs[run];
     for (int64_t start = 0; start < size; start += kRow) {
-      const int64_t count = std::min(kRow, size - start);
-      sums[run] += sum_over(count, [&](int64_t i) {
-        const V v = load(from + start + i, count - i);
+      sums[run] += sum_over(std::min(kRow, size - start), [&](int64_t i, auto count) {
+        const V v = load(from + start + i, count);
         return v * v;
       });
     }
@@ -283,12 +288,12 @@ void rotate(uintptr_t x_, int64_t step_s, int64_t step_b, int64_t step_n, uintpt
       const T* from = x + position * step_s + sample * step_b + head * step_n;
       const float *c = cos + (each ? position * b + sample : position) * half, *t = sin + (c - cos);
       T* to = out + at * d;
-      for (int64_t i = 0; i < half; i += kLanes) {
-        const V u = load(from + i, half - i), v = load(from + half + i, half - i);
-        const V cosine = load(c + i, half - i), sine = load(t + i, half - i) * sign;
-        store(to + i, u * cosine - v * sine, half - i);
-        store(to + half + i, v * cosine + u * sine, half - i);
-      }
+      each_register(half, [=](int64_t i, auto count) {
+        const V u = load(from + i, count), v = load(from + half + i, count);
+        const V cosine = load(c + i, count), sine = load(t + i, count) * sign;
+        store(to + i, u * cosine - v * sine, count);
+        store(to + half + i, v * cosine + u * sine, count);
+      });
       std::memcpy(to + 2 * half, from + 2 * half, (d - 2 * half) * sizeof(T));
     }
   });
@@ -311,12 +316,12 @@ void log_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int64_t 
       float top = -std::numeric_limits<float>::infinity();
       for (int64_t i = 0; i < kLanes; ++i) top = std::max(top, largest[i]);
       for (int64_t i = whole; i < valid; ++i) top = std::max(top, load(from + i, 1)[0]);
-      const float of_exp = sum_over(valid, [=](int64_t i) {
-        return first(exp_of(clamp(load(from + i, valid - i) - top, kFar)), valid - i);
+      const float of_exp = sum_over(valid, [=](int64_t i, auto count) {
+        return first(exp_of(clamp(load(from + i, count) - top, kFar)), count);
       });
       logs[row] = std::log(of_exp);
       tops[row] = top;
-      sums[row] = sum_over(valid, [=](int64_t i) { return load(from + i, valid - i); });
+      sums[row] = sum_over(valid, [=](int64_t i, auto count) { return load(from + i, count); });
     }
   });
 }
@@ -335,10 +340,10 @@ void loss_grad(uintptr_t x_, uintptr_t tops_, uintptr_t logs_, uintptr_t grads_,
       T* line = x + row * width;
       const float top = tops[row], log = logs[row], grad = grads[row];
       const float hit = valid ? load(line + column[row], 1)[0] : 0.0f;
-      for (int64_t i = 0; i < valid; i += kLanes) {
-        const V p = exp_of(clamp(load(line + i, valid - i) - top - log, kFar));
-        store(line + i, (p - uniform) * grad, valid - i);
-      }
+      each_register(valid, [=](int64_t i, auto count) {
+        const V p = exp_of(clamp(load(line + i, count) - top - log, kFar));
+        store(line + i, (p - uniform) * grad, count);
+      });
       if (valid) {
         const V p = exp_of(clamp(V{} + hit - top - log, kFar));
         store(line + column[row], (p - uniform) * grad - off[row], 1);
@@ -359,12 +364,13 @@ void drop(uintptr_t x_, uintptr_t bits_, uintptr_t out_, int64_t size, int32_t m
   T* out = at<T>(out_);
   const I kept_factor = same_bits<I>(V{} + factor);
   spread(size, 2 * kRun, threads, [=](int64_t start, int64_t stop) {
-    for (int64_t i = start; i < stop; i += kLanes) {
+    each_register(stop - start, [=](int64_t at, auto count) {
+      const int64_t i = start + at;
       Bits some = {};
-      std::memcpy(&some, bits + i, std::min(kLanes, stop - i) * sizeof(int16_t));
+      std::memcpy(&some, bits + i, count * sizeof(int16_t));
       const I kept = (__builtin_convertvector(some, I) - (most + 1)) >> 31;  // all ones or 0
-      store(out + i, load(x + i, stop - i) * same_bits<V>(kept & kept_factor), stop - i);
-    }
+      store(out + i, load(x + i, count) * same_bits<V>(kept & kept_factor), count);
+    });
   });
 }
 

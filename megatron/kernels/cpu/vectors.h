@@ -13,6 +13,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <immintrin.h>
@@ -149,7 +150,7 @@ inline V add_lanes(V v) {
 
 // Sum of all lanes.
 inline float total(V v) {
-  if (kLanes == 16) v = add_lanes<8 % kLanes>(v);
+  if constexpr (kLanes == 16) v = add_lanes<8 % kLanes>(v);  // % kLanes: for 8 lanes the line is compiled, too
   v = add_lanes<2>(add_lanes<4>(v));
   return v[0] + v[1];
 }
@@ -173,24 +174,35 @@ inline void swap_corners(V* v) {
 
 // v[i][j] -> v[j][i].
 inline void transpose(V (&v)[kLanes]) {
-  if constexpr (kLanes == 16) swap_corners<8 % kLanes>(v);
+  if constexpr (kLanes == 16) swap_corners<8 % kLanes>(v);  // as in `total`
   swap_corners<4>(v);
   swap_corners<2>(v);
   swap_corners<1>(v);
 }
 
-// The sum of term(i) over i = 0, kLanes, ... below `width`; four sums, so that none waits for the one before.
+typedef std::integral_constant<int64_t, kLanes> Whole;  // a count of numbers that fill a register
+
+// body(i, count) for each register's worth of `size` numbers, from i on. `count` is Whole but for the last one, so that a
+// load or a store of so many is a plain one.
+template <class Body>
+inline void each_register(int64_t size, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) body(i, Whole{});
+  if (i < size) body(i, size - i);
+}
+
+// The sum of term(i, count) over such registers; four sums, so that none waits for the one before.
 template <class Term>
-inline float sum_over(int64_t width, const Term& term) {
+inline float sum_over(int64_t size, const Term& term) {
   V a = {}, b = {}, c = {}, d = {};
   int64_t i = 0;
-  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
-    a += term(i);
-    b += term(i + kLanes);
-    c += term(i + 2 * kLanes);
-    d += term(i + 3 * kLanes);
+  for (; i + 4 * kLanes <= size; i += 4 * kLanes) {
+    a += term(i, Whole{});
+    b += term(i + kLanes, Whole{});
+    c += term(i + 2 * kLanes, Whole{});
+    d += term(i + 3 * kLanes, Whole{});
   }
-  for (; i < width; i += kLanes) a += term(i);
+  each_register(size - i, [&](int64_t rest, auto count) { a += term(i + rest, count); });
   return total((a + b) + (c + d));
 }
 
