@@ -11,8 +11,9 @@ from megatron import device as devices
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda import apex
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
-ONEDNN_FROM = 1 << 24
+ONEDNN_FROM = 1 << 23
 # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 BLOCK_ELEMENTS = 1 << 24
 
@@ -24,8 +25,7 @@ def low_precision_is_native(device_type: str, dtype: torch.dtype) -> bool:
     alike. fp32 and fp64 are always native; bf16 and fp16 on a CPU are so only where oneDNN has
     instructions for them (AVX512, AMX, ARM).
     """
-    low_on_cpu = device_type == "cpu" and dtype in (torch.bfloat16, torch.float16)
-    return not low_on_cpu or _onednn_has(dtype)
+    return dtype not in LOW_PRECISION or device_type != "cpu" or _onednn_has(dtype)
 
 
 def _onednn_has(dtype: torch.dtype) -> bool:
@@ -38,8 +38,10 @@ def _onednn_has(dtype: torch.dtype) -> bool:
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which GEMMs of `tensor` are computed: its own, or fp32 where its own
     is emulated."""
-    own = low_precision_is_native(tensor.device.type, tensor.dtype)
-    return tensor.dtype if own else torch.float32
+    dtype = tensor.dtype
+    if dtype not in LOW_PRECISION or low_precision_is_native(tensor.device.type, dtype):
+        return dtype
+    return torch.float32
 
 
 def _column_blocks(rows: int, columns: int) -> list[slice]:
@@ -110,7 +112,7 @@ def _native_weight_grad(
 def gemm_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's GEMM of 16-bit matrices adds to a matrix of fp32 here: on CUDA, from the
     version on whose addmm takes one. Tried on small matrices."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if device.type != "cuda" or dtype not in LOW_PRECISION:
         return False
     return _tried_in_fp32(device, dtype)
 
@@ -152,17 +154,18 @@ def _onednn_linear(dtype: torch.dtype):
 
 def _by_onednn(rows: Tensor, outputs: int):
     """`_onednn_linear` for rows [m, in] and so many outputs, None where it is not for them."""
-    least = ONEDNN_FROM if rows.dtype == torch.float32 else 1
-    if rows.device.type != "cpu" or rows.numel() * outputs < least or torch.compiler.is_compiling():
+    dtype = rows.dtype
+    least = ONEDNN_FROM if dtype == torch.float32 else 1
+    if rows.numel() * outputs < least or rows.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    return _onednn_linear(rows.dtype)
+    return _onednn_linear(dtype)
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """rows [m, in], weight [out, in] -> rows weight^T + bias, [m, out]."""
     dtype = compute_dtype(rows)
     if dtype == rows.dtype:
-        operation = _by_onednn(rows, len(weight))
+        operation = _by_onednn(rows, weight.shape[0])
         if operation and (bias is not None or dtype == torch.float32):
             return operation(rows.contiguous(), weight, bias, "none", [], "")
         return torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
@@ -194,11 +197,14 @@ def input_grad(rows: Tensor, weight: Tensor) -> Tensor:
 
 def _onednn_multiplies_transposed(rows_out: Tensor, rows_in: Tensor) -> bool:
     """Whether `_onednn_weight_grad` is for such matrices."""
-    if rows_out.dtype != torch.float32 or not native.runs(rows_out):
-        return False
-    narrower = min(rows_out.shape[1], rows_in.shape[1])
-    fits = len(rows_out) * narrower <= BLOCK_ELEMENTS
-    return fits and _by_onednn(rows_out, rows_in.shape[1]) is not None
+    rows, outputs = rows_out.shape
+    inputs = rows_in.shape[1]
+    return (
+        rows_out.dtype == torch.float32
+        and rows * min(outputs, inputs) <= BLOCK_ELEMENTS
+        and _by_onednn(rows_out, inputs) is not None
+        and native.runs(rows_out)
+    )
 
 
 def _onednn_weight_grad(
