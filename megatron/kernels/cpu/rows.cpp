@@ -207,15 +207,33 @@ void rms_norm_grad(uintptr_t x_, uintptr_t weight_, uintptr_t grad_out_, uintptr
   add_blocks(weights, width, at<float>(grad_weight));
 }
 
+// Sums of kCount registers' columns over the rows of x, whose rows are `step` apart -> to.
+template <int kCount, class T>
+inline void sum_columns(const T* x, int64_t step, int64_t rows, float* to) {
+  V sums[kCount] = {};
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int c = 0; c < kCount; ++c) sums[c] += load(x + row * step + c * kLanes);
+  }
+  for (int c = 0; c < kCount; ++c) store(to + c * kLanes, sums[c]);
+}
+
 // Added to out [width].
 template <class T>
 void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int threads) {
+  constexpr int kCount = 4;
   const T* x = at<const T>(x_);
   std::vector<float> sums((rows + kRows - 1) / kRows * width);
   spread(rows, kRows, threads, [&](int64_t start, int64_t stop) {
+    const T* from = x + start * width;
     float* to = sums.data() + start / kRows * width;
-    for (int64_t row = start; row < stop; ++row) {
-      each_register(width, [=](int64_t i, auto count) { add_to(to + i, load(x + row * width + i, count), count); });
+    int64_t i = 0;
+    for (; i + kCount * kLanes <= width; i += kCount * kLanes) {
+      sum_columns<kCount>(from + i, width, stop - start, to + i);
+    }
+    for (int64_t row = 0; row < stop - start; ++row) {
+      each_register(width - i, [=](int64_t rest, auto count) {
+        add_to(to + i + rest, load(from + row * width + i + rest, count), count);
+      });
     }
   });
   add_blocks(sums, width, at<float>(out));
@@ -225,8 +243,8 @@ void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int t
 template <bool add>
 void transpose_all(const float* x, float* out, int64_t rows, int64_t width, int threads) {
   spread(rows, kRows, threads, [=](int64_t start, int64_t stop) {
-    for (int64_t row = start; row < stop; row += kLanes) {
-      for (int64_t i = 0; i < width; i += kLanes) {
+    for (int64_t i = 0; i < width; i += kLanes) {
+      for (int64_t row = start; row < stop; row += kLanes) {
         transpose_tile<add>(x + row * width + i, width, out + i * rows + row, rows, stop - row, width - i);
       }
     }
