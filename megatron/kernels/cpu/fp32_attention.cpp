@@ -110,8 +110,8 @@ void copy_head(const Shape& x, const T* from, int64_t step, float scale, float* 
 // [rows, width] -> [width, rows].
 void transpose(const Shape& x, const float* from, float* to) {
   const int64_t rows = x.rows(), width = x.width();
-  for (int64_t i = 0; i < rows; i += kLanes) {
-    for (int64_t j = 0; j < width; j += kLanes) {
+  for (int64_t j = 0; j < width; j += kLanes) {
+    for (int64_t i = 0; i < rows; i += kLanes) {
       V v[kLanes];
       for (int64_t l = 0; l < kLanes; ++l) v[l] = load(from + (i + l) * width + j);
       transpose(v);
