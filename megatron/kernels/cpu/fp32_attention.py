@@ -10,7 +10,7 @@ INTERFACE = 1
 BLOCK = 32  # queries of a block in the C++
 # Up to so many positions: scores of BLOCK queries against more keys do not fit a core's second
 # cache, or (AVX2) torch's kernel is faster (docs/benchmarks.md).
-LONGEST = {"AVX512": 8192, "AVX2": 1024}
+LONGEST = {"AVX512": 8192, "AVX2": 4096}
 
 
 def load(capability: str):
