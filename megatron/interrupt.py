@@ -1,5 +1,6 @@
 """How a program ends early: Ctrl-C at any moment is one line on stderr and exit code 130; standard
-output that cannot be written (a full disk) is one line and exit code 1.
+output that cannot be written (a full disk) is one line and exit code 1, one whose reader has closed
+it (`head`) exit code 141.
 
 A program installs the handler before its slow imports and runs its main function under `run`:
 
@@ -25,26 +26,30 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 INTERRUPTED = 130  # the exit code that shells report for a program ended by Ctrl-C
+OUTPUT_CLOSED = 141  # ... for one that wrote to a pipe that nobody reads any more
 _DIE_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
+
+
+class OutputClosed(BrokenPipeError):
+    """The reader of standard output has closed it."""
 
 
 class CheckedOutput:
     """Standard output of a program: where it cannot be written, the program ends with one line on
-    stderr and SystemExit(1). A closed pipe is a BrokenPipeError as ever; everything else is that of
-    `stream`."""
+    stderr and SystemExit(1). A closed pipe is OutputClosed; everything else is that of `stream`."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`. Raises SystemExit, BrokenPipeError."""
+        """Write `text`. Raises SystemExit, OutputClosed."""
         try:
             return self.stream.write(text)
         except OSError as error:
             self._end(error)
 
     def flush(self) -> None:
-        """Write what is in memory. Raises SystemExit, BrokenPipeError."""
+        """Write what is in memory. Raises SystemExit, OutputClosed."""
         try:
             self.stream.flush()
         except OSError as error:
@@ -52,7 +57,7 @@ class CheckedOutput:
 
     def _end(self, error: OSError) -> NoReturn:
         if isinstance(error, BrokenPipeError):
-            raise error
+            raise OutputClosed(*error.args) from None
         discard_output()
         sys.stderr.write(f"error: standard output cannot be written: {error.strerror or error}\n")
         raise SystemExit(1) from None
@@ -96,7 +101,8 @@ def end_with_parent(parent: int) -> None:
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; uncaught: one line and
-    130. All output is written when it returns; where it cannot be, SystemExit(1) is raised.
+    130. All output is written when it returns; where it cannot be, SystemExit(1) is raised; where
+    its reader has closed it, the code is 141.
 
     During an import, whose code may not survive an exception, Ctrl-C ends the process at once.
     `main` may install handlers of its own.
@@ -126,6 +132,9 @@ def _all_written(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
     except SystemExit:
         _write_rest()
         raise
+    except OutputClosed:
+        discard_output()
+        return OUTPUT_CLOSED
     _write_rest()
     return code
 

@@ -118,3 +118,32 @@ def test_one_line_and_130(body, before, code, out, err, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.format(root=str(ROOT), body=body, before=before))
     done = start([str(tmp_path / "program.py")], tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
+
+
+ENDLESS = """
+import sys
+from megatron import interrupt
+
+def main(argv):
+    while True:
+        print("a line")
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main, sys.argv[1:]))
+"""
+
+
+def test_a_reader_that_closes_the_pipe_ends_the_program_quietly(tmp_path):
+    """As `program | head` does."""
+    program = tmp_path / "program.py"
+    program.write_text(ENDLESS)
+    with subprocess.Popen(
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout.readline() == b"a line\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
