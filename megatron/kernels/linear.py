@@ -200,7 +200,7 @@ def _onednn_multiplies_transposed(rows_out: Tensor, rows_in: Tensor) -> bool:
     rows, outputs = rows_out.shape
     inputs = rows_in.shape[1]
     return (
-        rows_out.dtype == torch.float32
+        rows_out.dtype == rows_in.dtype == torch.float32
         and rows * min(outputs, inputs) <= BLOCK_ELEMENTS
         and _by_onednn(rows_out, inputs) is not None
         and native.runs(rows_out)
@@ -220,9 +220,9 @@ def _onednn_weight_grad(
         grad = multiply(native.transposed(rows_out), rows_in.t(), None, "none", [], "")
         return _added(grad, accumulate_into, torch.float32)
     grad = multiply(native.transposed(rows_in), rows_out.t(), None, "none", [], "")
-    if accumulate_into is None or accumulate_into.dtype != torch.float32:
-        return _added(grad.t(), accumulate_into, torch.float32)
-    return native.transposed(grad, add_to=accumulate_into)
+    if _takes_sums(accumulate_into):
+        return native.transposed(grad, add_to=accumulate_into)
+    return _added(grad.t(), accumulate_into, torch.float32)
 
 
 Start = Callable[[Tensor], Callable[[], Tensor]]
@@ -286,10 +286,17 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     to `accumulate_into`."""
     if not native.runs(rows):
         return _added(rows.sum(0), accumulate_into, rows.dtype)
-    fits = accumulate_into is not None and accumulate_into.dtype == torch.float32
-    total = accumulate_into if fits else torch.zeros(rows.shape[1])
+    if _takes_sums(accumulate_into):
+        native.add_column_sums(rows, accumulate_into)
+        return None
+    total = torch.zeros(rows.shape[1])
     native.add_column_sums(rows, total)
-    return None if fits else _added(total, accumulate_into, rows.dtype)
+    return _added(total, accumulate_into, rows.dtype)
+
+
+def _takes_sums(total: Tensor | None) -> bool:
+    """Whether the C++ can add to this buffer."""
+    return total is not None and total.dtype == torch.float32 and total.is_contiguous()
 
 
 def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -231,13 +231,21 @@ def test_fp32_goes_to_onednn_on_amd_with_vectors(
     assert len(onednn_calls) == calls
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
+BUFFERS = {
+    "none": lambda *shape: None,
+    "fp32": lambda *shape: torch.ones(shape),
+    "fp64": lambda *shape: torch.ones(shape, dtype=torch.float64),
+    "strided": lambda *shape: torch.ones(*shape, 2)[..., 0],
+}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize("out, width", [(200, 96), (96, 200), (64, 64)])
-def test_the_weight_gradient_goes_to_onednn_too(monkeypatch, onednn_calls, accumulate, out, width):
+def test_the_weight_gradient_goes_to_onednn_too(monkeypatch, onednn_calls, buffer, out, width):
     monkeypatch.setattr(module.devices, "cpu_vendor", lambda: "AuthenticAMD")
     monkeypatch.setattr(module, "ONEDNN_FROM", 1000)
     x, weight, bias, grad = inputs(torch.float32, out=out, width=width, lead=(33, 2))
-    into = (torch.ones(out, width), torch.ones(out)) if accumulate else (None, None)
+    into = (BUFFERS[buffer](out, width), BUFFERS[buffer](out))
     module.linear(x, weight, bias, accumulate_into=into[0], accumulate_bias_into=into[1]).backward(
         grad
     )
