@@ -22,8 +22,9 @@ def sum_of_squares(
     """Sum of all squares of `grads` as a float64 0-dim tensor on their device, without a host sync.
 
     Read once; squares are added in fp32 over at most a tensor (on a CPU, whose long sums drift,
-    over 1024 elements), and these sums in float64. Not finite if some gradient is not finite. An
-    empty list gives 0 on `device`.
+    over 1024 elements), and these sums in float64. Not finite if some gradient is not finite, or so
+    large that its square overflows fp32 (except where a CPU adds in float64: fp64 gradients, no
+    C++). An empty list gives 0 on `device`.
     """
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)

@@ -150,13 +150,13 @@ struct ForwardScratch {
 // each query 1 / that sum, and the logarithm of the sum of exponentials.
 void softmax(float* scores, int64_t keys, int64_t query, float* inverse, float* log_sum) {
   constexpr float lowest = -std::numeric_limits<float>::infinity();
-  for (int64_t first = 0; first < kHalf; first += kLanes) {
-    const int64_t below = std::min(keys, query + first);  // keys that all of these queries see
-    float* line = scores + first;
+  for (int64_t lane = 0; lane < kHalf; lane += kLanes) {
+    const int64_t below = std::min(keys, query + lane);  // keys that all of these queries see
+    float* line = scores + lane;
     V largest = V{} + lowest, sum = {};
     for (int64_t key = 0; key < below; ++key) largest = larger(largest, load(line + key * kBlock));
     for (int64_t key = below; key < keys; ++key) {
-      const V score = seen_or(load(line + key * kBlock), key, query + first, lowest);
+      const V score = seen_or(load(line + key * kBlock), key, query + lane, lowest);
       store(line + key * kBlock, score);
       largest = larger(largest, score);
     }
@@ -166,8 +166,8 @@ void softmax(float* scores, int64_t keys, int64_t query, float* inverse, float* 
       sum += p;
     }
     for (int64_t i = 0; i < kLanes; ++i) {
-      inverse[first + i] = 1.0f / sum[i];
-      log_sum[first + i] = largest[i] + std::log(sum[i]);
+      inverse[lane + i] = 1.0f / sum[i];
+      log_sum[lane + i] = largest[i] + std::log(sum[i]);
     }
   }
 }
