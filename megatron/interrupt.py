@@ -30,35 +30,32 @@ OUTPUT_CLOSED = 141  # ... for one that wrote to a pipe that nobody reads any mo
 _DIE_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
 
 
-class OutputClosed(BrokenPipeError):
-    """The reader of standard output has closed it."""
-
-
 class CheckedOutput:
     """Standard output of a program: where it cannot be written, the program ends with one line on
-    stderr and SystemExit(1). A closed pipe is OutputClosed; everything else is that of `stream`."""
+    stderr and SystemExit(1), where its reader has closed it with SystemExit(141) alone. Everything
+    else is that of `stream`."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`. Raises SystemExit, OutputClosed."""
+        """Write `text`. Raises SystemExit."""
         try:
             return self.stream.write(text)
         except OSError as error:
             self._end(error)
 
     def flush(self) -> None:
-        """Write what is in memory. Raises SystemExit, OutputClosed."""
+        """Write what is in memory. Raises SystemExit."""
         try:
             self.stream.flush()
         except OSError as error:
             self._end(error)
 
     def _end(self, error: OSError) -> NoReturn:
-        if isinstance(error, BrokenPipeError):
-            raise OutputClosed(*error.args) from None
         discard_output()
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough, as `head` has
+            raise SystemExit(OUTPUT_CLOSED) from None
         sys.stderr.write(f"error: standard output cannot be written: {error.strerror or error}\n")
         raise SystemExit(1) from None
 
@@ -101,8 +98,8 @@ def end_with_parent(parent: int) -> None:
 
 def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int:
     """The exit code of `main(argv)`, where Ctrl-C raises KeyboardInterrupt; uncaught: one line and
-    130. All output is written when it returns; where it cannot be, SystemExit(1) is raised; where
-    its reader has closed it, the code is 141.
+    130. All output is written when it returns; where it cannot be, SystemExit is raised as by
+    CheckedOutput.
 
     During an import, whose code may not survive an exception, Ctrl-C ends the process at once.
     `main` may install handlers of its own.
@@ -132,20 +129,13 @@ def _all_written(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
     except SystemExit:
         _write_rest()
         raise
-    except OutputClosed:
-        discard_output()
-        return OUTPUT_CLOSED
     _write_rest()
     return code
 
 
 def _write_rest() -> None:
-    if sys.stdout is None:
-        return
-    try:
+    if sys.stdout is not None:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
-        discard_output()
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:

@@ -125,8 +125,12 @@ import sys
 from megatron import interrupt
 
 def main(argv):
-    while True:
-        print("a line")
+    try:
+        while True:
+            print("a line")
+    except OSError as error:  # of files
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 if __name__ == "__main__":
     sys.exit(interrupt.run(main, sys.argv[1:]))

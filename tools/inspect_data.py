@@ -607,10 +607,6 @@ def look(options: AtOptions | FindOptions) -> int:
         return int(not found.get("ledger", {}).get("agrees", True))
     except Problems as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
-    # the reader has seen enough, as `head` has
-    except BrokenPipeError:
-        interrupt.discard_output()
-        return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
     return 1

@@ -11,9 +11,8 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
-from megatron import interrupt
 from megatron.arguments import Parser, flags_of_group, parse
 from megatron.version import version_line
 from tools.shared.positional import missing, parse_words
@@ -41,7 +40,7 @@ def read(
     )
     parsed = parse_words(parser, argv) if parser.takes_words else parse(parser, argv)
     if parsed.help:
-        _print(parser.help())
+        print(parser.help(), end="", flush=True)
         raise SystemExit(0)
     if parsed.version:
         print(version_line(prog), flush=True)
@@ -105,13 +104,5 @@ def run_command(
     ]
     width = max(map(len, commands))
     lines += [f"  {each:<{width}}  {command.summary}" for each, command in commands.items()]
-    _print("\n".join(lines) + "\n", sys.stdout if name else sys.stderr)
+    print("\n".join(lines), file=sys.stdout if name else sys.stderr, flush=True)
     return 0 if name else 2
-
-
-def _print(text: str, file: TextIO | None = None) -> None:
-    """Print a help text, also to `head`, which does not read to the end."""
-    try:
-        print(text, end="", file=file, flush=True)
-    except BrokenPipeError:
-        interrupt.discard_output()
