@@ -104,7 +104,7 @@ def _native_weight_grad(
     ):
         _add_product_(accumulate_into, rows_out.t(), rows_in)
     else:
-        accumulate_into.add_(torch.mm(rows_out.t(), rows_in))
+        _add(torch.mm(rows_out.t(), rows_in), accumulate_into)
     return None
 
 
@@ -221,7 +221,8 @@ def _onednn_weight_grad(
         return _added(grad, accumulate_into, torch.float32)
     grad = multiply(native.transposed(rows_in), rows_out.t(), None, "none", [], "")
     if _takes_sums(accumulate_into):
-        return native.transposed(grad, add_to=accumulate_into)
+        native.add_transposed(grad, accumulate_into)
+        return None
     return _added(grad.t(), accumulate_into, torch.float32)
 
 
@@ -303,8 +304,17 @@ def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> 
     """A gradient in this dtype, or None where it was added to `accumulate_into`."""
     if accumulate_into is None:
         return grad.to(dtype)
-    accumulate_into.add_(grad)
+    _add(grad, accumulate_into)
     return None
+
+
+def _add(grad: Tensor, total: Tensor) -> None:
+    """total += grad. On a CPU torch makes an fp32 copy of a bf16 gradient first."""
+    in_one_pass = grad.dtype == torch.bfloat16 and grad.is_contiguous() and _takes_sums(total)
+    if in_one_pass and native.runs(grad):
+        native.add(grad, total)
+    else:
+        total.add_(grad)
 
 
 def linear(

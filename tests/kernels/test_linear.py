@@ -195,6 +195,16 @@ def test_a_bias_added_by_onednn_is_addmms_to_the_bit(onednn_calls):
     assert len(onednn_calls) == (4 if native else 0)
 
 
+@pytest.mark.parametrize("out, width", [(200, 96), (7, 3)])
+def test_a_bf16_weight_gradient_is_added_in_fp32(out, width):
+    x, weight, _, grad = inputs(torch.bfloat16, out=out, width=width, lead=(33, 2))
+    kept = torch.full((out, width), 1024.0)
+    module.linear(x, weight, accumulate_into=kept).backward(grad)
+    right = grad.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
+    # 1024 in bf16 would lose what is below 8
+    torch.testing.assert_close(kept.double() - 1024, right, rtol=2**-8, atol=2e-3)
+
+
 @pytest.mark.parametrize(
     "vendor, capability, calls",
     [

@@ -334,7 +334,7 @@ void define(py::module_& m, const std::string& dtype) {
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "Causal attention; see megatron/kernels/cpu/fp32_attention.py.";
-  m.attr("INTERFACE") = 1;  // raise it here and in vector_attention.py when a function changes
+  m.attr("INTERFACE") = 1;  // raise it here and in fp32_attention.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
 }

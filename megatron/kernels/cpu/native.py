@@ -11,7 +11,7 @@ from torch import Tensor
 
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
-INTERFACE = 5
+INTERFACE = 6
 
 
 @cache
@@ -128,18 +128,28 @@ def rms_norm_grad(x: Tensor, weight: Tensor, grad_out: Tensor, eps: float) -> tu
     return grad, grad_weight
 
 
+def add(x: Tensor, total: Tensor) -> None:
+    """total += x, of one shape. `total` is fp32; both are contiguous."""
+    _call("add", x, x, total, x.numel())
+
+
 def add_column_sums(x: Tensor, total: Tensor) -> None:
     """total [width] += the sum over the rows of x [rows, width]. `total` is fp32 and contiguous."""
     x = x.contiguous()
     _call("column_sums", x, x, total, *x.shape)
 
 
-def transposed(x: Tensor, add_to: Tensor | None = None) -> Tensor | None:
-    """fp32 x [rows, width] -> [width, rows], contiguous, or None where it was added to `add_to`,
-    fp32 and contiguous."""
-    x, out = x.contiguous(), torch.empty(x.shape[::-1]) if add_to is None else add_to
-    _call("transposed", x, x, out, add_to is not None, *x.shape)
-    return out if add_to is None else None
+def transposed(x: Tensor) -> Tensor:
+    """fp32 x [rows, width] -> [width, rows], contiguous."""
+    x, out = x.contiguous(), x.new_empty(x.shape[::-1])
+    _call("transposed", x, x, out, *x.shape)
+    return out
+
+
+def add_transposed(x: Tensor, total: Tensor) -> None:
+    """total [width, rows] += the transpose of x [rows, width], both fp32. `total` is contiguous."""
+    x = x.contiguous()
+    _call("add_transposed", x, x, total, *x.shape)
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:

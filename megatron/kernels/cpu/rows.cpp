@@ -239,6 +239,18 @@ void column_sums(uintptr_t x_, uintptr_t out, int64_t rows, int64_t width, int t
   add_blocks(sums, width, at<float>(out));
 }
 
+// total += x.
+template <class T>
+void add(uintptr_t x_, uintptr_t total_, int64_t size, int threads) {
+  const T* x = at<const T>(x_);
+  float* total = at<float>(total_);
+  spread(size, kRun, threads, [=](int64_t start, int64_t stop) {
+    each_register(stop - start, [=](int64_t i, auto count) {
+      add_to(total + start + i, load(x + start + i, count), count);
+    });
+  });
+}
+
 // x [rows, width] of fp32 as [width, rows], or added to such a matrix.
 template <bool add>
 void transpose_all(const float* x, float* out, int64_t rows, int64_t width, int threads) {
@@ -251,9 +263,12 @@ void transpose_all(const float* x, float* out, int64_t rows, int64_t width, int 
   });
 }
 
-void transposed(uintptr_t x, uintptr_t out, bool add, int64_t rows, int64_t width, int threads) {
-  const auto all = add ? &transpose_all<true> : &transpose_all<false>;
-  all(at<const float>(x), at<float>(out), rows, width, threads);
+void transposed(uintptr_t x, uintptr_t out, int64_t rows, int64_t width, int threads) {
+  transpose_all<false>(at<const float>(x), at<float>(out), rows, width, threads);
+}
+
+void add_transposed(uintptr_t x, uintptr_t total, int64_t rows, int64_t width, int threads) {
+  transpose_all<true>(at<const float>(x), at<float>(total), rows, width, threads);
 }
 
 // ---- sums of squares
@@ -401,6 +416,7 @@ void define(py::module_& m, const std::string& format) {
   m.def(("swiglu_grad_" + format).c_str(), &swiglu_grad<T>, unlocked);
   m.def(("rms_norm_" + format).c_str(), &rms_norm<T>, unlocked);
   m.def(("rms_norm_grad_" + format).c_str(), &rms_norm_grad<T>, unlocked);
+  m.def(("add_" + format).c_str(), &add<T>, unlocked);
   m.def(("column_sums_" + format).c_str(), &column_sums<T>, unlocked);
   m.def(("sum_of_squares_" + format).c_str(), &sum_of_squares<T>, unlocked);
   m.def(("rotate_" + format).c_str(), &rotate<T>, unlocked);
@@ -413,9 +429,11 @@ void define(py::module_& m, const std::string& format) {
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "One pass over rows; see megatron/kernels/cpu/native.py.";
-  m.attr("INTERFACE") = 5;  // raise it here and in native.py when a function changes
+  m.attr("INTERFACE") = 6;  // raise it here and in native.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
-  m.def("gelu_with_slope_float32", &gelu_with_slope, py::call_guard<py::gil_scoped_release>());
-  m.def("transposed_float32", &transposed, py::call_guard<py::gil_scoped_release>());
+  const py::call_guard<py::gil_scoped_release> unlocked;
+  m.def("gelu_with_slope_float32", &gelu_with_slope, unlocked);
+  m.def("transposed_float32", &transposed, unlocked);
+  m.def("add_transposed_float32", &add_transposed, unlocked);
 }

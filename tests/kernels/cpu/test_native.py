@@ -234,6 +234,31 @@ def test_a_transposed_matrix_is_contiguous(rows, width):
     x = draw([(rows, width)], torch.float32)[0].detach()
     transposed = native.transposed(x)
     assert torch.equal(transposed, x.t()) and transposed.is_contiguous()
+    total = torch.ones(width, rows)
+    native.add_transposed(x, total)
+    assert torch.equal(total, 1 + x.t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (17, 33), (300, 401), (0, 4)])
+def test_a_gradient_is_added_in_fp32(dtype, shape):
+    x = draw([shape], dtype)[0].detach()
+    total = torch.full(shape, 1000.0)
+    native.add(x, total)
+    assert torch.equal(total, 1000.0 + x.float())
+
+
+def test_bf16_is_rounded_to_the_nearest_even():
+    # halves between two numbers of bf16, a little more, a little less; infinities and NaN
+    wide = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0x7F800000, 0x7FC00000])
+    wide = torch.cat((wide, -(2**31) + wide)).to(torch.int32).view(torch.float32)
+    one = torch.ones(1, 1, 1, len(wide) * 2, dtype=torch.bfloat16)
+    rounded = native.rotate(
+        one, *[t.reshape(1, 1, 1, -1) for t in (wide, torch.zeros_like(wide))], 1
+    )
+    torch.testing.assert_close(
+        rounded.flatten()[: len(wide)], wide.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
