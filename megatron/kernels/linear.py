@@ -310,8 +310,7 @@ def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> 
 
 def _add(grad: Tensor, total: Tensor) -> None:
     """total += grad. On a CPU torch makes an fp32 copy of a bf16 gradient first."""
-    in_one_pass = grad.dtype == torch.bfloat16 and grad.is_contiguous() and _takes_sums(total)
-    if in_one_pass and native.runs(grad):
+    if grad.is_contiguous() and _takes_sums(total) and native.runs(grad):
         native.add(grad, total)
     else:
         total.add_(grad)
