@@ -23,14 +23,9 @@ namespace py = pybind11;
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int kBytes = 64, kMostRows = 8, kMostColumns = 3;
-#else
-constexpr int kBytes = 32, kMostRows = 6, kMostColumns = 2;
-#endif
-typedef float W __attribute__((vector_size(kBytes)));  // one register
-constexpr int64_t kWidth = kBytes / sizeof(float);
-constexpr int64_t kPanel = kMostColumns * kWidth;  // columns of a result that are computed together
+constexpr int kMostRows = kLanes == 16 ? 8 : 6;     // sums of so many rows
+constexpr int kMostColumns = kLanes == 16 ? 3 : 2;  // and registers fit into those that there are
+constexpr int64_t kPanel = kMostColumns * kLanes;  // columns of a result that are computed together
 constexpr int64_t kDepth = 512;                    // words at a time: the panel stays in the second cache
 constexpr int64_t kRows = 256;                     // rows of a group that one thread takes at a time
 constexpr int64_t kSwigluRows = 32;                // the same of SwiGLU
@@ -40,24 +35,18 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-inline W load_register(const float* from) {
-  W v;
-  std::memcpy(&v, from, sizeof(v));
-  return v;
-}
-
 // The first `count` numbers of C registers.
 template <int C>
-void load_part(const float* from, int64_t count, W (&to)[C]) {
-  float part[C * kWidth] = {};
+void load_part(const float* from, int64_t count, V (&to)[C]) {
+  float part[C * kLanes] = {};
   std::memcpy(part, from, count * sizeof(float));
-  for (int j = 0; j < C; ++j) to[j] = load_register(part + j * kWidth);
+  for (int j = 0; j < C; ++j) to[j] = load(part + j * kLanes);
 }
 
 template <int C>
-void store_part(float* to, int64_t count, const W (&from)[C]) {
-  float part[C * kWidth];
-  for (int j = 0; j < C; ++j) std::memcpy(part + j * kWidth, &from[j], sizeof(W));
+void store_part(float* to, int64_t count, const V (&from)[C]) {
+  float part[C * kLanes];
+  for (int j = 0; j < C; ++j) store(part + j * kLanes, from[j]);
   std::memcpy(to, part, count * sizeof(float));
 }
 
@@ -65,13 +54,13 @@ void store_part(float* to, int64_t count, const W (&from)[C]) {
 struct Single {
   typedef float Number;
   static constexpr int64_t kNumbers = 1;
-  static inline W add(W sum, float a, W b) { return sum + a * b; }
+  static inline V add(V sum, float a, V b) { return sum + a * b; }
 };
 
 struct Pair {
   typedef Bf16 Number;
   static constexpr int64_t kNumbers = 2;
-  static inline W add(W sum, float a, W b) {
+  static inline V add(V sum, float a, V b) {
 #ifdef __AVX512F__
     // by its name, for the level of x86-64 that this is built for does not have it
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(_mm512_set1_ps(a)));
@@ -101,18 +90,18 @@ struct Matrix {
 // The first `columns` of out [R, C registers] (+)= a [R, k] panel [k, C registers].
 template <class Kind, int R, int C>
 void tile(Matrix a, const float* panel, float* out, int64_t out_width, int64_t k, int64_t columns, bool add) {
-  W sums[R][C] = {};
-  const bool whole = columns == C * kWidth;
+  V sums[R][C] = {};
+  const bool whole = columns == C * kLanes;
   for (int i = 0; i < R && add; ++i) {
     if (whole) {
-      for (int j = 0; j < C; ++j) sums[i][j] = load_register(out + i * out_width + j * kWidth);
+      for (int j = 0; j < C; ++j) sums[i][j] = load(out + i * out_width + j * kLanes);
     } else {
       load_part(out + i * out_width, columns, sums[i]);
     }
   }
   for (int64_t l = 0; l < k; ++l) {
-    W b[C];
-    for (int j = 0; j < C; ++j) b[j] = load_register(panel + l * kPanel + j * kWidth);
+    V b[C];
+    for (int j = 0; j < C; ++j) b[j] = load(panel + l * kPanel + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < R; ++i) {
       float word;
@@ -123,7 +112,7 @@ void tile(Matrix a, const float* panel, float* out, int64_t out_width, int64_t k
   }
   for (int i = 0; i < R; ++i) {
     if (whole) {
-      for (int j = 0; j < C; ++j) std::memcpy(out + i * out_width + j * kWidth, &sums[i][j], sizeof(W));
+      for (int j = 0; j < C; ++j) store(out + i * out_width + j * kLanes, sums[i][j]);
     } else {
       store_part(out + i * out_width, columns, sums[i]);
     }
@@ -180,9 +169,9 @@ void multiply(Matrix a, const float* panel, float* out, int64_t out_width, int64
     const int64_t rows = std::min<int64_t>(kMostRows, m - i);
     const Matrix part{a.at + i * a.row, a.row, a.column};
     float* to = out + i * out_width;
-    if (columns <= kWidth) {
+    if (columns <= kLanes) {
       tile_of<Kind, 1>(rows, part, panel, to, out_width, k, columns, add);
-    } else if (columns <= 2 * kWidth) {
+    } else if (columns <= 2 * kLanes) {
       tile_of<Kind, 2>(rows, part, panel, to, out_width, k, columns, add);
     } else {
       tile_of<Kind, kMostColumns>(rows, part, panel, to, out_width, k, columns, add);

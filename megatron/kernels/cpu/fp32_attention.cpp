@@ -27,19 +27,7 @@ constexpr int64_t kChunk = 64;  // queries that backward takes at a time: their 
 
 // ---- GEMM
 
-#ifdef __AVX512F__
-constexpr int kBytes = 64, kMostRows = 8;
-#else
-constexpr int kBytes = 32, kMostRows = 6;
-#endif
-typedef float W __attribute__((vector_size(kBytes)));  // one register
-constexpr int64_t kWidth = kBytes / sizeof(float);
-
-inline W load_register(const float* from) {
-  W v;
-  std::memcpy(&v, from, sizeof(v));
-  return v;
-}
+constexpr int kMostRows = kLanes == 16 ? 8 : 6;
 
 // A matrix whose element (i, l) is at i * row + l * column.
 struct Matrix {
@@ -50,20 +38,25 @@ struct Matrix {
 // out [R, C registers] (+)= a [R, k] b [k, C registers]; b and out have rows of the given widths.
 template <int R, int C>
 inline void multiply_tile(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t k, bool add) {
-  W sums[R][C];
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < C; ++j) sums[i][j] = add ? load_register(out + i * out_width + j * kWidth) : W{};
-  }
-  for (int64_t l = 0; l < k; ++l) {
-    W columns[C];
-    for (int j = 0; j < C; ++j) columns[j] = load_register(b + l * b_width + j * kWidth);
+  V sums[R][C] = {};
+  for (int64_t l = 0; l < k; ++l, b += b_width) {
+    V columns[C];
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) columns[j] = load(b + j * kLanes);
+#pragma GCC unroll 8
     for (int i = 0; i < R; ++i) {
       const float factor = a.at[i * a.row + l * a.column];
+#pragma GCC unroll 2
       for (int j = 0; j < C; ++j) sums[i][j] += factor * columns[j];
     }
   }
+#pragma GCC unroll 8
   for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < C; ++j) std::memcpy(out + i * out_width + j * kWidth, &sums[i][j], sizeof(W));
+#pragma GCC unroll 2
+    for (int j = 0; j < C; ++j) {
+      float* to = out + i * out_width + j * kLanes;
+      store(to, add ? load(to) + sums[i][j] : sums[i][j]);
+    }
   }
 }
 
@@ -84,8 +77,8 @@ inline void multiply_columns(Matrix a, const float* b, int64_t b_width, float* o
 void multiply(Matrix a, const float* b, int64_t b_width, float* out, int64_t out_width, int64_t m, int64_t n, int64_t k,
               bool add) {
   int64_t j = 0;
-  for (; j + 2 * kWidth <= n; j += 2 * kWidth) multiply_columns<2>(a, b + j, b_width, out + j, out_width, m, k, add);
-  for (; j < n; j += kWidth) multiply_columns<1>(a, b + j, b_width, out + j, out_width, m, k, add);
+  for (; j + 2 * kLanes <= n; j += 2 * kLanes) multiply_columns<2>(a, b + j, b_width, out + j, out_width, m, k, add);
+  for (; j < n; j += kLanes) multiply_columns<1>(a, b + j, b_width, out + j, out_width, m, k, add);
 }
 
 // ---- layouts
