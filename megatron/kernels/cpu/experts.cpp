@@ -23,12 +23,12 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int kMostRows = kLanes == 16 ? 8 : 6;     // sums of so many rows
-constexpr int kMostColumns = kLanes == 16 ? 3 : 2;  // and registers fit into those that there are
-constexpr int64_t kPanel = kMostColumns * kLanes;  // columns of a result that are computed together
-constexpr int64_t kDepth = 512;                    // words at a time: the panel stays in the second cache
-constexpr int64_t kRows = 256;                     // rows of a group that one thread takes at a time
-constexpr int64_t kSwigluRows = 32;                // the same of SwiGLU
+constexpr int kMostRows = kLanes == 16 ? 8 : 6;     // of a tile, whose sums stay in registers
+constexpr int kMostColumns = kLanes == 16 ? 3 : 2;  // of a tile, in registers
+constexpr int64_t kPanel = kMostColumns * kLanes;   // columns of a result that are computed together
+constexpr int64_t kDepth = 512;                     // words at a time: the panel stays in the second cache
+constexpr int64_t kRows = 256;                      // rows of a group that one thread takes at a time
+constexpr int64_t kSwigluRows = 32;                 // the same of SwiGLU
 
 template <class T>
 T* at(uintptr_t address) {

@@ -27,7 +27,7 @@ constexpr int64_t kChunk = 64;  // queries that backward takes at a time: their 
 
 // ---- GEMM
 
-constexpr int kMostRows = kLanes == 16 ? 8 : 6;
+constexpr int kMostRows = kLanes == 16 ? 8 : 6;  // of a tile, whose sums stay in registers
 
 // A matrix whose element (i, l) is at i * row + l * column.
 struct Matrix {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.kernels import functional
-from megatron.kernels.cpu import fp32_attention
+from megatron.kernels.cpu import bf16_attention, fp32_attention
 from tests.load_tool import load_tool
 
 SMALL = ["--tokens", "32", "--sequences", "16", "512", "--rounds", "2"]
@@ -25,16 +25,19 @@ def test_a_row_for_each_race(monkeypatch, capsys, built):
     assert load_tool("benchmarks/kernels").main(SMALL) == 0
     head, titles, *rows = capsys.readouterr().out.splitlines()
     assert re.match(
-        r"date .*, torch .*, \d+ threads, load average .*; fp32, forward \+ backward$", head
+        r"date .*, torch .*, \d+ threads, load average .*; fp32 .*, forward \+ backward$", head
     )
     assert titles.split() == ["ours", "ms", "torch", "ms", "x", "torch", "here", "runs"]
     names = [
         re.match(r"(.+?) +[\d.]+ +[\d.]+ +[\d.]+  (ours|torch)$", row).groups() for row in rows
     ]
     short = "ours" if built else "torch"
+    lacks_bf16 = bf16_attention.unavailable_reason(torch.device("cpu"), torch.bfloat16, 64, 512)
+    bf16 = [f"bf16 attention, sequence {s}" for s in (16, 512)] if lacks_bf16 is None else []
     assert names == [
         ("attention, sequence 16", short),
         ("attention, sequence 512", "ours"),
+        *[(name, "ours") for name in bf16],
         ("tanh GELU", "ours"),
         ("RMSNorm", "ours"),
         ("swiglu", "ours"),
