@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,13 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(dir=home, prefix="checkpoint-test-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def tensors_are_repeatable() -> None:
+    """A test that draws tensors without a seed draws the same ones in any order of the tests."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
