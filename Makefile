@@ -65,7 +65,7 @@ pretrained: $(VENV)/.peers  ## ... and two real models of 93 and 466 MB, for one
 clean:  ## remove .venv, builds and caches (never runs/)
 	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
-	find megatron \( -name 'helpers_cpp*' -o -name 'rows_v[34]*' -o -name '*_attention_v[34]*' -o -name 'bf16_attention_cpp*' \) -type f \( -name '*.so' -o -name '*.pyd' \) -delete
+	find megatron -type f \( -name '*_cpp.*.so' -o -name '*_v[34].*.so' \) -delete
 
 $(PY):
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; say which: make PYTHON=/path/to/python3.11 ..."; exit 1; }

@@ -46,7 +46,7 @@ def attention(
     implementation) the mask is a pure function.
 
     `implementation`: "sdpa" (torch's fused kernel: plain causal, no dropout), "chunked" (blocks of
-    query rows, all cases), "cpp_bf16" (C++, bf16 on a CPU with AMX or AVX512-BF16; documents must
+    query rows, all cases), "cpp_bf16" (C++, bf16 on a CPU with AMX or AVX512_BF16; documents must
     be runs of one id), "cpp_fp32" (C++, fp32 arithmetic on a CPU with AVX2: plain causal, no
     dropout), "flash" (flash-attn: CUDA, fp16 or bf16, no dropout), "torch_flash" (torch's flash
     kernel by name: CUDA, fp16 or bf16; documents must be runs), "plain" (the formula, all cases) or

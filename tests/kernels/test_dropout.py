@@ -28,8 +28,8 @@ def test_an_element_is_dropped_or_scaled(dtype):
 @pytest.mark.parametrize("n", [1, 15, 16, 50, MANY])
 def test_the_cpp_and_torch_give_the_same_bits(monkeypatch, dtype, n):
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
-    if not native.runs(x):
-        pytest.skip("needs the C++ built for this processor")
+    if reason := native.unavailable_reason(x.device, dtype):
+        pytest.skip(reason)
     names = []
     real = native._call
     monkeypatch.setattr(

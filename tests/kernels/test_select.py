@@ -48,12 +48,12 @@ def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
     monkeypatch.setattr(
         bf16_attention, "unavailable_reason", lambda *_: None if built else "not built"
     )
-    monkeypatch.setattr(bf16_attention, "instructions", lambda: "AVX512-BF16")
+    monkeypatch.setattr(bf16_attention, "instructions", lambda: "AVX512_BF16")
     values = {"attention_dropout": 0.1, "reset_attention_mask": True, "hidden_size": 128}
     on = table(torch.bfloat16, **values)["attention (training)"]
     assert on.implementation == select.NAMES["cpp_bf16" if built else "chunked"]
     assert on.reason.startswith(
-        "this CPU has AVX512-BF16" if built else "needed for attention dropout and document masks"
+        "this CPU has AVX512_BF16" if built else "needed for attention dropout and document masks"
     )
     rows = kernel_table(
         CPU,

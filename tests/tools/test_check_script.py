@@ -47,7 +47,7 @@ echo done
 
 def test_the_words_are_those_that_bash_would_pass(tmp_path):
     if shutil.which("bash") is None:
-        pytest.skip("no bash")
+        pytest.skip("needs bash")
     fake = tmp_path / "torchrun"
     fake.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
     fake.chmod(0o755)

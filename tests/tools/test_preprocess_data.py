@@ -820,7 +820,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="could not import 'linux': needs /proc")
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 class TestInterruptions:
     @pytest.mark.parametrize(
         ("number", "code", "workers"),

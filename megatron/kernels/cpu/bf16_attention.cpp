@@ -122,7 +122,7 @@ inline void dot_columns(const Bf16* a, int64_t a_width, const uint32_t* b, int64
   }
 }
 
-// The same as multiply_on_tiles by AVX512-BF16. Four lines of 64 columns read less than eight of 32 for as many sums.
+// The same as multiply_on_tiles by AVX512_BF16. Four lines of 64 columns read less than eight of 32 for as many sums.
 void multiply_by_dots(const Bf16* a, int64_t a_width, const uint32_t* b, int64_t b_width, float* out, int64_t out_width,
                       int64_t m, int64_t n, int64_t k, bool add) {
   int64_t j = 0;

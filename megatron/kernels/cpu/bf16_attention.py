@@ -1,5 +1,5 @@
 """Causal attention in bf16 on a CPU by this suite's C++ (bf16_attention.cpp), with AMX or
-AVX512-BF16 instructions."""
+AVX512_BF16 instructions."""
 
 from functools import cache
 from types import ModuleType
@@ -19,7 +19,7 @@ LONGEST = 8192  # scores of 32 lines of so many positions still fit the L2 cache
 
 class _Kernel(NamedTuple):
     library: ModuleType
-    amx: bool  # does it multiply on AMX tiles? else by AVX512-BF16
+    amx: bool  # does it multiply on AMX tiles? else by AVX512_BF16
 
 
 @cache
@@ -27,7 +27,7 @@ def _load() -> _Kernel | str:
     """The C++ and its instructions for GEMMs, or why it does not run here (a str)."""
     amx = torch.cpu._is_amx_tile_supported()
     if not (amx or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()):
-        return "needs AMX or AVX512-BF16, which this processor lacks"
+        return "needs a CPU with AMX or AVX512_BF16"
     try:
         from megatron.kernels.cpu import bf16_attention_cpp as found
     except ImportError as error:
@@ -40,7 +40,7 @@ def _load() -> _Kernel | str:
 def instructions() -> str:
     """The instructions used for GEMMs on this processor, if `unavailable_reason` has found
     nothing."""
-    return "AMX" if _load().amx else "AVX512-BF16"
+    return "AMX" if _load().amx else "AVX512_BF16"
 
 
 def unavailable_reason(
@@ -56,7 +56,7 @@ def unavailable_reason(
     if seq_length > LONGEST:
         return f"supports at most {LONGEST} positions"
     if not low_precision_is_native(device.type, dtype):
-        return "oneDNN has no bf16 support on this CPU"
+        return "needs a CPU with bf16 in oneDNN"
     found = _load()
     return found if isinstance(found, str) else None
 

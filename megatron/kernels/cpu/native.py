@@ -19,7 +19,7 @@ def load_built(file: str, interface: int, capability: str):
     """The module built from `file`.cpp for a processor with this capability, or why there is none
     (a str)."""
     if capability not in LEVELS:
-        return f"needs AVX2, and this processor has {capability}"
+        return f"needs a CPU with AVX2, not {capability}"
     name = f"megatron.kernels.cpu.{file}_{LEVELS[capability]}"
     try:
         found = import_module(name)

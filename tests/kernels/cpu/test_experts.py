@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from megatron.kernels import grouped_linear as kernels
 from megatron.kernels.cpu import experts
-from megatron.kernels.cpu.native import LEVELS
 
 CPU = torch.device("cpu")
 # inputs, outputs, rows of each group
@@ -22,18 +21,6 @@ CASES = [
     (20, 100, [i % 5 for i in range(20)]),
     (4, 4, [0, 0]),
 ]
-
-
-@pytest.fixture(params=list(LEVELS))
-def level(request, monkeypatch):
-    """The C++ as built for each kind of processor that this one is."""
-    real = torch.backends.cpu.get_cpu_capability()
-    if request.param == "AVX512" and real != "AVX512":
-        pytest.skip("this processor has no AVX512")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    reason = experts.unavailable_reason(CPU, torch.float32)
-    if reason:
-        pytest.skip(reason)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,10 +85,10 @@ BF16_CASES = [
 @pytest.fixture
 def bf16():
     """The C++ for AVX512, on a processor where it multiplies bf16."""
-    if experts.unavailable_reason(CPU, torch.float32):
-        pytest.skip("this processor has no AVX512")
+    if reason := experts.unavailable_reason(CPU, torch.float32):
+        pytest.skip(reason)
     if not experts.multiplies(*(torch.zeros(2, 2, 2, dtype=torch.bfloat16) for _ in range(2))):
-        pytest.skip("this processor has no AVX512_BF16, or has AMX")
+        pytest.skip("needs a CPU with AVX512_BF16 and without AMX")
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

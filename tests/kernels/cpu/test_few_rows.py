@@ -8,22 +8,9 @@ import torch.nn.functional as F
 
 from megatron.inference.linear import InferenceLinear
 from megatron.kernels.cpu import few_rows
-from megatron.kernels.cpu.native import LEVELS
 
 CPU = torch.device("cpu")
 SHAPES = [(1, 1), (3, 7), (33, 50), (64, 160), (130, 576), (17, 4001)]
-
-
-@pytest.fixture(params=list(LEVELS))
-def level(request, monkeypatch):
-    """The C++ as built for each kind of processor that this one is."""
-    real = torch.backends.cpu.get_cpu_capability()
-    if request.param == "AVX512" and real != "AVX512":
-        pytest.skip("this processor has no AVX512")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    reason = few_rows.unavailable_reason(CPU, torch.float32)
-    if reason:
-        pytest.skip(reason)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

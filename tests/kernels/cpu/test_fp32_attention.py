@@ -10,24 +10,13 @@ import torch
 
 from megatron.kernels.attention import attention, select_attention
 from megatron.kernels.cpu import fp32_attention as module
-from megatron.kernels.cpu import native
 from megatron.kernels.reference_attention import plain_attention
 from tests.forkrun import ROOT
 
 CPU = torch.device("cpu")
 HERE = torch.backends.cpu.get_cpu_capability()
-LEVELS = list(native.LEVELS)
 REASON = module.load(HERE)
 needs_kernel = pytest.mark.skipif(isinstance(REASON, str), reason=str(REASON))
-
-
-@pytest.fixture(params=LEVELS)
-def level(request, monkeypatch):
-    """The C++ of one level of instructions, where the processor has it."""
-    if isinstance(REASON, str) or LEVELS.index(request.param) < LEVELS.index(HERE):
-        pytest.skip(f"needs {request.param}" if not isinstance(REASON, str) else REASON)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
-    return request.param
 
 
 def inputs(s, b, n, g, d, dtype=torch.float32, seed=1):

@@ -21,7 +21,7 @@ from tests.forkrun import run_ranks
 from tests.runs import SMALL
 
 ARGV = [*SMALL, "--mock-data", "--train-iters", "4", "--eval-iters", "0"]
-full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 
 
 def program(
