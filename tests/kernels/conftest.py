@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
-from megatron.kernels.cpu import fp32_attention
+from megatron.kernels.cpu import fp32_attention, native
 from megatron.kernels.libraries import load_problem
 from tests.kernels import fake_libraries as fakes
 
@@ -23,6 +24,13 @@ def libraries(monkeypatch):
     load_problem.cache_clear()
     yield fakes.CALLS
     load_problem.cache_clear()
+
+
+@pytest.fixture
+def cpp() -> None:
+    """The test needs the C++ over rows."""
+    if reason := native.unavailable_reason(torch.device("cpu"), torch.float32):
+        pytest.skip(reason)
 
 
 @pytest.fixture

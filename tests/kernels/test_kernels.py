@@ -88,7 +88,11 @@ def everything(libraries, monkeypatch):  # noqa: F811
         ),
     ],
 )
-def test_a_flag_switches_an_implementation(no_vector_attention, flags, operation, before, after):
+def test_a_flag_switches_an_implementation(
+    no_vector_attention, request, flags, operation, before, after
+):
+    if before == select.NATIVE:
+        request.getfixturevalue("cpp")
     assert on().get(operation) == before and on(**flags)[operation] == after
 
 
@@ -248,7 +252,7 @@ def test_the_error_is_one_line_and_an_exit_code():
 
 
 @pytest.mark.parametrize("flags", [{"torch_compile": True}, {"apply_layernorm_1p": True}])
-def test_apex_norms_stay_off_where_they_would_cost(everything, flags):
+def test_apex_norms_stay_off_where_they_would_cost(everything, cpp, flags):
     norm = on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"]
     assert norm == (select.ROW_BLOCKED if "torch_compile" in flags else select.NATIVE)
 

@@ -150,7 +150,7 @@ def test_runs_of_rows_pay_off_on_a_cpu_only():
     assert not blocking.pays_off(torch.empty(1, device="meta"))
 
 
-def test_compiled_layers_have_no_calls_into_cpp():
+def test_compiled_layers_have_no_calls_into_cpp(cpp):
     config = config_from(
         Config,
         {"seq_length": 64, "hidden_size": 128, "num_attention_heads": 2, "torch_compile": True},

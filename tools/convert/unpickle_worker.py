@@ -31,6 +31,7 @@ import mmap
 import os
 import pickle
 import re
+import signal
 import struct
 import sys
 import zipfile
@@ -151,6 +152,21 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+def _member(enumeration: Any, name: Any) -> Opaque:
+    """Stands for getattr: Python 3.11.2 writes a member of an enumeration as getattr(its class, its
+    name). Raises Refused for a part of anything else."""
+    if enumeration is not Opaque:
+        raise _refused_name("builtins", "getattr")
+    return Opaque()
+
+
+def _refused_name(module: str, name: str) -> Refused:
+    return Refused(
+        f"its pickle names {module}.{name}, which is not among the names of plain tensors; it "
+        "may be meant to run code, and is not read"
+    )
+
+
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -187,6 +203,8 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("types", "SimpleNamespace"): Namespace,
     ("builtins", "set"): list,
     ("__builtin__", "set"): list,
+    ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,
     ("datetime", "timedelta"): Opaque,
     ("pathlib", "PosixPath"): Opaque,
     ("signal", "Signals"): Opaque,
@@ -212,6 +230,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("deepspeed.utils.mixed_precision_linkage", "fragment_address"): Namespace,
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Namespace,
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): Namespace,
+    **{("signal", one.name): Opaque() for one in signal.Signals},  # of Python 3.11.2
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     **{("torch", name): f"torch.{name}" for name in _DTYPES},
 }
@@ -228,10 +247,7 @@ class _Unpickler(pickle.Unpickler):
             return ALLOWED[module, name]
         if module.startswith(_OPAQUE_MODULES) and name.isidentifier():
             return Opaque
-        raise Refused(
-            f"its pickle names {module}.{name}, which is not among the names of plain tensors; it "
-            "may be meant to run code, and is not read"
-        )
+        raise _refused_name(module, name)
 
     def persistent_load(self, pid: Any) -> Storage:
         """A storage: ("storage", its type, its key, where it was, its numbers)."""

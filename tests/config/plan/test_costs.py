@@ -14,6 +14,7 @@ from megatron.config.plan import costs
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.kernels import cross_entropy
+from megatron.kernels.cpu import experts
 from megatron.parallel.context import ParallelContext
 from megatron.training.build import build_model
 from megatron.training.launch.initialize import Runtime
@@ -174,6 +175,9 @@ RECOMPUTE = {
     ids=[*MODELS, *RECOMPUTE, *EXPERTS],
 )
 def test_a_model_holds_what_the_formula_says(flags):
+    reason = experts.unavailable_reason(torch.device("cpu"), torch.float32)
+    if "num_experts" in flags and reason:
+        pytest.skip(reason)
     held = measured(0, 1, flags)
     assert formula(**flags) == pytest.approx(held, rel=WITHIN)
     if "recompute_modules" in flags:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron.checkpoint.safetensors_file import SafetensorsFile
 from tests.tools.in_process import InProcess
@@ -127,6 +128,8 @@ def gadgets(flag: str) -> dict[str, object]:
         "subprocess": Gadget(subprocess.Popen, ["touch", flag]),
         "import": Gadget(__import__, "antigravity"),
         "getattr": Gadget(getattr, "x", "upper"),
+        "getattr of a stand-in": Gadget(getattr, argparse.Namespace, "__init__"),
+        "signal": Gadget(signal.signal, signal.SIGTERM, None),
         "torch.load": Gadget(torch.load, flag),
         "map": Gadget(map, eval, [code]),
         "pickle": Gadget(pickle.loads, b"."),
@@ -138,6 +141,18 @@ def gadgets(flag: str) -> dict[str, object]:
         "in a dict": {"model": {"a": Gadget(os.system, f"touch {flag}")}},
         "partial": Gadget(os.path.join, "/", "x"),
     }
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pickle.dumps({"e": Gadget(getattr, WriteItemType, "TENSOR")}, 2),
+        pickle.dumps({"e": Gadget(getattr, WriteItemType, "TENSOR")}, 4),
+        b"(dVe\ncsignal\nSIGTERM\ns.",
+    ],
+)
+def test_members_of_enumerations_as_python_3_11_2_writes_them(tmp_path, written):
+    assert read(archive(tmp_path / "x.pt", written))[1] == {"e": None}
 
 
 @pytest.mark.parametrize("name", gadgets(""))
