@@ -14,9 +14,10 @@ SOURCE = Path(__file__).resolve().parents[2] / "megatron" / "data" / "helpers.cp
 
 
 def compiler() -> str | None:
-    """A C++ compiler on this machine, or None; pybind11 must be there too."""
+    """A C++ compiler on this machine, or None; Python's headers and pybind11 must be there too."""
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    return found if importlib.util.find_spec("pybind11") else None
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    return found if headers and importlib.util.find_spec("pybind11") else None
 
 
 def compile_helpers(folder: Path, *flags: str) -> ModuleType:
