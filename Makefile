@@ -82,7 +82,7 @@ $(VENV)/.runtime: $(PY) setup.py $(CONSTRAINTS) requirements/runtime.txt require
 	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt
 	@$(PIP) --no-deps --no-build-isolation --use-pep517 -e .
 	@$(PY) -c 'import megatron.data.helpers_cpp' 2>/dev/null || \
-		echo "note: the C++ helpers were not built (no working C++ compiler?); numpy and torch answer instead, slower"
+		echo "note: the C++ helpers were not built (no C++ compiler, or no Python.h? on Debian: apt install g++ python3-dev); numpy and torch answer instead, slower"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
