@@ -72,6 +72,7 @@ def test_every_direct_requirement_is_pinned_once_and_torch_within_the_supported_
     assert pins["torch"] == "==2.13.0" and requirement_lines("runtime")["torch"] == ">=2.11,<2.15"
     ends = {name: requirement_lines(f"torch_{name}")["torch"] for name in ("oldest", "newest")}
     assert ends["oldest"].startswith("==2.11.") and ends["newest"].startswith("==2.14.")
+    assert "triton" not in pins, "torch's builds for CUDA name the one that they need"
     for name in ("runtime", "build", "dev", "peers"):
         for package, version in requirement_lines(name).items():
             assert package in pins or version.startswith("=="), (
