@@ -403,7 +403,7 @@ def _stores(node: ast.AST) -> Iterator[ast.AST]:
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in MUTATORS
     ):
-        yield ast.Subscript(value=node.func.value)
+        yield ast.Subscript(value=node.func.value, slice=ast.Constant(0))
 
 
 def no_global_state(root: Path) -> Iterator[str]:

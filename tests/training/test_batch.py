@@ -69,7 +69,8 @@ def test_workers_get_the_data_set_without_pickling_it():
 def test_two_workers_on_one_core_are_no_warning(monkeypatch, recwarn):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
     assert len(list(load_samples(NotPickled(), iter([[1], [2]]), 2))) == 2
-    assert not recwarn.list
+    # torch's; Python 3.12 and later have one of their own about forks
+    assert not [one for one in recwarn.list if one.category is UserWarning]
 
 
 # Reads with two workers, then ends as named.

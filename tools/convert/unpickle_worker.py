@@ -207,6 +207,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("__builtin__", "getattr"): _member,
     ("datetime", "timedelta"): Opaque,
     ("pathlib", "PosixPath"): Opaque,
+    ("pathlib._local", "PosixPath"): Opaque,  # of Python 3.13
     ("signal", "Signals"): Opaque,
     ("_io", "BytesIO"): Opaque,
     ("_codecs", "encode"): Opaque,
