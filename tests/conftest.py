@@ -28,7 +28,7 @@ NEEDS_HARDWARE = re.compile(r"^needs (a|an|\d+) (GPU|CUDA device|CPU with (AMX|A
 NEEDS_SYSTEM = re.compile(
     r"^needs (SLURM|Open MPI|MPICH|Chromium|bash|a C\+\+ compiler|Linux|root|/proc|/dev/full)"
 )
-# With a compiler tests/house/test_built.py fails.
+# tests/house/test_built.py fails for it where there is a compiler.
 NOT_BUILT = re.compile(r"^[\w.]+_(v3|v4|cpp) is not built\b")
 NOT_INSTALLED = re.compile(r"could not import '([\w.]+)'")
 # Libraries that no machine without a GPU can be asked to have.
