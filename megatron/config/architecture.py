@@ -26,9 +26,9 @@ FREE = {
     "moe_aux_loss_coeff",
     "moe_expert_capacity_factor",
     "moe_input_jitter_eps",
+    "moe_per_layer_logging",
     "moe_router_bias_update_rate",
     "moe_router_dtype",
-    "moe_router_load_balancing_type",
     "moe_token_dispatcher_type",
     "moe_token_drop_policy",
     "moe_z_loss_coeff",
@@ -78,6 +78,15 @@ _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...]
         lambda m: m.rope_scaling_factor if m.use_rope_scaling else None,
     ),
     ("activation", _ACTIVATIONS, lambda m: m.activation),
+    (
+        "moe_router_score_function, moe_router_pre_softmax, moe_router_load_balancing_type",
+        (
+            "moe_router_score_function",
+            "moe_router_pre_softmax",
+            "moe_router_load_balancing_type",
+        ),
+        lambda m: m.router_probabilities if m.num_experts else None,
+    ),
 )
 
 
@@ -91,19 +100,30 @@ class Difference(NamedTuple):
     now: Any
 
 
+def _fields(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The fields that spell each thing that determines the function, by its name."""
+    together = {name: names for name, names, _ in _TOGETHER}
+    spelled = {name for names in together.values() for name in names}
+    return {name: (name,) for name in vars(model) if name not in FREE | spelled} | together
+
+
+def values(model: ModelConfig) -> dict[str, Any]:
+    """What the shapes and the function of trained weights depend on, by its name in messages."""
+    together = {name: value for name, _, value in _TOGETHER}
+    return {
+        name: together[name](model) if name in together else getattr(model, name)
+        for name in _fields(model)
+    }
+
+
 def differences(saved: ModelConfig, now: ModelConfig) -> list[Difference]:
     """Everything in which weights of the one are not a model of the other; empty if they are the
     same."""
-    together = {name for _, names, _ in _TOGETHER for name in names}
-    plain = [
-        (name, (name,), lambda m, name=name: getattr(m, name))
-        for name in vars(saved)
-        if name not in FREE | together
-    ]
+    before, after = values(saved), values(now)
     return [
-        Difference(name, names, value(saved), value(now))
-        for name, names, value in (*plain, *_TOGETHER)
-        if value(saved) != value(now)
+        Difference(name, fields, before[name], after[name])
+        for name, fields in _fields(saved).items()
+        if before[name] != after[name]
     ]
 
 

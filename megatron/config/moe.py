@@ -156,6 +156,17 @@ class MoEConfig:
         return self.moe_router_load_balancing_type == ("sinkhorn",)
 
     @property
+    def router_probabilities(self) -> str:
+        """The function from router logits to the probabilities of the selected experts, without
+        their scaling factor; in evaluation, where Sinkhorn's algorithm does not select."""
+        if self.sinkhorn and self.moe_router_topk == 1:
+            return "sigmoid"
+        if self.moe_router_score_function != "softmax":
+            return self.moe_router_score_function
+        everyone = self.sinkhorn or self.moe_router_pre_softmax
+        return f"softmax over {'all' if everyone else 'the selected'} experts"
+
+    @property
     def router_losses(self) -> dict[str, float]:
         """Coefficients of all losses of routers that are trained on, by their names in the log."""
         found = {BALANCING_LOSSES[kind]: coeff for kind, coeff in self.balancing_losses.items()}

@@ -9,6 +9,9 @@ BASE = dict(
     num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32, max_position_embeddings=32
 )
 ROPE = dict(position_embedding_type="rope")
+EXPERTS = dict(num_experts=4, add_bias_linear=False)
+SINKHORN = EXPERTS | dict(moe_router_load_balancing_type=("sinkhorn",))
+ROUTER = "moe_router_score_function, moe_router_pre_softmax, moe_router_load_balancing_type"
 
 
 def found(saved: dict, now: dict) -> list[str]:
@@ -27,6 +30,8 @@ def found(saved: dict, now: dict) -> list[str]:
         (dict(add_bias_linear=False), dict(add_bias_linear=False, bias_gelu_fusion=False)),
         (ROPE, dict(use_rotary_position_embeddings=True)),
         (ROPE, ROPE | dict(max_position_embeddings=64)),
+        (SINKHORN, EXPERTS | dict(moe_router_pre_softmax=True)),
+        ({}, dict(moe_per_layer_logging=True)),
     ],
 )
 def test_another_spelling_is_no_difference(saved, now):
@@ -46,6 +51,8 @@ def test_another_spelling_is_no_difference(saved, now):
         (dict(group_query_attention=True, num_query_groups=2), {}, ["num_query_groups"]),
         (ROPE, ROPE | dict(rotary_base=500000), ["rotary_base"]),
         (ROPE, ROPE | dict(use_rope_scaling=True), ["rope_scaling_factor"]),
+        (SINKHORN, EXPERTS, [ROUTER]),
+        (SINKHORN | dict(moe_router_topk=1), EXPERTS, ["moe_router_topk", ROUTER]),
     ],
 )
 def test_another_model_is_a_difference(saved, now, names):

@@ -514,10 +514,15 @@ def _no_window_used(m: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": False, "sliding_window": None}
 
 
+def _normalization(m: ModelConfig) -> dict[str, Any]:
+    """Do the probabilities of the selected experts add up to 1?"""
+    return {"norm_topk_prob": m.router_probabilities == "softmax over the selected experts"}
+
+
 def _qwen_moe(m: ModelConfig) -> dict[str, Any]:
     dense = [layer for layer in range(m.num_layers) if not m.is_moe_layer(layer)]
     return _no_window_used(m) | {
-        "norm_topk_prob": not m.moe_router_pre_softmax,
+        **_normalization(m),
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
     }
@@ -856,10 +861,7 @@ FAMILIES: Mapping[str, Family] = {
                 own_head_dim=False,
                 renamed={"num_local_experts": "num_experts"},
                 last=_read_olmoe,
-                written=lambda m: {
-                    "norm_topk_prob": not m.moe_router_pre_softmax,
-                    "intermediate_size": m.expert_ffn,
-                },
+                written=lambda m: _normalization(m) | {"intermediate_size": m.expert_ffn},
             ),
         ),
         _like_llama(
@@ -879,6 +881,12 @@ FAMILIES: Mapping[str, Family] = {
                 partial=0.25,
                 dropouts=("hidden_dropout",),
                 renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+                # where there is a rope_scaling, transformers takes base and share from these alone
+                written=lambda m: {
+                    "rotary_pct": m.rotary_percent,
+                    "rotary_emb_base": m.rotary_base,
+                },
+                omitted=("rope_theta", "partial_rotary_factor"),
             ),
             _NEOX_BUFFERS,
         ),
