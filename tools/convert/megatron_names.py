@@ -182,8 +182,11 @@ def args_for(model: ModelConfig, data: Mapping[str, Any], experts: bool) -> dict
         problems.append("--geglu: Megatron-LM has no argument for it")
     if problems:
         raise ConversionError("\n".join(problems))
+    lists = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     return {
         **vars(model),
+        # a router of Megatron compares the one type with "sinkhorn"; a list is several
+        **{name: list(v) if len(v := getattr(model, name)) > 1 else v[0] for name in lists},
         "ffn_hidden_size": model.ffn,
         "kv_channels": model.head_dim,
         "num_query_groups": model.query_groups,

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.checkpoint.filesystem import Disk
 from tests.forkrun import run_ranks
 from tests.load_tool import load_tool
-from tests.model.tiny import tiny_model
+from tests.model.tiny import tiny_config, tiny_model
 from tests.problems import assert_problem
 from tests.tools.convert.megatron_files import (
     IDS,
@@ -30,6 +30,7 @@ from tests.tools.convert.megatron_files import (
     write_torch_dist,
 )
 from tests.tools.in_process import use_it
+from tools.convert.megatron_names import args_for, flags_from
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MOE = LLAMA | dict(
@@ -254,6 +255,22 @@ def test_experts_that_cannot_be_exported(flags, words, said, tmp_path, convert, 
         "megatron-export", tmp_path / "ours", tmp_path / "back", *words, fails=True
     )
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("types", "coefficients", "written"),
+    [
+        (("sinkhorn",), (0.0,), ("sinkhorn", 0.0)),
+        (("aux_loss", "seq_aux_loss"), (0.1, 0.2), (["aux_loss", "seq_aux_loss"], [0.1, 0.2])),
+    ],
+)
+def test_the_arguments_have_the_router_as_megatron_reads_it(types, coefficients, written):
+    names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    flags = dict(zip(names, (types, coefficients), strict=True))
+    args = args_for(tiny_config(num_experts=4, add_bias_linear=False, **flags), {}, experts=True)
+    assert tuple(args[name] for name in names) == written
+    back = flags_from(args, "args")
+    assert {name: back[name] for name in names} == flags
 
 
 def test_the_older_model_has_no_torch_dist(tmp_path, convert, monkeypatch):
