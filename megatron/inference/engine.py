@@ -128,23 +128,20 @@ class Engine:
         ]
         if decoding:
             new += self._decode(decoding)
-        for generation, _ in new:
-            if generation.finish_reason:
-                self.remove(generation)
         return new
 
     def _prefill(self) -> list[tuple[Generation, NewToken | None]]:
         """Read prompts, oldest first; the new tokens of those that were read to their end."""
         new = []
         budget = PREFILL_TOKENS
-        for row, generation in enumerate(self._running):
+        for generation in tuple(self._running):
             if len(generation.tokens) > self.length:
                 self._shorten(generation)
             start = generation.cached
             part = generation.tokens[start : start + budget]
             if len(generation.tokens) - start < 2 or not part:
                 continue  # decoded, or for a later step
-            logits = self._model.forward([part], [start], row)
+            logits = self._model.forward([part], [start], self._running.index(generation))
             generation.cached += len(part)
             budget -= len(part)
             if generation.cached == len(generation.tokens):
@@ -178,7 +175,8 @@ class Engine:
     def _choose(
         self, logits: torch.Tensor, generations: list[Generation]
     ) -> list[tuple[Generation, NewToken | None]]:
-        """The next token of each, from logits [b, vocab]."""
+        """The next token of each, from logits [b, vocab]. The finished ones leave their rows: they
+        have no token that the next forward pass could read."""
         chosen = logits.argmax(-1).tolist()
         for i, generation in enumerate(generations):
             sampling = generation.request.sampling
@@ -187,10 +185,14 @@ class Engine:
         if self._tp.size > 1:
             device = logits.device
             chosen = broadcast_(torch.tensor(chosen, device=device), self._tp).tolist()
-        return [
+        new = [
             (generation, self._advance(generation, token, row))
             for generation, token, row in zip(generations, chosen, logits, strict=True)
         ]
+        for generation in generations:
+            if generation.finish_reason:
+                self.remove(generation)
+        return new
 
     def _advance(self, generation: Generation, token: int, logits: torch.Tensor) -> NewToken | None:
         request = generation.request

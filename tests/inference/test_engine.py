@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
 import pytest
 import torch
 
 from megatron.inference import engine as engine_module
-from megatron.inference.engine import Engine, Request
+from megatron.inference.engine import Engine, Generation, Request
 from megatron.inference.sampling import Sampling
+from megatron.inference.text import TextStream
 from tests.model.tiny import MODELS, VOCAB, tiny_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -44,15 +49,6 @@ REQUESTS = [
     Request([i % VOCAB for i in range(start, start + length)], new, Sampling(seed=start))
     for start, length, new in [(1, 1, 9), (7, 12, 3), (3, 5, 20), (9, 2, 1), (4, 20, 7), (5, 3, 9)]
 ]
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 6])
-@pytest.mark.parametrize("budget", [512, 4, 1])
-def test_requests_get_together_what_they_get_alone(monkeypatch, rows, budget):
-    expected = [alone(request) for request in REQUESTS]
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", budget)
-    assert tokens_of(engine(rows), REQUESTS) == expected
-    assert [len(tokens) for tokens in expected] == [9, 3, 20, 1, 7, 9]
 
 
 def test_a_request_that_is_removed_leaves_its_row_to_another():
@@ -121,3 +117,110 @@ def test_a_step_reads_a_limited_part_of_long_prompts_and_decodes_all_others(monk
     assert all(id(short) in step for step in steps)
     first = next(i for i, step in enumerate(steps) if id(long) in step)
     assert first == 4
+
+
+@dataclass
+class Job:
+    """A request as a server has it. `leaves`: the client is gone after so many tokens."""
+
+    request: Request
+    stop: tuple[str, ...] = ()
+    arrives: int = 0
+    leaves: int = 1000
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+
+
+def letters(ids) -> str:
+    return "".join(chr(ord("0") + i) for i in ids)
+
+
+def serve(engine: Engine, jobs: Sequence[Job]) -> None:
+    """Every job from its arrival to its end, in steps of the engine."""
+    waiting = list(jobs)
+    running: dict[Generation, tuple[Job, TextStream]] = {}
+    step = 0
+    while waiting or running:
+        for job in [job for job in waiting if job.arrives <= step]:
+            if len(running) < engine.rows:
+                waiting.remove(job)
+                stream = TextStream(job.request.prompt, letters, job.stop)
+                running[engine.add(job.request)] = job, stream
+        for generation, (job, _) in list(running.items()):
+            if len(job.tokens) >= job.leaves:
+                engine.stop(generation)
+                del running[generation]
+        for generation, token in engine.step():
+            job, stream = running[generation]
+            if token:
+                job.tokens.append(token.id)
+                job.logprobs.append(token.logprob)
+                job.text += stream.push(token.id)
+            if stream.stopped:
+                engine.stop(generation)
+            if generation.finish_reason:
+                job.text += stream.finish()
+                job.reason = generation.finish_reason
+                del running[generation]
+        assert engine.running == len(running)
+        step += 1
+
+
+EOD = VOCAB - 1
+KINDS = {
+    "dense": {},
+    "experts": dict(
+        num_experts=6,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=24,
+        moe_expert_capacity_factor=0.5,
+        moe_input_jitter_eps=0.5,
+        moe_router_load_balancing_type=("sinkhorn",),
+    ),
+}
+
+
+def random_job(draw: random.Random, alone: Engine) -> tuple[Job, Job]:
+    """A job, and the same already served by itself."""
+    length = draw.choice([0, 1, 2, draw.randint(3, 40)])
+    prompt = [draw.randrange(VOCAB) for _ in range(length)] or [EOD]
+    sampling = draw.choice([GREEDY, Sampling(1.0, 0.9, draw.randrange(99), 0, 1.1)])
+    whole = Job(Request(prompt, draw.randint(1, 9), sampling, logprobs=0))
+    serve(alone, [whole])
+    end = draw.choice([0, 0, draw.randrange(len(whole.tokens))])
+    ids, strings = draw.choice(
+        [
+            ((), ()),
+            ((whole.tokens[end],), ()),
+            ((whole.tokens[end],), ()),
+            ((), (letters(whole.tokens[end : end + draw.randint(1, 2)]), "never")),
+        ]
+    )
+    job = Job(
+        replace(whole.request, stop_ids=ids),
+        strings,
+        arrives=draw.choice([0, 0, draw.randint(1, 8)]),
+        leaves=draw.choice([1000, 1000, 1000, draw.randint(0, len(whole.tokens))]),
+    )
+    one = replace(job, arrives=0, tokens=[], logprobs=[])
+    serve(alone, [one])
+    return job, one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_requests_get_together_what_they_get_alone(monkeypatch, kind, seed):
+    """Whatever arrives, stops and leaves in between: prompts of one token, of none (then the end
+    of a document) and longer than the cache, stop tokens, stop strings, clients that leave."""
+    draw = random.Random(seed)
+    alone = engine(1, **KINDS[kind])
+    jobs, expected = zip(
+        *(random_job(draw, alone) for _ in range(draw.randint(5, 10))), strict=True
+    )
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", draw.choice([512, 512, 5]))
+    serve(engine(draw.randint(3, 6), **KINDS[kind]), jobs)
+    for job, one in zip(jobs, expected, strict=True):
+        assert (job.tokens, job.text, job.reason) == (one.tokens, one.text, one.reason)
+        assert job.logprobs == pytest.approx(one.logprobs, abs=1e-10)
