@@ -115,11 +115,17 @@ def _other_dropout(model: ModelConfig, back: ModelConfig) -> list[str]:
 def notes_on(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """What a written config.json cannot say of our model, though its weights compute the same."""
     _, back, _ = read_config(Keys(dict(config), "config.json", ignored=config))
-    return [
+    notes = [
         f"--{name.replace('_', '-')} {getattr(model, name)} is not in config.json: "
         f"{config['model_type']} models have no such dropout (it changes training alone)"
         for name in _other_dropout(model, back)
     ]
+    if capacity := model.moe_expert_capacity_factor:
+        notes.append(
+            f"--moe-expert-capacity-factor {capacity} is not in config.json: the exported model "
+            "drops no token"
+        )
+    return notes
 
 
 def fitting(model: ModelConfig) -> Family:
