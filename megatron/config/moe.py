@@ -104,8 +104,8 @@ class MoEConfig:
     moe_expert_capacity_factor: float | None = arg(
         None,
         dump=False,
-        help="capacity of each expert: this many times an equal share of a micro-batch's tokens; "
-        "what exceeds it is dropped (default: no token is dropped)",
+        help="capacity of each expert in training and validation: this many times an equal share "
+        "of a micro-batch's tokens; what exceeds it is dropped (default: no token is dropped)",
     )
     moe_token_drop_policy: Literal["probs", "position"] = arg(
         "probs",

@@ -153,12 +153,13 @@ class GPTModel(nn.Module):
 
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b,
         s] keeps attention inside documents. dropout_seeds: those of this micro-batch, or None for
-        no dropout. router_step: with experts, in training, what routers add to the step. A chunk
-        without the first layer needs `hidden` [s, b, h] ([s/tp, b, h] with
-        sequence parallelism), the output of the one before; a chunk without the last layer returns
-        such a tensor. Raises ValueError where `hidden` is missing and, without position_ids, on a
-        sequence longer than the position table. With context parallelism each s but that of
-        document_ids is s/cp, and position_ids [b or 1, s/cp] must be given.
+        no dropout. router_step: with experts, in training and its evaluations, what routers
+        exchange with the step; without one no token is dropped. A chunk without the first layer
+        needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one
+        before; a chunk without the last layer returns such a tensor. Raises ValueError where
+        `hidden` is missing and, without position_ids, on a sequence longer than the position
+        table. With context parallelism each s but that of document_ids is s/cp, and position_ids
+        [b or 1, s/cp] must be given.
         """
         assert position_ids is not None or self.ctx.cp.size == 1, (
             "a rank's chunks of a sequence have no plain positions"

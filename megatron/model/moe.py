@@ -47,14 +47,15 @@ class RouterStep:
 
     loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
     step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
-    same factor. sums: by layer, of this rank's tokens the ROUTER_SUMS, without coefficients, and
-    the number of tokens that selected each expert [sums + experts]. A recomputed layer writes the
-    same values once more. latest: by layer, the counts of selections up to the last micro-batch;
-    all micro-batches of an iteration share it. seeds: those of the input jitter.
+    same factor; None in an evaluation, which adds nothing. sums: by layer, of this rank's tokens
+    the ROUTER_SUMS, without coefficients, and the number of tokens that selected each expert [sums
+    + experts]. A recomputed layer writes the same values once more. latest: by layer, the counts of
+    selections up to the last micro-batch; all micro-batches of an iteration share it. seeds: those
+    of the input jitter.
     """
 
     loss_mask: torch.Tensor | None
-    loss_scale: float
+    loss_scale: float | None
     latest: dict[int, torch.Tensor] = field(default_factory=dict)
     seeds: DropoutSeeds | None = None
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -194,21 +195,23 @@ class Router(nn.Module):
         self, x: torch.Tensor, step: RouterStep | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [s, b, h] -> (probabilities, numbers) [s b, topk] of the experts of each token. What
-        exceeds the capacity of an expert has the number `num_experts`."""
+        exceeds the capacity of an expert has the number `num_experts`; without a step nothing
+        does, so that no sequence depends on the others of its batch."""
         sequences = x.shape[1]
+        training = step is not None and step.loss_scale is not None
         if self.model.moe_input_jitter_eps and step is not None and step.seeds is not None:
             seed = step.seeds.seed(self.number, "router_input", self.part)
             x = jitter(x, self.model.moe_input_jitter_eps, seed)
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
         if self.model.sinkhorn:
-            probs, experts = self.balance(logits, sequences, step is not None)
+            probs, experts = self.balance(logits, sequences, training)
         else:
             probs, experts = select_experts(logits, self.model, self.expert_bias)
         selected = experts
-        if self.model.moe_expert_capacity_factor:
+        if self.model.moe_expert_capacity_factor and step is not None:
             experts = self.drop(probs.detach(), experts, sequences)
-        if step is not None:
+        if training:
             probs = self.add_losses(probs, logits, selected, experts, step, sequences)
         return probs, experts
 
@@ -435,7 +438,7 @@ class SharedExpert(MLP):
 
 class MoELayer(nn.Module):
     """The experts that the router selects for a token, weighted by its probabilities, plus the
-    shared expert. Without a capacity no token is dropped.
+    shared expert. Without a capacity, or without a step, no token is dropped.
 
     Experts are split over ep and, as dense MLPs are over tp, over etp. All tokens of an
     expert-tensor-parallel group go to each of its ranks. From there either copies of tokens go to

@@ -35,7 +35,7 @@ class Batch:
     if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the
     data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp].
     `token_metrics` name what the model is to return of each token in addition to its loss.
-    `router_step`: with experts, in training, what routers add to the step."""
+    `router_step`: with experts, what routers exchange with the step."""
 
     tokens: torch.Tensor
     labels: torch.Tensor

@@ -267,7 +267,7 @@ def _forwards(
                     dropout_seeds(micro_batch),
                     rows.token_metrics if rows else (),
                 )
-                if routers and backward_scale is not None:
+                if routers:
                     made = batches[micro_batch]
                     step = routers.RouterStep(
                         made.loss_mask, backward_scale, latest, made.dropout_seeds
@@ -278,7 +278,7 @@ def _forwards(
             output = forward_step(
                 batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
             )
-        if batch.router_step is not None:
+        if routers and backward_scale is not None:
             routers.add(run, sums, batch.router_step, run.model[chunk].decoder.moe_layers)
         if not run.pipeline.is_last(chunk):
             return output

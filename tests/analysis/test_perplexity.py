@@ -19,13 +19,20 @@ from megatron.analysis.perplexity import (
 from megatron.data.tokenizers.build import ByteTokenizer, NullTokenizer
 from tests.model.tiny import tiny_model
 
+EXPERTS = dict(  # in the second layer, with a capacity that would drop half of the tokens
+    num_experts=4,
+    moe_router_topk=2,
+    moe_layer_freq="[0,1,0]",
+    moe_expert_capacity_factor=0.5,
+    add_bias_linear=False,
+)
 END = ByteTokenizer.eod
 TEXTS = ["a", "Hello, world, this is a text.", "", "é" * 20, "x" * 7, "abcdefgh" * 6]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(torch.float64, scramble=True, vocab=257, padded=264)
+    return tiny_model(torch.float64, scramble=True, vocab=257, padded=264, **EXPERTS)
 
 
 def loss_of(model, context: list[int], token: int) -> tuple[float, bool]:

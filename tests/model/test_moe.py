@@ -72,13 +72,16 @@ def test_square_roots_of_softplus_as_scores(topk):
 
 
 def test_dropped_tokens_are_not_computed():
-    """The layer is the sum over the experts that are left, with unchanged probabilities."""
+    """The layer is the sum over the experts that are left, with unchanged probabilities; in
+    training and its evaluations (a step without a scale), not in inference (without a step)."""
     flags = FLAGS | {"moe_expert_capacity_factor": 0.5}
     layer = tiny_model(torch.float64, scramble=True, **flags).decoder.layers["1"].mlp
     x = torch.randn(7, 2, 32, dtype=torch.float64)
-    probs, experts = layer.router(x)
+    step = RouterStep(None, None)
+    probs, experts = layer.router(x, step)
+    assert torch.equal(experts, layer.router(x, RouterStep(None, 1.0))[1]) and not step.sums
     assert torch.bincount(experts.flatten(), minlength=6)[:5].max() == 3  # of 14 2 / 5 0.5
-    assert (experts == 5).any()
+    assert (experts == 5).any() and (layer.router(x)[1] < 5).all()
     rows = []
     for token, weights, numbers in zip(x.flatten(0, 1), probs, experts, strict=True):
         y = torch.zeros(32, dtype=torch.float64)
@@ -88,7 +91,7 @@ def test_dropped_tokens_are_not_computed():
                 inner = torch.nn.functional.silu(gate) * up
                 y = y + p * layer.experts.linear_fc2.weight[e] @ inner
         rows.append(y)
-    torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
+    torch.testing.assert_close(layer(x, step), torch.stack(rows).view_as(x))
 
 
 def test_input_jitter_is_a_function_of_the_seed():

@@ -133,7 +133,7 @@ def test_dropped_tokens_are_those_of_megatron_core(policy, factor):
     flags = dict(moe_expert_capacity_factor=factor, moe_token_drop_policy=policy)
     router = tiny_model(**SIZE | flags, scramble=True).decoder.layers["1"].mlp.router
     x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(1))
-    probs, experts = router(x)
+    probs, experts = router(x, RouterStep(None, None))
     kept = torch.zeros(32, EXPERTS + 1).scatter(1, experts, probs)[:, :EXPERTS]
     logits = x.flatten(0, 1) @ router.weight.t()
     scores, selected = theirs.topk_routing_with_score_function(logits, TOPK)

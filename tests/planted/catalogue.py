@@ -138,7 +138,7 @@ BUGS = {
     "evaluation tokens in the expert bias": Bug(
         "megatron.model.moe.Router.forward",
         "return probs, experts",
-        "if step is None:\n"
+        "if not training:\n"
         "    load = count(experts, self.model.num_experts)\n"
         "    change = torch.sign(load.mean() - load) * self.model.moe_router_bias_update_rate\n"
         "    self.expert_bias.data += change.to(self.expert_bias)\n"

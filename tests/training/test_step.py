@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.model.moe import RouterStep
 from megatron.training.agreement import Requests
 from megatron.training.run import Run
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
@@ -81,6 +82,22 @@ def test_evaluation_has_no_dropout_and_averages_over_tokens():
     got = evaluate(run, plot().forward_step, micro_batches(tokens, 2), 4, said.append)["lm loss"]
     assert got == pytest.approx(plain_loss(run, tokens, True).item(), rel=1e-12)
     assert said == ["Evaluating on 8 samples", "Evaluating iter 1/2", "Evaluating iter 2/2"]
+
+
+def test_evaluation_drops_what_exceeds_the_capacity_of_experts():
+    """As Megatron's does, in each micro-batch. The model by itself drops nothing: that is what
+    --eval-tasks scores."""
+    run = make_run(num_experts=4, moe_expert_capacity_factor=0.5, add_bias_linear=False)
+    tokens = samples()
+    got = evaluate(run, plot().forward_step, micro_batches(tokens, 2), 2, lambda text: None)
+    expected = [
+        run.model[0](rows[:, :-1], labels=rows[:, 1:], router_step=RouterStep(None, None)).mean()
+        for rows in tokens.split(2)
+    ]
+    assert got["lm loss"] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-12)
+    alone = [plain_loss(run, row.unsqueeze(0), False).item() for row in tokens]
+    assert plain_loss(run, tokens, False).item() == pytest.approx(sum(alone) / 4, rel=1e-12)
+    assert abs(sum(alone) / 4 - got["lm loss"]) > 1e-5
 
 
 def test_constant_loss_scale_changes_nothing():

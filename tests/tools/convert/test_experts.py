@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.load_tool import load_tool
-from tests.tools.convert.hf_models import VOCAB, edit_config, make
+from tests.tools.convert.hf_models import VOCAB, edit_config, make, rewrite_on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers
@@ -88,11 +88,16 @@ def test_configurations_of_olmoe_that_are_not_possible(changes, tmp_path, conver
 
 
 def test_upcycled_models_are_exported(tmp_path, convert):
-    """A Llama that was imported, upcycled and exported as a Mixtral computes what it did."""
+    """A Llama that was imported, upcycled and exported as a Mixtral computes what it did; of a
+    capacity, which acts in training alone, there is a note."""
     model = make(transformers, "llama", tmp_path / "hf")
     convert("hf-import", tmp_path / "hf", tmp_path / "ours", "--no-verify")
     convert("upcycle", tmp_path / "ours", tmp_path / "moe", "--num-experts", 4)
-    convert("hf-export", tmp_path / "moe", tmp_path / "back", "--family", "mixtral", "--no-verify")
+    rewrite_on_ranks(
+        tmp_path / "moe", tmp_path / "dropping", tp=1, pp=1, moe_expert_capacity_factor=0.5
+    )
+    said = convert("hf-export", tmp_path / "dropping", tmp_path / "back", "--family", "mixtral")
+    assert "--moe-expert-capacity-factor 0.5" in said and "\nverified: " in said
     back = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "back")
     with torch.no_grad():
         torch.testing.assert_close(back(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
