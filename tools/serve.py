@@ -19,6 +19,8 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
+import functools
+import gc
 import importlib.util
 import signal
 import socket
@@ -66,6 +68,11 @@ class Options(ModelOptions):
         30, help="after SIGTERM, seconds in which requests on their way may finish"
     )
 
+    @property
+    def key(self) -> str | None:
+        """What clients must send."""
+        return os.environ.get("MEGATRON_API_KEY") if self.api_key is None else self.api_key
+
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
         found = super().problems()
@@ -81,6 +88,12 @@ class Options(ModelOptions):
         for name in ("queue_size", "drain_seconds"):
             if (value := getattr(self, name)) < 0:
                 found.append(f"--{name.replace('_', '-')} {value}: must be 0 or more")
+        if (key := self.key) is not None and not key.strip():
+            name = "MEGATRON_API_KEY" if self.api_key is None else "--api-key"
+            found.append(
+                f"{name} {key!r}: the key is empty; set it, or leave it out to serve without a key "
+                "[api-key-empty]"
+            )
         if not 0 <= self.port < 65536:
             found.append(f"--port {self.port}: must be from 0 to 65535")
         if launcher.world_size() > 1:
@@ -98,7 +111,15 @@ def run(options: Options) -> None:
 
     from megatron.inference.chat import chat_of
     from megatron.inference.engine import Engine
+    from tools.serving.access import Access, is_loopback
     from tools.serving.app import Limits, Served, build_app
+    from tools.serving.connections import (
+        QUEUE,
+        Connection,
+        Connections,
+        Server,
+        most_connections,
+    )
     from tools.serving.worker import Worker
 
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -106,7 +127,7 @@ def run(options: Options) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((options.host, options.port))
-        listener.listen(2048)
+        listener.listen(QUEUE)
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host {options.host} --port {options.port}: cannot listen there ({error}); choose "
@@ -116,24 +137,29 @@ def run(options: Options) -> None:
     chat = chat_of(trained, options.chat_template)
     engine = Engine(trained.model, options.batch_size, options.max_model_len)
     worker = Worker(engine, trained.tokenizer, options.queue_size)
+    address, port = listener.getsockname()[:2]
     name = options.served_model_name or Path(options.checkpoint).resolve().name
     served = Served(
         worker,
         chat,
         name,
         Limits(options.max_body_bytes, options.max_tokens_limit),
-        options.api_key or os.environ.get("MEGATRON_API_KEY"),
+        Access(options.key, options.host, is_loopback(address)),
     )
+    connections = Connections(most_connections(worker.places))
     config = uvicorn.Config(
         build_app(served),
+        loop="asyncio",
+        http=functools.partial(Connection, connections),
+        ws="none",
+        backlog=max(1, connections.most // 8),
         log_level="warning",
         timeout_graceful_shutdown=options.drain_seconds,
     )
-    server = uvicorn.Server(config)
+    server = Server(config)
     # uvicorn finishes the requests under way, then repeats the signal for this handler; a signal
     # before it has started ends it as well
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-    address, port = listener.getsockname()[:2]
     template = chat.encoder.template.name if chat.encoder else "none (plain roles)"
     print(
         f"serving {name} at http://{address}:{port} (context {engine.length}, batch size "
@@ -141,6 +167,8 @@ def run(options: Options) -> None:
         file=sys.stderr,
         flush=True,
     )
+    # what is loaded stays: collecting garbage amid the JSON of a large request need not look at it
+    gc.freeze()
     server.run(sockets=[listener])
     worker.close()
 

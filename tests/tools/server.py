@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -34,15 +35,20 @@ def trained_run(folder: Path) -> Path:
 class Server:
     """A running server: its address, its process, and what it has said on stderr."""
 
-    def __init__(self, run: Path, *flags: str):
+    def __init__(self, run: Path, *flags: str, key: str | None = KEY, descriptors: int = 0):
+        """`descriptors`: the process's limit of open files, 0 for that of the tests."""
         import httpx
 
-        words = [str(run), "--port", "0", "--device", "cpu", "--api-key", KEY, *flags]
+        words = [str(run), "--port", "0", "--device", "cpu", *flags]
+        if key:
+            words += ["--api-key", key]
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tools" / "serve.py"), *words],
             stderr=subprocess.PIPE,
             text=True,
         )
+        if descriptors:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, descriptors))
         self.said = ""
         for line in self.process.stderr:
             self.said += line
@@ -54,7 +60,9 @@ class Server:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.http = httpx.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+            base_url=self.url,
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+            timeout=60,
         )
         self.http.get("/health").raise_for_status()
 
@@ -81,9 +89,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(run: Path, *flags: str) -> Iterator[Server]:
+def serving(run: Path, *flags: str, **options: Any) -> Iterator[Server]:
     """A server, ended in the end."""
-    server = Server(run, *flags)
+    server = Server(run, *flags, **options)
     try:
         yield server
     finally:

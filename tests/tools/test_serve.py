@@ -293,7 +293,7 @@ def test_beyond_the_queue_requests_are_refused_and_the_others_answered(run, offl
             codes = Counter(pool.map(ask, range(24)))
         assert set(codes) == {200, 429} and codes[200] >= 4
         assert server.metrics()["requests_rejected_total"] == codes[429]
-        assert server.post("completions", prompt="a", n=5).status_code == 429
+        assert server.post("completions", prompt="a", n=5).status_code == 413
         assert server.post("completions", prompt="a", n=4, max_tokens=2).status_code == 200
 
 

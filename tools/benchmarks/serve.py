@@ -113,7 +113,8 @@ class Load:
         body = {"prompt": prompt, "max_tokens": self._tokens, "temperature": 0}
         if self._stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         content = answer.read()
         if answer.status != 200:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import secrets
 import time
@@ -14,15 +13,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import (
+    FileResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.exceptions import HTTPException as StarletteError
+from starlette.requests import ClientDisconnect
 
 from megatron.inference.chat import Chat
 from megatron.inference.engine import Request as EngineRequest
 from megatron.inference.sampling import Sampling
+from tools.serving.access import Access, check_content_type
 from tools.serving.answers import Answer, Form
-from tools.serving.schemas import ApiError, ChatBody, CompletionBody, parse, read_json
+from tools.serving.schemas import (
+    MOST_ANSWERS,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    parse,
+    read_json,
+)
 from tools.serving.worker import Job, Piece, QueueFull, Worker
 
 PAGE = Path(__file__).with_name("chat.html")
@@ -39,18 +53,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served: the model's thread, its chat, the name it goes by."""
+    """What is served: the model's thread, its chat, the name it goes by; to whom."""
 
     worker: Worker
     chat: Chat
     name: str
     limits: Limits
-    api_key: str | None
+    access: Access
 
 
 def build_app(served: Served) -> FastAPI:
     """The application."""
-    app = FastAPI(title="megatron serve", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="megatron serve",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        dependencies=[Depends(served.access.check_page)],
+    )
     started = time.time()
 
     @app.exception_handler(ApiError)
@@ -63,6 +83,10 @@ def build_app(served: Served) -> FastAPI:
         text = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(ApiError(error.status_code, text).body, error.status_code)
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
     @app.get("/")
     async def page() -> FileResponse:
         return FileResponse(PAGE, media_type="text/html")
@@ -74,12 +98,12 @@ def build_app(served: Served) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics(request: Request) -> PlainTextResponse:
-        _check_key(request, served.api_key)
+        served.access.check_key(request)
         return PlainTextResponse(_metrics(served.worker), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        _check_key(request, served.api_key)
+        served.access.check_key(request)
         model = {
             "id": served.name,
             "object": "model",
@@ -91,13 +115,17 @@ def build_app(served: Served) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
-        body = parse(CompletionBody, await _body(request, served))
+        data = await _body(request, served)
+        _check_count(served, data.get("n"), data.get("prompt"))
+        body = parse(CompletionBody, data)
         prompts = await asyncio.to_thread(_completion_prompts, body, served)
         return await _answer(request, served, body, prompts, body.max_tokens or COMPLETION_TOKENS)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Any:
-        body = parse(ChatBody, await _body(request, served))
+        data = await _body(request, served)
+        _check_count(served, data.get("n"))
+        body = parse(ChatBody, data)
         try:
             prompt = await asyncio.to_thread(served.chat.prompt, body.messages, body.tools)
         except ValueError as error:
@@ -108,20 +136,10 @@ def build_app(served: Served) -> FastAPI:
     return app
 
 
-def _check_key(request: Request, key: str | None) -> None:
-    """Raises ApiError without the right key."""
-    if key is None:
-        return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode(), key.encode()):
-        raise ApiError(
-            401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key"
-        )
-
-
-async def _body(request: Request, served: Served) -> Any:
+async def _body(request: Request, served: Served) -> dict[str, Any]:
     """The JSON of a request with the right key and model, read up to the limit."""
-    _check_key(request, served.api_key)
+    served.access.check_key(request)
+    check_content_type(request)
     data = bytearray()
     async for part in request.stream():
         data += part
@@ -134,6 +152,24 @@ async def _body(request: Request, served: Served) -> Any:
         text = f"the model {str(model)[:100]!r} does not exist; this server has {served.name!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
     return found
+
+
+def _check_count(served: Served, n: object, prompt: object = None) -> None:
+    """Raises ApiError where a body asks for more answers than the server ever takes at once, before
+    anything is made of the prompts: 1 MB holds 250,000. Other values than integers are left to
+    `parse`."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    prompts = len(prompt) if several else 1
+    each = n if isinstance(n, int) and 1 <= n <= MOST_ANSWERS else 1
+    most = served.worker.places
+    if prompts * each > most:
+        raise ApiError(
+            413,
+            f"{prompts} prompts x n = {each}: at most {most} answers at once on this server "
+            "(--batch-size and --queue-size)",
+            param="prompt" if prompts > 1 else "n",
+            code="too_many_answers",
+        )
 
 
 def _completion_prompts(body: CompletionBody, served: Served) -> list[list[int]]:
@@ -201,7 +237,8 @@ async def _answer(
         return StreamingResponse(lines, media_type="text/event-stream")
     answers = [Answer(text) for text in echo] or [Answer() for _ in jobs]
     await _collect(request, served.worker, jobs, pieces, answers)
-    return JSONResponse(form.whole(answers, count))
+    # in a thread, as log-probabilities make it long
+    return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers, count)))
 
 
 def _requests(

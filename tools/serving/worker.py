@@ -70,6 +70,11 @@ class Worker:
         self._thread.start()
 
     @property
+    def places(self) -> int:
+        """Jobs that can be decoded or wait at the same time."""
+        return self.engine.rows + self._queue_limit
+
+    @property
     def waiting(self) -> int:
         """Jobs without a row."""
         return len(self._waiting)
@@ -84,8 +89,7 @@ class Worker:
         with self._changed:
             if self.failed or self._closing:
                 raise RuntimeError("the model's thread has ended")
-            free = self.engine.rows - len(self._running)
-            if len(self._waiting) + len(jobs) > free + self._queue_limit:
+            if len(self._waiting) + len(self._running) + len(jobs) > self.places:
                 self.counters.rejected += 1
                 raise QueueFull
             self._waiting.extend(jobs)

@@ -1,0 +1,237 @@
+"""tools/serve.py as a process that clients cannot stop: bodies that ask for too much, requests that
+never end, connections beyond the most, clients that leave; keys, and pages of other sites."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from megatron.inference.engine import Engine, Request
+from megatron.inference.load_model import open_trained_model
+from tests.forkrun import ROOT
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
+from megatron.inference.chat import chat_of  # noqa: E402
+from tests.tools.server import KEY, serving, trained_run  # noqa: E402
+from tools.serving import app  # noqa: E402
+from tools.serving.access import Access  # noqa: E402
+from tools.serving.worker import Worker  # noqa: E402
+
+pytestmark = [pytest.mark.peers, pytest.mark.campaign]
+JSON = {"Content-Type": "application/json"}
+DEADLINE = 30  # seconds for a request to arrive
+MB = 1_000_000
+MANY = json.dumps({"prompt": [[1]] * 200_000, "n": 64, "max_tokens": 1})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return trained_run(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def server(run):
+    """Without a key, and with few descriptors."""
+    with serving(run, key=None, descriptors=256) as server:
+        yield server
+
+
+def connect(server, buffer: int = 0) -> socket.socket:
+    address = urlsplit(server.url)
+    connection = socket.socket()
+    connection.settimeout(20)
+    if buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect((address.hostname, address.port))
+    return connection
+
+
+def cpu_seconds(server) -> float:
+    times = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+def megabytes(server, kind: str = "VmRSS") -> float:
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(rf"{kind}:\s+(\d+)", status)[1]) / 1000
+
+
+def list_of(element: str, size: int = MB - 100) -> str:
+    return f"[{','.join([element] * (size // (len(element) + 1)))}]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("completions", MANY, 413),
+        ("completions", f'{{"prompt": {list_of("1.5")}}}', 413),
+        ("completions", f'{{"prompt": {list_of("[]")}}}', 413),
+        ("completions", f'{{"prompt": {list_of("1")[:-1]},[]]}}', 400),
+        ("completions", f'{{"prompt": [{list_of("1.5")}]}}', 400),
+        ("completions", f'{{"prompt": "a", "stop": {list_of("1")}}}', 400),
+        ("completions", f'{{"prompt": "a", "logit_bias": {{"1": {list_of("{}")}}}}}', 400),
+        ("chat/completions", f'{{"messages": [1], "tools": {list_of("1")}}}', 400),
+        ("chat/completions", '{"messages": [1], "n": 65}', 400),
+    ],
+    ids=range(9),
+)
+def test_a_megabyte_is_refused_in_a_moment(server, path, body, status):
+    memory = megabytes(server)
+    used = cpu_seconds(server)
+    answer = server.http.post(f"/v1/{path}", content=body)
+    assert answer.status_code == status and answer.json()["error"]["param"] != "model"
+    assert server.http.get("/health").status_code == 200
+    assert cpu_seconds(server) - used < 1.5
+    assert megabytes(server, "VmHWM") - memory < 50 or memory > 320  # a peak stays in VmHWM
+
+
+def test_answers_are_counted_before_a_request_is_made(run, monkeypatch):
+    made = []
+    monkeypatch.setattr(app, "EngineRequest", lambda *a: made.append(a) or Request(*a))
+    trained = open_trained_model(str(run), device="cpu")
+    worker = Worker(Engine(trained.model, 2), trained.tokenizer, 2)
+    access = Access(None, "127.0.0.1", True)
+    served = app.Served(worker, chat_of(trained), "bytes", app.Limits(1 << 20, 64), access)
+
+    async def ask(bodies: list[str]) -> list[int]:
+        transport = httpx.ASGITransport(app.build_app(served))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return [
+                (await http.post("/v1/completions", content=body, headers=JSON)).status_code
+                for body in bodies
+            ]
+
+    try:
+        five = json.dumps({"prompt": ["a"] * 5, "max_tokens": 1})
+        assert asyncio.run(ask([MANY, five, '{"prompt": "a", "n": 5}'])) == [413] * 3
+        assert not made
+        four = json.dumps({"prompt": ["a"] * 2, "n": 2, "max_tokens": 1})
+        assert asyncio.run(ask([four])) == [200] and len(made) == 4
+    finally:
+        worker.close()
+
+
+def test_connections_without_a_request_keep_nobody_out(server):
+    """More than there are descriptors: the oldest give way, with little in the log."""
+    held = []
+    try:
+        for _ in range(330):
+            held.append(connect(server))
+            held[-1].sendall(b"GET /hea")
+        for _ in range(5):
+            assert httpx.get(f"{server.url}/health", timeout=5).status_code == 200
+            time.sleep(0.2)
+    finally:
+        for each in held:
+            each.close()
+    assert server.said.count("\n") < 20
+
+
+def test_a_request_has_a_deadline_and_an_answer_has_none(server):
+    begun = time.monotonic()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {urlsplit(server.url).netloc}\r\n".encode()
+    head += b"Content-Type: application/json\r\nContent-Length: 999\r\n"
+    slow = {connect(server): head, connect(server): head + b"\r\n{", connect(server): b""}
+    for each, data in slow.items():
+        each.sendall(data)
+        each.settimeout(0.5)
+    reader = connect(server, buffer=1 << 17)  # of more than the sockets hold
+    body = {"prompt": "a", "max_tokens": 400, "n": 32, "logprobs": 20, "stream": True}
+    data = json.dumps(body).encode()
+    reader.sendall(head.replace(b"999", b"%d" % len(data)) + b"Connection: close\r\n\r\n" + data)
+    ended = []
+    while len(ended) < len(slow) and time.monotonic() - begun < DEADLINE + 30:
+        for each in slow.keys() - set(ended):
+            try:
+                each.sendall(b" ")  # a byte now and then is no excuse
+                if each.recv(100) == b"":
+                    ended.append(each)
+            except TimeoutError:
+                pass
+            except OSError:
+                ended.append(each)
+    assert len(ended) == len(slow) and time.monotonic() - begun > DEADLINE - 5
+    time.sleep(max(0, begun + DEADLINE + 5 - time.monotonic()))
+    with reader.makefile("rb") as file:
+        assert b"data: [DONE]" in file.read()[-200:]
+
+
+def test_a_client_that_leaves_is_no_traceback(server):
+    lines = server.said.count("\n")
+    for rest in (b"", b"{"):
+        for _ in range(20):
+            with connect(server) as gone:
+                host = urlsplit(server.url).netloc.encode()
+                gone.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: " + host + b"\r\n")
+                gone.sendall(b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n" + rest)
+    assert server.http.get("/health").status_code == 200
+    time.sleep(0.5)
+    assert server.said.count("\n") - lines <= 40 and "Traceback" not in server.said
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": None}, 415),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost.evil.example:{port}"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "LOCALHOST:{port}"}, 200),
+        ({"Host": "127.1.2.3:1"}, 200),
+        ({"Host": "[::1]:{port}"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1.evil.example:{port}"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:{port}"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+    ],
+)
+def test_pages_of_other_sites_are_refused(server, headers, status):
+    port = urlsplit(server.url).port
+    given = {name: value and value.format(port=port) for name, value in (JSON | headers).items()}
+    given = {name: value for name, value in given.items() if value}
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=given, timeout=60)
+    assert answer.status_code == status and ("error" in answer.json()) == (status != 200)
+    if status == 403:
+        assert httpx.get(f"{server.url}/v1/models", headers=given).status_code == 403
+
+
+def test_with_a_key_a_proxy_may_have_any_name(run):
+    """No page of another site knows the key; the Host is then the proxy's business."""
+    headers = {"Host": "gpt.example", "Origin": "https://gpt.example"}
+    with serving(run) as server:
+        body = {"prompt": "a", "max_tokens": 1}
+        answer = server.http.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+        headers["Content-Type"] = "text/plain"
+        answer = server.http.post("/v1/completions", content=b"{}", headers=headers)
+        assert answer.status_code == 415
+
+
+@pytest.mark.parametrize("flags", [["--api-key", ""], ["--api-key", " "], []])
+def test_an_empty_key_is_an_error(run, flags):
+    words = [sys.executable, str(ROOT / "tools" / "serve.py"), str(run), *flags]
+    env = os.environ | {"MEGATRON_API_KEY": KEY if flags else ""}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    name = "--api-key" if flags else "MEGATRON_API_KEY"
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert name in done.stderr and done.stderr.endswith(" [api-key-empty]\n")
