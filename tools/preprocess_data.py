@@ -399,8 +399,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         speed = Speed(config.run.log_interval, work.documents)
         progress = Progress(sum(map(os.path.getsize, files)), resumed=work.documents > 0)
         stack.callback(progress.clear)
-        columns = (job.chat_key or "messages",) if job.chat else read.json_keys
-        reader = Reader(files, columns, read.txt_lines)
+        needed, optional = job.columns
+        reader = Reader(files, needed, read.txt_lines, optional)
         before = sum(work.tokens)
         if not work.finishing:
             blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))

@@ -37,6 +37,8 @@ class Chat:
         found = checked(messages)
         if self.encoder is not None:
             return self.encoder.prompt(found, tools)
+        if tools or any(each.get("tool_calls") for each in found):
+            raise ValueError("tools need a chat template, and the model has none")
         turns = [f"{each['role'].capitalize()}: {each['content']}\n" for each in found]
         return [int(token) for token in self.tokenizer.tokenize("".join(turns) + "Assistant:")]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import runpy
 import shlex
@@ -29,6 +30,8 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+FIRST_WORDS = {"python", "make", "torchrun", "pip", "curl"}
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 # A flag that carries one of these is not a flag of ours: the launcher's and make's words.
 LAUNCHER_FLAGS = {
@@ -64,14 +67,15 @@ def name(path: Path) -> str:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each command line in the page's sh blocks; a trailing backslash continues a
-    line, # comments."""
-    lines = []
-    for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
-        if language == "sh":
-            joined = body.replace("\\\n", " ")
-            lines += [shlex.split(line, comments=True) for line in joined.splitlines()]
-    return [words for words in lines if words]
+    """The words of each command line in the page's sh blocks and in indented ones that begin with
+    a command; a trailing backslash continues a line, # comments."""
+    text = page.read_text(encoding="utf-8")
+    blocks = [body for language, body in FENCE.findall(text) if language == "sh"]
+    blocks += [
+        body for body in INDENTED.findall(FENCE.sub("", text)) if body.split()[0] in FIRST_WORDS
+    ]
+    lines = [line for body in blocks for line in body.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def help_of(program: str, *command: str) -> str:
@@ -119,9 +123,9 @@ def check_flags(words: list[str], flags: dict[str, set[str]], where: str) -> Non
     )
     if program is None:
         return
-    for word in words:
+    for word in itertools.takewhile(lambda word: word != "--", words):  # then another program's
         flag = word.partition("=")[0]
-        if flag.startswith("--") and flag != "--" and flag not in LAUNCHER_FLAGS:
+        if flag.startswith("--") and flag not in LAUNCHER_FLAGS:
             assert flag in flags[program], f"{where}: {program} has no {flag}"
 
 
@@ -160,6 +164,10 @@ def test_pages_name_things_that_exist(page, flags):
             )
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for words in commands(page):
+        broken = any(word[:3] == " --" for word in words)
+        if words[0] in FIRST_WORDS or words[0].startswith("-"):
+            broken = broken or not {"python", "curl"}.isdisjoint(words[1:])
+        assert not broken, f"{name(page)}: {words} is not one command"
         if words[0] == "make":
             assert set(words[1:]) <= targets | {w for w in words if "=" in w}, words
         check_flags(words, flags, name(page))

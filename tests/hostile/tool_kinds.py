@@ -125,13 +125,15 @@ def make_bodies(folder: Path) -> None:
 
 
 def read_bodies(folder: Path) -> Any:
-    from megatron.data.chat.encode import ChatEncoder, template_for
+    from megatron.data.chat.encode import ChatEncoder
+    from megatron.data.chat.templates import BUILT_IN, ChatTemplate
     from megatron.data.tokenizers.build import build_tokenizer
     from megatron.inference.chat import Chat
     from tools.serving import schemas
 
     tokenizer = build_tokenizer("ByteTokenizer")
-    encoder = ChatEncoder(tokenizer, template_for(tokenizer, "zephyr", None))
+    template = ChatTemplate("x", "{{ tools | tojson }}" + BUILT_IN["chatml"])
+    encoder = ChatEncoder(tokenizer, template)
     try:
         completion, chat = (
             schemas.parse(kind, schemas.read_json((folder / name).read_bytes()))
@@ -139,8 +141,8 @@ def read_bodies(folder: Path) -> Any:
         )
         prompts = completion.prompts, completion.stop_strings, completion.alternatives
         ids = [
-            Chat(tokenizer, one, (), ()).prompt(chat.messages, chat.tools)
-            for one in (encoder, None)
+            Chat(tokenizer, encoder, (), ()).prompt(chat.messages, chat.tools),
+            Chat(tokenizer, None, (), ()).prompt(chat.messages),
         ]
     except schemas.ApiError as error:
         raise Refused(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.data.chat.encode import ChatEncoder, template_for
+from megatron.data.chat.messages import conversation_of, tools_of
 from megatron.data.chat.templates import BUILT_IN, ChatTemplate
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.tokenizers.build import build_tokenizer
+from tests.data.chat import tool_records
 from tests.data.chat.conversations import CONTROL, CONVERSATIONS, FOREIGN
 from tests.load_tool import exit_code, load_tool
 
@@ -89,6 +94,41 @@ def test_ids_and_mask_are_those_of_transformers(name, folder, tmp_path):
             messages[:-1], chat_template=source, add_generation_prompt=True, return_dict=False
         )
         assert encoder.prompt(messages[:-1]) == prompt
+
+
+@pytest.mark.parametrize("name", tool_records.TEMPLATES)
+def test_tools_are_written_as_by_transformers(name, folder, tmp_path):
+    """Ids and masks in the file of preprocess_data.py --chat, and the prompts of a server."""
+    transformers = pytest.importorskip("transformers")
+    lines = [json.dumps(record) + "\n" for record in tool_records.RECORDS]
+    records = [json.loads(line) for line in lines]  # in which no message is there twice
+    (tmp_path / "t.jinja").write_text(tool_records.TEMPLATES[name])
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    words = ["--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "x", "--chat"]
+    words += ["--chat-template", tmp_path / "t.jinja", "--workers", 1]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    assert exit_code(load_tool("preprocess_data").main, *words) == 0
+    data = IndexedDataset(tmp_path / "x_chat_document")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    encoder = ChatEncoder(ours, template_for(ours, str(tmp_path / "t.jinja"), None))
+    assert len(data) == len(records) == 60
+    for number, record in enumerate(records):
+        tools = record["tools"]
+        given = dict(
+            chat_template=tool_records.TEMPLATES[name],
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+        )
+        expected = theirs.apply_chat_template(
+            record["messages"], return_dict=True, return_assistant_tokens_mask=True, **given
+        )
+        stored = np.asarray(data[number], np.int64)
+        assert tokens_of(stored).tolist() == expected["input_ids"]
+        assert is_trained(stored).astype(int).tolist() == expected["assistant_masks"]
+        prompt = theirs.apply_chat_template(
+            record["messages"], add_generation_prompt=True, return_dict=False, **given
+        )
+        assert encoder.prompt(conversation_of(record), tools_of(record)) == prompt
 
 
 @pytest.mark.parametrize("name", FOREIGN)

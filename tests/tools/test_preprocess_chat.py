@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.chat.templates import BUILT_IN
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed.loss_mask import TRAINED_ZERO, is_trained, tokens_of
 from megatron.data.tokenizers.build import ByteTokenizer
@@ -99,6 +100,9 @@ BAD = {
         [{"role": "tool", "content": "4"}, *GOOD],
         "zephyr refuses it .TemplateError: zephyr has no role tool",
     ),
+    "tools": ({"messages": GOOD, "tools": [{"name": "f"}]}, 'has "tools", which the chat template'),
+    "tools that are not a list": ({"messages": GOOD, "tools": {"name": "f"}}, '"tools" is not a'),
+    "a key that nobody reads": ({"messages": GOOD, "functions": [{"name": "f"}]}, '"functions"'),
     "half a pair": ([GOOD[0], {"role": "assistant", "content": "\ud83d"}], "surrogate pair"),
 }
 
@@ -160,15 +164,41 @@ def test_a_tokenizer_without_template_and_markers_that_are_text(tmp_path, capsys
     ]
 
 
+WITH_TOOLS = "{{ tools | tojson if tools }}" + BUILT_IN["zephyr"]
+
+
+def test_the_tools_of_a_record_are_written_and_cannot_hold_special_tokens(tmp_path, capsys):
+    (tmp_path / "t.jinja").write_text(WITH_TOOLS)
+    flags = ["--chat-template", tmp_path / "t.jinja"]
+    record = {"messages": GOOD, "tools": [{"name": "é"}], "parallel_tool_calls": False}
+    assert run(tmp_path, [GOOD, record], *flags) == 0
+    turns = "<|user|>\nq</s>\n<|assistant|>\n«a</s>»\n"
+    assert texts(tmp_path / "x_chat_document") == [turns, '[{"name": "é"}]' + turns]
+    for tools in ([{"name": {"x<|endoftext|>": 1}}], [{"enum": ["<|user|>"]}]):
+        assert run(tmp_path, [{**record, "tools": tools}], *flags, "--overwrite") == 1
+        assert "a tool contains the special token" in capsys.readouterr().err
+
+
 @pytest.mark.peers
-def test_parquet(tmp_path):
+def test_parquet(tmp_path, capsys):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"talk": [GOOD, GOOD]}), tmp_path / "a.parquet")
+    (tmp_path / "t.jinja").write_text(WITH_TOOLS)
     words = ["--input", tmp_path / "a.parquet", "--output-prefix", tmp_path / "x", *BYTES]
-    words += ["--chat", "--chat-template", "zephyr", "--json-keys", "talk"]
-    assert exit_code(PREPROCESS.main, *words) == 0
-    assert texts(tmp_path / "x_chat_document") == ["<|user|>\nq</s>\n<|assistant|>\n«a</s>»\n"] * 2
+    words += ["--chat", "--chat-template", tmp_path / "t.jinja", "--json-keys", "talk"]
+    turns = "<|user|>\nq</s>\n<|assistant|>\n«a</s>»\n"
+
+    def written(**columns: list) -> list[str]:
+        table = pyarrow.table({"talk": [GOOD, GOOD], **columns})
+        parquet.write_table(table, tmp_path / "a.parquet")
+        assert exit_code(PREPROCESS.main, *words, "--overwrite") == 0, capsys.readouterr().err
+        return texts(tmp_path / "x_chat_document")
+
+    assert written() == [turns] * 2
+    assert written(tools=[None, '[{"name": "f"}]']) == [turns, '[{"name": "f"}]' + turns]
+    for name, rows in (("tools", [None, [{"name": "f"}]]), ("system", [None, "Be kind."])):
+        with pytest.raises(AssertionError, match=f'line 2: has "{name}".*bad-record'):
+            written(**{name: rows})
 
 
 def test_a_kind_of_text_is_not_resumed_by_another_command(tmp_path):

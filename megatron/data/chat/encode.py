@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,13 @@ class ChatEncoder:
     template: ChatTemplate
     allow_special_tokens: bool = False
 
-    def encode(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Ids, int64 [n], and whether each is trained, bool [n]: the assistant's turns, each with
         its end token. Raises ValueError saying what is wrong with the conversation."""
-        self._check(messages)
-        rendered = self.template.marked(messages, self._control)
+        self._check(messages, tools)
+        rendered = self.template.marked(messages, self._control, tools)
         ids, trained = self.tokenizer.tokenize_spans(rendered.text, rendered.spans)
         if not trained.any():
             raise ValueError("has no token to train")
@@ -50,7 +52,8 @@ class ChatEncoder:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """The ids after which the assistant's next turn begins. Raises ValueError as `encode`."""
-        self._check(messages)
+        self._check(messages, tools)
+        self.template.check_written(messages, tools)
         text = self.template.text(messages, add_generation_prompt=True, tools=tools)
         return self.tokenizer.tokenize_spans(text, ())[0].tolist()
 
@@ -88,15 +91,32 @@ class ChatEncoder:
             return None
         return re.compile("|".join(map(re.escape, self._control)))
 
-    def _check(self, messages: Sequence[Message]) -> None:
-        """Raise ValueError if a message holds the text of a special token: who wrote it could end
-        the turn and begin another one."""
+    def _check(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Raise ValueError if a message or a tool holds the text of a special token: who wrote it
+        could end the turn and begin another one."""
         if self._forbidden is None:
             return
-        for number, message in enumerate(messages, 1):
-            found = self._forbidden.search(message["content"])
-            if found:
-                raise ValueError(
-                    f"message {number} contains the special token {found[0]}; remove it, or encode "
-                    "it as that token with --allow-special-tokens"
-                )
+        parts = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
+        for name, part in [*parts, ("a tool", tools)]:
+            for text in _strings(part):
+                if found := self._forbidden.search(text):
+                    raise ValueError(
+                        f"{name} contains the special token {found[0]}; remove it, or encode it as "
+                        "that token with --allow-special-tokens"
+                    )
+
+
+def _strings(value: object) -> Iterator[str]:
+    """All strings in a JSON value, keys included; it may be nested more deeply than Python
+    recurses."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            waiting += [*value, *value.values()]
+        elif isinstance(value, list):
+            waiting += value

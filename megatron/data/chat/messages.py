@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
 KEYS = ("messages", "conversations")  # where a record holds its conversation unless a key is given
+TOOLS = "tools"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+# Other keys of chat data that the model would have to see: OpenAI's older tools, LLaMA-Factory's
+# system prompt, and what else transformers and TRL give to a template.
+UNREAD = ("functions", "system", "documents", "chat_template_kwargs")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # ShareGPT's names of the roles, which stand under "from".
 SHAREGPT = {
@@ -38,8 +44,34 @@ def conversation_of(record: object, key: str | None = None) -> list[Message]:
     return checked(record[found])
 
 
+def tools_of(record: object, variables: Collection[str] = ()) -> list[dict[str, Any]] | None:
+    """The tools of a record, a list of objects or its JSON text; None without. Raises ValueError
+    for other tools, and for a key that the model would have to see and that no template gets: of
+    `UNREAD`, or one of the `variables` that the template reads."""
+    if not isinstance(record, Mapping):
+        return None
+    for name in (*UNREAD, *variables):
+        if record.get(name) not in (None, "", [], {}):
+            raise ValueError(
+                f'has "{name}", which is not given to the chat template; write it into the '
+                'messages or "tools", or remove the key'
+            )
+    tools = record.get(TOOLS)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (json.JSONDecodeError, RecursionError):
+            raise ValueError('has "tools" that are text and not JSON') from None
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise ValueError('"tools" is not a list of objects')
+    return tools
+
+
 def checked(messages: Sequence[object]) -> list[Message]:
-    """The messages with OpenAI's keys. Raises ValueError for an empty list, an unknown role, or
+    """The messages with OpenAI's keys, without those that are null: one that only calls tools may
+    have no content. Raises ValueError for an empty list, an unknown role, or
     content that is not text."""
     if not messages:
         raise ValueError("has no messages")
@@ -51,7 +83,7 @@ def _message(number: int, message: object) -> Message:
         raise ValueError(f"message {number} is not a JSON object")
     if "role" in message:
         role = message["role"]
-        found = {**message, "content": message.get("content")}
+        found = dict(message)
         known: Sequence[str] = ROLES
     elif "from" in message:
         role = message["from"]
@@ -66,17 +98,22 @@ def _message(number: int, message: object) -> Message:
             f"message {number} has the unknown role {str(role)[:40]!r} (known: {', '.join(known)})"
         )
     found["content"] = _text(number, found)
+    # as transformers: null is a missing key, and reasoning has all of its names
+    found = {name: value for name, value in found.items() if value is not None}
+    reasoning = next((found[name] for name in REASONING if name in found), None)
+    if reasoning is not None:
+        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
     if found.get("weight", 1) not in (0, 1):
         raise ValueError(f'"weight" of message {number} is neither 0 nor 1')
     return found
 
 
-def _text(number: int, message: Message) -> str:
+def _text(number: int, message: Message) -> str | None:
     """The content as one string. OpenAI's list of parts is joined; a message that only calls tools
-    has none."""
-    content = message["content"]
+    may have none."""
+    content = message.get("content")
     if content is None and message.get("tool_calls"):
-        return ""
+        return None
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
     ):

@@ -26,6 +26,9 @@ from megatron.small_files import parse_json, read_text
 JINJA = (3, 1, 6)  # earlier ones let a template out of the sandbox
 START = "generation_start"
 END = "generation_end"
+GIVEN = ("messages", "tools", "add_generation_prompt")  # variables, besides the special tokens
+CALLS = (("tool_calls",), ("function_call",))
+REASONING = ("reasoning_content", "thinking")  # two names of one thing
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -120,16 +123,46 @@ class ChatTemplate:
         no span. Raises ValueError if the spans cannot be found."""
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("has no assistant message, so there is nothing to train")
-        for name in ("tool_calls", "tool_call_id", "reasoning_content"):
-            if name not in self.source and any(message.get(name) for message in messages):
-                raise ValueError(
-                    f'has "{name}", which the chat template {self.name} does not write'
-                )
+        self.check_written(messages, tools, (*CALLS, REASONING))
         if _MARKED.search(self.source):
             found = self._between_marks(messages, tools)
         else:
             found = self._derived(messages, tuple(control), tools)
         return _without_weight_0(found, messages)
+
+    def check_written(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        keys: Sequence[Sequence[str]] = CALLS,
+    ) -> None:
+        """Raise ValueError for tools, or one of the `keys` of messages (each with all its names),
+        that the template does not write. Ids of calls are no part of this: many have none."""
+        for names in keys:
+            written = any(name in self.source for name in names)
+            if not written and any(message.get(names[0]) for message in messages):
+                raise ValueError(
+                    f'has "{names[0]}", which the chat template {self.name} does not write'
+                )
+        if not tools:
+            return
+        try:
+            without = self.text(messages)
+        except ValueError:  # it needs tools
+            return
+        if self.text(messages, tools=tools) == without:
+            raise ValueError(
+                f'has "tools", which the chat template {self.name} does not write; choose another '
+                "with --chat-template, or remove them"
+            )
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that the template reads and nobody gives it here."""
+        meta = importlib.import_module("jinja2.meta")
+        environment = self._program.environment
+        given = {*GIVEN, START, END, *dict(self.variables), *environment.globals}
+        return frozenset(meta.find_undeclared_variables(environment.parse(self.source)) - given)
 
     @functools.cached_property
     def _program(self) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder
-from megatron.data.chat.messages import Message, conversation_of
+from megatron.data.chat.messages import TOOLS, UNREAD, conversation_of, tools_of
 from megatron.data.chat.templates import ChatTemplate
 from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
@@ -60,6 +60,13 @@ class Job:
     def dtype(self, tokenizer: Tokenizer) -> np.dtype:
         """Of the token ids in the .bin; a loss mask needs the sign."""
         return np.dtype(np.int32) if self.chat else optimal_dtype(tokenizer.vocab_size)
+
+    @property
+    def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of parquet files: those that are needed, and those that are read where they exist."""
+        if self.chat is None:
+            return self.keys, ()
+        return (self.chat_key or "messages",), (TOOLS, *UNREAD, *sorted(self.chat.reads))
 
 
 class Encoded(NamedTuple):
@@ -206,12 +213,13 @@ class Encoder:
             os.close(file)
 
     def _encode_one(self, found: list[Any]) -> tuple[list[np.ndarray], int]:
-        """The sequences of a document (its texts, or the messages of a conversation), and the UTF-8
-        bytes that they stand for."""
+        """The sequences of a document (its texts, or the messages and tools of a conversation), and
+        the UTF-8 bytes that texts or messages have."""
         if self._chat is None:
             return self._sequences(found)
-        ids, trained = self._chat.encode(found)
-        size = sum(_utf8_bytes(message["content"]) for message in found)
+        messages, tools = found
+        ids, trained = self._chat.encode(messages, tools)
+        size = sum(_utf8_bytes(message.get("content", "")) for message in messages)
         return [mark(ids, trained)], size
 
     def _sequences(self, texts: list[str]) -> tuple[list[np.ndarray], int]:
@@ -287,23 +295,34 @@ def records(
 
 def conversations(
     block: Block, job: Job
-) -> Iterator[tuple[Callable[[], list[list[Message]] | None], int]]:
-    """For each line or row what gives its conversation (None if it is blank; raises ValueError),
-    and its bytes."""
+) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
+    """For each line or row what gives [[messages, tools]] of it (None if it is blank; raises
+    ValueError), and its bytes."""
     if block.kind == "rows":
-        for (messages,) in zip(*block.data, strict=True):
-            size = len(str(messages))
-            yield functools.partial(_conversation, messages, job.chat_key), size
+        needed, optional = job.columns
+        for row in zip(*block.data, strict=True):
+            record = dict(zip((*needed, *optional), row, strict=True))
+            yield functools.partial(_row_conversation, record, job), len(str(row[0]))
         return
-    yield from _lines(block, functools.partial(_line_conversation, key=job.chat_key))
+    yield from _lines(block, functools.partial(_line_conversation, job=job))
 
 
-def _line_conversation(line: memoryview, key: str | None) -> list[list[Message]] | None:
-    return None if _is_blank(line) else _conversation(record_of(line), key)
+def _line_conversation(line: memoryview, job: Job) -> list[list[Any]] | None:
+    return None if _is_blank(line) else _conversation(record_of(line), job)
 
 
-def _conversation(record: object, key: str | None) -> list[list[Message]]:
-    return [conversation_of(record, key)]
+def _row_conversation(record: dict[str, Any], job: Job) -> list[list[Any]]:
+    if record[TOOLS] and not isinstance(record[TOOLS], str):
+        raise ValueError(
+            'has "tools" in columns of parquet, which add null for the keys of other tools; store '
+            "the list as JSON text"
+        )
+    return _conversation(record, job)
+
+
+def _conversation(record: object, job: Job) -> list[list[Any]]:
+    messages = conversation_of(record, job.chat_key)
+    return [[messages, tools_of(record, job.chat.reads)]]
 
 
 Line = TypeVar("Line")

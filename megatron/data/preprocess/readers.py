@@ -89,13 +89,21 @@ class Block(NamedTuple):
 
 
 class Reader:
-    """Cuts files into blocks, from a place on. `keys` are the columns of parquet files; `txt_lines`
-    takes each line of a .txt file for a document, not the whole file."""
+    """Cuts files into blocks, from a place on. `keys` are the columns of parquet files, `optional`
+    more that may be missing, with None in each row; `txt_lines` takes each line of a .txt file for
+    a document, not the whole file."""
 
-    def __init__(self, files: Sequence[str], keys: Sequence[str], txt_lines: bool = False):
+    def __init__(
+        self,
+        files: Sequence[str],
+        keys: Sequence[str],
+        txt_lines: bool = False,
+        optional: Sequence[str] = (),
+    ):
         self._files = files
         self._keys = keys
         self._txt_lines = txt_lines
+        self._optional = optional
 
     def blocks(self, place: Place, opened: Callable[[str], object]) -> Iterator[Block]:
         """All blocks in order; `opened` is called with each file's name. An empty file gives one
@@ -174,13 +182,18 @@ class Reader:
             rows = file.metadata.num_rows
             size = os.fstat(raw.fileno()).st_size
             at = 0
-            for batch in file.iter_batches(ROWS, columns=list(self._keys), use_threads=False):
+            keys = [*self._keys, *self._optional]
+            there = [key for key in keys if key in file.schema_arrow.names]
+            for batch in file.iter_batches(ROWS, columns=there, use_threads=False):
                 at += batch.num_rows
                 if at > start:
-                    data = [batch.column(key).to_pylist() for key in self._keys]
+                    data = [
+                        batch.column(key).to_pylist() if key in there else [None] * batch.num_rows
+                        for key in keys
+                    ]
                     yield "rows", at - batch.num_rows, at, data, size * at // rows
             if not rows and not start:
-                yield "rows", 0, 0, [[] for _ in self._keys], size
+                yield "rows", 0, 0, [[] for _ in keys], size
         except pyarrow.ArrowException as error:
             line = str(error).split("\n")[0]
             raise ValueError(

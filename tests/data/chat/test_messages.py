@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from megatron.data.chat.messages import conversation_of
+from megatron.data.chat.messages import UNREAD, conversation_of, tools_of
 
 GOOD = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -24,9 +26,36 @@ def test_three_forms_give_one_conversation():
 
 
 def test_other_keys_of_a_message_are_kept_and_a_tool_call_needs_no_content():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    call = {"role": "assistant", "tool_calls": [{"id": "1"}]}
     answer = {"role": "tool", "content": "4", "tool_call_id": "1"}
-    assert conversation_of([GOOD[0], call, answer]) == [GOOD[0], {**call, "content": ""}, answer]
+    assert conversation_of([GOOD[0], {**call, "content": None}, answer]) == [GOOD[0], call, answer]
+    assert conversation_of([{**GOOD[0], "weight": None}, GOOD[1]]) == GOOD
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        (thought,) = conversation_of([{**GOOD[1], name: "x"}])
+        assert thought == {**GOOD[1], name: "x", "thinking": "x", "reasoning_content": "x"}
+
+
+def test_tools_are_a_list_or_its_json_text():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for value in (tools, json.dumps(tools)):
+        assert tools_of({"messages": GOOD, "tools": value}) == tools
+    for record in (GOOD, {}, {"tools": None}, {"tools": ""}):
+        assert tools_of(record) is None
+    assert tools_of({"tools": []}) == []
+    for wrong in ("f", "[", "7", 7, {}, ["f"], "[" * 100_000):
+        with pytest.raises(ValueError, match='"tools"'):
+            tools_of({"messages": GOOD, "tools": wrong})
+
+
+@pytest.mark.parametrize("name", [*UNREAD, "date", "parallel_tool_calls"])
+def test_a_key_that_the_model_would_have_to_see_is_refused(name):
+    variables = {"date", "parallel_tool_calls"}  # that the template reads
+    with pytest.raises(ValueError, match=f'has "{name}"'):
+        tools_of({"messages": GOOD, name: False}, variables)
+    for empty in (None, "", [], {}):
+        assert tools_of({"messages": GOOD, name: empty}, variables) is None
+    if name not in UNREAD:
+        assert tools_of({"messages": GOOD, name: False, "id": 3}) is None
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,11 @@ REFUSED = {
         [SAME[0], {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}],
         'has "tool_calls", which the chat template x does not write',
     ),
+    "a call in OpenAI's older form": (
+        "{{ messages }}",
+        [SAME[0], {"role": "assistant", "content": "", "function_call": {"name": "f"}}],
+        'has "function_call", which the chat template x does not write',
+    ),
     "an attribute of Python's": (
         "{{ messages.__class__.__mro__ }}",
         SAME,
@@ -128,6 +133,37 @@ def test_a_conversation_or_a_template_that_is_refused(why):
     source, messages, expected = REFUSED[why]
     with pytest.raises(ValueError, match=expected):
         ChatTemplate("x", source, TOKENS).marked(messages, CONTROL)
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        ("", False),
+        ("{# tools #}", False),
+        ("{% if tools and messages[0].role == 'system' %}{{ tools }}{% endif %}", False),
+        ("{{ tools | tojson }}", True),
+        ("{{ 'no tools' if not tools }}", True),
+        ("{{ tools[0].name }}", True),  # fails without tools
+    ],
+)
+def test_tools_that_a_template_does_not_write_are_refused(source, written):
+    template = ChatTemplate("x", source + BUILT_IN["chatml"])
+    template.check_written(SAME, [])
+    if written:
+        assert template.marked(SAME, CONTROL, [{"name": "f"}])
+        return
+    for check in (template.check_written, lambda *a: template.marked(a[0], CONTROL, a[1])):
+        with pytest.raises(ValueError, match='has "tools", which the chat template x does not'):
+            check(SAME, [{"name": "f"}])
+
+
+def test_the_variables_that_nobody_gives_a_template():
+    source = (
+        "{{ bos_token }}{{ date }}{% for m in messages %}{{ m.name }}{% endfor %}"
+        "{% if thinking is defined %}{% set x = tools %}{% endif %}{{ x }}{{ documents }}"
+        "{% generation %}{% endgeneration %}{{ raise_exception }}{{ add_generation_prompt }}"
+    )
+    assert ChatTemplate("x", source, TOKENS).reads == {"date", "thinking", "x", "documents"}
 
 
 def test_a_template_that_is_not_jinja_is_refused_with_its_line(tmp_path):
