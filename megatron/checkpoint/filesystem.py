@@ -13,9 +13,11 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.small_files import read_open
 
@@ -36,12 +38,15 @@ _REMEDIES = {
     errno.EIO: "the disk reports an input/output error: check it (dmesg) and point --save at "
     "another one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EBUSY: "another process has it open: end that one",
+    errno.ESTALE: "another host removed or replaced it: start again",
 }
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+Result = TypeVar("Result")
 
 
 class CheckpointError(Exception):
@@ -86,14 +91,32 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
         ) from error
 
 
+def retried(action: Callable[[], Result], *numbers: int) -> Result:
+    """`action()`, tried again while the system refuses it with one of these error numbers, which
+    pass on network file systems: ESTALE where another host has replaced a file (opening it again
+    finds the new one), EBUSY and ENOTEMPTY while somebody has a removed file open."""
+    for pause in (0.1, 0.3, 1.0):
+        try:
+            return action()
+        except (OSError, CheckpointError) as error:
+            if error.errno not in numbers:
+                raise
+        time.sleep(pause)
+    return action()
+
+
 def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
     """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for. Raises
     CheckpointError."""
-    with explained("read", path):
+
+    def read() -> bytes | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             check_plain(descriptor, path)
-            data = read_open(file, limit)
+            return read_open(file, limit)
+
+    with explained("read", path):
+        data = retried(read, errno.ESTALE)
     if data is None:
         raise CheckpointError(
             f"{path} has more than {limit} bytes; the checkpoint is damaged: use another one "
@@ -145,15 +168,20 @@ class Disk:
     def reserve(self, descriptor: int, path: Path, length: int) -> None:
         """Allocate `length` bytes in advance: a full disk is noticed early, and large writes get
         faster."""
-        if not length or not hasattr(os, "posix_fallocate"):
+        # Linux's own: glibc emulates posix_fallocate, where the file system has none (NFS before
+        # 4.2), by a write into every 4 KiB
+        function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if not length or function is None:
             return
+        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
         with explained(f"reserve {length} bytes for", path):
             self.step("reserve", path)
-            try:
-                os.posix_fallocate(descriptor, 0, length)
-            except OSError as error:
-                if error.errno not in _CANNOT_RESERVE:
-                    raise
+            while function(descriptor, 0, 0, length):
+                number = ctypes.get_errno()
+                if number in _CANNOT_RESERVE:
+                    return
+                if number != errno.EINTR:
+                    raise OSError(number, os.strerror(number))
 
     def write(self, descriptor: int, path: Path, data: memoryview | bytes, offset: int) -> None:
         """Write all of `data` at byte `offset` and let the kernel start moving it to the disk.
@@ -231,14 +259,14 @@ class Disk:
         """Remove one file."""
         with explained("remove", path):
             self.step("remove", path)
-            path.unlink()
+            retried(path.unlink, errno.EBUSY)
 
     def remove_tree(self, path: Path) -> None:
         """Remove a directory of plain files; a missing name is no error."""
         with explained("remove", path):
             self.step("remove_tree", path)
             with suppress(FileNotFoundError):
-                shutil.rmtree(path)
+                retried(lambda: shutil.rmtree(path), errno.EBUSY, errno.ENOTEMPTY)
 
 
 DISK = Disk()

@@ -137,7 +137,8 @@ def acquire(root: Path) -> Lock:
     others = [path for path in _locks(root) if path not in (mine, *seen)]
     # made at the same time as mine: each sees the other, at least one yields
     if others:
-        mine.unlink()
+        with suppress(OSError):
+            mine.unlink()
         raise CheckpointError(
             f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another "
             "--save [save-directory-in-use]"
@@ -146,7 +147,7 @@ def acquire(root: Path) -> Lock:
         log.print_rank_0(
             f"WARNING: {root}: taking over the lock of {_say(_owner(path))}, which no longer runs"
         )
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             path.unlink()
     return Lock(mine, owner)
 
@@ -205,6 +206,7 @@ def _age(path: Path) -> float:
     with explained("create", probe):
         probe.touch()
         now = probe.stat().st_mtime
+    with suppress(OSError):
         probe.unlink()
     return now - path.lstat().st_mtime
 

@@ -10,6 +10,7 @@ Tensors are summed by blocks (checksums.py) on a few threads while others write.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import deque
@@ -23,7 +24,14 @@ from typing import Any
 import torch
 
 from megatron import device as devices
-from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, check_plain, explained
+from megatron.checkpoint.filesystem import (
+    DISK,
+    CheckpointError,
+    Disk,
+    check_plain,
+    explained,
+    retried,
+)
 from megatron.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 
 # what one thread sums and writes, or reads and sums, at a time, in whole blocks
@@ -309,20 +317,22 @@ class SafetensorsFile:
         self.path = path
         self._descriptor = -1
         try:
-            self._open()
-            head = self._header_bytes()
+            head = retried(self._open, errno.ESTALE)
             self.header_crc32 = crc32(head)
             self.places, self.metadata = _parse_header(path, head[8:], len(head), self.bytes)
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> None:
+    def _open(self) -> bytes:
+        """Open the file; returns its header bytes."""
+        self.close()
         with explained("open", self.path):
             # of a pipe: at once
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         check_plain(self._descriptor, self.path)
         self.bytes = os.fstat(self._descriptor).st_size
+        return self._header_bytes()
 
     def _header_bytes(self) -> bytes:
         """Length field and header."""

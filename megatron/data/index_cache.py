@@ -139,7 +139,8 @@ class IndexCache:
         try:
             yield
         finally:
-            Path(path).unlink(missing_ok=True)  # before it is let go: see _locked
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # before it is let go: see _locked
             os.close(file)
 
     def _refuse(self, error: OSError) -> None:

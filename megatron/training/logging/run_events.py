@@ -4,6 +4,7 @@ loop."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -50,8 +51,12 @@ class RunEvents(Hook):
         run.services.signals.on_failure = self.failed
         limit = run.config.parallel.crash_loop_limit
         starter = launcher.starter()
-        if run.runtime.rank == 0 and self._path.exists():
-            before = newest_events(self._path)
+        before = []
+        if run.runtime.rank == 0:
+            # also not where it cannot be read now: a log ends no run
+            with contextlib.suppress(OSError):
+                before = newest_events(self._path)
+        if before:
             self._unreported = unreported(before)
             problem = crash_loop(before, starter, limit) if starter else None
             if problem:
