@@ -9,6 +9,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -75,6 +76,16 @@ class Connection(H11Protocol):
         """A part of a request has come, or more than one request."""
         super().data_received(data)
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Something is no HTTP; where that is in the body of a request that is being answered, the
+        rest of its answer is dropped."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # there is an answer already
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         """The next request has its own time."""
