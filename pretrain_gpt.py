@@ -117,8 +117,13 @@ def exchange_with_object_store(line, writes):
     """Fetch what --load names there; a context in which what is saved is uploaded."""
     if not (line.load_url or line.save_url or line.snapshot_url):
         return contextlib.nullcontext()
+    from megatron.config import command_line
+
     object_store = optional.load("megatron.checkpoint.object_store")
     c = line.config.checkpoint
+    if writes and line.save_url and (c.finetune or not c.load):
+        if problems := object_store.overwritten(line.save_url):
+            command_line.refuse(problems, launcher.info())
     if line.load_url and line.rank == 0:
         object_store.fetch(
             line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url

@@ -32,8 +32,9 @@ def candidates(
 
     Only one if it is requested by name: with `step`, or if `path` is not a run directory. Otherwise
     what the tracker names and every older checkpoint, merged with those of the run directories
-    `more` (snapshots) by iteration; nothing where there is no tracker. Raises CheckpointError for a
-    tracker that cannot be read if there is no checkpoint next to it.
+    `more` (snapshots) by iteration. Where the tracker is missing or damaged, the newest complete
+    checkpoint counts as named; not in `more`, for a slot is emptied tracker first. Raises
+    CheckpointError for a tracker that cannot be read if there is no checkpoint next to it.
     """
     path = Path(path)
     if step is not None or store.is_checkpoint(path):
@@ -49,6 +50,12 @@ def candidates(
                 raise
             problems.append(str(error))
             newest = here[-1]
+        if newest is None and here and root == path:
+            newest = here[-1]
+            problems.append(
+                f"{root / store.TRACKER} is missing: iteration {newest}, the newest complete "
+                "checkpoint, is used [checkpoint-tracker-missing]"
+            )
         if newest is not None:
             found += [Candidate(str(root), one) for one in {*here, newest} if one <= newest]
             if here and here[-1] > newest:

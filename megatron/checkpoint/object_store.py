@@ -72,6 +72,13 @@ class Remote:
         except FileNotFoundError:
             return None
 
+    def newest(self) -> int | None:
+        """The iteration of the newest complete checkpoint, whatever the tracker says; None without
+        one. Raises CheckpointError."""
+        found = self._patiently("list", "it", self._checkpoints)
+        whole = (path for path in found if self.files.exists(f"{path}/{manifest.FILE_NAME}"))
+        return max((int(path.rpartition("_")[2]) for path in whole), default=None)
+
     def upload(self, staging: Path, iteration: int) -> None:
         """Upload a checkpoint, then the tracker; files that the store already has are only
         compared.
@@ -272,6 +279,13 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
     remote.bring_skips(Path(staging))
     iteration = remote.latest() if step is None else step
     if iteration is None:
+        iteration = remote.newest()
+        if iteration is not None:
+            log.warn_once(
+                f"{url}/{store.TRACKER} is missing: iteration {iteration}, the newest complete "
+                "checkpoint, is used [checkpoint-tracker-missing]"
+            )
+    if iteration is None:
         if required and store.latest(staging) is None:
             raise CheckpointError(
                 f"--load {url}: no checkpoint of this suite there ({store.TRACKER} is missing); "
@@ -293,6 +307,17 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
             f"{url} has no checkpoint of iteration {iteration}; choose another one with "
             "--ckpt-step [checkpoint-step-missing]"
         ) from None
+
+
+def overwritten(url: str) -> list[str]:
+    """The problem of a run that starts at iteration 0 and saves to `url`, if that holds checkpoints
+    of later ones. Raises CheckpointError and ValueError."""
+    last = Remote(url).newest()
+    return [
+        f"--save {url}: holds checkpoints up to iteration {last}, and this run would start at "
+        f"iteration 0 and overwrite them; give --load {url} (and no --finetune) to resume from the "
+        "newest, or another --save [save-holds-checkpoints]"
+    ] * bool(last)
 
 
 def fetch_snapshot(url: str, staging: str, load: str) -> None:

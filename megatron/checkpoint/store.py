@@ -332,7 +332,7 @@ def latest(root: Path | str) -> int | None:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError(
             f"{path} holds {text!r}, not an iteration; write the number to resume from into it "
-            f"({_choice(root)}) or remove the file to start afresh [checkpoint-tracker-malformed]"
+            f"({_choice(root)}) [checkpoint-tracker-malformed]"
         )
     return int(text)
 

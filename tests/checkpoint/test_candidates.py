@@ -9,6 +9,7 @@ from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.slots import drop_beyond
 from tests.checkpoint.saves import assert_good, save
+from tests.problems import assert_problem
 
 
 def steps(path, step=None, more=()):
@@ -33,9 +34,15 @@ def test_from_the_trackers_down(tmp_path):
     assert [one.step for one in candidates(tmp_path)[0]] == [50, 40, 30, 20, 10]
 
 
-def test_a_damaged_tracker_names_the_newest(tmp_path):
+def test_a_damaged_or_missing_tracker_names_the_newest(tmp_path):
     save(tmp_path, 10)
     save(tmp_path, 20)
+    (tmp_path / store.TRACKER).unlink()
+    found, [problem] = candidates(tmp_path)
+    assert [one.step for one in found] == [20, 10]
+    assert_problem(problem, "checkpoint-tracker-missing", str(tmp_path / store.TRACKER), 20)
+    # of a slot it was removed first: the rest is what an interrupted removal left
+    assert candidates(tmp_path / "run", more=[tmp_path]) == ([], [])
     (tmp_path / store.TRACKER).write_bytes(b"\xb20")
     found, problems = candidates(tmp_path)
     assert [one.step for one in found] == [20, 10] and "not an iteration" in problems[0]

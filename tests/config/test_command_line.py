@@ -530,7 +530,7 @@ def test_the_first_lines_are_megatrons(seed_line):
             {"overlap_p2p_comm": "False", "virtual_pipeline_model_parallel_size": "None"},
         ),
         (
-            "--no-save-rng --load / --no-load-optim",
+            "--no-save-rng --load x --save x --save-interval 5 --no-load-optim",
             {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"},
         ),
         (
@@ -613,6 +613,7 @@ def checkpoint(folder: Path, flags: str, iteration: int = 10) -> Path:
     where = folder / f"iter_{iteration:07d}"
     where.mkdir(parents=True)
     (where / "args").write_text(to_args_text(config))
+    (where / "manifest.json").touch()
     (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return where
 

@@ -3,6 +3,7 @@ fraction of a second."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,7 @@ def test_a_newer_snapshot_counts_and_what_is_damaged_does_not(folder, tmp_path, 
     ]
     train(tmp_path, argv)
     loads = with_flags(argv, "--load", str(tmp_path / "save"), "--lr", "1")
+    shutil.rmtree(tmp_path / "save/iter_0000004")
     (tmp_path / "save/latest_checkpointed_iteration.txt").unlink()
     assert len(refused(capsys, loads)) == 1
     (slot,) = (tmp_path / "save/snapshots").glob("*/iter_0000003")

@@ -23,6 +23,7 @@ from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
 SPLITS = ("train", "valid", "test")
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def problems(config: Config) -> list[str]:
@@ -53,6 +54,7 @@ def missing(config: Config) -> list[str]:
     elif sum(_given(d).values()) == 1 and _has_files(d):
         found += optional.load("megatron.config.checks.data_paths").missing_data(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
+    found += [] if config.training.skip_train else _overwritten(c)
     for flag, path in (
         ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
         (
@@ -227,21 +229,85 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have} "
             "[checkpoint-step-missing]"
         )
-    elif (
-        c.exit_on_missing_checkpoint
-        and c.non_persistent_ckpt_type != "local"
-        and newest_checkpoint(c.load) is None
-        and not here
-        and not is_url(c.snapshot_dir)
-        and not any(
-            listing(os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot))
-            for slot in "01"
-        )
-    ):
-        yield (
-            f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
-            "omit that to start from random weights [checkpoint-missing]"
-        )
+    elif not _may_hold_checkpoint(c):
+        if c.exit_on_missing_checkpoint:
+            yield (
+                f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
+                "omit that to start from random weights [checkpoint-missing]"
+            )
+        elif names := _not_of_first_run(c):
+            yield (
+                f"--load {c.load}: holds {', '.join(names[:4])}{', ...' * (len(names) > 4)} and no "
+                "complete checkpoint; give the directory that --save named, or neither --load nor "
+                "this --save to start from random weights [no-good-checkpoint]"
+            )
+
+
+def _may_hold_checkpoint(c: CheckpointConfig) -> bool:
+    """Whether --load has a complete checkpoint or snapshot, or one that is elsewhere."""
+    if is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local":
+        return True
+    aside = (n for n in listing(c.load) if re.fullmatch(r"\.iter_\d{7,}\.old-[0-9a-f]{8}", n))
+    return any(
+        os.path.isfile(os.path.join(folder, "manifest.json"))
+        for folder in (c.load, *(os.path.join(c.load, name) for name in aside))
+    ) or bool(_iterations(c.load) or _snapshots(c, c.load))
+
+
+def _not_of_first_run(c: CheckpointConfig) -> list[str]:
+    """What --load holds and no run leaves that ended before its first checkpoint."""
+    names = listing(c.load)
+    if not _same_path(c.load, c.save):
+        return names
+    return [n for n in names if n == TRACKER or re.fullmatch(r"iter_\d{7,}", n)]
+
+
+def _iterations(folder: str) -> list[int]:
+    """The iterations of the complete checkpoints of a run directory, ascending."""
+    names = [n for n in listing(folder) if re.fullmatch(r"iter_\d{7,}", n)]
+    return sorted(
+        int(n[5:]) for n in names if os.path.isfile(os.path.join(folder, n, "manifest.json"))
+    )
+
+
+def _snapshots(c: CheckpointConfig, root: str) -> list[int]:
+    """The iterations of the snapshots that belong to the run directory `root`."""
+    folder = c.snapshot_dir or os.path.join(root, "snapshots")
+    return [n for slot in "01" for n in _iterations(os.path.join(folder, slot))]
+
+
+def _overwritten(c: CheckpointConfig) -> Iterator[str]:
+    """The run would start at iteration 0 and, one by one, overwrite the checkpoints of an earlier
+    one."""
+    here = staged(c)
+    if c.save is None or (c.ckpt_step is not None and not c.finetune):
+        return
+    last = max(_iterations(here.save) + _snapshots(here, here.save), default=0)
+    if not last:
+        return
+    if c.load is None:
+        why = "without --load this run would start at iteration 0 and overwrite them"
+    elif c.finetune:
+        why = "with --finetune this run would start at iteration 0 and overwrite them"
+    elif _starts_at_0(c):
+        why = f"this run would start at iteration 0, that of --load {c.load}, and overwrite them"
+    else:
+        return
+    yield (
+        f"--save {c.save}: holds checkpoints up to iteration {last}; {why}. Give --load {c.save} "
+        f"{'and no --finetune ' if c.finetune else ''}to resume from the newest, or another --save "
+        "[save-holds-checkpoints]"
+    )
+
+
+def _starts_at_0(c: CheckpointConfig) -> bool:
+    """Whether --load, another directory than --save, has nothing but an iteration 0."""
+    elsewhere = is_url(c.load) or is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local"
+    if elsewhere or _same_path(c.load, c.save):
+        return False
+    if os.path.isfile(os.path.join(c.load, "manifest.json")):
+        return os.path.basename(os.path.normpath(c.load)) == "iter_0000000"
+    return not any(_iterations(c.load) + _snapshots(c, c.load))
 
 
 def _same_path(one: str, other: str | None) -> bool:
@@ -289,14 +355,16 @@ def _internlm_step(load: str) -> str | None:
 
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
-    """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, or the tracker's;
-    None if absent."""
+    """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, the tracker's, or
+    without a tracker the newest complete one; None if absent."""
     folder = Path(load)
     if re.fullmatch(r"iter_\d{7,}", folder.name) and folder.is_dir() and ckpt_step is None:
         return folder
     name = str(ckpt_step) if ckpt_step is not None else ""
-    if ckpt_step is None:
-        lines = text_lines(str(folder / "latest_checkpointed_iteration.txt"))
+    if ckpt_step is None and not os.path.lexists(folder / TRACKER):
+        name = str(max(_iterations(load), default=""))
+    elif ckpt_step is None:
+        lines = text_lines(str(folder / TRACKER))
         name = lines[0].strip() if isinstance(lines, list) and lines else ""
     if not name.isdecimal():
         return None
@@ -312,15 +380,11 @@ def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | Non
     either.
     """
     newest = newest_checkpoint(load, ckpt_step)
-    here = listing(load)
-    if (
-        ckpt_step is not None
-        or newest == Path(load)
-        or "latest_checkpointed_iteration.txt" not in here
-    ):
+    if ckpt_step is not None or newest == Path(load):
         return newest
     names = sorted(
-        (n for n in here if re.fullmatch(r"iter_\d{7,}", n)), key=lambda name: -int(name[5:])
+        (n for n in listing(load) if re.fullmatch(r"iter_\d{7,}", n)),
+        key=lambda name: -int(name[5:]),
     )
     older = (
         Path(load, name)

@@ -29,6 +29,7 @@ from megatron.training.checkpointing.save import (
     snapshot_directory,
 )
 from megatron.training.checkpointing.saved_args import check_architecture, saved_config
+from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
 
 # Megatron's number of the QKV layout by query group, which this suite's weights have
@@ -36,8 +37,8 @@ CHECKPOINT_VERSION = 3.0
 
 
 def load_checkpoint(run: Run) -> str | None:
-    """Load the checkpoint of --load, if there is one, and return its path. Raises ValueError or
-    CheckpointError.
+    """Load the checkpoint of --load, if there is one, and return its path. Raises ValueError (of
+    exit code 2 where none is good) or CheckpointError.
 
     If it is damaged for any rank, all ranks load the newest good one before it, unless one
     iteration was requested.
@@ -47,13 +48,6 @@ def load_checkpoint(run: Run) -> str | None:
     # then the directory is this job's
     if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:
         _clear_leftovers(c)
-        here = [] if c.load else store.iterations(c.save)
-        if here:
-            log.print_rank_0(
-                f"WARNING: {c.save} holds checkpoints up to iteration {here[-1]}; without --load "
-                "this run starts from scratch and overwrites them. To resume from the newest, "
-                f"give --load {c.save}"
-            )
     if not c.load:
         return None
     with run.timers("load-checkpoint"):
@@ -133,9 +127,11 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
         bad.append(f"{text} (iteration {candidate.step})")
         log.print_rank_0(f"WARNING: cannot load iteration {candidate.step}: {text}")
     else:
-        raise CheckpointError(
+        raise Refusal(
             f"--load {c.load}: none of its {len(bad)} checkpoints is good: {'; '.join(bad[:3])}. "
-            "Give another --load, or none to start from random weights [no-good-checkpoint]"
+            "Give another --load, or none and another --save to start from random weights "
+            "[no-good-checkpoint]",
+            2 if c is run.config.checkpoint else 1,  # of a rollback
         )
     if bad:
         log.print_rank_0(
@@ -172,12 +168,6 @@ def _missing(directory: str, leave: bool) -> None:
         )
     log.detail(f"WARNING: could not find the metadata file {path} ")
     log.detail("    will not load any checkpoints and will start from random")
-    here = store.iterations(directory)
-    if here:
-        log.print_rank_0(
-            f"WARNING: {directory} holds checkpoints, which {store.TRACKER} does not name: "
-            f"--ckpt-step {here[-1]} resumes from the newest"
-        )
 
 
 def _has_optimizer(found: Checkpoint) -> bool:

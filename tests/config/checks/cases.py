@@ -102,6 +102,15 @@ def lay_out(folder: Path) -> None:
     _write(folder / "quote.args", "--seed 'open\n")
     _write(folder / "loop.args", "@loop.args")
     _write(folder / "run/latest_checkpointed_iteration.txt", "20")
+    _write(folder / "broken/iter_0000010/args")
+    for name in (
+        *("run/iter_0000010", "run/iter_0000020", "ours/iter_0000010", "older/iter_0000020"),
+        "good/iter_0000003",
+        "good/iter_0000007",
+        "imported/iter_0000000",
+        "snapshot/snapshots/1/iter_0000005",
+    ):
+        _write(folder / name / "manifest.json")
     args = (
         BASE + " --vocab-file gone.json --tokenizer-type GPT2BPETokenizer --merge-file merges.txt"
     )

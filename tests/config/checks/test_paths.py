@@ -88,14 +88,19 @@ def test_a_dry_run_only_notes_what_is_missing(data: Path):
     ) == ["split-malformed"]
 
 
+def complete(run: Path, *iterations: int) -> None:
+    for one in iterations:
+        (run / f"iter_{one:07d}").mkdir(parents=True)
+        (run / f"iter_{one:07d}" / "manifest.json").touch()
+
+
 def test_checkpoints_that_are_there(data: Path):
-    for step in (10, 20):
-        (data / "run" / f"iter_{step:07d}").mkdir(parents=True)
+    complete(data / "run", 10, 20)
     tracker = data / "run" / "latest_checkpointed_iteration.txt"
-    assert check_paths.newest_checkpoint("run") is None
-    tracker.write_text("20")
     assert check_paths.newest_checkpoint("run") == Path("run/iter_0000020")
-    assert check_paths.newest_checkpoint("run", 10) == Path("run/iter_0000010")
+    tracker.write_text("10")
+    assert check_paths.newest_checkpoint("run") == Path("run/iter_0000010")
+    assert check_paths.newest_checkpoint("run", 20) == Path("run/iter_0000020")
     assert check_paths.newest_checkpoint("run", 11) is None
     assert check_paths.newest_checkpoint("run/iter_0000010") == Path("run/iter_0000010")
     for text in ("30", "release", "", "\x00"):
@@ -105,6 +110,37 @@ def test_checkpoints_that_are_there(data: Path):
     assert checked("--load run --ckpt-step 10 --exit-on-missing-checkpoint") == ([], [])
     [line] = checked("--load run --ckpt-step 11")[0]
     assert_problem(line, "checkpoint-step-missing", "--ckpt-step 11", "10, 20")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--save new",
+        "--save run --load run",
+        "--save run --load run --ckpt-step 3",
+        "--save run --load run/iter_0000003",
+        "--save run --load other",
+        "--save run --load other --ckpt-step 5",
+        "--save new --load run --finetune",
+        "--save imported --load imported --finetune",
+        "--save run --skip-train",
+        # as a first run leaves it that ended before its first checkpoint
+        "--save begun --load begun",
+        # a save was killed while it replaced the only checkpoint
+        "--save replaced --load replaced",
+    ],
+)
+def test_runs_that_overwrite_nothing_unasked(data: Path, flags):
+    complete(data / "run", 3, 7)
+    complete(data / "other", 5)
+    complete(data / "imported", 0)
+    for name in ("run_events.jsonl", ".lock.000001", ".iter_0000002.tmp-0123abcd"):
+        (data / "begun" / name).mkdir(parents=True)
+    aside = data / "replaced" / ".iter_0000004.old-0123abcd"
+    aside.mkdir(parents=True)
+    (aside / "manifest.json").touch()
+    (data / "replaced" / "latest_checkpointed_iteration.txt").write_text("4")
+    assert checked(f"{flags} --save-interval 1")[0] == []
 
 
 def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):

@@ -72,10 +72,10 @@ def test_a_resumed_run_may_have_passed_the_sizes_that_do_not_fit():
     base = BASES["samples"]
     flags = "--rampup-batch-size 2 1 20 --global-batch-size 4"
     assert len(checked(flags, base=base)[0]) == 1
-    assert checked(flags + " --load /", base=base)[0] == []
-    assert (
-        len(checked("--rampup-batch-size 2 1 20 --global-batch-size 5 --load /", base=base)[0]) == 1
-    )
+    load = " --load x --save x --save-interval 5"
+    assert checked(flags + load, base=base)[0] == []
+    flags = "--rampup-batch-size 2 1 20 --global-batch-size 5"
+    assert len(checked(flags + load, base=base)[0]) == 1
 
 
 TP = "--tensor-model-parallel-size"
@@ -135,7 +135,7 @@ def test_every_phase_of_a_ramp_must_fit_an_interleaved_pipeline():
     lines = checked(f"{flags} 2 2 100", 2, base=base)[0]
     assert codes_of(lines) == ["micro-batches-not-divisible-by-stages"] * 4
     assert [int(line.split()[0]) for line in lines] == [1, 3, 5, 7]
-    assert checked(f"{flags} 2 2 100 --load /", 2, base=base)[0] == []
+    assert checked(f"{flags} 2 2 100 --load x --save x --save-interval 5", 2, base=base)[0] == []
 
 
 def test_instances_of_the_distributed_optimizer():
@@ -156,7 +156,7 @@ def test_instances_of_the_distributed_optimizer():
     [
         "--fp16 --initial-loss-scale 65536",
         "--optimizer sgd --sgd-momentum 0.5",
-        "--load / --finetune",
+        "--load x --save x --save-interval 5 --finetune",
         "--use-rotary-position-embeddings --rotary-percent 0.5",
         "--dataloader-type cyclic --no-data-sharding",
         "--no-bias-gelu-fusion",
@@ -180,7 +180,7 @@ def test_instances_of_the_distributed_optimizer():
         "--reset-position-ids --position-embedding-type rope",
         "--control-file x --save x --save-interval 5",
         "--save x --save-interval 5 --load ./x",
-        "--snapshot-dir x --load /",
+        "--snapshot-dir s3://bucket/x --load /",
         "--log-memory-to-tensorboard --tensorboard-dir x --device cuda",
         "--timing-log-option all --timing-log-level 1",
         "--timing-log-option all --log-format megatron",

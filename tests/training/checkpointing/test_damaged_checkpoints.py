@@ -17,8 +17,10 @@ import torch
 from megatron.checkpoint import filesystem, safetensors_file, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.checkpointing import load, save
+from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
 from tests.forkrun import RanksFailed
+from tests.problems import assert_problem
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 from tests.training.built_runs import built
 
@@ -199,11 +201,10 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
     good = [path.read_bytes() for path in weights]
     for path, data in zip(weights, good, strict=True):
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(
-        CheckpointError, match="none of its 2 checkpoints is good: .*iter_0000020.*iter_0000010"
-    ) as failed:
+    with pytest.raises(Refusal, match=".*iter_0000020.*iter_0000010") as failed:
         load.load_checkpoint(run)
-    assert failed.value.errno is None
+    assert failed.value.code == 2
+    assert_problem(str(failed.value), "no-good-checkpoint", "--load", root)
     weights[0].write_bytes(good[0])
     flags = (
         "--num-layers",
@@ -327,18 +328,17 @@ def test_ranks_that_see_different_checkpoints_do_not_train(straight, tmp_path):
 
 
 def test_a_tracker_that_is_gone(saved, capsys):
-    """Nothing is loaded, as always; but what lies there is named."""
-    run, root, _ = saved
+    """The newest good checkpoint is loaded, and that is one warning."""
+    run, root, states = saved
     tracker = root / store.TRACKER
     text = tracker.read_bytes()
     tracker.unlink()
     load.load_checkpoint(run)
-    said = capsys.readouterr().out
-    assert (
-        f"WARNING: {root} holds checkpoints, which {store.TRACKER} does not name: --ckpt-step 20"
-        in said
-    )
     tracker.write_bytes(text)
+    [said] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("WARNING: ")]
+    assert_problem(said, "checkpoint-tracker-missing", tracker, 20)
+    assert run.progress.iteration == 20
+    same_tensors(state_of(run), states[20])
 
 
 def test_flags_come_from_the_checkpoint_that_is_used(straight, tmp_path):
