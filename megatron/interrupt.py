@@ -1,6 +1,6 @@
 """How a program ends early: Ctrl-C at any moment is one line on stderr and exit code 130; standard
 output that cannot be written (a full disk) is one line and exit code 1, one whose reader has closed
-it (`head`) exit code 141.
+it (`head`) exit code 141. A standard stream that was closed before the start is the null device.
 
 A program installs the handler before its slow imports and runs its main function under `run`:
 
@@ -65,7 +65,7 @@ class CheckedOutput:
 
 def check_output() -> None:
     """From now on a standard output that cannot be written ends this program with one line."""
-    if sys.stdout is not None and not isinstance(sys.stdout, CheckedOutput):
+    if not isinstance(sys.stdout, CheckedOutput):
         sys.stdout = CheckedOutput(sys.stdout)
 
 
@@ -82,8 +82,20 @@ def exit_at_once() -> None:
 
     A process started with SIGINT ignored (nohup, a background job of a script) keeps ignoring it.
     """
+    _open_closed_streams()
     parent = os.getpid()
     _install(lambda number, frame: _exit(parent))
+
+
+def _open_closed_streams() -> None:
+    """Give each standard stream that was closed at the start (`>&-`) the null device, before
+    another file gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # gets the lowest free number, which is the stream's
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def end_with_parent(parent: int) -> None:
@@ -127,15 +139,10 @@ def _all_written(main: Callable[[Sequence[str]], int | None], argv: Sequence[str
     try:
         code = main(argv) or 0
     except SystemExit:
-        _write_rest()
-        raise
-    _write_rest()
-    return code
-
-
-def _write_rest() -> None:
-    if sys.stdout is not None:
         sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return code
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:

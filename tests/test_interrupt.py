@@ -151,3 +151,21 @@ def test_a_reader_that_closes_the_pipe_ends_the_program_quietly(tmp_path):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("program", programs())
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)], ids=str)
+def test_a_stream_that_was_closed_is_the_null_device(program, closed):
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    done = subprocess.run(
+        [sys.executable, str(ROOT / program), "--help" if closed == (1,) else "--no-such-flag"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=close,
+    )
+    assert done.returncode == (0 if closed == (1,) else 2)
+    assert done.stdout + done.stderr == ""

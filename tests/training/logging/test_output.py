@@ -27,10 +27,14 @@ full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/fu
 def program(
     rank: int, world: int, folder: Path, extra: list[str], stdout: str | None
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the run whose stdout is `stdout`: a path, or a pipe that
-    nobody reads."""
+    """(exit code, stdout, stderr) of the run whose stdout is `stdout`: a path, a pipe that nobody
+    reads, or closed, and stderr too."""
 
     def redirect() -> None:
+        if stdout == "closed":
+            os.closerange(1, 3)
+            sys.stdout = sys.stderr = None  # as the interpreter starts
+            return
         reader, writer = os.pipe()
         os.close(reader)
         os.dup2(writer if stdout == "pipe" else os.open(stdout, os.O_WRONLY), 1)
@@ -51,6 +55,18 @@ def test_a_log_that_cannot_be_written(tmp_path, stdout):
     metrics = tmp_path / "metrics"
     code, _, (warning,) = run(tmp_path, "--metrics-file", str(metrics), stdout=stdout)
     assert code == 0 and warning.startswith("WARNING: log (stdout): cannot be written (")
+    assert [json.loads(row)["iteration"] for row in metrics.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+def test_closed_streams(tmp_path):
+    """The run trains to its end, and no other file gets their numbers."""
+    metrics = tmp_path / "metrics"
+    assert run(tmp_path, "--metrics-file", str(metrics), stdout="closed") == (0, "", [])
     assert [json.loads(row)["iteration"] for row in metrics.read_text().splitlines()] == [
         1,
         2,
