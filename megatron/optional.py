@@ -62,6 +62,7 @@ MODULES = {
     "megatron.training.launch.hang_watch": "pretrain_gpt.py as a program",
     "megatron.training.launch.own_watch": "pretrain_gpt.py as a program, of one rank",
     "megatron.training.launch.rendezvous": "more than one rank",
+    "megatron.training.launch.start_watch": "more than one rank; torchrun",
     "megatron.training.dry_run": "--dry-run",
     "megatron.training.logging.megatron_format": "--timing-log-level, --log-format megatron",
     "megatron.training.logging.megatron_lines": "--log-format megatron, aurora, internlm",

@@ -10,9 +10,8 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -241,22 +240,42 @@ def process_state(pid: int) -> str:
 def find(ranks: Iterable[int]) -> dict[int, ProcessId]:
     """The processes of these ranks of this run on this machine: the oldest that is prepared, else
     the newest (before it come its shells)."""
-    wanted = set(ranks)
+    return _processes(
+        {rank: _best(candidates) for rank, candidates in _candidates(set(ranks)).items()}
+    )
+
+
+def started(ranks: Iterable[int]) -> dict[int, ProcessId]:
+    """Those of `find` that are prepared: this program, and no shell around it."""
+    return _processes(
+        {
+            rank: min(pid for is_prepared, pid in candidates if is_prepared)
+            for rank, candidates in _candidates(set(ranks)).items()
+            if any(is_prepared for is_prepared, _ in candidates)
+        }
+    )
+
+
+def _processes(pids: Mapping[int, int]) -> dict[int, ProcessId]:
+    host = socket.gethostname()
+    return {rank: ProcessId(rank, pid, host, host) for rank, pid in pids.items()}
+
+
+def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
+    """By rank (whether it is prepared, process id) of the processes of this run on this machine."""
     found: dict[int, list[tuple[bool, int]]] = {}
-    if not wanted:
-        return {}
-    for folder in Path("/proc").iterdir():
+    for folder in Path("/proc").iterdir() if wanted else ():
         with contextlib.suppress(OSError, ValueError):
             pid = int(folder.name)
-            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            text = (folder / "environ").read_bytes()
+            if b"RANK" not in text and b"PROCID" not in text:
+                continue
+            pairs = text.decode(errors="replace").split("\0")
             environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
             rank = launcher.rank_in_same_run(environ)
             if rank in wanted and pid != os.getpid() and process_state(pid) != "Z":
                 found.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
-    host = socket.gethostname()
-    return {
-        rank: ProcessId(rank, _best(candidates), host, host) for rank, candidates in found.items()
-    }
+    return found
 
 
 def _best(candidates: Sequence[tuple[bool, int]]) -> int:
@@ -294,25 +313,6 @@ def _main_thread(text: str) -> list[tuple[str, str, str]]:
     """(file, line, function) of the main thread's stack, outermost first."""
     block = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
     return [match.groups() for match in reversed(list(_FRAME.finditer(block)))]
-
-
-class LauncherWatch:
-    """Ends this process by `leave`, in a thread, where torchrun, its parent, was killed and so does
-    not end it: torchrun's successor would find the run locked."""
-
-    def __init__(self, parent: int, leave: Callable[[int, str], object]):
-        self._parent = parent
-        self._leave = leave
-
-    def look(self) -> None:
-        """To be called again and again."""
-        if launcher.under_torchrun() and os.getppid() != self._parent:
-            self._parent = os.getppid()
-            text = (
-                f"error: rank {launcher.rank()}: torchrun, which started it, was killed; start it "
-                "again [launcher-killed]\n"
-            )
-            threading.Thread(target=self._leave, args=(1, text), daemon=True).start()
 
 
 def numbers(ranks: Sequence[int]) -> str:

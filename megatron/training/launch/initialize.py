@@ -36,7 +36,7 @@ def connect(config: Config, watch: SignalWatch | None = None) -> Rendezvous | No
     which watches itself."""
     if launcher.world_size() == 1 and watch:
         own = optional.load("megatron.training.launch.own_watch").OwnWatch
-        watch.monitor = own(config, watch.leave_for, watch.leave, watch.parent)
+        watch.monitor = own(config, watch.leave_for)
     if launcher.world_size() == 1 or dist.is_initialized():
         return None
     return optional.load("megatron.training.launch.rendezvous").Rendezvous(config, watch)

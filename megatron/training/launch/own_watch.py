@@ -30,13 +30,10 @@ class OwnWatch:
         self,
         config: Config,
         leave_for: Callable[[Failure], None],
-        leave: Callable[[int, str], None],
-        parent: int,
     ):
         self.limits = limits(config)
         self.progress: Callable[[], int] = lambda: 0
         self._leave_for = leave_for
-        self._launcher = hang.LauncherWatch(parent, leave)
         self._phase = Phase(hang.START_UP, limit=self.limits.startup)
         self._main = threading.main_thread().ident
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
@@ -53,7 +50,6 @@ class OwnWatch:
         ticks = 0
         while True:
             time.sleep(TICK)
-            self._launcher.look()
             phase = self._phase
             now = (phase, self.progress(), hang.mib_moved() if phase.announced else 0)
             ticks = ticks + 1 if now == seen else 0

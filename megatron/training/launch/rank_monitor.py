@@ -38,6 +38,7 @@ from megatron.training.launch.process import (
     code_location,
     this_process,
 )
+from megatron.training.launch.start_watch import GONE
 
 DIED = (
     "terminated without reporting an error: killed (SIGKILL, out of memory), or its machine was "
@@ -153,7 +154,8 @@ class MonitorServer:
 
     It listens at `host` ("": all addresses of this machine) until all ranks are connected. A rank
     needs `token` and, unless it is empty, `secret` (which is not published). `noticed` is called at
-    once with each failure, for a launcher may end this process before one is decided on.
+    once with each failure, for a launcher may end this process before one is decided on. `gone`
+    returns the process of a rank, of those that have not joined, that is known to have ended.
     """
 
     def __init__(
@@ -164,9 +166,11 @@ class MonitorServer:
         secret: str = "",
         noticed: Callable[[Failure], None] = lambda failure: None,
         startup: float | None = None,
+        gone: Callable[[Collection[int]], ProcessId | None] = lambda ranks: None,
     ):
         self.world_size = world_size
         self._noticed = noticed
+        self._gone = gone
         self.token = secrets.token_hex(16)
         self._key = self.token + secret
         self._visitors: dict[socket.socket, _Visitor] = {}  # not yet ranks, the oldest first
@@ -190,7 +194,7 @@ class MonitorServer:
         self._doomed: list[ProcessId] = []  # that do not respond
         self._delegates: list[int] = []  # ranks that end those of their hosts
         self._startup_limit = startup or 0.0
-        self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY}
+        self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY, "look": 0.0}
         if startup:
             self._deadlines["joined"] = time.monotonic() + startup
         self._reported_limit = False
@@ -400,6 +404,15 @@ class MonitorServer:
         at = time.monotonic() + seconds
         self._deadlines["end"] = min(at, self._deadlines.get("end", at))
 
+    def _look(self) -> None:
+        """End the run where a rank has ended before it joined."""
+        missing = set(range(self.world_size)) - set(self._processes)
+        if not missing or self._decided:
+            return
+        if process := self._gone(missing):
+            self._note(Failure(process, GONE, silent=True), 0.0)
+        self._deadlines["look"] = time.monotonic() + TICK
+
     def _absent(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self._processes))
         print(
@@ -602,7 +615,8 @@ class MonitorServer:
         last = (0,) if hung else (failure.process.rank, 0)
         self._send_all("end", but=last, end=self._decided)
         deadline = time.monotonic() + OTHERS_JOIN_WITHIN
-        joined = hung or len(self._processes) == self.world_size
+        # those that start notice it themselves when one of them has ended
+        joined = hung or failure.text == GONE or len(self._processes) == self.world_size
         while not joined and time.monotonic() < deadline:
             self._listen(deadline)
             joined = len(self._processes) == self.world_size
@@ -631,7 +645,7 @@ class MonitorClient:
     `on_failure` is called, in a separate thread, when another rank has failed or died; it is to end
     the process. `key`: the server's token followed by the secret of the run. `process` is this
     process, unless given. `noticed` is called at once with the death of rank 0, for a launcher may
-    end this process before `on_failure` is called; `on_tick` once per second.
+    end this process before `on_failure` is called.
     """
 
     def __init__(
@@ -643,14 +657,12 @@ class MonitorClient:
         process: ProcessId | None = None,
         noticed: Callable[[Failure], None] = lambda failure: None,
         limits: Limits = NO_LIMITS,
-        on_tick: Callable[[], None] = lambda: None,
     ):
         self.process = process or this_process()
         self.limits = limits
         self.server_process = server
         self._on_failure = on_failure
         self._noticed = noticed
-        self._on_tick = on_tick
         self._main = threading.main_thread().ident
         self._reported = self._closed = self._ended = False
         # the actions of the pipeline that are done, say
@@ -797,7 +809,6 @@ class MonitorClient:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wire.socket, selectors.EVENT_READ)
                 while not selector.select(TICK):
-                    self._on_tick()
                     self._tick()
             messages = self._wire.receive(LONGEST_ANSWER)
         if not self._closed and not self._reported:

@@ -78,7 +78,10 @@ class Rendezvous:
                     secret,
                     noticed,
                     self.limits.startup,
+                    watch.start.gone if watch.start else lambda ranks: None,
                 )
+                if watch.start:
+                    watch.start.joined = True
                 contact = [address, self._server.port, self._server.token, asdict(this_process())]
                 self.store.set("rank-monitor", json.dumps(contact))
             try:
@@ -97,7 +100,6 @@ class Rendezvous:
                 watch.leave_for,
                 noticed=noticed,
                 limits=self.limits,
-                on_tick=hang.LauncherWatch(watch.parent, watch.leave).look,
             )
         except OSError as error:
             print(
@@ -106,6 +108,9 @@ class Rendezvous:
                 flush=True,
             )
             return None
+        finally:
+            if watch.start:
+                watch.start.joined = True
 
     def use_interface(self) -> None:
         """Let gloo use the interface that leads to rank 0: it would take that of the machine's own

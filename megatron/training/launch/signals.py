@@ -19,7 +19,7 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
 if TYPE_CHECKING:
-    from megatron.training.launch import own_watch, rank_monitor
+    from megatron.training.launch import own_watch, rank_monitor, start_watch
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on
@@ -50,7 +50,7 @@ class SignalWatch:
         self.received: signal.Signals | None = None
         self.advice = "training had not started"
         self.monitor: rank_monitor.MonitorClient | own_watch.OwnWatch | None = None
-        self.parent = os.getppid()
+        self.start: start_watch.StartWatch | None = None
         # what a process does before it ends at once
         self.leaving: Callable[[], None] = lambda: None
         # the run ends by this error
@@ -60,11 +60,13 @@ class SignalWatch:
         self._listener: threading.Thread | None = None
 
     def catch_interrupts(self) -> None:
-        """From now on Ctrl-C means one line, no traceback, exit code 130; and a crash in a library
-        shows where it was."""
+        """From now on Ctrl-C means one line, no traceback, exit code 130; a crash in a library
+        shows where it was; and the deaths of torchrun and of other ranks are noticed."""
         faulthandler.enable(all_threads=False)
         if launcher.world_size() > 1:
             optional.load("megatron.training.launch.hang").prepare()
+        if launcher.world_size() > 1 or launcher.under_torchrun():
+            self.start = optional.load("megatron.training.launch.start_watch").StartWatch(self)
         self._listen(signal.SIGINT)
 
     def remember_requests(self) -> None:

@@ -1,0 +1,68 @@
+"""What a rank watches from before its imports on: torchrun, its parent, and without torchrun the
+other ranks of this machine until they have joined."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from megatron import launcher
+from megatron.training.launch import hang
+from megatron.training.launch.process import Failure, ProcessId
+
+if TYPE_CHECKING:
+    from megatron.training.launch.signals import SignalWatch
+
+LOOKS = 0.5  # seconds
+# ... in which all ranks refuse a command line that one refused, or a restarted rank is there again
+GONE_COUNTS_AFTER = 6.0
+GONE = "ended before it had joined the others: killed, or its own output says why"
+
+
+class StartWatch:
+    """A thread that ends this process by `watch` where torchrun, its parent, was killed and so does
+    not end it (torchrun's successor would find the run locked), or where another rank of this
+    machine ends while this one waits for it."""
+
+    def __init__(self, watch: SignalWatch):
+        self._watch = watch
+        self._parent = os.getppid()
+        self._seen: dict[int, ProcessId] = {}
+        self._gone_at: dict[int, float] = {}
+        self.joined = False  # then the rank monitor watches the others
+        target = self._watch_parent if launcher.under_torchrun() else self._watch_ranks
+        threading.Thread(target=target, name="start watch", daemon=True).start()
+
+    def _watch_parent(self) -> None:
+        while os.getppid() == self._parent:
+            time.sleep(LOOKS)
+        self._watch.leave(
+            1,
+            f"error: rank {launcher.rank()}: torchrun, which started it, was killed; start it "
+            "again [launcher-killed]\n",
+        )
+
+    def _watch_ranks(self) -> None:
+        others = set(range(launcher.world_size())) - {launcher.rank()}
+        while others and not self.joined:
+            if (process := self.gone(others)) and not self.joined:
+                self._watch.leave_for(Failure(process, GONE, silent=True))
+            time.sleep(LOOKS)
+
+    def gone(self, ranks: Collection[int]) -> ProcessId | None:
+        """The process of one of these ranks that was seen on this machine and has ended. To be
+        called again and again."""
+        if launcher.under_torchrun():
+            return None
+        here = hang.started(ranks)
+        self._seen.update(here)
+        now = time.monotonic()
+        for rank in self._seen.keys() & set(ranks):
+            since = now if rank in here else self._gone_at.get(rank, now)
+            self._gone_at[rank] = since
+            if now - since > GONE_COUNTS_AFTER:
+                return self._seen[rank]
+        return None
