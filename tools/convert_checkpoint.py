@@ -21,6 +21,7 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,12 +72,13 @@ def step_option() -> Any:
     return arg(None, help="load this iteration instead of the newest")
 
 
-def no_verify_option() -> Any:
-    """--no-verify."""
+def unverified_option(text: str = "") -> Any:
+    """--unverified."""
     return arg(
         False,
+        alias=("--no-verify",),
         help="skip the comparison with transformers, which loads both models into memory in "
-        "float32 and removes what was written if they differ",
+        f"float32 and removes what was written if they differ{text}",
     )
 
 
@@ -95,7 +97,7 @@ class HFImport:
     no_tokenizer: bool = arg(
         False, help="do not copy the tokenizer's files (the run then uses NullTokenizer)"
     )
-    no_verify: bool = no_verify_option()
+    unverified: bool = unverified_option()
 
     def run(self) -> Answer:
         """Do it."""
@@ -112,7 +114,7 @@ class HFImport:
                 tokenizer=not self.no_tokenizer,
                 max_positions=self.max_position_embeddings,
             )
-            return report if self.no_verify else verified(report, self.target, source, self.target)
+            return report if self.unverified else verified(report, self.target, source, self.target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +137,16 @@ class HFExport:
         parse=size,
         help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)",
     )
-    no_verify: bool = no_verify_option()
+    unverified: bool = unverified_option(
+        "; without transformers, write also what is not in the table of exports that this suite's "
+        "tests compared (docs/families.md)"
+    )
 
     def run(self) -> Answer:
         """Do it."""
         from tools.convert.hf_files import opened_folder, target_of
         from tools.convert.huggingface import hf_export
-        from tools.convert.verification import verified
+        from tools.convert.verification import check_comparable, verified
 
         target = target_of(self.target)
         report = hf_export(
@@ -151,11 +156,14 @@ class HFExport:
             family=self.family,
             vocab_size=self.vocab_size,
             shard_bytes=self.max_shard_size,
+            check=None
+            if self.unverified
+            else partial(check_comparable, remote=is_url(str(self.target))),
         )
-        if self.no_verify:
+        if self.unverified:
             return report
         with opened_folder(self.target) as made:
-            return verified(report, self.source, made, target, self.ckpt_step)
+            return verified(report, self.source, made, target, self.ckpt_step, export=True)
 
 
 @dataclass(frozen=True, kw_only=True)

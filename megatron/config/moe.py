@@ -93,7 +93,7 @@ class MoEConfig:
         "aux_loss (Switch Transformer's loss over a micro-batch), seq_aux_loss (over each "
         "sequence), global_aux_loss (with the loads of all data-parallel ranks and of the earlier "
         "micro-batches of the iteration), sinkhorn (without a loss: in training, balanced "
-        "selection) or none",
+        "selection; probabilities are a softmax over all experts, a sigmoid for top-1) or none",
     )
     moe_input_jitter_eps: float | None = arg(
         None,

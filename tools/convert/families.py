@@ -6,7 +6,9 @@ A model may be written as a family if reading the written config.json back gives
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.config import architecture
@@ -14,6 +16,10 @@ from megatron.config.model import ModelConfig
 from tools.convert.config_keys import Keys
 from tools.convert.family_table import FAMILIES, Family
 from tools.convert.links import SHOWN, ConversionError
+
+# What tests/tools/convert/test_verified_exports.py compared with transformers: by family the values
+# of `features`, all pairs of them but those `apart`.
+VERIFIED = Path(__file__).with_name("verified_exports.json")
 
 
 def read_config(keys: Keys, max_positions: int | None = None) -> tuple[Family, ModelConfig, int]:
@@ -141,3 +147,52 @@ def fitting(model: ModelConfig) -> Family:
     raise ConversionError(
         "no family of Hugging Face models fits; " + "\n".join(sorted(reasons, key=len)[:SHOWN])
     )
+
+
+# --- what the tests compared with transformers
+
+
+def features(model: ModelConfig) -> dict[str, Any]:
+    """What may be other code of transformers, or other keys of config.json: each thing that
+    determines the function of a model, numbers as `number` where none is special."""
+    heads = model.num_attention_heads
+    usual = model.head_dim * heads == model.hidden_size
+    return {name: _kind(value) for name, value in architecture.values(model).items()} | {
+        "kv_channels": "hidden size / heads" if usual else "number",
+        "max_position_embeddings": "number",
+        "moe_router_topk": 1 if model.moe_router_topk == 1 else "number",
+        "num_query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
+        "rotary_percent": 1 if model.rotary_percent == 1 else "number",
+    }
+
+
+def _kind(value: Any) -> Any:
+    match value:
+        case bool() | str() | None:
+            return value
+        case tuple():
+            return list(value)
+        case list():  # of layers
+            return "all" if value and all(one is True for one in value) else "some" if value else []
+    return "number"
+
+
+PLAIN = features(ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=2))
+
+
+def unverified(model_type: str, model: ModelConfig) -> list[str]:
+    """The features, or pairs of them, that no export to this family had which was compared with
+    transformers."""
+    table = json.loads(VERIFIED.read_text(encoding="utf-8"))["families"].get(model_type)
+    if table is None:
+        return [f"model_type {model_type}"]
+    found = features(model)
+    return [
+        f"{name} {value}"
+        for name, value in found.items()
+        if value not in table["features"].get(name, [PLAIN[name]])
+    ] or [
+        f"{a} {found[a]} with {b} {found[b]}"
+        for a, x, b, y in table["apart"]
+        if found[a] == x and found[b] == y
+    ]

@@ -3,6 +3,7 @@ memory at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.object_store import Remote
+from megatron.config.model import ModelConfig
 from tools.convert.config_keys import Keys
 from tools.convert.families import config_for, fitting, notes_on, read_config
 from tools.convert.family_table import FAMILIES, Family
@@ -285,11 +287,15 @@ def hf_export(
     family: str | None = None,
     vocab_size: int | None = None,
     shard_bytes: int,
+    check: Callable[[AsHF, ModelConfig], None] | None = None,
 ) -> str:
-    """Write a Hugging Face folder of a checkpoint of ours. Returns what to say of it."""
+    """Write a Hugging Face folder of a checkpoint of ours, unless `check` raises. Returns what to
+    say of it."""
     new_target(target)
     with Ours(source, step) as ours:
         made = as_hf(ours, family, vocab_size)
+        if check:
+            check(made, ours.model)
         names = write_folder(
             target, made.config, made.tensors, made.files, shard_bytes, ours.identity
         )

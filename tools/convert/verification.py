@@ -2,7 +2,7 @@
 block by block.
 
 `verify` is the command; `verified` is what hf-import and hf-export do by themselves where
-transformers is installed.
+transformers is installed. Where it is not, an export must be among those that the tests compared.
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
+from megatron.config.model import ModelConfig
 from megatron.inference.load_model import TrainedModel, open_trained_model
+from tools.convert.families import unverified
 from tools.convert.hf_files import CONFIG, HFFolder, remove_folder
-from tools.convert.links import ConversionError
+from tools.convert.links import SHOWN, ConversionError
+from tools.convert.native import Ours
 from tools.convert.stores.remote_folder import RemoteFolder
 from tools.shared.memory import free_memory
+
+if TYPE_CHECKING:
+    from tools.convert.huggingface import AsHF
 
 TOLERANCE = 1e-4  # largest difference, as a share of the largest value
 LENGTH = 64  # tokens of each of the two samples
@@ -171,28 +178,74 @@ def _transformers_model(folder: Path | RemoteFolder) -> torch.nn.Module:
 # --- after a conversion
 
 
+def check_comparable(made: AsHF, model: ModelConfig, remote: bool) -> None:
+    """Raise ConversionError if an export, into an object store if it is `remote`, can neither be
+    compared with transformers here nor is one that the tests compared."""
+    model_type = made.config["model_type"]
+    try:
+        if model_type not in _transformers().CONFIG_MAPPING:
+            raise ConversionError(f"transformers has no {model_type} models")
+        values = sum(torch.Size(tensor.shape).numel() for tensor in made.tensors)
+        _needs_memory(values, sum(tensor.bytes for tensor in made.tensors) if remote else 0)
+    except ConversionError as error:
+        _known(model_type, model, str(error))
+
+
+def _known(model_type: str, model: ModelConfig, reason: str) -> str:
+    """What to say of an export that cannot be compared, for this reason. Raises ConversionError
+    unless the tests compared such exports."""
+    gaps = unverified(model_type, model)
+    if gaps:
+        raise ConversionError(
+            f"this export cannot be compared with transformers here: {reason}; and the tests "
+            f"compared no {model_type} export with {'; '.join(gaps[:SHOWN])}: give --unverified to "
+            "write it all the same [export-not-verified]"
+        )
+    return (
+        f"not compared here: {reason}\nthe tests compare {model_type} exports with these features "
+        "with transformers (docs/families.md)"
+    )
+
+
 def verified(
     report: str,
     ours: Path,
     theirs: Path | RemoteFolder,
     made: Path | Remote,
     step: int | None = None,
+    *,
+    export: bool = False,
 ) -> str:
     """`report` of a conversion that wrote `made`, with a line on what the comparison found or why
     there was none.
 
-    Raises ConversionError if the models differ; `made` is removed then.
+    Raises ConversionError if the models differ, and for an `export` that neither is compared nor
+    one that the tests compared; `made` is removed then.
     """
     words = ["verify", str(ours), str(theirs)]
     words += ["--ckpt-step", str(step)] if step is not None else []
-    again = f"python tools/convert_checkpoint.py {shlex.join(words)}"
+    later = f"later: python tools/convert_checkpoint.py {shlex.join(words)}"
     try:
         _transformers()
-        _needs_memory(theirs)
+        needed = _needs_memory(*_sizes(theirs))
+        if needed > WORTH_SAYING:
+            print(
+                f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--unverified "
+                "skips it)",
+                file=sys.stderr,
+            )
         text, good = _compare(*_open_both(ours, theirs, step), TOLERANCE, LENGTH)
     except (ConversionError, CheckpointError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
-        return f"{report}\nnot verified: {reason}; later: {again}"
+        if not export:
+            return f"{report}\nnot verified: {reason}; {later}"
+        try:
+            with HFFolder(theirs) as folder, Ours(ours, step) as source:
+                known = _known(folder.config["model_type"], source.model, reason)
+        except ConversionError:
+            remove_folder(made)
+            raise
+        return f"{report}\n{known}; {later}"
     if good:
         return (
             f"{report}\nverified: every block computes what transformers' does, to "
@@ -200,29 +253,29 @@ def verified(
         )
     remove_folder(made)
     raise ConversionError(
-        f"{text}\n{made}: removed, since the two models do not compute the same; --no-verify "
+        f"{text}\n{made}: removed, since the two models do not compute the same; --unverified "
         "keeps it"
     )
 
 
-def _needs_memory(folder: Path | RemoteFolder) -> None:
-    """Raise ConversionError if the folder's model does not fit into the free memory twice, in
-    float32; the files of one in a store come to it."""
+def _sizes(folder: Path | RemoteFolder) -> tuple[int, int]:
+    """(number of values, bytes that come to the memory as they are) of a folder's files."""
     with HFFolder(folder) as opened:
         headers = opened.headers().values()
     values = sum(torch.Size(shape).numel() for _, shape in headers)
-    needed = 2 * torch.float32.itemsize * values
-    if isinstance(folder, RemoteFolder):
-        needed += sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in headers)
+    if not isinstance(folder, RemoteFolder):
+        return values, 0
+    return values, sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in headers)
+
+
+def _needs_memory(values: int, stored: int) -> int:
+    """Bytes of two models of so many values in float32, and the `stored` ones. Raises
+    ConversionError if they do not fit into the free memory."""
+    needed = 2 * torch.float32.itemsize * values + stored
     free = free_memory()
     if needed > MEMORY_SHARE * free:
         raise ConversionError(
             f"two models of {values:,} parameters in float32 need {needed / 1e9:.1f} GB of "
             f"memory, and {free / 1e9:.1f} GB are free"
         )
-    if needed > WORTH_SAYING:
-        print(
-            f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--no-verify skips "
-            "it)",
-            file=sys.stderr,
-        )
+    return needed

@@ -146,6 +146,17 @@ _SIZES: dict[str, dict[str, Any]] = {
 }
 # Families that transformers has only as remote code.
 REMOTE = ("internlm", "internlm2", "internlm3")
+INTERNLM2 = {
+    "tok_embeddings": "embed_tokens",
+    "output.": "lm_head.",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wqkv": "self_attn.wqkv",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
 
 
 def default_config(transformers, family: str):
@@ -155,6 +166,36 @@ def default_config(transformers, family: str):
     removed = {key for key, value in changes.items() if value is None}
     config = kind(**{key: v for key, v in (_LLAMA | changes).items() if key not in removed})
     return transformers.AutoModelForCausalLM._model_mapping[kind], config
+
+
+def as_llama(config: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[dict, dict]:
+    """(config.json, tensors) of the Llama model that a model of a REMOTE family is."""
+    bias = config["bias"]
+    attention_bias = bias or config.get("qkv_bias", False)
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        for theirs, llama in INTERNLM2.items():
+            name = name.replace(theirs, llama)
+        if ".wqkv." in name:  # by group of heads: its queries, its key, its value
+            width = config["hidden_size"] // config["num_attention_heads"]
+            rows = value.unflatten(0, (config["num_key_value_heads"], -1, width))
+            for x, part in zip("qkv", rows.split((rows.shape[1] - 2, 1, 1), 1), strict=True):
+                found[name.replace("wqkv", f"{x}_proj")] = part.flatten(0, 2).clone()
+        else:
+            found[name] = value
+    for name in list(found):
+        if ".self_attn." in name and name.endswith(".weight") and attention_bias:
+            rows = found[name].shape[0]
+            found.setdefault(name.replace("weight", "bias"), torch.zeros(rows))
+    changes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": attention_bias,
+        "mlp_bias": bias and config["model_type"] == "internlm3",
+    }
+    if "rotary" in config:
+        changes["rope_theta"] = config["rotary"]["base"]
+    return config | changes, found
 
 
 def make(transformers, name: str, folder: Path):

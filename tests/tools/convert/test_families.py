@@ -3,6 +3,7 @@ the same from a checkpoint of 2 x 2 ranks. Writes the table in docs/families.md.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.inference.load_model import TrainedModel, open_trained_model
-from tests.forkrun import ROOT
+from tests.tools.convert.exports_page import PAGE, exports_page
 from tests.tools.convert.hf_models import (
     IDS,
     REMOTE,
@@ -23,6 +24,7 @@ from tests.tools.convert.hf_models import (
     same_model,
 )
 from tools.convert.choices import FAMILY_NAMES
+from tools.convert.families import VERIFIED
 from tools.convert.family_table import FAMILIES
 from tools.convert.huggingface import hf_export, hf_import
 from tools.convert.links import links_of
@@ -31,7 +33,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.peers
 
-PAGE = ROOT / "docs/families.md"
 HEAD = """# Hugging Face families: measured
 
 Bounds of the largest absolute difference of the logits, and of the gradients relative to each tensor's largest value, between this suite
@@ -72,7 +73,8 @@ def table() -> Iterator[Table]:
     yield found
     if found.keys() >= set(KNOWN):
         rows = "".join(row(name, *found[name]) for name in sorted(KNOWN))
-        PAGE.write_text(HEAD.format(version=transformers.__version__) + rows)
+        head = HEAD.format(version=transformers.__version__)
+        PAGE.write_text(head + rows + exports_page(json.loads(VERIFIED.read_text())))
 
 
 def opened(folder: Path) -> TrainedModel:
