@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data.packed.loss_mask import mark
 from megatron.data.packed.packed_dataset import PackedFile, PackingRule
 from megatron.data.sample_lookup import LABELS, POSITIONS, TOKENS
 from megatron.data.sampler import PackedSampler
@@ -181,6 +182,66 @@ def a_row(mode: str = "pieces", seed: int = 3) -> torch.Tensor:
     return torch.from_numpy(PackedFile(Listed(samples), 0, PackingRule(16, 3, mode))[0]).unsqueeze(
         0
     )
+
+
+def naive_rows(samples: list[list[int]], trained: list[list[bool]], mode: str, s: int, b: int):
+    """As docs/data.md says it, token by token: rows of (id, label or None, position, segment)."""
+    order = list(range(len(samples)))
+    np.random.RandomState(1024).shuffle(order)
+    if mode == "padded":
+        for first in range(0, len(order) - b + 1, b):
+            row = []
+            for n in order[first : first + b]:
+                for i, token in enumerate(samples[n][:s]):
+                    last = i + 1 >= min(s, len(samples[n]))
+                    label = None if last or not trained[n][i + 1] else samples[n][i + 1]
+                    row.append((token, label, i, (n, 0)))
+            padding = range(s * b - len(row))
+            yield row + [(0, None, i % s, ("padding", i // s)) for i in padding]
+        return
+    stream = []
+    for n in order:
+        for i, token in enumerate(samples[n]):
+            last = i + 1 == len(samples[n])
+            stream.append((n, token, None if last or not trained[n][i + 1] else samples[n][i + 1]))
+    for first in range(0, len(stream) - s * b + 1, s * b):
+        row = []
+        for at, (n, token, label) in enumerate(stream[first : first + s * b]):
+            if mode == "blocks":
+                row.append((token, None if at == s * b - 1 else label, at % s, at // s))
+                continue
+            new = not row or row[-1][3][0] != n or row[-1][2] == s - 1
+            row.append((token, label, 0 if new else row[-1][2] + 1, (n, at) if new else row[-1][3]))
+        yield row
+
+
+@pytest.mark.parametrize("mode", ["pieces", "blocks", "padded"])
+def test_masks_are_those_of_a_naive_loop(mode, tmp_path):
+    """From the files of chat data to what the model gets: ids, labels that count, positions, and
+    who attends to whom."""
+    random = np.random.default_rng(2)
+    samples = [random.integers(0, 5, random.integers(1, 25)).tolist() for _ in range(40)]
+    trained = [(random.random(len(sample)) < 0.5).tolist() for sample in samples]
+    stored = [
+        mark(np.array(i), np.array(t)).tolist() for i, t in zip(samples, trained, strict=True)
+    ]
+    words = [write_pair(tmp_path / "x", stored)]
+    flags = dict(pack_into_one=mode == "blocks", pad_samples=mode == "padded")
+    data, *_ = build(words, seq=7, rows=3, batch=3, vocab=5, **flags)
+    (file,) = data.files
+    naive = list(naive_rows(samples, trained, mode, 7, 3))
+    assert len(file) == len(naive) > 5
+    for row, expected in enumerate(naive):
+        lines = torch.from_numpy(file[row]).unsqueeze(0)
+        batch = make_batch(MicroBatch(lines, packed=True), BatchRules(None), CPU)
+        ids, labels, positions, segments = zip(*expected, strict=True)
+        assert batch.tokens[0].tolist() == list(ids)
+        assert batch.position_ids[0].tolist() == list(positions)
+        assert batch.loss_mask[0].tolist() == [label is not None for label in labels]
+        counted = batch.labels[0][batch.loss_mask[0] > 0].tolist()
+        assert counted == [label for label in labels if label is not None]
+        seen = batch.document_ids[0][:, None] == batch.document_ids[0]
+        assert seen.tolist() == [[one == other for other in segments] for one in segments]
 
 
 def one_by_one(model, lines: torch.Tensor) -> torch.Tensor:

@@ -158,6 +158,28 @@ def test_samples_are_runs_of_the_corpus(tmp_path):
     assert pickle.loads(pickle.dumps(train))[7].tolist() == train[7].tolist()
 
 
+@pytest.mark.parametrize("trial", range(6))
+def test_an_epoch_is_the_samples_that_end_in_one_pass(trial, tmp_path):
+    """Against cutting the corpus one token after the other, as docs/internals.md says it."""
+    random = np.random.default_rng(trial)
+    length = int(random.integers(1, 12))
+    prefixes = [corpus(tmp_path, name, int(random.integers(2, 25)), trial) for name in "abc"]
+    tokens = np.concatenate([np.fromfile(bin_path(one), np.int32) for one in prefixes]).tolist()
+    passes = 4
+    count = passes * len(tokens) // length
+    train, *_ = build((count, 0, 0), {"sequence_length": length}, data_path=prefixes)
+    at = 0
+    naive: list[list[list[int]]] = [[] for _ in range(passes)]
+    for _ in range(count):
+        sample = [tokens[(at + i) % len(tokens)] for i in range(length + 1)]
+        at += length
+        naive[(at - 1) // len(tokens)].append(sample)
+    read = iter(train[k].tolist() for k in range(count))
+    epochs = [[next(read) for _ in part] for part in naive]
+    assert [sorted(part) for part in epochs] == [sorted(part) for part in naive]
+    assert epochs[0] != naive[0] and epochs[1] != naive[1]
+
+
 def test_splits_are_those_of_megatrons_order(tmp_path):
     prefix = corpus(tmp_path, "a", 200, 3)
     flags = {"data_path": [prefix], "split": "80,15,5"}
