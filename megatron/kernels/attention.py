@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron import device as devices
 from megatron import optional
 from megatron.kernels import flash_attention
-from megatron.kernels.block_attention import Block, chunked, chunked_grads
+from megatron.kernels.block_attention import FLASH_MULTIPLE, Block, chunked, chunked_grads
 from megatron.kernels.cpu import bf16_attention, fp32_attention
 from megatron.kernels.cu_seqlens import run_starts
 from megatron.kernels.linear import low_precision_is_native
@@ -25,6 +26,7 @@ IMPLEMENTATIONS = (
 )
 # so many positions: chunks are faster than torch's kernel there (docs/benchmarks.md)
 CHUNKS_ON_CPU = range(448, 768)
+DROPOUT_HEAD_DIM = 192  # the widest head that torch's flash kernel trains with it on every GPU
 
 
 def attention(
@@ -124,7 +126,12 @@ def select_attention(
     no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    no_torch_flash = torch_flash_unavailable_reason(device, dtype, head_dim)
+    # asked only where it decides, so not inside a compiled layer, where it would be traced
+    no_torch_flash = (
+        torch_flash_unavailable_reason(device, dtype, head_dim)
+        if unsupported or implementation == "torch_flash"
+        else "not needed"
+    )
     for name, why_not in (
         ("cpp_bf16", no_cpp_bf16),
         ("cpp_fp32", no_cpp_fp32),
@@ -170,12 +177,18 @@ def select_attention(
 def torch_flash_unavailable_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
-    """Why torch's flash kernel cannot take dropout or documents here; None if it can."""
-    if device.type == "cpu":
-        return "needs a CUDA device, but the device is cpu"
-    return optional.load("megatron.kernels.cuda.torch_flash").unavailable_reason(
-        device, dtype, head_dim
-    )
+    """Why torch's flash kernel (kernels/cuda/torch_flash.py) cannot take dropout or documents here;
+    None if it can. The meta device (--dry-run --trace) stands for CUDA."""
+    if device.type not in ("cuda", "meta"):
+        return f"needs a CUDA device, but the device is {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"has fp16 and bf16 only, no {dtype}"
+    if not 0 < head_dim <= DROPOUT_HEAD_DIM or head_dim % FLASH_MULTIPLE:
+        return (
+            f"has heads of a multiple of {FLASH_MULTIPLE} and at most {DROPOUT_HEAD_DIM}, "
+            f"not {head_dim}"
+        )
+    return None if devices.has_flash(device) else "needs compute capability 8.0 or newer"
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -149,7 +149,7 @@ class _Fp8Linear(torch.autograd.Function):
                 x.dtype if total is None else torch.float32,
             )
             if total is not None:
-                total.add_(grad_weight)
+                total.add_(grad_weight.view(total.shape))
                 grad_weight = None
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None, None
 

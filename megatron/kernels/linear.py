@@ -253,9 +253,11 @@ class _Linear(torch.autograd.Function):
         tp_comm: TpComm | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        # No views of them: torch.compile keeps what is set here without checking its version, but
+        # of a view it keeps the base with the check, and all main_grads are one buffer's.
         ctx.accumulate_into = accumulate_into
-        ctx.tp_comm = tp_comm
         ctx.accumulate_bias_into = accumulate_bias_into
+        ctx.tp_comm = tp_comm
         if tp_comm:
             x = tp_comm.gather(x)()
         out = product(x.reshape(-1, x.shape[-1]), weight, bias)
@@ -269,7 +271,8 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = reduced = None
         gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
         if needs_bias:
-            grad_bias = _bias_grad(rows, ctx.accumulate_bias_into)
+            total = ctx.accumulate_bias_into
+            grad_bias = _bias_grad(rows, None if total is None else total.flatten())
         dtype = compute_dtype(x)
         if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
             rows = rows.to(dtype)  # once for both GEMMs
@@ -278,7 +281,10 @@ class _Linear(torch.autograd.Function):
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
             x = gathered() if gathered else x
-            grad_weight = linear_weight_grad(rows, x, ctx.accumulate_into)
+            total = ctx.accumulate_into
+            grad_weight = linear_weight_grad(
+                rows, x, None if total is None else total.flatten(0, -2)
+            )
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -330,11 +336,11 @@ def linear(
     x [..., in], weight [out, in], bias [out] or None, all of one dtype (bf16, fp16, fp32, fp64) ->
     [..., out].
 
-    `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`). Then backward
-    does `accumulate_into += weight gradient` itself, before any rounding to a low precision where
-    the GEMM is computed in fp32, and autograd sees no gradient for the weight: its `.grad` is
-    left alone. Its post-accumulate hooks do run. `accumulate_bias_into` [out]: the same for the
-    bias.
+    `accumulate_into`: None, or a buffer [out, in] (the parameter's fp32 `main_grad`; of a gated
+    layer [2, out / 2, in]). Then backward does `accumulate_into += weight gradient` itself, before
+    any rounding to a low precision where the GEMM is computed in fp32, and autograd sees no
+    gradient for the weight: its `.grad` is left alone. Its post-accumulate hooks do run.
+    `accumulate_bias_into` [out]: the same for the bias.
 
     `tp_comm`: x is what this rank has of an input that ranks share. It is gathered for the
     product, and once more in backward, so that only this rank's part is kept; there gathering runs

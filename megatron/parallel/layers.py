@@ -43,10 +43,8 @@ def _linear(
     bias_main_grad = getattr(bias, "main_grad", None) if accumulate else None
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)
-        main_grad = None if main_grad is None else main_grad.flatten(0, -2)
     if bias is not None and bias.dim() > 1:
         bias = bias.flatten()
-        bias_main_grad = None if bias_main_grad is None else bias_main_grad.flatten()
     if scaling is not None:
         return scaling.linear(x, weight, bias, main_grad, tp_comm)
     return functional.linear(

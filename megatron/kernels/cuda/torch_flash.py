@@ -11,21 +11,6 @@ from torch import Tensor
 from megatron import device as devices
 from megatron.kernels.cu_seqlens import cumulative_lengths
 
-HEAD_DIM = 192  # the widest head that it trains with dropout on every GPU
-MULTIPLE = 8
-
-
-def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why it cannot compute here; None if it can. The meta device (--dry-run --trace) stands for
-    CUDA."""
-    if device.type not in ("cuda", "meta"):
-        return f"needs a CUDA device, but the device is {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"has fp16 and bf16 only, no {dtype}"
-    if not 0 < head_dim <= HEAD_DIM or head_dim % MULTIPLE:
-        return f"has heads of a multiple of {MULTIPLE} and at most {HEAD_DIM}, not {head_dim}"
-    return None if devices.has_flash(device) else "needs compute capability 8.0 or newer"
-
 
 def flash_attention(
     q: Tensor,
