@@ -8,8 +8,9 @@ from typing import NamedTuple
 from megatron.config.tree import Config
 
 SHARE_OF_TIMEOUT = 0.9  # of --distributed-timeout-minutes, which ends waiting ranks later
-LEAST_SECONDS = 15.0  # for an iteration
-MEDIANS = 5.0
+# For an iteration; a hang is named within 15 s where a step takes less than 3.
+LEAST_SECONDS = 11.0
+MEDIANS = 4.0
 
 
 class Phase(NamedTuple):

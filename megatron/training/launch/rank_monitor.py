@@ -63,9 +63,13 @@ HELLO_WITHIN = 5.0
 TICK = 1.0  # seconds between looks at the progress of a rank
 ANSWERS_ABOUT_STALL_WITHIN = 4.0
 SERVER_IS_SILENT_AFTER = 6  # ticks
+# seconds before a limit at which ranks are asked for a sign of life, so that who gives none is
+# known at the limit
+ASKS_AHEAD = 7.0
 ASKS_AGAIN_AFTER = 5  # ticks
 MOST_REPORTS = 8  # ranks
 ALL_WAIT_LIMITS = 4  # limits that all may wait for each other: a network may recover
+TOKEN = 32  # characters
 STRANGERS = 64  # connections beyond one per rank that may wait to prove themselves
 
 
@@ -134,6 +138,10 @@ def _proof(key: str, side: str, challenge: str) -> str:
     return hmac.new(key.encode(), f"{side} {challenge}".encode(), "sha256").hexdigest()
 
 
+class SecretDiffers(ValueError):
+    """Rank 0 refused this rank, which has another secret of the run."""
+
+
 NO_LIMITS = Limits(None, None, None, None, None)
 
 
@@ -171,7 +179,7 @@ class MonitorServer:
         self.world_size = world_size
         self._noticed = noticed
         self._gone = gone
-        self.token = secrets.token_hex(16)
+        self.token = secrets.token_hex(TOKEN // 2)
         self._key = self.token + secret
         self._visitors: dict[socket.socket, _Visitor] = {}  # not yet ranks, the oldest first
         self._turned_away: set[str] = set()
@@ -188,6 +196,9 @@ class MonitorServer:
         self._asking: set[int] = set()
         self._stall_of: int | None = None  # seconds, while the ranks are asked why
         self._answers: dict[int, Any] = {}
+        self._pinged_at = -ASKS_AHEAD
+        self._heard_at: dict[int, float] = {}
+        self._quiet: set[int] = set()  # ranks that are not waited for
         self._phases: dict[int, tuple[str, float]] = {}  # long ones, and when their limit ends
         self._stragglers: set[tuple[int, str]] = set()  # that were reported
         self._inspected: list[dict[str, Any]] = []  # by ranks of other hosts
@@ -343,6 +354,9 @@ class MonitorServer:
     def _welcome(self, visitor: _Visitor, message: dict[str, Any]) -> int:
         expected = _proof(self._key, "rank", visitor.challenge)
         if not secrets.compare_digest(message["proof"], expected):
+            # proved with what is published alone: a rank has another secret
+            proof = _proof(self.token, "server", str(message["challenge"]))
+            visitor.wire.send("refused", proof=proof)
             raise ValueError("not a rank of this run")
         process = ProcessId(**message["process"])
         wire = visitor.wire
@@ -360,8 +374,14 @@ class MonitorServer:
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
+        self._heard_at[rank] = time.monotonic()
         if kind == "bye":
             self._wires.pop(rank, None)
+        elif kind == "ping":
+            if time.monotonic() - self._pinged_at >= ASKS_AHEAD:
+                self._pinged_at = time.monotonic()
+                self._send_all("ping")
+            self._wires[rank].send("pong")
         elif kind == "failed":
             self._note(
                 Failure(self._processes[rank], message["text"], message["code"]),
@@ -370,6 +390,7 @@ class MonitorServer:
         elif kind == "ask":
             if not self._asking:
                 self._answers = {}
+                self._quiet = set()
                 self._deadlines["answer"] = time.monotonic() + ANSWERS_WITHIN
                 self._send_all("where")
             self._asking.add(rank)
@@ -383,7 +404,7 @@ class MonitorServer:
             self._stalled(rank, int(message["seconds"]))
         elif kind == "at":
             self._answers[rank] = message
-            if len(self._answers) >= len(self._wires):
+            if self._wires.keys() <= self._answers.keys() | self._quiet:
                 self._deadlines["answer"] = 0.0
 
     def _stalled(self, rank: int, seconds: int) -> None:
@@ -393,6 +414,10 @@ class MonitorServer:
             return
         self._stall_of = seconds
         self._answers = {}
+        waited = ANSWERS_ABOUT_STALL_WITHIN <= time.monotonic() - self._pinged_at <= 2 * ASKS_AHEAD
+        self._quiet = {
+            one for one in self._wires if waited and self._heard_at.get(one, 0.0) < self._pinged_at
+        }
         self._deadlines["answer"] = time.monotonic() + ANSWERS_ABOUT_STALL_WITHIN
         self._send_all("where")
 
@@ -693,6 +718,8 @@ class MonitorClient:
                 self._early = self._introduce(wire, key)
                 wire.socket.settimeout(None)
                 return wire
+            except SecretDiffers:
+                raise
             except (OSError, ValueError, KeyError, TypeError) as error:
                 problem = error
                 wire.socket.close()
@@ -700,15 +727,23 @@ class MonitorClient:
 
     def _introduce(self, wire: _Wire, key: str) -> list[dict[str, Any]]:
         """Prove that this is a rank, and check that the other end is the server of this run; the
-        messages that came after. Raises OSError, ValueError, KeyError or TypeError."""
+        messages that came after. Raises OSError, ValueError, KeyError or TypeError; SecretDiffers
+        where the server refuses it."""
         backlog: list[dict[str, Any]] = []
         challenge = wire.receive_one(backlog, LONGEST_HELLO)["challenge"]
         mine = secrets.token_hex(16)
         proof = _proof(key, "rank", challenge)
         wire.send("hello", proof=proof, challenge=mine, process=asdict(self.process))
-        answer = wire.receive_one(backlog, LONGEST_ANSWER)["proof"]
-        if not secrets.compare_digest(answer, _proof(key, "server", mine)):
+        message = wire.receive_one(backlog, LONGEST_ANSWER)
+        refused = message["kind"] == "refused"
+        known = key[:TOKEN] if refused else key
+        if not secrets.compare_digest(message["proof"], _proof(known, "server", mine)):
             raise ValueError("the other end is not the rank monitor of this run")
+        if refused:
+            raise SecretDiffers(
+                "MEGATRON_RUN_SECRET (or the file of MEGATRON_RUN_SECRET_FILE) is not that of rank "
+                "0; give all ranks the same, or none [run-secret-differs]"
+            )
         return backlog
 
     def report(self, text: str, code: int = 1) -> None:
@@ -756,15 +791,18 @@ class MonitorClient:
             self._ticks = self._unanswered = self._asks_at = 0
             return
         self._ticks += 1
-        if not self._is_stalled():
+        if phase.limit is None or self._ticks * TICK <= phase.limit - ASKS_AHEAD:
             return
+        stalled = self._is_stalled()
         if self._asks_at <= self._ticks:
-            self._asks_at = self._ticks + ASKS_AGAIN_AFTER
+            self._asks_at = (
+                self._ticks + ASKS_AGAIN_AFTER if stalled else int(phase.limit / TICK) + 1
+            )
             self._unanswered = self._unanswered or 1
-            self._wire.send("stalled", seconds=self._ticks * TICK)
+            self._wire.send("stalled" if stalled else "ping", seconds=self._ticks * TICK)
         elif self._unanswered:
             self._unanswered += 1
-        if self._unanswered > SERVER_IS_SILENT_AFTER and self.process.rank:
+        if stalled and self._unanswered > SERVER_IS_SILENT_AFTER and self.process.rank:
             self._give_up_server()
 
     def _is_stalled(self) -> bool:
@@ -825,6 +863,8 @@ class MonitorClient:
             )
         elif kind == "speak":
             self._turn.set()
+        elif kind == "ping":
+            self._wire.send("pong")
         elif kind == "where":
             self._wire.send("at", **self._state())
         elif kind == "inspect":

@@ -294,12 +294,16 @@ def test_a_secret_is_needed_where_one_is_given():
     assert server._server.getsockname()[0] == "127.0.0.1"
     place = ProcessId(0, 100, "here", "0")
     address = [("127.0.0.1", server.port)]
+    for secret in ("", "of another run"):
+        with pytest.raises(rank_monitor.SecretDiffers, match="run-secret-differs"):
+            MonitorClient(address, server.token + secret, place, print, place)
     with pytest.raises(OSError):
-        MonitorClient(address, server.token, place, print, place)
+        MonitorClient(address, "0" * 32 + "of this run", place, print, place)
     assert MonitorClient(address, server.token + "of this run", place, print, place)
 
 
-def test_a_server_that_does_not_know_the_secret_is_not_believed():
+@pytest.mark.parametrize("kind", ["welcome", "refused"])
+def test_a_server_that_does_not_know_the_secret_is_not_believed(kind):
     """Whoever takes the port of rank 0 cannot end the ranks."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -307,7 +311,7 @@ def test_a_server_that_does_not_know_the_secret_is_not_believed():
             connection, _ = listening.accept()
             connection.sendall(b'{"kind": "challenge", "challenge": "00"}\n')
             connection.recv(4096)
-            connection.sendall(b'{"kind": "welcome", "proof": "00"}\n')
+            connection.sendall(b'{"kind": "%s", "proof": "00"}\n' % kind.encode())
 
         in_thread(impostor)
         place = ProcessId(1, 100, "here", "0")
@@ -514,6 +518,27 @@ def test_a_silent_rank_is_inspected_by_a_rank_on_its_host(monkeypatch, capfd):
     rank, end = ranks.ended.get(timeout=60)
     assert (rank, end.process.rank, end.code) == (1, 2, HUNG)
     assert [2] in asked and "inspected" in capfd.readouterr().err
+
+
+def test_who_gave_no_sign_of_life_before_the_limit_is_not_waited_for_at_it(monkeypatch):
+    monkeypatch.setattr(rank_monitor, "TICK", 0.05)
+    monkeypatch.setattr(rank_monitor, "ANSWERS_ABOUT_STALL_WITHIN", 300.0)
+    monkeypatch.setattr(rank_monitor, "ASKS_AHEAD", 1000.0)
+    monkeypatch.setattr(
+        hang, "inspect", lambda known, missing=(): dict.fromkeys(known, hang.unknown(""))
+    )
+    ranks = Ranks(3, 3)
+    for line in ranks.lines:
+        monkeypatch.setattr(line, "_waits", lambda: "all_reduce over dp")
+    ranks.lines[2]._take = lambda message: None
+    for line in ranks.lines[:2]:
+        line.ask()
+    ranks.server._pinged_at = time.monotonic() - 300.0
+    ranks.server._heard_at[2] = time.monotonic() - 301.0
+    for line in ranks.lines[:2]:
+        line.begin(ITERATION)
+    rank, end = ranks.ended.get(timeout=60)
+    assert (rank, end.process.rank, end.code) == (1, 2, HUNG)
 
 
 def test_a_rank_in_a_long_phase_need_not_answer():
