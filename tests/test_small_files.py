@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tracemalloc
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import pytest
 
 from megatron import small_files
 from megatron.analysis.run_history import read_history
+from megatron.analysis.trace_file import read_memory
 from megatron.args_file import read_words
 from megatron.arguments import Problems
-from megatron.checkpoint import filesystem, lock
+from megatron.checkpoint import filesystem, lock, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
+from megatron.config.checks.paths import vouched_file
 from megatron.config.megatron_compat.deepspeed import read_deepspeed
 from megatron.data.blend.blended_dataset import read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
@@ -32,11 +35,16 @@ from megatron.data.tokenizers.bpe import _special_names, _tiktoken_pieces
 from megatron.data.tokenizers.gpt2_bpe import read_merges, read_vocabulary
 from megatron.training.launch.control_file import ControlFile
 from tests.data.packed.packed_files import write_lines
+from tests.hostile.kinds import make_hugging_face
+from tests.problems import raises
 from tests.runs import SMALL
 from tools import check_script
+from tools.convert import megatron_layout
 from tools.convert.config_keys import Keys, read_json
-from tools.convert.hf_files import side_files
+from tools.convert.deepspeed_files.checkpoint import checkpoint_folder as deepspeed_folder
+from tools.convert.hf_files import INDEX, HFFolder, _written, side_files
 from tools.convert.links import ConversionError
+from tools.convert.megatron_layout import TRACKER
 from tools.convert.unpickle_worker import Refused, TorchFile, _opened
 from tools.internlm.read_config import ConfigError, read_config
 from tools.spikes import restart
@@ -175,6 +183,79 @@ def test_a_tokenizer_file_that_cannot_be_read_is_not_passed_over(tmp_path):
         side_files(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja", "vocab.json"])
+def test_links_out_of_a_model_are_refused_but_for_the_blobs_of_its_cache(tmp_path, name):
+    folder = tmp_path / "models--a--b/snapshots/1234"
+    folder.mkdir(parents=True)
+    (tmp_path / "models--a--b/blobs").mkdir()
+    for secret in ("secret", "models--a--b/secret", "models--a--b/blobs/real"):
+        (tmp_path / secret).write_text("{}")
+    (folder / "real").write_text("{}")
+    for target in ("real", "../../blobs/real", str(tmp_path / "models--a--b/blobs/real")):
+        (folder / name).symlink_to(target)
+        assert side_files(folder) == [folder / name]
+        (folder / name).unlink()
+    (tmp_path / "models--a--b/blobs/link").symlink_to(tmp_path / "secret")
+    for target in ("../../secret", "../../../secret", "../../blobs/link", str(tmp_path / "secret")):
+        (folder / name).symlink_to(target)
+        with raises(ConversionError, "link-out-of-folder", folder / name):
+            side_files(folder)
+        (folder / name).unlink()
+    other = tmp_path / "models--a--b/other"  # is no snapshot of the cache
+    other.mkdir()
+    (other / name).symlink_to("../blobs/real")
+    with raises(ConversionError, "link-out-of-folder", other / name):
+        side_files(other)
+    folder.rename(tmp_path / "plain")
+    (tmp_path / "link").symlink_to(tmp_path / "plain")  # the folder itself is named by the user
+    (tmp_path / "plain" / name).write_text("{}")
+    assert side_files(tmp_path / "link") == [tmp_path / "link" / name]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+def test_a_model_of_links_is_refused(tmp_path, name):
+    make_hugging_face(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"w": "model.safetensors"}}')
+    HFFolder(tmp_path).close()
+    (tmp_path / name).rename(tmp_path.with_suffix(".other"))
+    (tmp_path / name).symlink_to(tmp_path.with_suffix(".other"))
+    with raises(ConversionError, "link-out-of-folder", tmp_path / name):
+        HFFolder(tmp_path)
+
+
+HUGE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "Megatron's tracker": (TRACKER, megatron_layout.checkpoint_folder),
+    "DeepSpeed's latest": ("latest", deepspeed_folder),
+    "a file beside a model": ("vocab.json", lambda folder: list(_copies(folder))),
+    "memory trace": ("trace", lambda folder: read_memory(folder / "trace")),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_huge_file_is_refused(tmp_path, name):
+    file, read = HUGE[name]
+    (tmp_path / file).touch()
+    os.truncate(tmp_path / file, 40 << 30)
+    with pytest.raises(EXPECTED):
+        read(tmp_path)
+
+
+def _copies(folder):
+    files = {"vocab.json": folder / "vocab.json"}
+    return _written(folder, {}, {}, files)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "args", "state.json"])
+def test_a_checkpoint_with_a_huge_file_is_passed_over(tmp_path, name):
+    for file in ("manifest.json", "args", "state.json"):
+        (tmp_path / file).write_text("{}")
+    sums = {file: {"crc32": f"{zlib.crc32(b'{}'):08x}"} for file in ("args", "state.json")}
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": sums}))
+    assert vouched_file(tmp_path, "args") == vouched_file(tmp_path, "state.json") == b"{}"
+    os.truncate(tmp_path / name, 40 << 30)
+    assert vouched_file(tmp_path, name if name != "manifest.json" else "args") is None
+
+
 def test_a_directory_is_quoted_in_the_flags_of_spikes():
     class Spike:
         start = 20
@@ -277,4 +358,16 @@ def test_a_save_directory_that_comes_back_is_still_this_jobs(tmp_path, monkeypat
     with pytest.raises(Exception, match="save-directory-lost"):
         mine.check()
     os.rename(away, mine.path)
+    mine.release()
+
+
+def test_a_save_directory_that_was_lost_is_not_made_again(tmp_path, monkeypatch):
+    """It was unmounted: there is only its mount point."""
+    monkeypatch.setattr(lock, "RETURNS_WITHIN", 0.0)
+    mine = lock.acquire(tmp_path / "mount/run")
+    os.rename(tmp_path / "mount", tmp_path / "away")
+    (tmp_path / "mount").mkdir()
+    with pytest.raises(Exception, match="save-directory-lost"):
+        store.begin(tmp_path / "mount/run", 5, fence=mine.check)
+    assert not list((tmp_path / "mount").iterdir())
     mine.release()

@@ -139,6 +139,7 @@ def account(name: str, attempts: Sequence[Sequence[Event]]) -> Goodput:
     steps: list[Event] = []
     failures = 0
     for number, events in enumerate(attempts):
+        events = _after(events, spans[-1].end if spans else -math.inf)
         start = events[0]
         if spans:
             before = attempts[number - 1]
@@ -165,12 +166,21 @@ def account(name: str, attempts: Sequence[Sequence[Event]]) -> Goodput:
     )
 
 
+def _after(events: Sequence[Event], end: float) -> Sequence[Event]:
+    """The events of an attempt, later where it began before `end`: the clock was set back."""
+    begun = events[0]["process_start"]
+    if begun >= end:
+        return events
+    moved = [{**event, "time": event["time"] + end - begun} for event in events]
+    return [{**moved[0], "process_start": end}, *moved[1:]]
+
+
 def _of_attempt(
     events: Sequence[Event], resumed_at: int | None, before: Sequence[Span]
 ) -> list[Span]:
     """The spans of an attempt; a later one resumed at `resumed_at`, None if there is none."""
     first = events[0]
-    begins = max(first["process_start"], before[-1].end if before else -math.inf)
+    begins = first["process_start"]
     found: list[Span] = [Span("start-up", begins, max(begins, first["time"]))]
     for number, event in enumerate(events[1:], 1):
         kind = event["event"]

@@ -153,7 +153,9 @@ def acquire(root: Path) -> Lock:
 
 
 def _locks(root: Path) -> list[Path]:
-    """The lock files of a directory, ascending."""
+    """The lock files of a directory, ascending; none where it does not exist."""
+    if not root.exists():
+        return []
     with explained("list", root):
         return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
 

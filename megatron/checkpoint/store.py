@@ -85,7 +85,7 @@ def save(
     fails, every rank raises CheckpointError, the files of this save are removed and the last
     checkpoint stays.
     """
-    temporary = begin(root, iteration, rank=rank, gather=gather, disk=disk)
+    temporary = begin(root, iteration, rank=rank, gather=gather, disk=disk, fence=fence)
     return commit(
         temporary,
         iteration,
@@ -101,15 +101,26 @@ def save(
 
 
 def begin(
-    root: Path | str, iteration: int, *, rank: int = 0, gather: Gather = alone, disk: Disk = DISK
+    root: Path | str,
+    iteration: int,
+    *,
+    rank: int = 0,
+    gather: Gather = alone,
+    disk: Disk = DISK,
+    fence: Fence = unfenced,
 ) -> Path:
     """The first half of `save`: the temporary directory, in which every rank may write its files
     now."""
     root = Path(root)
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
+
+    def make() -> None:
+        fence()  # or a directory that was unmounted would be made again in its mount point
+        prepare(root, temporary, disk)
+
     with _discarded(temporary, rank, gather, disk):
-        together(gather, root, lambda: prepare(root, temporary, disk), rank == 0)
+        together(gather, root, make, rank == 0)
     return temporary
 
 

@@ -247,7 +247,7 @@ def test_a_strange_tracker_says_what_to_write(tmp_path, text):
     (tmp_path / store.TRACKER).write_text(text, encoding="utf-8")
     with pytest.raises(
         CheckpointError,
-        match="write the number to resume from into it .complete here: 20. or remove",
+        match="write the number to resume from into it .complete here: 20.",
     ):
         store.load(tmp_path)
     assert_good(tmp_path, 20, step=20)

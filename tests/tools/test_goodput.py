@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 
 from megatron.analysis import goodput_points
 from megatron.analysis.goodput import KINDS, Goodput, account, read_goodput
+from megatron.training.logging import run_events
 from megatron.training.logging.run_events import RunEvents
 from megatron.training.logging.run_events_file import (
     NAME,
@@ -115,6 +117,30 @@ def test_a_run_that_stays_slow_stalls_no_longer(tmp_path):
     written = events_of_iterations(tmp_path, [0.5] * 20 + [4.0] * 100)
     stalls = [one["iteration"] for one in written if one["event"] == "stall"]
     assert stalls == list(range(21, 41))  # half of those known are then slow
+
+
+@pytest.mark.parametrize("jump", [86400.0, -86400.0])
+def test_a_clock_that_is_set_changes_no_length(tmp_path, monkeypatch, jump):
+    """At the third look at it."""
+    looks = []
+
+    def jumping() -> float:
+        looks.append(1)
+        return time.time() + jump * (len(looks) > 2)
+
+    clock = SimpleNamespace(time=jumping, monotonic=time.monotonic)
+    monkeypatch.setattr(run_events, "time", clock)
+    times = [one["time"] for one in events_of_iterations(tmp_path, [0.5] * 20)]
+    assert 0.0 <= times[-1] - times[0] < 60.0
+
+
+def test_an_attempt_after_the_clock_was_set_back_counts():
+    earlier = [{**one, "time": one["time"] - 86400.0} for one in SECOND]
+    earlier[0]["process_start"] -= 86400.0
+    run = account("run", attempts_of(FIRST + earlier))
+    right = account("run", attempts_of(FIRST + SECOND))
+    assert run.seconds == right.seconds - right.of("restart")
+    assert all(run.of(kind) == right.of(kind) for kind in KINDS if kind != "restart")
 
 
 def test_every_second_is_counted_once():

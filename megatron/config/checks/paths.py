@@ -4,7 +4,7 @@ machine. Reads no content but lists of paths.
 
 from __future__ import annotations
 
-import json
+import errno
 import math
 import os
 import re
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron import optional
+from megatron import launcher, optional
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing, text_lines
@@ -21,6 +21,7 @@ from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
+from megatron.small_files import read_bytes, read_json
 
 SPLITS = ("train", "valid", "test")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -404,10 +405,10 @@ def vouched_file(folder: Path, name: str) -> bytes | None:
     if not (folder / "manifest.json").is_file() or not (folder / name).is_file():
         return None
     try:
-        crc32 = json.loads((folder / "manifest.json").read_bytes())["files"][name]["crc32"]
-        found = (folder / name).read_bytes()
+        crc32 = read_json(folder / "manifest.json")["files"][name]["crc32"]
+        found = read_bytes(folder / name)
         return found if f"{zlib.crc32(found):08x}" == crc32 else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -424,3 +425,23 @@ def _directory_to_write(flag: str, path: str) -> Iterator[str]:
             f"{flag} {path}: {there} cannot be written to; give another path, or change its "
             "permissions [path-not-writable]"
         )
+    elif reason := _refusal(there):
+        yield (
+            f"{flag} {path}: no directory can be made in {there} ({reason}); give another path "
+            "[path-not-writable]"
+        )
+
+
+def _refusal(folder: str) -> str | None:
+    """Why no directory can be made in `folder`, which the permissions allow: it is in /proc, or
+    this user is root on NFS. A full or failing disk may recover."""
+    if launcher.rank() not in (0, launcher.world_size() - 1):  # which write there
+        return None
+    probe = os.path.join(folder, f".writable-{os.getpid()}")
+    try:
+        os.mkdir(probe)
+        os.rmdir(probe)
+    except OSError as error:
+        passing = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EEXIST)
+        return None if error.errno in passing else error.strerror
+    return None

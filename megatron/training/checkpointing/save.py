@@ -115,7 +115,11 @@ def begin_save(
     slices = own_slices(run)
     iteration = run.progress.iteration
     temporary = store.begin(
-        directory, iteration, rank=ctx.rank, gather=lambda value: gather_objects(value, ctx.world)
+        directory,
+        iteration,
+        rank=ctx.rank,
+        gather=lambda value: gather_objects(value, ctx.world),
+        fence=run.services.fence,
     )
     args = to_args_text(run.config, leave_out=("local_rank",))
     pending = PendingSave(temporary, iteration, state_of(run), args, message, is_snapshot)

@@ -40,7 +40,10 @@ class OutputFile:
             self._open()
         except OSError as error:
             if error.errno not in _PASSING:
-                raise
+                raise OSError(
+                    f"{flag} {path}: cannot be written ({error.strerror or error}); give another "
+                    "path [path-not-writable]"
+                ) from None
             self._failed(error)
 
     def write(self, piece: str | bytes) -> None:

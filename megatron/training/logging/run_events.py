@@ -39,6 +39,8 @@ class RunEvents(Hook):
         """`started`: when this process started. Raises ValueError in a crash loop."""
         self._run = run
         self._started = started
+        # the clock may be set while the run trains
+        self._clock = time.time() - time.monotonic()
         self._path = Path(run.config.checkpoint.save) / NAME
         self._file: OutputFile | None = None
         self._first: int | None = None  # of the iterations that are not written yet
@@ -88,7 +90,7 @@ class RunEvents(Hook):
         self._latest.append(result.seconds)  # so that a run that stays slow is soon as usual
         self._first = self._first or result.iteration
         self._seconds += seconds
-        if time.time() - self._written_at >= STEPS_EVERY:
+        if self._now() - self._written_at >= STEPS_EVERY:
             self._write_steps(result.iteration)
 
     def on_rollback(self) -> None:
@@ -136,16 +138,20 @@ class RunEvents(Hook):
             reason=failure.text.strip()[:LONGEST_REASON],
         )
 
+    def _now(self) -> float:
+        """Seconds since 1970, by the clock as it was when this process started."""
+        return time.monotonic() + self._clock
+
     def _begin(self, what: str) -> None:
         self._end()
         self._write_steps(self._run.progress.iteration)
-        self._under_way = (what, time.time())
+        self._under_way = (what, self._now())
 
     def _end(self) -> None:
         if self._under_way:
             what, since = self._under_way
             self._under_way = None
-            self._write(what, iteration=self._run.progress.iteration, seconds=time.time() - since)
+            self._write(what, iteration=self._run.progress.iteration, seconds=self._now() - since)
 
     def _write_steps(self, last: int) -> None:
         if self._first is not None:
@@ -158,7 +164,7 @@ class RunEvents(Hook):
             self._append(event, **content)
 
     def _append(self, event: str, **content: Any) -> None:
-        self._written_at = time.time()
+        self._written_at = self._now()
         line = {"event": event, "time": self._written_at, **content}
         self._append_line(line, event == "start" and os.path.exists(self._path))
 

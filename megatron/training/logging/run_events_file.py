@@ -37,7 +37,7 @@ def newest_events(path: Path) -> list[dict[str, Any]]:
     """The events in the last TAIL bytes of a file. Raises OSError."""
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, 2) - TAIL))
-        return parse_events(file.read().decode(errors="replace"))
+        return parse_events(file.read(TAIL).decode(errors="replace"))
 
 
 def parse_events(text: str) -> list[dict[str, Any]]:

@@ -185,8 +185,8 @@ def _earlier(recorded: Recorded, first: int) -> str:
     if before:
         return f"give --ckpt-step {max(before)}, the newest checkpoint before them"
     return (
-        f"{recorded.load or 'there'} has no checkpoint before them: start a new run without --load, "
-        "into another --save"
+        f"{recorded.load or 'there'} has no checkpoint before them: start a new run without "
+        "--load, into another --save"
     )
 
 

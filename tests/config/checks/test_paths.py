@@ -149,6 +149,13 @@ def test_the_parent_of_a_directory_to_write_may_be_missing(data: Path):
     assert_problem(line, "path-not-a-directory", "--tensorboard-dir", f"{data}/merges.txt")
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("flag", ["--tensorboard-dir", "--save"])
+def test_a_directory_that_cannot_be_made_whatever_its_permissions_are(data: Path, flag):
+    [line] = checked(f"{flag} /proc/x" + " --save-interval 1" * (flag == "--save"))[0]
+    assert_problem(line, "path-not-writable", flag, "/proc/x")
+
+
 def test_bytes_need_no_file_and_have_their_own_number_of_ids(data: Path):
     base = BASE.replace(
         "--mock-data --vocab-size 100",
