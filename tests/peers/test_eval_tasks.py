@@ -33,7 +33,7 @@ TASKS = {
         "doc_to_text": "{{question}}",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "{{answer}}",
-        "metric_list": [{"metric": "acc"}],
+        "metric_list": [{"metric": "acc"}, {"metric": "brier_score"}],
     },
     "texts": {
         "output_type": "loglikelihood_rolling",
@@ -46,6 +46,8 @@ FLAGS = with_flags(
     [*SMALL, *NO_DROPOUT, "--mock-data"],
     *"--tokenizer-type ByteTokenizer --vocab-size 257 --seq-length 64 --max-position-embeddings 64".split(),
     *"--train-iters 4 --eval-iters 0 --lr 0.01 --save-interval 4 --global-batch-size 4".split(),
+    # scores drop no token, whatever the batch
+    *"--num-experts 4 --moe-expert-capacity-factor 0.5 --disable-bias-linear --init-method-std 0.2".split(),
 )
 
 
@@ -92,7 +94,7 @@ def test_training_is_the_same_with_and_without(with_scores, tmp_path):
 def test_the_scores_are_those_of_the_checkpoint(with_scores, tasks, tmp_path):
     folder, _, scores = with_scores
     words = [sys.executable, ROOT / "tools" / "run_lm_eval.py", folder / "save", "--"]
-    words += ["--tasks", ",".join(TASKS), "--include_path", tasks, "--batch_size", "2"]
+    words += ["--tasks", ",".join(TASKS), "--include_path", tasks, "--batch_size", "3"]
     words += ["--output_path", tmp_path / "out"]  # and no --device
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
