@@ -34,6 +34,10 @@ FREE = {
     "moe_z_loss_coeff",
 }
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "xielu", "bias_gelu_fusion", "openai_gelu")
+_ROUTER = (
+    *("moe_router_score_function", "moe_router_pre_softmax"),
+    "moe_router_load_balancing_type",
+)
 # Fields that say one thing together: (name in messages, all of them, what they say).
 _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...] = (
     ("ffn_hidden_size", ("ffn_hidden_size", "ffn_multiple_of"), lambda m: m.ffn),
@@ -78,15 +82,7 @@ _TOGETHER: tuple[tuple[str, tuple[str, ...], Callable[[ModelConfig], Any]], ...]
         lambda m: m.rope_scaling_factor if m.use_rope_scaling else None,
     ),
     ("activation", _ACTIVATIONS, lambda m: m.activation),
-    (
-        "moe_router_score_function, moe_router_pre_softmax, moe_router_load_balancing_type",
-        (
-            "moe_router_score_function",
-            "moe_router_pre_softmax",
-            "moe_router_load_balancing_type",
-        ),
-        lambda m: m.router_probabilities if m.num_experts else None,
-    ),
+    (", ".join(_ROUTER), _ROUTER, lambda m: m.router_probabilities if m.num_experts else None),
 )
 
 
