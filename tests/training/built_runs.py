@@ -3,6 +3,8 @@ optional."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron.arguments import config_from, parse_typed
@@ -28,10 +30,10 @@ def config_of(*flags: str) -> Config:
     return config_from(Config, parse_typed(command_line.parser(), words))
 
 
-def built(*flags: str) -> Run:
-    """The run of these flags, its model and optimizer made."""
+def built(*flags: str, device: str = "cpu") -> Run:
+    """The run of these flags, its model and optimizer made on a device."""
     config = config_of(*flags)
     tokenizer = make_tokenizer(config)
-    return build_run(
-        config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, Timers(), tokenizer
-    )
+    plan = make_plan(config, 1, tokenizer.vocab_size)
+    runtime = replace(RUNTIME, device=torch.device(device))
+    return build_run(config, plan, runtime, Timers(), tokenizer)

@@ -1,5 +1,5 @@
-"""--torch-compile with dropout: as many graphs after the third step as after the first, however
-many layers there are."""
+"""--torch-compile: the graphs of each kind of layer, however many layers and steps there are, and
+their numbers against those of eager layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,84 @@ import pytest
 import torch
 
 from megatron.training import loop
-from tests.runs import NO_DROPOUT, SMALL, train, with_flags
+from megatron.training.batch import MicroBatch
+from megatron.training.step import forward_backward
+from megatron.training.step_sums import StepSums
+from tests.parity.layouts import CAMPAIGN, CASES, LLAMA, SWEEP
+from tests.runs import NO_DROPOUT, SMALL, plot, train, with_flags
+from tests.training.built_runs import built
 
 TEN_LAYERS = with_flags(SMALL, "--num-layers", "10", "--lr-warmup-iters", "1")
 STEPS = ["--mock-data", "--train-iters", "3", "--eval-iters", "0", "--torch-compile"]
+LAYERS = ("--num-layers", "12")
+GATED = ((*LLAMA, *LAYERS), ("--geglu", *LAYERS))  # the second with biases of gate and up
+# Every kind of model of the parity table that can be compiled, with the name of its first case.
+KINDS = {GATED[1]: "geglu with biases"}
+for _name, _case in (CASES | CAMPAIGN | SWEEP).items():
+    if "--num-experts" not in _case.model:
+        _model = ["[0,1]*6" if word == "[0,1]" else word for word in _case.model]
+        KINDS.setdefault(tuple(with_flags(_model, *LAYERS)), _name)
+# Layers with positions and without; what is computed outside.
+GRAPHS = {"--no-rope-freq": 2, "--reset-attention-mask": 4, "--hidden-dropout": 5}
+# Flags, and the rounding as a part of the norm of all gradients.
+PRECISIONS = {
+    "fp64": ("--fp64", 1e-12),
+    "fp32": ("", 1e-5),
+    "fp16": ("--fp16 --loss-scale 64", 1e-2),
+    "bf16": ("--bf16", 5e-2),
+}
+
+
+def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> torch.Tensor:
+    """Those of an iteration of two micro-batches, flat."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    base = [*NO_DROPOUT, "--global-batch-size", "4", *["--torch-compile"] * bool(backend)]
+    run = built(*with_flags(base, *flags), device=device)
+    for layer in run.model[0].decoder.layers.values() if backend else ():
+        layer.compile(dynamic=False, backend=backend)
+    random = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
+    run.buffers.zero(2)
+    sums = StepSums(run.runtime.device)
+    forward_backward(run, plot().forward_step, map(MicroBatch, rows), sums, 1, 0)
+    return run.buffers.flat
+
+
+QUICK = [pytest.param(kind, id=name) for kind, name in KINDS.items() if kind in GATED]
+REST = [
+    pytest.param(kind, id=name, marks=pytest.mark.campaign)
+    for kind, name in KINDS.items()
+    if kind not in GATED
+]
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *REST])
+def test_layers_of_a_kind_are_one_graph(kind):
+    """With the kernels of CUDA, for which the meta device stands."""
+    gradients(*kind, "--bf16", device="meta", backend="aot_eager")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert 1 <= graphs <= max(GRAPHS.get(flag, 1) for flag in kind)
+
+
+def assert_compiled_as_eager(kind: tuple[str, ...], precision: str) -> None:
+    flags, rounding = PRECISIONS[precision]
+    flags = [*kind, *flags.split()]
+    eager = gradients(*flags)
+    difference = gradients(*flags, backend="inductor") - eager
+    assert difference.norm() <= rounding * eager.norm()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", QUICK)
+def test_compiled_gated_layers_have_the_gradients_of_eager_ones(kind, precision):
+    assert_compiled_as_eager(kind, precision)
+
+
+@pytest.mark.parametrize("kind", REST)
+def test_compiled_layers_have_the_gradients_of_eager_ones(kind):
+    assert_compiled_as_eager(kind, "fp64")
 
 
 def count_graphs() -> None:
@@ -47,7 +121,7 @@ OVERLAP = [
     [
         pytest.param([], 5, 11, marks=pytest.mark.campaign),
         pytest.param(["--recompute-granularity", "selective"], 5, 11, marks=pytest.mark.sweep),
-        pytest.param(NO_DROPOUT, 1, 1, marks=pytest.mark.campaign),
+        pytest.param([*NO_DROPOUT, *LLAMA], 1, 1, marks=pytest.mark.campaign),
         pytest.param([*NO_DROPOUT, "--reset-attention-mask"], 5, 11, marks=pytest.mark.sweep),
     ],
 )
