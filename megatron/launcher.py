@@ -257,9 +257,9 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def attempt() -> int:
+def attempt(environ: Environ = os.environ) -> int:
     """How often torchrun has restarted the ranks (--max-restarts); 0 without it."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def starter() -> str:
@@ -277,10 +277,10 @@ def agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def error_file() -> Path | None:
-    """Where torchrun reads why this process failed; it shows the last attempt's only."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    last = attempt() == int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+def error_file(environ: Environ = os.environ) -> Path | None:
+    """Where torchrun reads why a process failed; it shows the last attempt's only."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    last = attempt(environ) == int(environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
     return Path(path) if path and last else None
 
 

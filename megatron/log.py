@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TextIO
 
@@ -86,13 +87,21 @@ def last_words(text: str) -> None:
     rank and host: it names a file for this text. Of several attempts (--max-restarts) it shows the
     last one's only.
     """
-    if file := launcher.error_file():
-        details = {"py_callstack": text.rstrip("\n"), "timestamp": str(int(time.time()))}
-        message = {"message": text.strip().rpartition("\n")[2], "extraInfo": details}
-        try:
-            file.write_text(json.dumps({"message": message}))
-            return
-        except OSError:
-            pass  # then torchrun has nothing to show
-    sys.stderr.write(f"{CLEAR_LINE if has_status_line(sys.stderr) else ''}{text}")
-    sys.stderr.flush()
+    if not tell_torchrun(text):
+        sys.stderr.write(f"{CLEAR_LINE if has_status_line(sys.stderr) else ''}{text}")
+        sys.stderr.flush()
+
+
+def tell_torchrun(text: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Write why the process with these variables fails where torchrun reads it; whether it could be
+    written."""
+    file = launcher.error_file(environ)
+    if file is None:
+        return False
+    details = {"py_callstack": text.rstrip("\n"), "timestamp": str(int(time.time()))}
+    message = {"message": text.strip().rpartition("\n")[2], "extraInfo": details}
+    try:
+        file.write_text(json.dumps({"message": message}))
+    except OSError:
+        return False  # then torchrun has nothing to show
+    return True

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron import launcher
+from megatron import launcher, log
 from megatron.training.launch.process import HUNG, Failure, ProcessId
 
 STACK_WITHIN = 3.0  # seconds
@@ -267,12 +267,10 @@ def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
     for folder in Path("/proc").iterdir() if wanted else ():
         with contextlib.suppress(OSError, ValueError):
             pid = int(folder.name)
-            text = (folder / "environ").read_bytes()
-            if b"RANK" not in text and b"PROCID" not in text:
+            data = (folder / "environ").read_bytes()
+            if b"RANK" not in data and b"PROCID" not in data:  # most processes
                 continue
-            pairs = text.decode(errors="replace").split("\0")
-            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            rank = launcher.rank_in_same_run(environ)
+            rank = launcher.rank_in_same_run(_variables(data))
             if rank in wanted and pid != os.getpid() and process_state(pid) != "Z":
                 found.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
     return found
@@ -283,15 +281,25 @@ def _best(candidates: Sequence[tuple[bool, int]]) -> int:
     return min(prepared) if prepared else max(pid for _, pid in candidates)
 
 
-def kill(process: ProcessId) -> None:
-    """End a process of this machine that is a rank of this run, also one that is stopped."""
+def kill(process: ProcessId, text: str) -> None:
+    """End a process of this machine that is a rank of this run, also one that is stopped; torchrun
+    is told `text` as its error."""
     if (
         process.pid > 0
         and process.host == socket.gethostname()
         and (_memory_file(process.pid) or process.rank in find([process.rank]))
     ):
         with contextlib.suppress(OSError):
+            environ = _variables(Path(f"/proc/{process.pid}/environ").read_bytes())
+            log.tell_torchrun(f"hang: {process} {text}", environ)
+        with contextlib.suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)
+
+
+def _variables(data: bytes) -> dict[str, str]:
+    """Of /proc/PID/environ."""
+    pairs = data.decode(errors="replace").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def _signal_main_thread(pid: int, number: int) -> None:

@@ -565,7 +565,7 @@ class MonitorServer:
         text = "; ".join(f"{hang.numbers(ranks)}{where}" for where, ranks in waits.items())
         print(f"waiting for it: rank {text or 'none'}", file=sys.stderr, flush=True)
         self._note(failures[0], 0.0)
-        self._kill_silent()
+        self._kill_silent({failure.process.rank: failure.text for failure in failures})
 
     def _inspect(
         self, known: Mapping[ProcessId, str], missing: Iterable[int] = ()
@@ -596,11 +596,12 @@ class MonitorServer:
         self._delegates = list(hosts.values())
         return answers
 
-    def _kill_silent(self) -> None:
-        """End the processes that were inspected, which cannot be asked to exit."""
+    def _kill_silent(self, texts: Mapping[int, str]) -> None:
+        """End the processes that were inspected, which cannot be asked to exit; `texts`: their
+        failures by rank."""
         for process in self._doomed:
-            hang.kill(process)
-        doomed = [asdict(process) for process in self._doomed]
+            hang.kill(process, texts[process.rank])
+        doomed = [(asdict(process), texts[process.rank]) for process in self._doomed]
         for rank in self._delegates if doomed else ():
             if rank in self._wires:
                 self._wires[rank].send("kill", processes=doomed)
@@ -818,7 +819,7 @@ class MonitorClient:
         failure = hang.failure(server, int(self._ticks * TICK), answer)
         if first:
             print(hang.report(failure, answer), file=sys.stderr, flush=True)
-            hang.kill(server)
+            hang.kill(server, failure.text)
         else:
             time.sleep(hang.STACK_WITHIN + DEATH_COUNTS_AFTER)
         self._leave(failure)
@@ -872,8 +873,8 @@ class MonitorClient:
             answers = hang.inspect(known, message["missing"])
             self._wire.send("inspected", answers=[(asdict(p), a) for p, a in answers.items()])
         elif kind == "kill":
-            for one in message["processes"]:
-                hang.kill(ProcessId(**one))
+            for one, text in message["processes"]:
+                hang.kill(ProcessId(**one), text)
         elif kind == "answer":
             self._locations = message["processes"]
             self._answered.set()

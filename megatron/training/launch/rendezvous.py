@@ -134,7 +134,7 @@ def _rank_0_is_missing(text: str, startup: float | None) -> ValueError:
     for process, answer in answers.items():
         failure = hang.failure(process, startup, answer)
         print(hang.report(failure, answer), file=sys.stderr, flush=True)
-        hang.kill(process)
+        hang.kill(process, failure.text)
         return Refusal(f"{process} {failure.text}", HUNG)
     return ValueError(text)
 

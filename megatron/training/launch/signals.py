@@ -213,7 +213,8 @@ def leave_for(failure: Failure) -> NoReturn:
     line whom to look at.
     """
     agent = launcher.under_torchrun()
-    if failure.code == HUNG:  # which has been reported
+    if failure.code == HUNG:  # which has been reported, above torchrun's report
+        log.tell_torchrun(f"hang: {failure.process} {failure.text}")
         _exit(HUNG)
     if agent and (launcher.info().local_rank or failure.process.node == this_process().node):
         time.sleep(log.OTHERS_WAIT)

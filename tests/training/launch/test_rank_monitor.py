@@ -6,10 +6,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import queue
 import re
 import resource
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -578,3 +581,20 @@ def test_the_collective_and_its_axis_are_read_off_the_stack():
     assert hang.waiting_in(frame).endswith(" over tp (ranks 0-3)")
     end.set()
     assert hang.waiting_in(sys._getframe()) is None
+
+
+def test_torchrun_is_told_why_a_rank_that_hangs_was_killed(tmp_path):
+    """It reads the file of the first process that it sees end, whoever wrote it."""
+    file = tmp_path / "error.json"
+    code = f"import os, time; os.memfd_create('{hang.STACKS}'); print(flush=True); time.sleep(600)"
+    program = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)},
+        stdout=subprocess.PIPE,
+    )
+    program.stdout.readline()
+    process = ProcessId(1, program.pid, socket.gethostname(), "0")
+    hang.kill(process, "made no progress")
+    assert program.wait(60) == -signal.SIGKILL
+    told = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert told == f"hang: {process} made no progress"
