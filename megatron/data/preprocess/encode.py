@@ -1,23 +1,14 @@
-"""Blocks of documents to token arrays, in this process or in several, each of which writes its own
-ids to their place.
-"""
+"""Blocks of documents to token arrays, which are written to their place."""
 
 from __future__ import annotations
 
 import codecs
 import functools
 import gc
-import multiprocessing
 import os
 import re
-import selectors
-import signal
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from multiprocessing import connection
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,15 +21,10 @@ from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.dataset_writer import optimal_dtype
 from megatron.data.preprocess.jsonl import record_of, texts_of, texts_under
-from megatron.data.preprocess.readers import Block
+from megatron.data.preprocess.readers import RECORD_BYTES, Block, too_long
+from megatron.data.preprocess.trial import failure, try_first
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 
-# blocks of the usual size that a worker may have before it: so that it need not wait for this
-# process
-QUEUE = 4
-# blocks for each worker that may be on their way while one of them is at a long document: bounds
-# memory
-AHEAD = 64
 TOGETHER = 1024  # arrays that the system writes in one call
 LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
@@ -121,9 +107,11 @@ class Order(NamedTuple):
 @functools.cache
 def tokenizer_of(flags: TokenizerConfig) -> Tokenizer:
     """The tokenizer of these flags, made once in a process, ready to encode; a forked worker
-    inherits it."""
+    inherits it. Raises ValueError, also if it cannot encode anything."""
     gc.disable()  # nothing that is made here goes before the process does
     tokenizer = tokenizer_from(flags)
+    if flags.tokenizer == "HuggingFaceTokenizer":  # its file says what is to be computed
+        try_first(lambda: tokenizer.tokenize("0"), f"--tokenizer-model {flags.tokenizer_model}")
     tokenizer.tokenize("0")  # wakes an engine that is made at the first text
     gc.freeze()  # a worker that looked through it would get a copy of the memory
     gc.enable()
@@ -132,10 +120,12 @@ def tokenizer_of(flags: TokenizerConfig) -> Tokenizer:
 
 class Encoder:
     """Encodes blocks and keeps their ids until it is given where in `paths` (of each key and part)
-    they go."""
+    they go. `mark` says, meanwhile, at which record it is: number of the block, of the record from
+    1 (0: at none), its bytes."""
 
-    def __init__(self, job: Job, paths: Sequence[Sequence[str]]):
+    def __init__(self, job: Job, paths: Sequence[Sequence[str]], mark: Any):
         self._job = job
+        self._mark = mark
         self._tokenizer = tokenizer_of(job.tokenizer)
         self._dtype = job.dtype(self._tokenizer)
         self._end = np.asarray([self._tokenizer.eod], self._dtype) if job.append_eod else None
@@ -151,7 +141,8 @@ class Encoder:
         self._kept: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
 
     def encode(self, block: Block) -> Encoded:
-        """Tokenize a block. A bad line is noted and skipped; a blank one is counted."""
+        """Tokenize a block. A bad line is noted and skipped, also one at which the tokenizer fails;
+        a blank one is counted."""
         keys = self._job.keys
         ids: list[list[np.ndarray]] = [[] for _ in keys]
         lengths: list[list[int]] = [[] for _ in keys]
@@ -162,11 +153,15 @@ class Encoder:
         empty = 0
         lines = 0
         size = 0
+        mark = self._mark
+        mark[0] = block.number
         for texts_at, length in (
             conversations(block, self._job) if self._chat else records(block, keys)
         ):
             lines += 1
             size += length
+            mark[2] = length
+            mark[1] = lines
             try:
                 texts = texts_at()
                 del texts_at
@@ -177,6 +172,9 @@ class Encoder:
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
                 continue
+            except BaseException as error:
+                bad.append((lines - 1, f"the tokenizer fails ({failure(error)})"))
+                continue
             for key, (sequences, text_size) in enumerate(found):
                 text_bytes[key] += text_size
                 counts[key].append(len(sequences))
@@ -186,6 +184,7 @@ class Encoder:
                 if sequences and self._end is not None:
                     lengths[key][-1] += 1
                     ids[key].append(self._end)
+        mark[1] = 0
         if not lines:
             bad.append((0, "the file is empty"))
         small = [
@@ -279,6 +278,9 @@ def records(
 ) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
     """For each line or row what gives its texts under each key (None if it is blank; raises
     ValueError), and its bytes."""
+    if block.kind == "long":
+        yield too_long, block.end - block.start
+        return
     if block.kind == "rows":
         for row in zip(*block.data, strict=True):
             size = sum(len(value) for value in row if isinstance(value, str))
@@ -298,6 +300,9 @@ def conversations(
 ) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
     """For each line or row what gives [[messages, tools]] of it (None if it is blank; raises
     ValueError), and its bytes."""
+    if block.kind == "long":
+        yield too_long, block.end - block.start
+        return
     if block.kind == "rows":
         needed, optional = job.columns
         for row in zip(*block.data, strict=True):
@@ -345,7 +350,7 @@ def _lines(
         size = len(rest[0]) + 1
         # the last line alone holds it now, and goes when it is read: a document may be large
         del data
-        yield functools.partial(read, rest.pop()), size
+        yield functools.partial(read if size <= RECORD_BYTES else too_long, rest.pop()), size
 
 
 def _line_texts(line: memoryview, keys: Sequence[str]) -> list[list[str]] | None:
@@ -374,186 +379,3 @@ def _plain_texts(data: bytes) -> list[list[str]]:
         raise ValueError(
             f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})"
         ) from None
-
-
-Place = Callable[[Block, Encoded], Order]
-
-
-def encode_all(
-    job: Job, paths: Sequence[Sequence[str]], blocks: Iterable[Block], workers: int, place: Place
-) -> Iterator[tuple[Block, Encoded]]:
-    """Each block with what became of it, in order, once its ids are in the files; by `workers`
-    processes (1: by this one).
-
-    `place` is called for the blocks in order and says where the ids go. Raises ValueError if a
-    worker dies, and what reading, encoding and writing raise. However it is left, no worker
-    outlives it.
-    """
-    if workers == 1:
-        encoder = Encoder(job, paths)
-        try:
-            for block in blocks:
-                encoded = encoder.encode(block)
-                encoder.write(place(block, encoded))
-                yield block, encoded
-        finally:
-            encoder.close()
-        return
-    forks = "fork" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if forks else None)
-    team: list[_Worker] = []
-    try:
-        for _ in range(workers):
-            team.append(_Worker(context, job, paths))
-        yield from _work(team, iter(blocks), place)
-    except WorkerDied:
-        raise ValueError(
-            f"--workers {workers}: a worker process was killed, most often for want of memory; "
-            "use fewer workers [worker-killed]"
-        ) from None
-    finally:
-        for worker in team:
-            worker.process.kill()
-        for worker in team:
-            worker.process.join()
-
-
-@dataclass
-class _Ticket:
-    """A block on its way."""
-
-    block: Block
-    worker: _Worker
-    encoded: Encoded | None = None
-    placed: bool = False
-    written: bool = False
-
-
-def _work(  # noqa: C901
-    team: Sequence[_Worker], blocks: Iterator[Block], place: Place
-) -> Iterator[tuple[Block, Encoded]]:
-    flying: deque[_Ticket] = deque()
-    by_number: dict[int, _Ticket] = {}
-    answers = selectors.DefaultSelector()  # made once: `connection.wait` makes one for each answer
-    for worker in team:
-        answers.register(worker.pipe, selectors.EVENT_READ, worker)
-    ahead = next(blocks, None)
-    while ahead or flying:
-        while ahead and len(flying) < AHEAD * len(team):
-            worker = min(team, key=lambda worker: sum(worker.weights))
-            # bytes: to one who reads them now
-            if sum(worker.weights) >= QUEUE if ahead.data is None else worker.weights:
-                break
-            worker.send(ahead)
-            by_number[ahead.number] = _Ticket(ahead._replace(data=None), worker)
-            flying.append(by_number[ahead.number])
-            ahead = next(blocks, None)
-        for worker in team:
-            if worker.orders and not worker.weights:
-                worker.send(None)
-        for key, _ in answers.select():
-            number, encoded, written = key.data.receive()
-            if encoded is not None:
-                by_number[number].encoded = encoded
-            for done in written:
-                by_number.pop(done).written = True
-        for ticket in flying:
-            if ticket.encoded is None:
-                break
-            if not ticket.placed:
-                ticket.worker.orders.append(place(ticket.block, ticket.encoded))
-                ticket.placed = True
-        while flying and flying[0].written:
-            done = flying.popleft()
-            yield done.block, done.encoded
-
-
-class WorkerDied(Exception):
-    """A worker process has died."""
-
-
-@dataclass
-class _Worker:
-    """A process that encodes and writes one block after the other.
-
-    It has a pipe of its own, whose other end it alone holds: whenever it dies, within a message
-    too, this side reads an end of file, and no lock is left behind. `weights`: of the blocks
-    without an answer, 0 for orders alone. `orders`: what the next message carries.
-    """
-
-    context: Any
-    job: Job
-    paths: Sequence[Sequence[str]]
-    weights: deque[int] = field(default_factory=deque)
-    orders: list[Order] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pipe, theirs = self.context.Pipe()
-        self.process = self.context.Process(
-            target=_serve, args=(theirs, self.job, self.paths, os.getpid()), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-
-    def send(self, block: Block | None) -> None:
-        """Have the orders carried out and then the block, if any, encoded. Raises WorkerDied."""
-        try:
-            self.pipe.send((self.orders, block))
-        except OSError:
-            raise WorkerDied from None
-        self.orders = []
-        self.weights.append(block.weight if block else 0)
-
-    def receive(self) -> tuple[int, Encoded | None, list[int]]:
-        """The answer: number and what became of the block, numbers of the blocks written. Raises
-        what was raised there."""
-        try:
-            found = self.pipe.recv()
-        except (EOFError, OSError):
-            raise WorkerDied from None
-        if isinstance(found, Exception):
-            raise found
-        self.weights.popleft()
-        return found
-
-
-def _serve(
-    pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]], parent: int
-) -> None:
-    """The life of a worker: orders and blocks in, what became of them out."""
-    _serve_quietly(parent)
-    encoder = Encoder(job, paths)
-    while True:
-        try:
-            orders, block = pipe.recv()
-        except EOFError:
-            return
-        try:
-            for order in orders:
-                encoder.write(order)
-            encoded = encoder.encode(block) if block else None
-            found: Any = (
-                block.number if block else -1,
-                encoded,
-                [order.number for order in orders],
-            )
-        except Exception as error:
-            found = error
-        try:
-            pipe.send(found)
-        except OSError:  # nobody is there any more
-            return
-
-
-def _serve_quietly(parent: int) -> None:
-    """In a worker: Ctrl-C is the parent's to answer, and a worker does not outlive a parent that
-    was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-
-
-def _leave_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import codecs
 import glob
-import gzip
-import importlib
 import io
-import lzma
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+from megatron.data.preprocess.unpack import BROKEN, ParquetRows, unpacked
 
 # stays in a core's caches: 4 MB cost a fifth more; some 2 ms of work, ten times the handing over
 BLOCK_BYTES = 1 << 18
-ROWS = 256  # of a parquet file that are read at a time
+# The most that a line, a row or a text file may have: its copies, one of them with 4 bytes for each
+# character, stay below 1 GB. Few texts of a corpus have more than enwik8's 100 MB.
+RECORD_BYTES = 128 << 20
 SCAN = 1 << 16
 PACKED = {
     b"\x1f\x8b": ("gzip", ".gz"),
@@ -29,7 +28,6 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
 }
 PARQUET = b"PAR1"
-BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
 class Place(NamedTuple):
@@ -42,8 +40,9 @@ class Place(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Successive lines of a file (`kind` "jsonl" or "lines"), a whole one ("text"), or rows of a
-    parquet file ("rows").
+    """Successive lines of a file (`kind` "jsonl" or "lines"), a whole one ("text"), rows of a
+    parquet file ("rows"), or a line, text or row of more than RECORD_BYTES ("long"), without its
+    bytes.
 
     `start` to `end` are bytes of the unpacked file, or rows. `data` is None where a worker reads
     the bytes itself; else the bytes, or for rows a list of values for each key. `read`: bytes of
@@ -107,7 +106,7 @@ class Reader:
 
     def blocks(self, place: Place, opened: Callable[[str], object]) -> Iterator[Block]:
         """All blocks in order; `opened` is called with each file's name. An empty file gives one
-        block without bytes.
+        block without bytes. None has more than BLOCK_BYTES + RECORD_BYTES.
 
         Raises ValueError (file, place, what is wrong, remedy) for a file that cannot be read to its
         end.
@@ -146,60 +145,51 @@ class Reader:
         if name.removesuffix(suffix).endswith(".txt"):
             kind = "lines" if self._txt_lines else "text"
         if not packed and raw.seekable():
-            size = os.fstat(raw.fileno()).st_size
-            while start < size or start == size == 0:
-                end = size if kind == "text" else _line_end(raw, start + BLOCK_BYTES, size)
-                yield kind, start, end, None, end
-                start = max(end, 1)
+            yield from _plain(raw, kind, start)
             return
-        stream = _unpacked(raw, packed)
+        stream = unpacked(raw, packed)
         _skip(stream, start)
         while True:
-            data = stream.read() if kind == "text" else stream.read(BLOCK_BYTES)
+            data = stream.read(RECORD_BYTES + 1 if kind == "text" else BLOCK_BYTES)
             if kind != "text" and data and not data.endswith(b"\n"):
-                data += stream.readline()
+                data += stream.readline(RECORD_BYTES)
             if not data and start:
                 return
-            yield kind, start, start + len(data), data, raw.tell() if raw.seekable() else 0
-            if not data:
+            end = start + len(data)
+            cut = start if kind == "text" else start + data.rfind(b"\n") + 1
+            long = end - cut > RECORD_BYTES
+            if long:
+                data = data[: cut - start]
+                end += _skip_record(stream, kind)
+            read = raw.tell() if raw.seekable() else 0
+            if not long:
+                yield kind, start, end, data, read
+            elif data:
+                yield kind, start, cut, data, read
+            if long:
+                yield "long", cut, end, b"", read
+            if not data and not long:
                 return
-            start += len(data)
+            start = end
 
     def _rows(
         self, raw: io.BufferedReader, name: str, start: int
     ) -> Iterator[tuple[str, int, int, Any, int]]:
-        pyarrow = _library("pyarrow", name)
-        parquet = _library("pyarrow.parquet", name)
-        try:
-            file = parquet.ParquetFile(raw)
-            missing = [key for key in self._keys if key not in file.schema_arrow.names]
-            if missing:
-                raise ValueError(
-                    f'{name}: has no column "{missing[0]}" (its columns: '
-                    f"{', '.join(file.schema_arrow.names[:5])}; choose with --json-keys) "
-                    "[parquet-column-missing]"
-                )
-            rows = file.metadata.num_rows
-            size = os.fstat(raw.fileno()).st_size
-            at = 0
-            keys = [*self._keys, *self._optional]
-            there = [key for key in keys if key in file.schema_arrow.names]
-            for batch in file.iter_batches(ROWS, columns=there, use_threads=False):
-                at += batch.num_rows
-                if at > start:
-                    data = [
-                        batch.column(key).to_pylist() if key in there else [None] * batch.num_rows
-                        for key in keys
-                    ]
-                    yield "rows", at - batch.num_rows, at, data, size * at // rows
-            if not rows and not start:
-                yield "rows", 0, 0, [[] for _ in keys], size
-        except pyarrow.ArrowException as error:
-            line = str(error).split("\n")[0]
-            raise ValueError(
-                f"{name}: the parquet file is damaged or cut short ({line}); make it again "
-                "[input-file-damaged]"
-            ) from None
+        rows = ParquetRows(raw, self._keys, self._optional)
+        size = os.fstat(raw.fileno()).st_size
+        if not rows.count and not start:
+            yield "rows", 0, 0, [[] for _ in (*self._keys, *self._optional)], size
+        for first, end, values in rows.blocks(start, RECORD_BYTES):
+            kind = "rows" if values is not None else "long"
+            yield kind, first, end, values or b"", size * end // rows.count
+
+
+def too_long(*_: object) -> NoReturn:
+    """Raises ValueError: what is wrong with a record of more than RECORD_BYTES."""
+    raise ValueError(
+        f"has more than {RECORD_BYTES} bytes, the most that a line, row or text file may have; cut "
+        "it in parts (--txt-lines makes each line of a text file a document)"
+    )
 
 
 def _kind_of(name: str) -> tuple[str, str]:
@@ -227,60 +217,42 @@ def _packed(magic: bytes, name: str) -> tuple[str, str]:
     return "", ""
 
 
-def _unpacked(raw: io.BufferedReader, packed: str) -> BinaryIO:
-    if packed == "gzip":
-        return gzip.GzipFile(fileobj=raw)
-    if packed == "xz":
-        return lzma.LZMAFile(raw)
-    if packed == "zstd":
-        return io.BufferedReader(_Zstd(raw), 1 << 20)
-    return raw
-
-
-class _Zstd(io.RawIOBase):
-    """What a zstd file of any number of frames holds; unlike the library's own reader it notices a
-    cut one."""
-
-    def __init__(self, raw: io.BufferedReader):
-        zstandard = _library("zstandard", raw.name)
-        self._raw = raw
-        self._error = zstandard.ZstdError
-        self._machine = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame = None
-        self._out = memoryview(b"")
-        self._left = b""
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """The next bytes; raises EOFError where the file ends within a frame."""
-        while not self._out:
-            packed = self._left or self._raw.read(1 << 17)
-            self._left = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._frame = self._frame or self._machine.decompressobj()
-            try:
-                self._out = memoryview(self._frame.decompress(packed))
-            except self._error as error:
-                raise EOFError(str(error)) from None
-            if self._frame.eof:
-                self._left = self._frame.unused_data
-                self._frame = None
-        count = min(len(buffer), len(self._out))
-        buffer[:count] = self._out[:count]
-        self._out = self._out[count:]
-        return count
+def _plain(
+    raw: io.BufferedReader, kind: str, start: int
+) -> Iterator[tuple[str, int, int, Any, int]]:
+    """Blocks of a file that is not compressed, without their bytes."""
+    size = os.fstat(raw.fileno()).st_size
+    while start < size or start == size == 0:
+        end = size if kind == "text" else _line_end(raw, start + BLOCK_BYTES, size)
+        cut = end
+        if end - start > RECORD_BYTES + (0 if kind == "text" else BLOCK_BYTES):
+            raw.seek(start)
+            cut = start
+            if kind != "text":
+                cut += raw.read(BLOCK_BYTES).rfind(b"\n") + 1
+        if cut > start or not size:
+            yield kind, start, cut, None, cut
+        if cut < end:
+            yield "long", cut, end, b"", end
+        start = max(end, 1)
 
 
 def _skip(stream: BinaryIO, count: int) -> None:
     while count:
         got = len(stream.read(min(count, BLOCK_BYTES)))
         count = count - got if got else 0
+
+
+def _skip_record(stream: BinaryIO, kind: str) -> int:
+    """Pass by the rest of a text, or of a line; its bytes."""
+    count = 0
+    part = b""
+    while not part.endswith(b"\n") or kind == "text":
+        part = stream.read(SCAN) if kind == "text" else stream.readline(SCAN)
+        if not part:
+            break
+        count += len(part)
+    return count
 
 
 def _line_end(raw: io.BufferedReader, at: int, size: int) -> int:
@@ -294,17 +266,6 @@ def _line_end(raw: io.BufferedReader, at: int, size: int) -> int:
             return at + found + 1
         at += len(part)
     return size
-
-
-def _library(module: str, file: str) -> ModuleType:
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{file}: reading it needs the package {package} ({error}); run: pip install "
-            f"{package} (or install this suite with its extra: [data]) [package-missing]"
-        ) from None
 
 
 def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:

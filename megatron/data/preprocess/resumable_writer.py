@@ -11,6 +11,7 @@ offsets that are given out here in the order of the documents.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron import log
 from megatron.checksums import table_sum
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
@@ -129,12 +131,17 @@ class Unfinished:
         try:
             # ends with this process, whoever it has forked
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise Busy(
-                f"another run writes in {self.folder}; wait for it, or choose another "
-                "--output-prefix [output-in-use]"
-            ) from None
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._lock.close()
+                raise Busy(
+                    f"another run writes in {self.folder}; wait for it, or choose another "
+                    "--output-prefix [output-in-use]"
+                ) from None
+            log.warn_once(
+                f"{self.folder}: this file system has no file locks ({error.strerror}), so nothing "
+                "keeps a second run from writing there: start only one [no-file-locks]"
+            )
         self.resumed = self._read_state(job)
         if not self.resumed:
             self._start(job)
@@ -148,10 +155,14 @@ class Unfinished:
             for key in range(len(self.pairs))
         ]
 
+    def first_line(self, block: Block) -> int:
+        """The number of the first line of a block, whose predecessors have their places."""
+        return self.place.line if self.place.file == block.file else 1
+
     def take(self, block: Block, encoded: Encoded, bad: BadRecords) -> Order:
         """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a
         bad line too many."""
-        first_line = self.place.line if self.place.file == block.file else 1
+        first_line = self.first_line(block)
         lines = [bad.add(block.name, first_line + line, what) for line, what in encoded.bad]
         self._bad_size += self._bad_file.write("".join(lines).encode())
         offsets = []
@@ -236,7 +247,9 @@ class Unfinished:
             os.replace(f"{self.folder}/bad", self.bad_path)
         _sync(os.path.dirname(self.folder) or ".")
         self._lasting = True
-        shutil.rmtree(self.folder)
+        # NFS keeps the open lock file, and may say at first that a file is busy
+        for _ in range(2):
+            shutil.rmtree(self.folder, ignore_errors=True)
         return [path for pair in self.pairs for path in (bin_path(pair), idx_path(pair))]
 
     def close(self) -> None:
@@ -250,6 +263,8 @@ class Unfinished:
         if os.path.exists(f"{self.folder}/lock") and not (self._lasting and self.kept):
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+        with contextlib.suppress(OSError):  # that of a finished job, on NFS
+            os.rmdir(self.folder)
 
     @property
     def kept(self) -> bool:

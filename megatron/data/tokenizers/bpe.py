@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron import log
 from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
+from megatron.data.preprocess.trial import failure
 from megatron.data.tokenizers import gigatoken, gpt2_bpe
 from megatron.data.tokenizers.base import Ids, Tokenizer, check_unicode, library
 from megatron.small_files import read_bytes, read_json
@@ -272,9 +273,9 @@ class HuggingFaceTokenizer(Tokenizer):
         read = library("tokenizers", "HuggingFaceTokenizer").Tokenizer.from_buffer
         try:
             engine = read(read_bytes(path))
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower
             raise ValueError(
-                f"--tokenizer-model {path}: not a Hugging Face tokenizer.json ({error}) "
+                f"--tokenizer-model {path}: not a Hugging Face tokenizer.json ({failure(error)}) "
                 "[tokenizer-file-malformed]"
             ) from None
         engine.no_truncation()
