@@ -27,12 +27,15 @@ from megatron.arguments import OtherFlags, Problems, arg, build_parser, config_f
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder, template_for
+from megatron.data.chat.templates import ChatTemplate
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.packed.loss_mask import count_trained
 from megatron.data.preprocess import sentences
-from megatron.data.preprocess.encode import Encoded, Job, encode_all, tokenizer_of
+from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
 from megatron.data.preprocess.readers import BLOCK_BYTES, Reader, input_files
 from megatron.data.preprocess.resumable_writer import BadRecords, Busy, Unfinished, is_finishing
+from megatron.data.preprocess.trial import SECONDS, try_first
+from megatron.data.preprocess.workers import encode_all
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import description, fingerprint, vocabulary_of
 from megatron.version import version_line
@@ -107,6 +110,11 @@ class RunConfig:
     )
     keep_sequential_samples: bool = arg(
         False, help="with --partitions: keep the order of the input"
+    )
+    record_timeout: int = arg(
+        SECONDS,
+        help="seconds in which a record must be tokenized (1 more for each 100 KB of it), or the "
+        "run ends and names it",
     )
     log_interval: int | None = arg(
         None,
@@ -349,7 +357,7 @@ def _pairs(config: Config) -> list[str]:
 
 
 def _number_problems(config: Config) -> list[str]:
-    least = {"workers": 1, "partitions": 1, "log_interval": 1}
+    least = {"workers": 1, "partitions": 1, "record_timeout": 1, "log_interval": 1}
     numbers = [(name, getattr(config.run, name), low) for name, low in least.items()]
     numbers.append(("max_bad_records", config.read.max_bad_records, 0))
     return [
@@ -410,6 +418,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                 blocks,
                 config.run.workers or cores,
                 lambda block, encoded: work.take(block, encoded, bad),
+                work.first_line,
+                config.run.record_timeout,
             )
             stack.callback(results.close)
             for number, (block, encoded) in enumerate(results):
@@ -452,11 +462,17 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
 def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
     """The job with its chat template, whose markers are looked up in the vocabulary."""
     kind = job.tokenizer
+    name = config.read.chat_template
     folder = kind.tokenizer_model if kind.tokenizer == "HuggingFaceTokenizer" else None
-    template = template_for(tokenizer, config.read.chat_template, folder)
-    encoder = ChatEncoder(tokenizer, template)
-    encoder.end_of_turn  # noqa: B018 (raises if the template marks no turn)
-    if markers := encoder.text_markers():
+
+    def made() -> tuple[ChatTemplate, list[str]]:
+        encoder = ChatEncoder(tokenizer, template_for(tokenizer, name, folder))
+        encoder.end_of_turn  # noqa: B018 (raises if the template marks no turn)
+        return encoder.template, encoder.text_markers()
+
+    try_first(made, f"--chat-template {name}" if name else f"the chat template in {folder}")
+    template, markers = made()
+    if markers:
         print(
             f"note: {', '.join(markers)} of the template {template.name} are not tokens of this "
             f"{kind.tokenizer}; they are encoded as several tokens of ordinary text",

@@ -25,9 +25,12 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import encode as preprocess
 from megatron.data.preprocess import readers as inputs
-from megatron.data.preprocess import resumable_writer
+from megatron.data.preprocess import resumable_writer, trial
+from megatron.data.preprocess import workers as team
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
+from megatron.data.tokenizers.build import NullTokenizer
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
+from tests.problems import assert_problem, raises
 from tools import preprocess_data
 from tools.shared import progress
 
@@ -785,7 +788,7 @@ class Running:
         wait_for(lambda: "Processed 1000" in self.said.read_text())
         listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         self.workers = [int(pid) for pid in listed.split()]
-        assert len(self.workers) == (workers if workers > 1 else 0)
+        assert len(self.workers) == workers
 
     def _open(self, fifo: Path) -> int | None:
         assert self.process.poll() is None, self.said.read_text()
@@ -882,9 +885,120 @@ class TestInterruptions:
         }
 
 
+def endless(*_: object) -> None:
+    """Takes for ever, with Python's lock held all the while."""
+    re.match("(a+)+$", "a" * 60 + "b")
+
+
+def panics(*_: object) -> None:
+    """What Rust's panics are in Python."""
+    raise type("PanicException", (BaseException,), {})("called `Option::unwrap()`\nand more")
+
+
+def fails(*_: object) -> None:
+    """Nothing narrower, as `tokenizers` raises it."""
+    raise Exception("WordPiece error: Missing [UNK]")
+
+
+def killed(*_: object) -> None:
+    """As by the kernel for want of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TestForeignCode:
+    """A tokenizer that does not return, fails, or ends its process: the record is named."""
+
+    @pytest.fixture(autouse=True)
+    def looked_at_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(team, "TICK", 0.1)
+
+    def run(
+        self, what: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str
+    ) -> int:
+        encode = NullTokenizer.encode
+        monkeypatch.setattr(
+            NullTokenizer,
+            "encode",
+            lambda self, text: what() if "666" in text else encode(self, text),
+        )
+        lines = [{"text": str(number)} for number in range(4000)]
+        write_lines(tmp_path / "a.jsonl", lines[:600])
+        write_lines(tmp_path / "b.jsonl.gz", lines[600:660] + [lines[666], lines[0]])
+        files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.gz")]
+        return main("--input", *files, "--output-prefix", f"{tmp_path}/out/x", *more, *NULL)
+
+    @pytest.mark.parametrize("workers", ["1", "2"])
+    @pytest.mark.parametrize(
+        ("what", "code"),
+        [
+            (endless, "record-timeout"),
+            (killed, "worker-killed"),
+            (panics, "bad-record"),
+            (fails, "bad-record"),
+        ],
+    )
+    def test_the_record_is_named(
+        self,
+        what: Callable[..., None],
+        code: str,
+        workers: str,
+        tmp_path: Path,
+        out: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        flags = ["--workers", workers, "--record-timeout", "1"]
+        assert self.run(what, tmp_path, monkeypatch, *flags) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert_problem(line, code, f"{tmp_path}/b.jsonl.gz, line 61")
+        assert multiprocessing.active_children() == []
+
+    def test_where_it_fails_may_be_skipped(
+        self, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert self.run(panics, tmp_path, monkeypatch, "--max-bad-records", "1") == 0
+        (bad,) = (out / "x.bad_records.jsonl").read_text().splitlines()
+        assert json.loads(bad)["line"] == 61 and len(documents(f"{out}/x_text_document")) == 661
+
+    @pytest.mark.parametrize("what", [endless, killed, panics, fails])
+    def test_the_first_text_is_tried(self, what: Callable[..., None]) -> None:
+        with raises(ValueError, "tokenizer-fails", "--tokenizer-model x"):
+            trial.try_first(what, "--tokenizer-model x", seconds=1 if what is endless else 60)
+
+    def test_a_long_record_has_more_time(self) -> None:
+        clock = team._Clock(0.0)
+        worker = SimpleNamespace(mark=memoryview(bytearray(24)).cast("q"))
+        worker.mark[1] = 1
+        worker.mark[2] = 100_000 * team.BYTES_PER_SECOND
+        for _ in range(3):
+            clock.look(worker)
+        worker.mark[2] = 0
+        clock.look(worker)
+        with pytest.raises(team.WorkerDied):
+            clock.look(worker)
+
+
+def test_a_record_that_is_too_long_is_named_and_may_be_skipped(
+    tmp_path: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(inputs, "RECORD_BYTES", 50_000)
+    lines = [{"text": "1"}] * 9 + [{"text": "2 " * 90_000}] + [{"text": "3"}] * 5
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        file = write_lines(tmp_path / name, lines)
+        words = ["--input", file, "--output-prefix", f"{out}/x", "--overwrite", *NULL]
+        assert main(*words) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert_problem(line, "bad-record", f"{file}, line 10", "50000")
+        assert main(*words, "--max-bad-records", "1") == 0
+        assert documents(f"{out}/x_text_document") == [[[1]]] * 9 + [[[3]]] * 5
+
+
 def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     job = preprocess.Job(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10), ("text",))
-    monkeypatch.setattr(preprocess, "_serve_quietly", deaf)
+    monkeypatch.setattr(team, "_serve_quietly", deaf)
     monkeypatch.setattr(preprocess.Encoder, "encode", slow)
 
     def blocks() -> Iterator[inputs.Block]:
@@ -893,7 +1007,7 @@ def test_no_worker_is_waited_for_when_the_work_is_given_up(monkeypatch: pytest.M
 
     start = time.monotonic()
     with pytest.raises(KeyError):
-        list(preprocess.encode_all(job, [[]], blocks(), 2, lambda block, encoded: None))
+        list(team.encode_all(job, [[]], blocks(), 2, lambda block, encoded: None, lambda block: 1))
     while multiprocessing.active_children() and time.monotonic() - start < 20:
         time.sleep(0.05)
     assert time.monotonic() - start < 20

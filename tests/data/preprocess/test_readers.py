@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.preprocess import readers as inputs
+from megatron.data.preprocess import unpack
 from megatron.data.preprocess.readers import Block, Place, Reader
 
 
@@ -21,7 +22,8 @@ from megatron.data.preprocess.readers import Block, Place, Reader
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(inputs, "SCAN", 64)
-    monkeypatch.setattr(inputs, "ROWS", 7)
+    monkeypatch.setattr(unpack, "ROWS", 7)
+    monkeypatch.setattr(unpack, "PIECE", 99)
 
 
 def zst(content: bytes) -> bytes:
@@ -175,7 +177,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    monkeypatch.setattr(inputs.importlib, "import_module", no_library)
+    monkeypatch.setattr(unpack.importlib, "import_module", no_library)
     for name, package in (("x.zst", "zstandard"), ("x.parquet", "pyarrow")):
         with pytest.raises(
             ValueError,

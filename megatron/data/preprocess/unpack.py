@@ -1,0 +1,264 @@
+"""Compressed files and parquet, unpacked in pieces: whatever a file says of itself, the memory that
+reading it takes is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import io
+import lzma
+import os
+import resource
+import zlib
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import Any, BinaryIO
+
+# what is unpacked before its size is known may take this: a dictionary of xz, pages of parquet
+MEMORY = 512 << 20
+WINDOW = 128 << 20  # the largest that zstd itself reads unless it is told to
+ROWS = 256  # of a parquet file that are read at a time
+ROWS_BYTES = 1 << 24  # of rows that are given together
+PIECE = 1 << 18
+SCAN = 1 << 16
+BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+
+
+def unpacked(raw: io.BufferedReader, packed: str) -> BinaryIO:
+    """What a file holds that is `packed` ("gzip", "xz", "zstd", "" for not at all). Reading raises
+    one of BROKEN, and ValueError for a file that takes too much memory."""
+    if packed == "gzip":
+        return gzip.GzipFile(fileobj=raw)
+    if packed == "xz":
+        return io.BufferedReader(_Pieces(_xz(raw)), 1 << 20)
+    if packed == "zstd":
+        return io.BufferedReader(_Pieces(_zstd(raw)), 1 << 20)
+    return raw
+
+
+class _Pieces(io.RawIOBase):
+    """The bytes that an iterator gives, as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]):
+        self._pieces = pieces
+        self._out = memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes; raises what the iterator raises."""
+        while not self._out:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._out = memoryview(piece)
+        count = min(len(buffer), len(self._out))
+        buffer[:count] = self._out[:count]
+        self._out = self._out[count:]
+        return count
+
+
+def _xz(raw: io.BufferedReader) -> Iterator[bytes]:
+    """What any number of xz streams hold."""
+    while packed := raw.read(SCAN).lstrip(b"\0"):  # zeros may stand between streams
+        while packed:
+            stream = lzma.LZMADecompressor(memlimit=MEMORY)
+            while not stream.eof:
+                try:
+                    yield stream.decompress(packed, PIECE)
+                except lzma.LZMAError as error:
+                    if "limit" in str(error):
+                        raise _takes_memory(raw.name) from None
+                    raise
+                packed = raw.read(SCAN) if stream.needs_input else b""
+                if stream.needs_input and not packed:
+                    raise EOFError("it ends within a stream")
+            packed = stream.unused_data.lstrip(b"\0")
+
+
+def _zstd(raw: io.BufferedReader) -> Iterator[bytes]:
+    """What any number of zstd frames hold; unlike the library's own reader it notices a cut one."""
+    zstandard = library("zstandard", raw.name)
+    machine = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    while magic := raw.read(4):
+        if magic[0] & 0xF0 == 0x50 and magic[1:] == b"\x2a\x4d\x18":  # a frame to be skipped
+            size = int.from_bytes(_exactly(raw, 4), "little")
+            while size:
+                size -= len(_exactly(raw, min(size, SCAN)))
+            continue
+        try:
+            yield from _zstd_frame(raw, magic, machine, zstandard)
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from None
+
+
+def _zstd_frame(
+    raw: io.BufferedReader, magic: bytes, machine: Any, zstandard: ModuleType
+) -> Iterator[bytes]:
+    """What a frame holds. The library unpacks all that it is given, so it is given 8 blocks at a
+    time, of at most 128 KiB each. Source: RFC 8878, section 3.1.1."""
+    descriptor = _exactly(raw, 1)
+    flags = descriptor[0]
+    single = flags >> 5 & 1
+    rest = 1 - single + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+    feed = magic + descriptor + _exactly(raw, rest)
+    wide = zstandard.get_frame_parameters(feed).window_size > WINDOW
+    frame = machine.decompressobj()
+    blocks = 0
+    packed = 0
+    size = 0
+    last = False
+    while not last:
+        block = _exactly(raw, 3)
+        number = int.from_bytes(block, "little")
+        last = bool(number & 1)
+        same = number >> 1 & 3 == 1  # one byte, repeated
+        feed += block + _exactly(raw, 1 if same else number >> 3)
+        feed += _exactly(raw, 4 if last and flags & 4 else 0)  # checksum
+        blocks += 1
+        if last or blocks % 8 == 0:
+            piece = frame.decompress(feed)
+            packed += len(feed)
+            size += len(piece)
+            # 2 GB with zstd --long=31, which take memory as they fill: text is not so alike
+            if wide and size > WINDOW + 64 * packed:
+                raise _takes_memory(raw.name)
+            yield piece
+            feed = b""
+    if not frame.eof:
+        raise EOFError("a frame does not end where it says")
+
+
+def _exactly(raw: io.BufferedReader, count: int) -> bytes:
+    data = raw.read(count)
+    if len(data) < count:
+        raise EOFError("it ends within a frame")
+    return data
+
+
+class ParquetRows:
+    """The rows of a parquet file: the columns `keys`, those of `optional` that it has. Raises
+    ValueError for a damaged file, or one without a key."""
+
+    def __init__(self, raw: io.BufferedReader, keys: Sequence[str], optional: Sequence[str] = ()):
+        self._name = raw.name
+        pyarrow = library("pyarrow", raw.name)
+        parquet = library("pyarrow.parquet", raw.name)
+        # arrow's own allocator reserves 1 GB, which `_at_most` would count
+        pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+        self._error = pyarrow.ArrowException
+        self._most = MEMORY + 2 * os.fstat(raw.fileno()).st_size
+        with self._explained(), _at_most(self._most):
+            self._file = parquet.ParquetFile(raw)
+        names = self._file.schema_arrow.names
+        missing = [key for key in keys if key not in names]
+        if missing:
+            raise ValueError(
+                f'{raw.name}: has no column "{missing[0]}" (its columns: {", ".join(names[:5])}; '
+                "choose with --json-keys) [parquet-column-missing]"
+            )
+        self._columns = [key for key in (*keys, *optional) if key in names]
+        self._keys = (*keys, *optional)
+        self.count = self._file.metadata.num_rows
+
+    def blocks(self, start: int, longest: int) -> Iterator[tuple[int, int, list[list[Any]] | None]]:
+        """Rows from number `start` on: number of the first and of the one after the last, and the
+        values of each key. As many as ROWS_BYTES hold, or one; of a row of more than `longest`
+        bytes None."""
+        with self._explained():
+            for at, batch in self._batches(start):
+                values = None
+                if batch.num_rows > 1 or batch.nbytes <= longest:
+                    values = [
+                        batch.column(key).to_pylist()
+                        if key in self._columns
+                        else [None] * batch.num_rows
+                        for key in self._keys
+                    ]
+                yield at, at + batch.num_rows, values
+
+    def _batches(self, start: int) -> Iterator[tuple[int, Any]]:
+        """Rows that need too much memory together are read one by one, from the first of their
+        group on. Raises ValueError if one does."""
+        after = 0
+        for group in range(self._file.num_row_groups):
+            before = after
+            after += self._file.metadata.row_group(group).num_rows
+            rows = ROWS
+            while start < after:
+                try:
+                    for at, batch in self._group(group, before, start, rows):
+                        yield at, batch
+                        start = at + batch.num_rows
+                    start = after
+                except MemoryError:
+                    if rows == 1:
+                        raise _takes_memory(f"{self._name}, row {start + 1}") from None
+                    rows = 1
+
+    def _group(self, group: int, at: int, start: int, rows: int) -> Iterator[tuple[int, Any]]:
+        batches = self._file.iter_batches(
+            rows, row_groups=[group], columns=self._columns, use_threads=False
+        )
+        while True:
+            with _at_most(self._most):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            at += batch.num_rows
+            batch = batch.slice(max(start - at + batch.num_rows, 0))
+            step = max(1, batch.num_rows if batch.nbytes <= ROWS_BYTES else 1)
+            for first in range(0, batch.num_rows, step):
+                yield at - batch.num_rows + first, batch.slice(first, step)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            line = str(error).split("\n")[0]
+            raise ValueError(
+                f"{self._name}: the parquet file is damaged or cut short ({line}); make it again "
+                "[input-file-damaged]"
+            ) from None
+
+
+@contextlib.contextmanager
+def _at_most(more: int) -> Iterator[None]:
+    """Within it this process gets MemoryError where it asks for so many bytes more than it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            most = int(file.read(100).split()[5]) * resource.getpagesize() + more
+    except OSError:  # not Linux
+        most = soft
+    if soft == resource.RLIM_INFINITY or most < soft:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _takes_memory(where: str) -> ValueError:
+    return ValueError(
+        f"{where}: unpacking it takes more than {MEMORY >> 20} MiB of memory; write the file "
+        "again: xz and zstd without a larger window than usual, parquet in smaller row groups "
+        "[unpacking-takes-memory]"
+    )
+
+
+def library(module: str, file: str) -> ModuleType:
+    """An optional package that reads `file`. Raises ValueError if it is not installed."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{file}: reading it needs the package {package} ({error}); run: pip install "
+            f"{package} (or install this suite with its extra: [data]) [package-missing]"
+        ) from None
