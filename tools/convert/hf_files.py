@@ -21,6 +21,7 @@ from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
 from megatron.config.checkpoint import is_url
+from megatron.small_files import read_bytes
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape
 from tools.convert.stores.kept_shards import KeptShards
@@ -58,7 +59,7 @@ class HFFolder:
             raise ConversionError(
                 f"{self.path}: there is no {CONFIG}; give a folder that save_pretrained wrote"
             )
-        self.config = read_json(self.path / CONFIG)
+        self.config = read_json(own_file(self.path / CONFIG))
         self._files: dict[str, SafetensorsFile] = {}
         self._home: dict[str, str] = {}
         try:
@@ -71,7 +72,7 @@ class HFFolder:
         """Open every shard; the index, where there is one, must name exactly what is in them."""
         index = self.path / INDEX
         if index.is_file():
-            weight_map = read_json(index).get("weight_map")
+            weight_map = read_json(own_file(index)).get("weight_map")
             if (
                 not isinstance(weight_map, dict)
                 or not weight_map
@@ -110,7 +111,7 @@ class HFFolder:
             )
 
     def _open_file(self, name: str) -> SafetensorsFile:
-        return SafetensorsFile(self.path / name)
+        return SafetensorsFile(own_file(self.path / name))
 
     def _names(self) -> list[str]:
         """Names of its files, those of weights too."""
@@ -273,7 +274,7 @@ def _purpose(source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence
     }
     found = hashlib.sha256(json.dumps([source, config, table], sort_keys=True).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):  # another version may convert otherwise
-        found.update(path.read_bytes())
+        found.update(read_bytes(path))
     return found.hexdigest()
 
 
@@ -318,7 +319,7 @@ def _written(
         yield folder / name
     progress.clear()
     for name, file in files.items():
-        DISK.write_file(folder / name, file.read_bytes())
+        DISK.write_file(folder / name, read_bytes(file))
         yield folder / name
     if len(plan) > 1:
         weight_map = {one.name: name for name, shard in plan.items() for one in shard}
@@ -343,10 +344,27 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
     DISK.write_file(path, (json.dumps(table, indent=2, sort_keys=True) + "\n").encode())
 
 
+def own_file(path: Path) -> Path:
+    """The path of a file of a model's folder. Raises ConversionError for a link out of the folder,
+    where a file of this machine would be taken, and perhaps published, for one of the model; in the
+    Hugging Face cache links lead into blobs/."""
+    folder = path.parent.resolve()
+    places = [folder]
+    if folder.parent.name == "snapshots":
+        places.append(folder.parents[1] / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(place) for place in places):
+        raise ConversionError(
+            f"{path}: is a link to {target}, outside of the folder; if that file belongs to the "
+            "model, put a copy of it in place of the link [link-out-of-folder]"
+        )
+    return path
+
+
 def side_files(folder: Path) -> list[Path]:
     """The tokenizer and generation files of a folder. Raises ConversionError for one that cannot be
-    read."""
-    found = [folder / name for name in SIDE_FILES if os.path.lexists(folder / name)]
+    read, and as `own_file`."""
+    found = [own_file(folder / name) for name in SIDE_FILES if os.path.lexists(folder / name)]
     for file in found:
         if not file.is_file() or not os.access(file, os.R_OK):
             raise ConversionError(
