@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.problems import Problems
@@ -18,23 +19,42 @@ _TOKEN = re.compile(
     re.S | re.X,
 )
 _LONGEST_WORD = 131_072  # as Linux allows in a command line
+MOST_FILES = 100  # that one @FILE may include, counted as often as they are included
+MOST_WORDS = 1 << 20
 
 
-def expand_files(argv: Sequence[str], seen: tuple[Path, ...] = ()) -> list[str]:
+def expand_files(argv: Sequence[str]) -> list[str]:
     """Replace each @FILE word by the words of that file: shell quoting, `#` comments, @FILE inside
-    relative to it."""
-    words: list[str] = []
-    if "@" not in "".join(argv):
-        return list(argv)
+    relative to it. Raises Problems."""
+    words = list(itertools.islice(_expanded(argv, (), itertools.count(1)), MOST_WORDS + 1))
+    if len(words) > MOST_WORDS:
+        raise Problems(
+            [
+                f"{next(word for word in argv if word.startswith('@'))}: gives more than "
+                f"{MOST_WORDS} words; include each file once [args-file-too-long]"
+            ]
+        )
+    return words
+
+
+def _expanded(argv: Sequence[str], within: tuple[Path, ...], count: Iterator[int]) -> Iterator[str]:
+    """The words of `argv`, which stands in the last of the files `within`; `count` is of all
+    files."""
     for word in argv:
         if not word.startswith("@"):
-            words.append(word)
+            yield word
             continue
-        path = Path(word[1:]) if not seen else seen[-1].parent / word[1:]
-        if path.resolve() in [p.resolve() for p in seen]:
+        path = Path(word[1:]) if not within else within[-1].parent / word[1:]
+        if path.resolve() in [p.resolve() for p in within]:
             raise Problems([f"@{path}: includes itself [args-file-includes-itself]"])
-        words += expand_files(read_words(path), (*seen, path))
-    return words
+        if next(count) > MOST_FILES:
+            raise Problems(
+                [
+                    f"@{within[0]}: includes more than {MOST_FILES} files; include each once "
+                    "[args-file-too-long]"
+                ]
+            )
+        yield from _expanded(read_words(path), (*within, path), count)
 
 
 def read_words(path: Path) -> list[str]:

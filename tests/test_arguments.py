@@ -26,7 +26,7 @@ from megatron.arguments import (
     values_of,
 )
 from megatron.config.tree import Config
-from tests.problems import assert_problem, codes_of
+from tests.problems import assert_problem, codes_of, raises
 
 
 def _even(word: str) -> int:
@@ -345,6 +345,20 @@ def test_bad_files_are_problems_beside_the_others(tmp_path: Path):
         "value-malformed",
     ]
     assert "line 2" in lines[2]
+
+
+@pytest.mark.parametrize(("words", "files"), [("", 30), ("1 " * 100_000, 5)])
+def test_files_that_include_twice_have_an_end(tmp_path: Path, words: str, files: int):
+    for number in range(files):
+        (tmp_path / f"{number}.args").write_text(f"@{number + 1}.args\n" * 2)
+    (tmp_path / f"{files}.args").write_text(words)
+    with raises(Problems, "args-file-too-long", "0.args"):
+        expand_files([f"@{tmp_path / '0.args'}"])
+    flat = "".join(f"@{number}.args\n" for number in range(1, files))
+    (tmp_path / "0.args").write_text(flat)
+    for number in range(1, files):
+        (tmp_path / f"{number}.args").write_text("--bright\n")
+    assert expand_files([f"@{tmp_path / '0.args'}"]) == ["--bright"] * (files - 1)
 
 
 def test_help_names_every_flag_with_type_and_default():
