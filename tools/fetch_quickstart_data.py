@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.arguments import arg
+from megatron.small_files import read_bytes
 from tools.shared.program import read
 
 
@@ -97,7 +98,7 @@ SOURCES = (
 def is_there(source: Source, folder: Path) -> bool:
     """Whether the file is in the folder, whole."""
     file = folder / source.name
-    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == source.sha256
+    return file.is_file() and hashlib.sha256(read_bytes(file)).hexdigest() == source.sha256
 
 
 def archive_of(source: Source, cache: Path) -> Path:

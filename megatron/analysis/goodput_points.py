@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.analysis.goodput import KINDS, account
+from megatron.small_files import LIMIT, open_regular
 from megatron.training.hook import Hook
 from megatron.training.logging.points import Boards
 from megatron.training.logging.run_events_file import NAME, attempts_of, parse_events
@@ -25,9 +26,9 @@ class EventsTail:
 
     def update(self) -> None:
         """Read the lines that are complete by now. Raises OSError."""
-        with open(self._path, "rb") as file:
+        with open_regular(self._path) as file:
             file.seek(self._read)
-            text = file.read()
+            text = file.read(LIMIT)
         text = text[: text.rfind(b"\n") + 1]
         self._read += len(text)
         for event in parse_events(text.decode(errors="replace")):

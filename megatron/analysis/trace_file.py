@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from megatron.small_files import read_json
 
 START = b'{\n "world_size":'
 
@@ -31,7 +31,7 @@ def is_trace(path: str) -> bool:
 def read_memory(path: str) -> list[RankMemory]:
     """The ranks of a trace. Raises ValueError for a damaged file."""
     try:
-        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        content: Any = read_json(path)
         return [
             RankMemory(
                 one["rank"],
@@ -43,5 +43,5 @@ def read_memory(path: str) -> list[RankMemory]:
         ]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}: is no whole file of --trace-output; trace again") from None

@@ -25,6 +25,7 @@ from megatron import log
 from megatron.checkpoint import manifest, skip_log, slots, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.helper_process import SideProcess
+from megatron.small_files import read_bytes
 
 TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
@@ -463,7 +464,7 @@ class _Watched:
         """Upload the records of skipped iterations if they have changed since the last upload.
         Snapshots have none."""
         path = self.place.staging / skip_log.FILE_NAME
-        found = path.read_bytes() if path.exists() else b""
+        found = read_bytes(path) if path.exists() else b""
         if found != self._records:
             self._remote.upload_skips(self.place.staging)
             self._records = found

@@ -71,6 +71,18 @@ PLANTS = [
         "stands on no floor",
     ),
     (
+        "files_read_whole_by_one_door",
+        "tools/x.py",
+        "import json\n\nA = json.load(open('a'))\n",
+        "json",
+    ),
+    (
+        "files_read_whole_by_one_door",
+        "megatron/data/x.py",
+        "from pathlib import Path\n\nA = Path('a').read_bytes()\n",
+        "Path",
+    ),
+    (
         "launcher_in_one_file",
         "megatron/training/x.py",
         'import os\nRANK = os.environ["SLURM_PROCID"]\n',

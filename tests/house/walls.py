@@ -50,8 +50,8 @@ OPTIONAL = {
     "regex": "data/tokenizers/gpt2_bpe.py",
     "gigatoken": "data/tokenizers/gigatoken.py",
     "orjson": "data/preprocess/jsonl.py",
-    "zstandard": "data/preprocess/readers.py",
-    "pyarrow": "data/preprocess/readers.py",
+    "zstandard": "data/preprocess/unpack.py",
+    "pyarrow": "data/preprocess/unpack.py",
     "punkt": "data/preprocess/sentences.py",
     "lm_eval": "analysis/lm_eval_model.py",
     "jinja2": "data/chat/templates.py",
@@ -79,6 +79,17 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "mar
 # The one place that reads pickles: a process of its own, with an allow-list, for other suites'
 # checkpoints.
 UNPICKLER = "tools/convert/unpickle_worker.py"
+# They read whole what the kernel, or they themselves, have written, or what is a part of the suite.
+READ_WHOLE = {
+    "megatron/threads.py",
+    "megatron/console.py",
+    "megatron/training/launch/hang.py",
+    "megatron/training/launch/forkserver.py",
+    "megatron/training/launch/network.py",
+    "tools/convert/families.py",
+    "tools/shared/memory.py",
+    "tools/shared/ranks.py",
+}
 # State on purpose: what this process has said once already.
 STATE = {("log.py", "_SAID")}
 MUTATORS = {
@@ -479,6 +490,23 @@ def no_code_from_data(root: Path) -> Iterator[str]:
                     yield say(module, node, f"{keyword.arg}={value}; nothing we load may run code")
 
 
+def files_read_whole_by_one_door(root: Path) -> Iterator[str]:
+    """A file that is read whole has a limit on its size, which megatron/small_files.py knows."""
+    for module in read(root, "megatron", "tools"):
+        if module.path in READ_WHOLE or module.path.startswith("tools/benchmarks/"):
+            continue
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            whole = (
+                node.func.attr in ("read_text", "read_bytes") or dotted(node.func) == "json.load"
+            )
+            source = ast.unparse(node.func.value)
+            kernels = re.search(r"/(proc|sys)/", source)
+            if whole and not kernels and source not in ("small_files", "log_reader"):
+                yield say(module, node, f"{source}: read it by megatron.small_files")
+
+
 def namespace_package(root: Path) -> Iterator[str]:
     """No __init__.py anywhere in megatron/: the name is shared with PyPI's megatron-core."""
     for file in sorted((root / "megatron").rglob("__init__.py")):
@@ -587,6 +615,7 @@ WALLS: dict[str, Callable[[Path], Iterator[str]]] = {
         no_global_state,
         docstring_first,
         no_code_from_data,
+        files_read_whole_by_one_door,
         namespace_package,
         names_and_leftovers,
         tests_share_by_modules,

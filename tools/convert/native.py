@@ -30,6 +30,7 @@ from megatron.config.plan.parameters import EXPERT_BIAS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
 from tools.convert.config_keys import read_json
@@ -65,7 +66,7 @@ class Ours:
     def identity(self) -> str:
         """A text that another checkpoint does not have: its path, and the manifest with the
         checksums of all tensors."""
-        digest = hashlib.sha256((self.found.directory / manifest.FILE_NAME).read_bytes())
+        digest = hashlib.sha256(read_bytes(self.found.directory / manifest.FILE_NAME))
         return f"{self.found.directory.absolute()} {digest.hexdigest()}"
 
     @property

@@ -24,6 +24,7 @@ from megatron.checkpoint.safetensors_file import (
     host_copy,
     write_file,
 )
+from megatron.small_files import read_json
 from tools.convert.links import ConversionError, Header, Shape
 from tools.shared.progress import Progress
 
@@ -85,7 +86,7 @@ class Unpickler:
         self._ask(path, "read", path, tensors, values, *prefixes)
         file = SafetensorsFile(tensors)
         self._files.append(file)
-        return TorchFile(path, file, json.loads(values.read_text(encoding="utf-8")))
+        return TorchFile(path, file, read_json(values))
 
     def read_all(
         self, paths: Mapping[Place, Path], prefixes: Sequence[str] = ("",)
@@ -110,7 +111,7 @@ class Unpickler:
         """Where the tensors of a torch.distributed.checkpoint folder are; see `index` there."""
         _, table = self._names()
         self._ask(folder, "index", folder, table)
-        return json.loads(table.read_text(encoding="utf-8"))
+        return read_json(table)
 
     def write(
         self,

@@ -52,7 +52,7 @@ from megatron.checkpoint.safetensors_file import (
     SafetensorsFile,
     write_file,
 )
-from megatron.small_files import open_regular
+from megatron.small_files import open_regular, read_json, read_text
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
@@ -581,7 +581,7 @@ def _save(value: Any, file: Path | BinaryIO) -> None:
 def write(tensors: Path, values: Path, target: Path) -> None:
     """Save a nested dict: "values" at the root, "args" as a Namespace, and each tensor at its path
     ("paths")."""
-    table = json.loads(values.read_text(encoding="utf-8"))
+    table = read_json(values)
     root: dict[str, Any] = {"args": argparse.Namespace(**table["args"]), **table["values"]}
     with SafetensorsFile(tensors) as file:
         for name, path in table["paths"].items():
@@ -617,8 +617,8 @@ def finish(places: Path, index: Path, folder: Path) -> None:
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    table = json.loads(index.read_text(encoding="utf-8"))
-    lines = map(json.loads, places.read_text(encoding="utf-8").splitlines())
+    table = read_json(index)
+    lines = map(json.loads, read_text(places).splitlines())
     found = {line["name"]: line for line in lines}
     entries: dict[str, Any] = {}
     storage = {}

@@ -3,7 +3,6 @@ reads them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.small_files import read_json
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def open_run(
         )
     else:
         folder = checkpoint_after(run, iteration)
-        state = json.loads((folder / "state.json").read_text(encoding="utf8"))
+        state = read_json(folder / "state.json")
         words = parse_typed(
             build_parser(Config, prog="args", description=""), [f"@{folder / 'args'}"]
         )

@@ -9,11 +9,12 @@ import importlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
+
+from megatron.small_files import read_bytes
 
 Ids = Sequence[int] | np.ndarray
 
@@ -105,7 +106,7 @@ class Tokenizer(abc.ABC):
     def identity(self) -> dict[str, Any]:
         """Which tokenizer this is: class, settings, files and the sha256 of each; all but the paths
         decide the ids."""
-        digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in self.files]
+        digests = [hashlib.sha256(read_bytes(file)).hexdigest() for file in self.files]
         return {
             "class": type(self).__name__,
             **self.settings(),
