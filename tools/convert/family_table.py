@@ -497,6 +497,13 @@ def _wide_window(m: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": positions, "layer_types": ["full_attention"] * m.num_layers}
 
 
+def _phi3_keys(m: ModelConfig) -> dict[str, Any]:
+    """Of the types of rope_scaling transformers' Phi-3 has longrope alone."""
+    rope = {"rope_type": "default", "rope_theta": float(m.rotary_base)}
+    partial = {"partial_rotary_factor": m.rotary_percent}
+    return {"sliding_window": None, "rope_scaling": None, "rope_parameters": rope | partial}
+
+
 def _olmo3_keys(m: ModelConfig) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": float(m.rotary_base)}
     kinds = ("full_attention", "sliding_attention")
@@ -641,7 +648,7 @@ FAMILIES: Mapping[str, Family] = {
                 partial=1.0,
                 dropouts=("resid_pdrop", "embd_pdrop"),
                 last=_phi3_window,
-                written=lambda m: {"sliding_window": None},
+                written=_phi3_keys,
             ),
         ),
         _like_llama(

@@ -29,6 +29,7 @@ LLAMA = dict(
 )
 LINEAR = {"rotary_seq_len_interpolation_factor": 2}
 PARTIAL = {"rotary_percent": 0.5}
+HELIUM = {"rotary_interleaved": True, "kv_channels": 12}  # which transformers' Helium ignores
 EXPERTS = LLAMA | {"qk_layernorm": True, "num_experts": 4, "moe_ffn_hidden_size": 16}
 SINKHORN = EXPERTS | {"moe_router_load_balancing_type": ("sinkhorn",)}
 
@@ -45,6 +46,7 @@ def model_of(**flags: Any) -> ModelConfig:
         ("gpt_neox", PARTIAL | LINEAR, 3),  # norm, activation and biases are others
         ("phi3", PARTIAL, 0),
         ("phi3", LINEAR, 1),
+        ("helium", HELIUM, 1),
         ("llama", LINEAR | {"use_rope_scaling": True}, 1),  # each alone is verified
         ("qwen3_moe", SINKHORN, 0),
         ("qwen3_moe", SINKHORN | {"moe_router_topk_scaling_factor": 2.0}, 1),
@@ -62,7 +64,7 @@ def missing(patch):
 def useless(patch):
     """One that knows the families and loads nothing."""
     quiet = SimpleNamespace(logging=SimpleNamespace(disable_progress_bar=lambda: None))
-    known = SimpleNamespace(CONFIG_MAPPING=("llama", "phi3"), utils=quiet)
+    known = SimpleNamespace(CONFIG_MAPPING=("llama", "helium"), utils=quiet)
     patch.setitem(sys.modules, "transformers", known)
 
 
@@ -104,18 +106,22 @@ def test_an_export_of_the_table_is_written(lack, export, monkeypatch):
 @pytest.mark.parametrize("lack", LACKS)
 def test_another_one_is_refused(lack, export, monkeypatch):
     LACKS[lack](monkeypatch)
-    code, _, errors, target = export("phi3", **LINEAR)
+    code, _, errors, target = export("helium", **HELIUM)
     assert code == 1 and not target.exists()
     line = errors.splitlines()[-1]
-    feature = "rotary_seq_len_interpolation_factor"
-    assert_problem(line, "export-not-verified", "--unverified", "phi3", feature)
+    assert_problem(line, "export-not-verified", "--unverified", "helium", "kv_channels")
 
 
 @pytest.mark.parametrize("flag", ["--unverified", "--no-verify"])
 def test_or_written_unverified(flag, export, monkeypatch):
     missing(monkeypatch)
-    code, _, _, target = export("phi3", flag, **LINEAR)
+    code, _, _, target = export("helium", flag, **HELIUM)
     assert code == 0 and (target / "config.json").is_file()
+
+
+def test_phi3_has_no_scaled_positions():
+    with pytest.raises(ConversionError, match="rotary_seq_len_interpolation_factor is 2"):
+        config_for(FAMILIES["phi3"], model_of(**LINEAR), VOCAB, {})
 
 
 @pytest.mark.parametrize(
