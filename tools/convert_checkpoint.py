@@ -82,6 +82,11 @@ def unverified_option(text: str = "") -> Any:
     )
 
 
+def ignored_keys(what: str) -> Any:
+    """--ignore-config-key."""
+    return arg((), metavar="KEY", help=f"{what} that are not known and change nothing")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFImport:
     """hf-import."""
@@ -90,9 +95,7 @@ class HFImport:
         "HF_FOLDER", "directory with config.json and .safetensors files, or its s3:// URL", place
     )
     target: Path = path_of("DIR", "run directory to create")
-    ignore_config_key: tuple[str, ...] = arg(
-        (), metavar="KEY", help="keys of config.json that may be ignored"
-    )
+    ignore_config_key: tuple[str, ...] = ignored_keys("keys of config.json")
     max_position_embeddings: int | None = arg(None, help="use a shorter context than config.json's")
     no_tokenizer: bool = arg(
         False, help="do not copy the tokenizer's files (the run then uses NullTokenizer)"
@@ -180,6 +183,7 @@ class MegatronImport:
         metavar="FILE",
         help="file of flags that override the checkpoint's arguments",
     )
+    ignore_config_key: tuple[str, ...] = ignored_keys("the checkpoint's arguments")
     no_tokenizer: bool = arg(
         False, help="do not keep the tokenizer (the run then uses NullTokenizer)"
     )
@@ -200,6 +204,7 @@ class MegatronImport:
             args_file=self.args,
             tokenizer=not self.no_tokenizer,
             vocab_size=self.vocab_size,
+            ignored=self.ignore_config_key,
             optimizer=not self.no_load_optim,
         )
 
@@ -216,6 +221,7 @@ class DeepSpeedImport:
         metavar="FILE",
         help="file of flags that override the checkpoint's arguments",
     )
+    ignore_config_key: tuple[str, ...] = ignored_keys("the checkpoint's arguments")
     no_tokenizer: bool = arg(
         False, help="do not keep the tokenizer (the run then uses NullTokenizer)"
     )
@@ -236,6 +242,7 @@ class DeepSpeedImport:
             args_file=self.args,
             tokenizer=not self.no_tokenizer,
             vocab_size=self.vocab_size,
+            ignored=self.ignore_config_key,
             optimizer=not self.no_load_optim,
         )
 
@@ -300,6 +307,7 @@ class InternLMImport:
     tokenizer_model: Path | None = arg(
         None, parse=Path, metavar="FILE", help="its SentencePiece model (default: NullTokenizer)"
     )
+    ignore_config_key: tuple[str, ...] = ignored_keys("keys of model_config.pt")
     args: Path | None = arg(
         None,
         parse=Path,
@@ -319,6 +327,7 @@ class InternLMImport:
             args_file=self.args,
             tokenizer=self.tokenizer_model,
             positions=self.max_position_embeddings,
+            ignored=self.ignore_config_key,
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,30 @@ class Keys:
             if not key.startswith("_")
         )
         if unread:
-            self.problems.append(
-                f"{self.source}: {', '.join(unread)}: not known here, so perhaps another model "
-                "than the one that would be made; if it changes nothing, give --ignore-config-key "
-                f"{' '.join(unread)}"
-            )
+            self.problems.append(not_known(self.source, {key: self.table[key] for key in unread}))
         if self.problems:
             raise ConversionError("\n".join(dict.fromkeys(self.problems)))
+
+
+def not_known(source: Path | str, keys: Mapping[str, Any]) -> str:
+    """The error about keys that nobody has read."""
+    shown = ", ".join(f"{key} {str(json.dumps(value))[:80]}" for key, value in keys.items())
+    return (
+        f"{source}: {shown}: not known here, so perhaps another model than the one that would be "
+        f"made; if it changes nothing, give --ignore-config-key {' '.join(keys)} "
+        "[config-key-unknown]"
+    )
+
+
+def is_unset(value: Any) -> bool:
+    """Is it what an argument parser says of a flag that nobody gave? (0 is a number that may
+    count.)"""
+    return value is None or value is False or value in ("", [], {})
+
+
+def names_of(words: str) -> re.Pattern[str]:
+    """What matches any of these names; * is any ending."""
+    return re.compile("|".join(words.split()).replace("*", ".*"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -117,8 +117,11 @@ class Dialect:
         if self.first:
             self.first(keys)
         for old, new in self.renamed.items():
-            if keys.table.get(old) is not None:
-                keys.table = {new: keys.take(old, None, (int, float))} | keys.table
+            value = keys.take(old, None, (int, float))
+            if value is not None and keys.table.get(new) not in (None, value):
+                keys.refuse(new, keys.table[new], f"{old} is {value}; make both the same")
+            elif value is not None:
+                keys.table = keys.table | {new: value}
         for name, (value, why) in self.fixed.items():
             keys.must_be(name, value, why=why)
         flags = {"add_bias_linear": False, **self.flags, **self._sizes(keys)}

@@ -354,9 +354,30 @@ def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
     return _no_window(keys, flags, used, absent=None)
 
 
+def _fixed_rotary(keys: Keys, key: str, value: float, why: str) -> None:
+    """transformers does not read the top-level `key`: the model has `value`, but where the
+    dict with the scaling says otherwise."""
+    scaling = keys.table.get("rope_scaling") or keys.table.get("rope_parameters") or {}
+    if key not in scaling and keys.table.get(key) not in (None, value):
+        keys.refuse(key, keys.table[key], f"transformers has {value} there, {why}")
+    keys.table = keys.table | {key: value}
+
+
+def _neox_rotary(keys: Keys) -> None:
+    """Base and share have names of their own."""
+    for key, own, usual in (
+        ("rope_theta", "rotary_emb_base", 10000),
+        ("partial_rotary_factor", "rotary_pct", 0.25),
+    ):
+        value = keys.take(own, usual, (int, float))
+        _fixed_rotary(keys, key, value, f"and reads {own} alone; make both the same")
+
+
 def _apertus_rotary(keys: Keys) -> None:
-    """Without other rotary settings those of Llama 3.1."""
-    if not (keys.table.get("rope_parameters") or keys.table.get("rope_scaling")):
+    """Without other rotary settings those of Llama 3.1, with a base of their own."""
+    if keys.table.get("rope_parameters") is None and not keys.table.get("rope_scaling"):
+        why = "unless rope_parameters or rope_scaling is given; add it"
+        _fixed_rotary(keys, "rope_theta", 12000000, why)
         keys.table = keys.table | {
             "rope_parameters": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
         }
@@ -383,6 +404,8 @@ def _olmo3_rotary(keys: Keys) -> None:
     found = [by_kind[kind] for kind in ("full_attention", "sliding_attention") if kind in by_kind]
     if found:
         keys.table = keys.table | {"rope_parameters": found[0]}
+    elif by_kind:
+        keys.refuse("rope_parameters", by_kind, "transformers reads it by kind of layer alone")
     if found[1:] and found[0] != found[1]:
         keys.refuse("rope_parameters", by_kind, "all layers have the same rotary positions")
     keys.must_be("rope_scaling", why="all layers have the same rotary positions")
@@ -887,7 +910,7 @@ FAMILIES: Mapping[str, Family] = {
                 own_head_dim=False,
                 partial=0.25,
                 dropouts=("hidden_dropout",),
-                renamed={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+                first=_neox_rotary,
                 # where there is a rope_scaling, transformers takes base and share from these alone
                 written=lambda m: {
                     "rotary_pct": m.rotary_percent,

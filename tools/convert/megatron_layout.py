@@ -4,7 +4,7 @@ any TP x PP; megatron-import also of torch_dist checkpoints."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron.config.plan.parameters import (
     stage_table,
 )
 from megatron.config.tree import Config
+from megatron.small_files import read_text
 from tools.convert import torch_dist
 from tools.convert.hf_files import new_folder, work_folder
 from tools.convert.links import ConversionError, is_vocabulary
@@ -59,7 +60,7 @@ def checkpoint_folder(source: Path) -> Path:
     """The checkpoint's folder, of a run directory or an iter_XXXXXXX / release folder."""
     tracker = source / TRACKER
     if tracker.is_file():
-        word = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        word = read_text(tracker, errors="replace").strip()
         if word != "release" and not word.isdecimal():
             raise ConversionError(
                 f"{tracker} holds {word[:40]!r}, neither an iteration nor release"
@@ -112,6 +113,7 @@ class MegatronCheckpoint:
     rank. Its optimizer is not converted."""
 
     state = None
+    kind = "core"
 
     def __init__(self, source: Path, unpickler: Unpickler):
         self.source = source
@@ -130,6 +132,8 @@ class MegatronCheckpoint:
         self.copies: dict[str, list[Part]] = {}
         for tp in range(self.tp):
             self._sort(tp)
+        if any("language_model." in path for path in self.files[0, 0].headers()):
+            self.kind = "legacy"
 
     @property
     def layout(self) -> str:
@@ -285,12 +289,13 @@ def megatron_import(
     tokenizer: bool = True,
     vocab_size: int | None = None,
     optimizer: bool = True,
+    ignored: Collection[str] = (),
     kind: Callable[[Path, Unpickler], MegatronCheckpoint] = MegatronCheckpoint,
 ) -> str:
     """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders (or of the files that
     another `kind` reads) or torch_dist (of that with the `optimizer`). `args_file`: flags that
-    count more than its arguments; without `tokenizer` ids are plain numbers, `vocab_size` of them.
-    Returns what to say of it."""
+    count more than its arguments; `ignored`: unknown arguments that may be set; without `tokenizer`
+    ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
     with (
         work_folder(target, "unpacked") as folder,
@@ -308,8 +313,10 @@ def megatron_import(
             if args_file
             else {}
         )
+        flags = flags_from(
+            there.args, str(there.source), given=given, ignored=ignored, kind=there.kind
+        )
         there.args |= given
-        flags = flags_from(there.args, str(there.source))
         model = ModelConfig(
             **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
         )
@@ -356,7 +363,7 @@ def megatron_export(
         raise ConversionError("--ckpt-format torch_dist: has no older model; omit --model legacy")
     new_folder(target)
     with Ours(source, step) as ours:
-        table, rows, args = _export_plan(ours, tp, pp, sharded)
+        table, rows, args = _export_plan(ours, tp, pp, sharded, kind)
         with (
             work_folder(target, "partial") as partial,
             Unpickler(partial) as unpickler,
@@ -415,7 +422,7 @@ def _write_sharded(
 
 
 def _export_plan(
-    ours: Ours, tp: int, pp: int, sharded: bool
+    ours: Ours, tp: int, pp: int, sharded: bool, kind: str
 ) -> tuple[list[ParameterSpec], int, dict[str, Any]]:
     """(our tensors, rows of the vocabulary padded for tp, their arguments). Raises ConversionError
     for a bad layout."""
@@ -443,6 +450,7 @@ def _export_plan(
             "vocab_size": d.vocab_size,
         },
         experts=sharded,
+        kind=kind,
     )
     table = parameter_table(model, rows, size)
     held = {spec.name for spec in table}

@@ -7,39 +7,137 @@ group in both, and a gated matrix is gate rows, then up rows, on each rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import flags_of
+from megatron.config.megatron_compat.flags import FOREIGN, REFUSED
 from megatron.config.model import ModelConfig
 from megatron.config.tree import Config
+from tools.convert.config_keys import is_unset, names_of, not_known
 from tools.convert.links import ConversionError
 
-# Arguments of theirs that change what is computed and have no flag here: name -> values under which
-# nothing changes.
+# Arguments that change what is computed and have no flag here: name -> values under which nothing
+# changes.
+_OFF = (None, False)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "moe_apply_probs_on_input": (None, False),
-    "moe_latent_size": (None,),
-    "multi_latent_attention": (None, False),
-    "window_size": (None,),
-    "softmax_type": (None, "vanilla"),
-    "quick_geglu": (None, False),
-    "mtp_num_layers": (None, 0),
-    "no_rope_freq": (None,),
-    "attention_output_gate": (None, False),
-    "experimental_attention_variant": (None,),
-    "glu_linear_offset": (None, 0, 0.0),
     "activation_func_clamp_value": (None,),
-    "retro_add_retriever": (None, False),
-    "is_hybrid_model": (None, False),
+    "attention_head_type": (None, "multihead"),
+    "attention_output_gate": _OFF,
+    "compression_training": _OFF,
+    "enable_hyper_connections": _OFF,
+    "enable_mhc_connections": _OFF,
+    "enable_gpt_oss": _OFF,
+    "experimental_attention_variant": (None,),
+    "export_model_type": (None, "GPTModel"),
+    "export_moe_apply_probs_on_input": _OFF,
+    "export_num_eagle_layers": (None, 0),
+    "export_num_medusa_heads": (None, 0),
+    "export_num_mtp": (None, 0),
+    "export_qk_l2_norm": _OFF,
+    "glu_linear_offset": (None, 0.0),
+    "heterogeneous_layers_config_encoded_json": (None,),
     "heterogeneous_layers_config_path": (None,),
-    "qk_l2_norm": (None, False),
-    "use_mup": (None, False),
+    "hybrid_attention_ratio": (None, 0.0),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_mlp_ratio": (None, 0.0),
+    "hybrid_override_pattern": (None,),
+    "is_hybrid_model": _OFF,
+    "modelopt_enabled": _OFF,
+    "moe_apply_probs_on_input": _OFF,
+    "moe_expert_rank_capacity_factor": (None,),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_router_force_biased": (None,),
+    "moe_router_force_load_balancing": _OFF,
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_token_dropping": _OFF,
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": _OFF,
+    "num_experts_switch": (None,),
+    "qk_l2_norm": _OFF,
+    "quick_geglu": _OFF,
+    "retro_add_retriever": _OFF,
+    "softmax_type": (None, "vanilla"),
+    "spec": (None,),
+    "use_mup": _OFF,
+    "window_size": (None,),
 }
+# Other names of arguments that are flags here, and where they are used.
+_RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",  # until September 2023, since core 0.16, DeepSpeed
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",  # since core 0.16
+    "rope_theta": "rotary_base",  # DeepSpeed
+}
+# What the older model (language_model.*) does not read, and what it computes with.
+_LEGACY_FIXED = {"rotary_base": 10000, "use_rope_scaling": False, "no_rope_freq": None}
+# Arguments that are no flags here, nor accepted ones of megatron_compat's table, and change nothing
+# in the function of a model that is converted: for training, files, generation, other models, or
+# read with arguments of _NEUTRAL alone.
+_HARMLESS = names_of("""
+_is_global_batch_size_explicitly_specified actual_seq_length adjust_word_embedding_init
+allow_ambiguous_pad_tokens allow_transformer_engine aml_* attn_mask batch_invariant_* batch_size
+bert_* biencoder_* blend_sample_in_corpus block_data_path calc_ft_timeouts chat_template ckpt_*
+classes_fraction constant_lr consumed_* count cpu_offloading_* create_all_gather_group csa_*
+cuda_graph_* curr_iteration curriculum_* custom_token_counting data_* dataloader_* dataset_*
+ddp_param_name_patterns_for_fp32_local_accumulation decode_only_cuda_graphs decoder_num_layers
+decoder_seq_length deepscale* deepspeed_* deprecated_use_mcore_models dino_*
+disable_chunked_prefill disable_mamba_mem_eff_path disable_msc_deprecated dist_ckpt_* do_test
+do_train do_valid ds_* dsa_* dshampooadamw_* embedding_init_method_std embedding_path
+embedding_weights_in_fp32 enable_chunked_prefill enable_cuda_graph enable_ft_package
+enable_full_sharding_in_hsdp enable_gloo_process_groups enable_zbh1_* encoder_num_layers
+encoder_pipeline_model_parallel_size encoder_seq_length encoder_tensor_model_parallel_size eos_id
+evidence_data_path exit_signal expert_tensor_parallel_num_weight_shards export_default_te_spec
+export_draft_vocab_size export_eagle_algorithm export_force_local_attention export_freeze_mtp
+export_kd_* export_kv_cache_quant export_legacy_megatron export_offline_model export_quant_cfg
+export_real_quant_cfg export_te_mcore_model external_cuda_graph fake_process_group
+fault_injector_* fim_* fine_grained_offloading_* finetune_* first_last_layers_bf16
+flash_attention_version flight_recorder_* force_ds_sequence_parallel fp4* fp8_* freeze_* fsdp_*
+ft_* fused_residual_rmsnorm gdp_* grpo_* gtp_* head_lr_mult hidden_size_teacher
+hybrid_context_parallel ict_* img_* indexer_* inference inference_* inprocess_* iter_per_epoch
+iteration kd kd_* kda_* keep_fp8_transpose_cache* kill_switch_file kitchen_* kv_lora_rank langrl_*
+lazy_mpu_init linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+linear_num_key_heads linear_num_value_heads linear_value_head_dim lion_* load_model_opt_format
+load_tag load_teacher logger_iteration logit_dtype logits_* lr_* mamba_* mask_*
+max_seqlen_per_dp_cp_rank megatron_fsdp_* metadata_path mhc_* mlp_chunks_for_training mmap_warmup
+model_parallel_size model_type moe_combine_bwd_dtype moe_deepep_* moe_dispatch_fwd_dtype
+moe_enable_deepep moe_enable_routing_replay moe_extended_tp moe_flex_dispatcher_* moe_hybridep_*
+moe_ncclep_* moe_pad_experts_for_cuda_graph_inference moe_paged_stash*
+moe_permute_fusion_into_hybridep moe_router_padding_for_* moe_router_quantile_balancing_ema
+moe_routing_trace_* moe_single_grouped_* moe_upcycling_granularity moe_use_grouped_tensor
+moe_use_legacy_grouped_gemm moe_use_upcycling mos mscale mscale_all_dim mtp_*
+multiprocessing_context muon_* muonadamw_* muonclip_* mup_* nccl_all_reduce_for_prefill
+no_load_lr_state null_tokenizer_* num_attention_heads_teacher num_channels num_classes
+num_experts_teacher num_floating_point_operations_so_far num_layers_at_end_in_bf16
+num_layers_at_start_in_bf16 num_layers_teacher num_speculative_tokens object_storage_cache_path
+offset_sampling_seed_by_dp_rank one_logger_* otel_* outer_dp_sharding_strategy
+output_bert_embeddings override_ckpt_iteration pad_vocab_size padded_vocab_size params_dtype
+patch_dim per_dataset_sequences_path perform_rl_step phase_transition_iterations
+pipeline_model_parallel_split_rank pretrained_checkpoint profile_* q_lora_rank qad_train_target
+qk_clip* qk_head_dim qk_pos_emb_head_dim query_in_block_prob random_ltd* rank record_shapes
+refit_method renormalize_blend_weights repeated_dataloader reset_iteration retriever_* retro_*
+return_data_index rl_* rotary_pos_emb s3_cache_path sample_rate schedulefree_* sft sft_*
+short_seq_prob shuffle_sample_in_corpus skipped_train_samples sophiag_* special_tokens
+standalone_embedding_stage straggler_* stream_ckpt_dequant suggested_communication_unit_size
+swin_backbone_type te_precision_config_file teacher_* tensor_parallel_num_weight_shards timescale
+titles_data_path tokenizer_* torch_fsdp2_* tp_comm_* trace_dir train_*
+transformer_pipeline_model_parallel_size use_contiguous_buffers_in_ddp use_custom_fsdp
+use_dataset_only use_dist_ckpt_deprecated use_flash_attn_* use_gigatoken use_grouped_gemm_for_*
+use_kitchen* use_layer_wise_distributed_optimizer use_mamba_mem_eff_path use_megatron_fsdp
+use_mics use_one_sent_docs use_torch_fsdp2 v_head_dim variable_seq_lengths
+virtual_pipeline_model_parallel_size vision_* warmup window_attn_skip_freq word_embedding_init_std
+yaml_cfg yarn_* zero_*
+""")
+# Arguments that are read by models with experts alone.
+_OF_EXPERTS = names_of(
+    "create_moe_param_group enable_expert_tensor_parallelism expert_interval mlp_type moe_* topk "
+    "use_tutel"
+)
 # Flags of ours that an export cannot express.
 _NOT_THEIRS = (
-    *("no_rope_freq", "use_parallel_residual", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    *("use_parallel_residual", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
     *("no_pre_layernorm", "xielu", "qk_layernorm_all_heads"),
 )
@@ -113,32 +211,117 @@ def legacy_path(ours: str) -> tuple[str, ...]:
     return "language_model", "encoder", rest
 
 
-def flags_from(args: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Our flags of the architecture and of the tokenizer from their arguments. Raises
-    ConversionError, naming every argument that cannot be represented or is missing."""
-    problems = [
-        f"{source}: {name} {args[name]!r} cannot be represented here"
-        for name, neutral in _NEUTRAL.items()
-        if args.get(name) not in neutral
-    ]
-    flags = {f.name: args[f.name] for f in fields(ModelConfig) if args.get(f.name) is not None}
-    frequency = flags.get("moe_layer_freq")
-    if isinstance(frequency, list):
-        flags["moe_layer_freq"] = str(frequency)
+def flags_from(
+    args: Mapping[str, Any],
+    source: str,
+    *,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    ignored: Collection[str] = (),
+    kind: str = "core",
+) -> dict[str, Any]:
+    """Our flags of the architecture and of the tokenizer from their arguments.
+
+    `given`: flags that count more; `ignored`: unknown arguments that may be set; `kind` of the
+    model: core, legacy or deepspeed. Raises ConversionError, naming every argument that cannot be
+    represented, is missing, or is set and not known.
+    """
+    problems: list[str] = []
+    found = _renamed(args, source, given, problems) | dict(given)
+    if kind == "legacy":
+        problems += [
+            f"{source}: {name} {args[name]!r}: the older model computes with {fixed!r} whatever "
+            f"this says; give --args FILE with {_flag(name)} [config-key-not-supported]"
+            for name, fixed in _LEGACY_FIXED.items()
+            if args.get(name) not in (None, fixed) and name not in given
+        ]
+    problems += _refused(found, source, ignored)
+    flags = {f.name: found[f.name] for f in fields(ModelConfig) if found.get(f.name) is not None}
+    if kind == "core":
+        flags.pop("openai_gelu", None)  # megatron-core does not read it
+    for name in ("moe_layer_freq", "no_rope_freq"):
+        if isinstance(flags.get(name), list):
+            flags[name] = str(flags[name])
     if flags.get("moe_token_dispatcher_type") == "flex":
         flags["moe_token_dispatcher_type"] = "alltoall"
     if flags.get("position_embedding_type", "rope") not in _POSITIONS:
-        problems.append(
-            f"{source}: position_embedding_type {flags['position_embedding_type']!r} cannot be "
-            "represented here"
-        )
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not isinstance(flags.get(name), int):
+        problems.append(_not_supported(source, "position_embedding_type", found))
+    problems += [
+        f"{source}: its arguments have no {name}; give --args FILE with the flags of the model"
+        for name in ("num_layers", "hidden_size", "num_attention_heads")
+        if not isinstance(flags.get(name), int)
+    ]
+    if "num_experts" in flags and "moe_router_topk" not in flags:
+        problems.append(_not_supported(source, "num_experts", found))  # routers before core 0.5
+    problems += _convert(flags, source)
+    if problems:
+        raise ConversionError("\n".join(problems))
+    if flags.get("kv_channels") == flags["hidden_size"] / flags["num_attention_heads"]:
+        flags["kv_channels"] = None
+    return flags | {name: found[name] for name in _TOKENIZER if found.get(name) is not None}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _not_supported(source: str, name: str, args: Mapping[str, Any]) -> str:
+    return (
+        f"{source}: {name} {args[name]!r} cannot be represented here: no flag of this suite does "
+        "that [config-key-not-supported]"
+    )
+
+
+def _renamed(
+    args: Mapping[str, Any], source: str, given: Collection[str], problems: list[str]
+) -> dict[str, Any]:
+    """The arguments, those that are flags here under our names."""
+    found = dict(args)
+    for theirs, ours in _RENAMED.items():
+        value = found.pop(theirs, None)
+        if value is None:
+            continue
+        if found.get(ours) not in (None, value) and ours not in given:
             problems.append(
-                f"{source}: its arguments have no {name}; give --args FILE with the flags of the "
-                "model"
+                f"{source}: {theirs} is {value!r} and {ours} {found[ours]!r}; give --args FILE "
+                f"with {_flag(ours)} [config-key-not-supported]"
             )
+        found[ours] = value
+    heads = found.pop("num_key_value_heads", None)
+    if isinstance(heads, int) and heads != found.get("num_attention_heads"):
+        found |= {"num_query_groups": heads, "group_query_attention": True}
+    if found.get("num_experts") in ([1], (1,)):
+        found["num_experts"] = None
+    return found
+
+
+def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> list[str]:
+    """What is wrong with the arguments that are no flags here."""
     known = flags_of(Config)
+    problems = []
+    unknown = {}
+    for name, value in args.items():
+        if name in known or (args.get("num_experts") is None and _OF_EXPERTS.fullmatch(name)):
+            continue
+        if name in _NEUTRAL:
+            if value not in _NEUTRAL[name]:
+                problems.append(_not_supported(source, name, args))
+        elif not (name in ignored or is_unset(value) or _harmless(name, value)):
+            unknown[name] = value
+    if unknown:
+        problems.append(not_known(source, unknown))
+    return problems
+
+
+def _harmless(name: str, value: Any) -> bool:
+    flag = FOREIGN.get(name)
+    accepted = flag is not None and (flag.verdict != REFUSED or flag.shown(value) is None)
+    return accepted or _HARMLESS.fullmatch(name) is not None
+
+
+def _convert(flags: dict[str, Any], source: str) -> list[str]:
+    """Read the values as those of our flags, in place; what is wrong with them."""
+    known = flags_of(Config)
+    problems = []
     for name, value in flags.items():
         switch = known[name].kind in ("switch", "off")
         words = value if isinstance(value, (list, tuple)) else [value]
@@ -148,16 +331,15 @@ def flags_from(args: Mapping[str, Any], source: str) -> dict[str, Any]:
             problems.append(f"{source}: {name}: {error}")
         if switch and not isinstance(value, bool):
             problems.append(f"{source}: {name} is {value!r}, should be True or False")
-    if problems:
-        raise ConversionError("\n".join(problems))
-    if flags.get("kv_channels") == flags["hidden_size"] / flags["num_attention_heads"]:
-        flags["kv_channels"] = None
-    return flags | {name: args[name] for name in _TOKENIZER if args.get(name) is not None}
+    return problems
 
 
-def args_for(model: ModelConfig, data: Mapping[str, Any], experts: bool) -> dict[str, Any]:
+def args_for(
+    model: ModelConfig, data: Mapping[str, Any], experts: bool, kind: str = "core"
+) -> dict[str, Any]:
     """Their arguments of our model; `data` are more (sizes of the layout, tokenizer); `experts`:
-    the format has a place for them. Raises ConversionError for what their models cannot express."""
+    the format has a place for them; `kind` of the model: core or legacy. Raises ConversionError for
+    what their models cannot express."""
     problems = []
     if (
         model.attention_output_bias != model.add_bias_linear
@@ -180,6 +362,17 @@ def args_for(model: ModelConfig, data: Mapping[str, Any], experts: bool) -> dict
     ]
     if model.geglu:
         problems.append("--geglu: Megatron-LM has no argument for it")
+    tanh = model.bias_gelu_fusion and model.add_bias_linear
+    if kind == "core" and model.activation == "gelu (tanh)" and not tanh:
+        problems.append(
+            "--openai-gelu: megatron-core computes the exact GELU then; give --model legacy"
+        )
+    if kind == "legacy":
+        problems += [
+            f"{_flag(name)}: the older model does not read it; omit --model legacy"
+            for name, fixed in _LEGACY_FIXED.items()
+            if getattr(model, name) != fixed
+        ]
     if problems:
         raise ConversionError("\n".join(problems))
     lists = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
@@ -197,5 +390,7 @@ def args_for(model: ModelConfig, data: Mapping[str, Any], experts: bool) -> dict
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
         "moe_layer_freq": 1,
+        "no_rope_freq": model.no_rope_freq
+        and [int(not model.rotates(layer)) for layer in range(model.num_layers)],
         **data,
     }

@@ -154,6 +154,8 @@ class TorchDistCheckpoint:
     """An open torch_dist checkpoint: arguments, and for each tensor of ours the pieces that it is
     made of."""
 
+    kind = "core"
+
     def __init__(self, source: Path, unpickler: Unpickler, optimizer: bool = True):
         self.source = source
         backend = read_json(source / METADATA).get("sharded_backend")

@@ -18,6 +18,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import parameter_table
+from tests.tools.convert.argument_sets import DEEPSPEED, arguments_of
 
 State = dict[str, torch.Tensor]
 MODULES = {
@@ -46,25 +47,16 @@ def rank_parts(tensors: Mapping[str, torch.Tensor], model: ModelConfig, tp: int)
 
 def arguments(model: ModelConfig, rows: int, tp: int, pp: int, **more: Any) -> argparse.Namespace:
     """What Megatron-DeepSpeed saves of its command line."""
-    config = dict(vars(model))
-    for name in ("num_query_groups", "group_query_attention", "norm_epsilon", "num_experts"):
-        config.pop(name)
-    return argparse.Namespace(
-        **config
-        | dict(
-            num_key_value_heads=model.query_groups,
-            layernorm_epsilon=1e-5,
-            num_experts=[1],
-            normalization=model.normalization.lower(),
-            tokenizer_type="NullTokenizer",
-            vocab_size=rows,
-            padded_vocab_size=rows,
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            params_dtype=torch.float32,
-        )
-        | more
+    own = dict(
+        normalization=model.normalization.lower(),
+        tokenizer_type="NullTokenizer",
+        vocab_size=rows,
+        padded_vocab_size=rows,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        params_dtype=torch.float32,
     )
+    return argparse.Namespace(**arguments_of(DEEPSPEED, model, **own | more))
 
 
 def in_layer(name: str) -> tuple[int, str]:

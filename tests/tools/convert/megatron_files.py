@@ -20,6 +20,7 @@ from torch.distributed import checkpoint as dcp
 from megatron.inference.load_model import open_trained_model
 from tests.model.tiny import tiny_config, tiny_model
 from tests.peers.megatron_core_models import let_it_run_on_a_cpu, mcore_model
+from tests.tools.convert.argument_sets import CORE_016, arguments_of
 
 VOCAB = 64
 SIZE = dict(
@@ -87,24 +88,16 @@ IDS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1
 
 
 def arguments(flags, tp=1, pp=1) -> argparse.Namespace:
-    """What Megatron-LM saves of its command line, as far as it matters."""
-    model = tiny_config(**SIZE, **flags)
-    return argparse.Namespace(
-        **vars(model)
-        | dict(
-            ffn_hidden_size=model.ffn,
-            kv_channels=model.head_dim,
-            num_query_groups=model.query_groups,
-            vocab_size=VOCAB,
-            padded_vocab_size=VOCAB,
-            tokenizer_type="NullTokenizer",
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            params_dtype=torch.float32,
-            num_experts=model.num_experts,
-            window_size=None,
-        )
+    """What Megatron-LM saves of its command line."""
+    own = dict(
+        vocab_size=VOCAB,
+        padded_vocab_size=VOCAB,
+        tokenizer_type="NullTokenizer",
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        params_dtype=torch.float32,
     )
+    return argparse.Namespace(**arguments_of(CORE_016, tiny_config(**SIZE, **flags), **own))
 
 
 def on_a_rank(rank, world, flags, tp, pp, folder):

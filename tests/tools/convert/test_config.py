@@ -89,6 +89,54 @@ def test_the_rotary_base_and_its_scaling_are_those_of_transformers(family):
         assert (model.rotary_seq_len_interpolation_factor or 1) == expected.get("factor", 1), table
 
 
+OWN_KEYS = {
+    "gpt_neox": ({}, {"rotary_emb_base": 555.0}, {"rotary_emb_base": 333.0, "rotary_pct": 0.5}),
+    "apertus": ({}, {"rope_theta": 12000000.0}),
+    "olmo3": ({"sliding_window": 4096}, {"sliding_window": 4096, "rope_theta": 500000.0}),
+}
+
+
+@pytest.mark.parametrize(("family", "own"), [(f, own) for f in OWN_KEYS for own in OWN_KEYS[f]])
+def test_families_that_read_rotary_keys_of_their_own_do_here_or_are_refused(family, own):
+    base = {key: value for key, value in SIZES.items() if family != "gpt_neox" or key != "head_dim"}
+    equal = 0
+    for scaling, parameters, theta, partial in itertools.product(
+        SCALINGS, (*PARAMETERS, {}), (ABSENT, 333.0), (ABSENT, 0.5)
+    ):
+        more = {"rope_scaling": scaling, "rope_parameters": parameters}
+        more |= {"rope_theta": theta, "partial_rotary_factor": partial} | own
+        table = {"model_type": family, **base, **more}
+        table = {key: value for key, value in table.items() if value is not ABSENT}
+        try:
+            model = ours(table)
+        except ConversionError:
+            continue
+        expected = theirs(table).rope_parameters
+        expected = expected.get("full_attention", expected)
+        assert model.rotary_base == expected["rope_theta"], table
+        assert model.rotary_percent == (expected.get("partial_rotary_factor") or 1), table
+        assert model.use_rope_scaling == (expected["rope_type"] == "llama3"), table
+        equal += 1
+    assert equal >= 5
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "key"),
+    [
+        ("gpt_neox", {"rope_theta": 777.0}, "rope_theta"),
+        ("gpt_neox", {"rope_theta": 777.0, "rope_scaling": SCALINGS[4]}, "rope_theta"),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("gpt_neox", {"rotary_emb_base": 5, "rope_theta": 777}, "rope_theta"),
+        ("apertus", {"rope_theta": 777.0}, "rope_theta"),
+        ("olmo3", {"rope_parameters": PARAMETERS[2]}, "rope_parameters"),
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts"),
+    ],
+)
+def test_a_key_that_transformers_reads_under_another_name_is_refused(family, changes, key):
+    with pytest.raises(ConversionError, match=f"{key} .*cannot be represented"):
+        ours({"model_type": family, **SIZES} | changes)
+
+
 @pytest.mark.parametrize("family", LLAMA_LIKE)
 @pytest.mark.parametrize(
     "changes",

@@ -273,7 +273,7 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         ("llama", {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"model_type": "gemma3"}, "model_type 'gemma3' is not converted"),
-        ("llama", {"num_local_experts": 8}, "num_local_experts: not known here"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts 8: not known here"),
         ("llama", {"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
         ("llama", {"num_hidden_layers": 5}, "model.layers.4"),
         ("llama", {"num_attention_heads": 8}, "model.layers.0.self_attn.q_proj.weight has shape"),
@@ -350,7 +350,7 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         (
             "llama",
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}},
-            "rope_parameters.sliding_attention: not known here",
+            'rope_parameters.sliding_attention {"rope_theta": 1.0}: not known here',
         ),
         ("llama", {"rope_parameters": {"rope_theta": 1e300}}, "rope_theta 1e+300"),
         ("llama", {"max_position_embeddings": 10**18}, f"{10**18} positions"),

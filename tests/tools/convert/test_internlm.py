@@ -3,6 +3,7 @@ Llama as the oracle."""
 
 from __future__ import annotations
 
+import copy
 import shlex
 
 import pytest
@@ -153,6 +154,41 @@ def test_the_logits_are_those_of_a_llama_with_attention_biases(
     convert("hf-export", tmp_path / "ours", tmp_path / "llama", "--family", "llama")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama").state_dict()
     assert all(torch.equal(back[name], value) for name, value in model.state_dict().items())
+
+
+def test_neighbouring_channels_rotate_with_qk_interleaved(tmp_path, convert, monkeypatch):
+    """InternEvo's layout of queries and keys: the same model after their rows are permuted."""
+    use_it(monkeypatch)
+    model = llama()
+    permuted = copy.deepcopy(model)
+    for name, p in permuted.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            heads = p.data.unflatten(0, (HEADS, 2, WIDTH // HEADS // 2))
+            p.data = heads.transpose(1, 2).flatten(0, 2).contiguous()
+    write_folder(tmp_path / "step", permuted, 1, 1, qk_interleaved=True, rope_base=10000)
+    words = ["--max-position-embeddings", 32, "--mlp-weights", "w2-up"]
+    convert("internlm-import", tmp_path / "step", tmp_path / "ours", *words)
+    ours = open_trained_model(str(tmp_path / "ours"), device="cpu").model
+    with torch.no_grad():
+        torch.testing.assert_close(ours(IDS), model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("lucky_number", 7, "config-key-unknown"),
+        ("use_dynamic_ntk_rope", True, "config-key-not-supported"),
+        ("num_kv_attention_heads", 2, "config-key-not-supported"),
+    ],
+)
+def test_a_key_of_another_model_is_refused(key, value, code, tmp_path, convert, monkeypatch):
+    use_it(monkeypatch)
+    write_folder(tmp_path / "step", llama(), 1, 1, **{key: value}, unset=None)
+    words = ["internlm-import", tmp_path / "step", tmp_path / "ours", "--mlp-weights", "w2-up"]
+    errors = convert(*words, fails=True)
+    assert key in errors and f"[{code}]" in errors
+    if code == "config-key-unknown":
+        convert(*words, "--ignore-config-key", key)
 
 
 def test_the_command_that_load_prints_converts_it(tmp_path, convert, monkeypatch):

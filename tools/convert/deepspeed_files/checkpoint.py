@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec
+from megatron.small_files import read_text
 from tools.convert.deepspeed_files.optimizer import ZeroOptimizer
 from tools.convert.links import ConversionError
 from tools.convert.megatron_layout import MegatronCheckpoint, Part, megatron_import
@@ -47,6 +47,7 @@ def deepspeed_import(
     tokenizer: bool = True,
     vocab_size: int | None = None,
     optimizer: bool = True,
+    ignored: Collection[str] = (),
 ) -> str:
     """Make a run directory of a checkpoint, with its `optimizer` where ZeRO's files are there; see
     `megatron_import`. Returns what to say of it."""
@@ -56,6 +57,7 @@ def deepspeed_import(
         args_file=args_file,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
+        ignored=ignored,
         kind=partial(DeepSpeedCheckpoint, with_optimizer=optimizer),
     )
 
@@ -64,28 +66,17 @@ def checkpoint_folder(source: Path) -> Path:
     """The checkpoint's folder, of itself or of a run directory."""
     latest = source / LATEST
     if latest.is_file():
-        word = latest.read_text(encoding="utf-8", errors="replace").strip()
+        word = read_text(latest, errors="replace").strip()
         if not re.fullmatch(r"[\w-][\w.-]*", word):
             raise ConversionError(f"{latest} holds {word[:40]!r}, which is not a folder's name")
         return source / word
     return source
 
 
-def _arguments(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Its arguments under Megatron-LM's names of today."""
-    found = dict(args)
-    heads = found.get("num_key_value_heads")
-    if isinstance(heads, int) and heads != found.get("num_attention_heads"):
-        found |= {"num_query_groups": heads, "group_query_attention": True}
-    if found.get("layernorm_epsilon") is not None:
-        found["norm_epsilon"] = found["layernorm_epsilon"]
-    if found.get("num_experts") in ([1], (1,)):
-        found["num_experts"] = None
-    return found
-
-
 class DeepSpeedCheckpoint(MegatronCheckpoint):
     """An open checkpoint of Megatron-DeepSpeed."""
+
+    kind = "deepspeed"
 
     def __init__(self, source: Path, unpickler: Unpickler, with_optimizer: bool = True):
         self.source = source
@@ -104,7 +95,7 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
         opened = unpickler.read_all({m: source / name for m, name in ranks.items()}, ("module.",))
         values = opened[0].values
         args = values.get("args")
-        self.args = _arguments(args if isinstance(args, dict) else {})
+        self.args = args if isinstance(args, dict) else {}
         version = values.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2.0:
             raise ConversionError(

@@ -10,7 +10,7 @@ user must say. Models of the first kind (model_type INTERNLM) only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron.config.plan.parameters import (
 )
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.choices import MLP_ORDERS
+from tools.convert.config_keys import is_unset, names_of, not_known
 from tools.convert.hf_files import new_folder, work_folder
 from tools.convert.internlm_files.optimizer import (
     Ranks,
@@ -50,10 +51,21 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_dynamic_ntk_rope": (False,),
     "is_reward": (False,),
     "rope_scaling_factor": (1, 1.0),
+    "rope_type": ("normal",),
     "adapt_hf": (False,),
     "multiple_of": (256,),
     "tie_embeddings_and_output_weights": (False,),
 }
+_READ = names_of(
+    "num_layers hidden_size num_attention_heads num_kv_attention_heads vocab_size rope_base "
+    "qk_interleaved layer_norm_epsilon max_position_embeddings embed_split_hidden"
+)
+# ... and under whose other values nothing changes: for training and files, or read of shapes.
+_HARMLESS = names_of("""
+num_chunks checkpoint dtype embed_grad_scale parallel_output mlp_ratio residual_in_fp32 drop_rate
+attn_drop_rate apply_post_layer_norm dropout_selective_checkpoint use_scaled_init use_flash_attn
+enable_qkv_fusion mlp_layer_fusion *_init_std init_type moe_* device first last start_layer_idx
+""")
 
 
 @dataclass(frozen=True)
@@ -197,14 +209,28 @@ def _by_name(ranks: Ranks) -> dict[str, _Place]:
 
 
 def _model(
-    config: Mapping[str, Any], places: Mapping[str, _Place], where: Path, positions: int
+    config: Mapping[str, Any],
+    places: Mapping[str, _Place],
+    where: Path,
+    positions: int,
+    ignored: Collection[str],
 ) -> ModelConfig:
     """The architecture. Raises ConversionError for what cannot be represented."""
+    neutral = _NEUTRAL | {"num_kv_attention_heads": (config.get("num_attention_heads"),)}
     problems = [
-        f"{where}: {name} {config[name]!r} cannot be represented here"
-        for name, neutral in _NEUTRAL.items()
-        if config.get(name) is not None and config[name] not in neutral
+        f"{where}: {name} {config[name]!r} cannot be represented here: models of type INTERNLM "
+        f"have {values[0]!r} [config-key-not-supported]"
+        for name, values in neutral.items()
+        if config.get(name) is not None and config[name] not in values
     ]
+    unknown = {
+        name: value
+        for name, value in config.items()
+        if name not in {*neutral, *ignored}
+        and not (_READ.fullmatch(name) or _HARMLESS.fullmatch(name) or is_unset(value))
+    }
+    if unknown:
+        problems.append(not_known(where, unknown))
     problems += [
         f"{where}: {name} is {config.get(name)!r}, must be a whole number"
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -227,6 +253,7 @@ def _model(
         swiglu=True,
         position_embedding_type="rope",
         rotary_base=int(config.get("rope_base") or 10000),
+        rotary_interleaved=bool(config.get("qk_interleaved")),
         normalization="RMSNorm",
         norm_epsilon=config.get("layer_norm_epsilon") or 1e-5,
         untie_embeddings_and_output_weights=True,
@@ -246,11 +273,12 @@ def internlm_import(
     positions: int | None = None,
     tokenizer: Path | None = None,
     args_file: Path | None = None,
+    ignored: Collection[str] = (),
 ) -> str:
     """Make a run directory of a step's folder. `order`: a key of MLP_ORDERS, if shapes do not show
     it; `positions`: the context, if the file does not say; `tokenizer`: its SentencePiece model,
-    else ids are numbers; `args_file`: flags of the run, with which the optimizer is converted too.
-    Returns what to say of it."""
+    else ids are numbers; `args_file`: flags of the run, with which the optimizer is converted too;
+    `ignored`: unknown keys that may be set. Returns what to say of it."""
     run = read_flags(args_file) if args_file else None
     new_folder(target)
     with (
@@ -261,7 +289,7 @@ def internlm_import(
         places = _by_name(ranks)
         tp = 1 + max(t for t, _ in ranks)
         positions = positions or config.get("max_position_embeddings") or 2048
-        model = _model(config, places, source / MODEL_CONFIG, positions)
+        model = _model(config, places, source / MODEL_CONFIG, positions, ignored)
         order = order or _order(places, source)
         rows = config["vocab_size"]
         split = bool(config.get("embed_split_hidden"))

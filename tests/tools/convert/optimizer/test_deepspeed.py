@@ -47,7 +47,11 @@ def convert(tmp_path: Path, source: str = "ds") -> int:
 
 @pytest.mark.parametrize("pp", [0, 2])
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, LLAMA | dict(rotary_base=500, norm_epsilon=0.1)],
+    ids=["gpt", "llama"],
+)
 def test_the_logits_are_those_of_the_model(flags, tp, pp, tmp_path):
     model = write(tmp_path / "ds", flags, tp, pp)
     assert convert(tmp_path) == 0

@@ -1,0 +1,183 @@
+"""Arguments of Megatron-LM's and Megatron-DeepSpeed's releases, as their parsers set them: each is
+read, changes nothing, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.model import ModelConfig
+from tests.tools.convert.argument_sets import releases
+from tools.convert.links import ConversionError
+from tools.convert.megatron_names import args_for, flags_from
+
+SIZES = dict(
+    num_layers=4, hidden_size=64, num_attention_heads=8, seq_length=16, max_position_embeddings=16
+)
+KINDS = dict.fromkeys("ABCD", "legacy") | dict.fromkeys("VWXY", "deepspeed")
+UNKNOWN, UNSUPPORTED = "[config-key-unknown]", "[config-key-not-supported]"
+
+
+def read(letter: str, **changes) -> ModelConfig:
+    """The model of a release's arguments."""
+    args = releases()[letter] | SIZES | changes
+    flags = flags_from(args, "args", kind=KINDS.get(letter, "core"))
+    return ModelConfig(**{name: v for name, v in flags.items() if name in vars(ModelConfig())})
+
+
+def refusal(letter: str, **changes) -> str:
+    with pytest.raises(ConversionError) as error:
+        read(letter, **changes)
+    return str(error.value)
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXY"
+CORE = "EFGHIJKLMNOPQRSTU"
+
+
+def test_every_release_is_read_and_three_planted_arguments_are_refused():
+    assert "".join(releases()) == LETTERS
+    for letter in LETTERS:
+        assert read(letter).num_layers == 4
+        planted = {"attention_temperature": 0.5, "alibi": True, "layer_scales": [1, 2]}
+        said = refusal(letter, **planted)
+        assert UNKNOWN in said and "--ignore-config-key " + " ".join(planted) in said
+        args = releases()[letter] | SIZES | planted
+        assert flags_from(args, "args", ignored=planted, kind=KINDS.get(letter, "core"))
+        read(letter, no_flag_of_ours=False, nor_this=None, nor_that=[])
+
+
+# what a model is made of, in the words of the releases that have them: arguments, what they are here
+ACTS = [
+    ("ABCDQRSTUVWXY", {"layernorm_epsilon": 0.1}, {"norm_epsilon": 0.1}),
+    ("EFGHIJKLMNOP", {"norm_epsilon": 0.1}, {"norm_epsilon": 0.1}),
+    ("QRSTU", {"layernorm_zero_centered_gamma": True}, {"apply_layernorm_1p": True}),
+    ("CDEFGHIJKLMNOPWXY", {"apply_layernorm_1p": True}, {"apply_layernorm_1p": True}),
+    ("WXY", {"rope_theta": 50000}, {"rotary_base": 50000}),
+    (CORE[4:], {"rotary_base": 50000}, {"rotary_base": 50000}),
+    ("NOPQRSTU", {"no_rope_freq": [0, 0, 0, 1]}, {"no_rope_freq": "[0, 0, 0, 1]"}),
+    ("NOPQRSTU", {"no_rope_freq": 4}, {"no_rope_freq": "4"}),
+    ("WXY", {"num_key_value_heads": 2}, {"query_groups": 2}),
+    (CORE, {"group_query_attention": True, "num_query_groups": 2}, {"query_groups": 2}),
+    ("CDWXY", {"use_rotary_position_embeddings": True}, {"positions": "rope"}),
+    ("CDEFWXY", {"swiglu": True}, {"activation": "swiglu"}),
+    ("ABCDV", {"openai_gelu": True, "bias_gelu_fusion": False}, {"activation": "gelu (tanh)"}),
+    (CORE, {"openai_gelu": True, "bias_gelu_fusion": False}, {"activation": "gelu (erf)"}),
+    (
+        CORE[1:],
+        {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": [0.1]},
+        {"num_experts": 4, "moe_router_topk": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("letters", "args", "model"), ACTS)
+def test_what_the_model_is_made_of_is_read_in_every_release(letters, args, model):
+    for letter in letters:
+        assert args.keys() <= releases()[letter].keys() | {"num_query_groups"}, letter
+        found = read(letter, **args)
+        assert {name: getattr(found, name) for name in model} == model, letter
+
+
+REFUSED = {
+    "window_size": [128, 0],
+    "softmax_type": "off-by-one",
+    "multi_latent_attention": True,
+    "quick_geglu": True,
+    "qk_l2_norm": True,
+    "use_mup": True,
+    "spec": ["a", "b"],
+    "experimental_attention_variant": "dsa",
+    "mtp_num_layers": 1,
+    "is_hybrid_model": True,
+    "hybrid_override_pattern": "M*-",
+    "position_embedding_type": "yarn",
+    "modelopt_enabled": True,
+    "compression_training": True,
+    "num_experts_switch": 8,
+    "glu_linear_offset": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_this_suite_cannot_compute_is_refused(name):
+    letters = [letter for letter in LETTERS if name in releases()[letter]]
+    assert letters
+    for letter in letters:
+        said = refusal(letter, **{name: REFUSED[name]})
+        assert UNSUPPORTED in said and name in said
+
+
+def test_experts_have_arguments_of_their_own():
+    experts = {"num_experts": 4, "moe_router_topk": 2}
+    for name, value in {
+        "moe_latent_size": 32,
+        "moe_apply_probs_on_input": True,
+        "moe_router_force_load_balancing": True,
+        "moe_mlp_glu_interleave_size": 32,
+    }.items():
+        assert UNSUPPORTED in refusal("U", **experts, **{name: value})
+        assert read("U", **{name: value}).num_experts is None
+    assert UNKNOWN in refusal("U", **experts, moe_new_thing=3)
+    assert "num_experts" in refusal("E", num_experts=4)  # routers before core 0.5
+
+
+def test_the_older_model_does_not_read_the_base():
+    """Its rotary positions have the base 10000 in all releases, whatever --rotary-base says."""
+    args = releases()["I"] | SIZES | {"rotary_base": 500000}
+    assert flags_from(args, "args")["rotary_base"] == 500000
+    with pytest.raises(ConversionError, match="--rotary-base"):
+        flags_from(args, "args", kind="legacy")
+    given = {"rotary_base": 10000}
+    assert flags_from(args, "args", kind="legacy", given=given)["rotary_base"] == 10000
+    model = ModelConfig(**SIZES, rotary_base=500000)
+    assert args_for(model, {}, experts=False)["rotary_base"] == 500000
+    with pytest.raises(ConversionError, match="--rotary-base"):
+        args_for(model, {}, experts=False, kind="legacy")
+
+
+def test_two_names_of_one_setting_must_agree():
+    for letter, both in (("U", {"norm_epsilon": 0.1}), ("W", {"rotary_base": 500})):
+        assert UNSUPPORTED in refusal(letter, **both)
+        args = releases()[letter] | SIZES | both
+        assert flags_from(args, "args", given=both)[next(iter(both))] == next(iter(both.values()))
+
+
+def test_every_argument_of_every_release_is_sorted():
+    """How many are flags of the model here, change nothing, and are refused."""
+    other = ("other", 5, True, 2.5, [0, 0, 0, 1])
+    counts = {}
+    for letter in "AFPUY":
+        base = read(letter)
+        sorts = {}
+        for name in releases()[letter]:
+            sorts[name] = "harmless"
+            for value in other:
+                try:
+                    same = read(letter, **{name: value}) == base
+                except ConversionError as error:
+                    sorts[name] = "refused" if "config-key" in str(error) else "read"
+                    assert name in str(error) or sorts[name] == "read"
+                else:
+                    sorts[name] = sorts[name] if same else "read"
+                if sorts[name] != "harmless":
+                    break
+        kinds = list(sorts.values())
+        counts[letter] = tuple(kinds.count(kind) for kind in ("read", "harmless", "refused"))
+    assert counts == {
+        "A": (19, 129, 0),
+        "F": (38, 246, 3),
+        "P": (58, 519, 21),
+        "U": (59, 793, 24),
+        "Y": (30, 347, 4),
+    }
+
+
+def test_an_export_has_the_layers_without_rotary_positions_and_no_gelu_that_core_lacks():
+    rope = {"position_embedding_type": "rope", "no_rope_freq": "[0]*3+[1]*1"}
+    args = args_for(ModelConfig(**SIZES, **rope), {}, experts=False)
+    assert args["no_rope_freq"] == [0, 0, 0, 1]
+    assert flags_from(args, "args")["no_rope_freq"] == "[0, 0, 0, 1]"
+    model = ModelConfig(**SIZES, openai_gelu=True, bias_gelu_fusion=False)
+    with pytest.raises(ConversionError, match="--openai-gelu"):
+        args_for(model, {}, experts=False)
+    assert args_for(model, {}, experts=False, kind="legacy")["openai_gelu"]
