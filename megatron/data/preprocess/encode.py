@@ -20,7 +20,7 @@ from megatron.data.chat.templates import ChatTemplate
 from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.dataset_writer import optimal_dtype
-from megatron.data.preprocess.jsonl import record_of, texts_of, texts_under
+from megatron.data.preprocess.jsonl import bounded_record_of, texts_of, texts_under
 from megatron.data.preprocess.readers import RECORD_BYTES, Block, too_long
 from megatron.data.preprocess.trial import failure, try_first
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
@@ -313,7 +313,7 @@ def conversations(
 
 
 def _line_conversation(line: memoryview, job: Job) -> list[list[Any]] | None:
-    return None if _is_blank(line) else _conversation(record_of(line), job)
+    return None if _is_blank(line) else _conversation(bounded_record_of(line), job)
 
 
 def _row_conversation(record: dict[str, Any], job: Job) -> list[list[Any]]:

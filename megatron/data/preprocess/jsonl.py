@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,10 @@ try:
 # the standard library's parser takes its place: the same texts, about half as fast
 except ImportError:
     orjson = None
+
+# of a record of text, each of which takes some 100 bytes of memory, and 3 of the line
+MOST_VALUES = 1 << 22
+_STRING_OR_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([,[{])', re.DOTALL)
 
 
 def json_value(text: bytes) -> object:
@@ -33,7 +39,7 @@ def json_text(value: object) -> bytes:
 def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
     """For each key the texts under it: one, or as many as its list has. Raises ValueError saying
     what is wrong."""
-    record = record_of(line)
+    record = bounded_record_of(line)
     if not isinstance(record, dict):
         raise ValueError(f"holds {_kind(record)}, not a JSON object")
     return [texts_under(record, key) for key in keys]
@@ -52,6 +58,18 @@ def ids_of(line: bytes) -> np.ndarray:
     if ids.dtype != np.int64 or ids.ndim != 1:
         raise ValueError('holds something else than whole numbers below 2**63 under "tokens"')
     return ids
+
+
+def bounded_record_of(line: bytes | memoryview) -> object:
+    """`record_of` a line, also ValueError for one with more than MOST_VALUES values."""
+    if len(line) > MOST_VALUES:
+        text = bytes(line)
+        if sum(map(text.count, (b",", b"[", b"{"))) > MOST_VALUES:  # also those in strings
+            marks = (found for found in _STRING_OR_MARK.finditer(text) if found.lastindex)
+            if next(itertools.islice(marks, MOST_VALUES, None), None):
+                raise ValueError(f"holds more than {MOST_VALUES} values; cut it in parts")
+        del text
+    return record_of(line)
 
 
 def record_of(line: bytes | memoryview) -> object:

@@ -71,3 +71,14 @@ def test_what_one_writes_the_other_reads(value, monkeypatch):
     fast = jsonl.json_text(value)
     monkeypatch.setattr(jsonl, "orjson", None)
     assert jsonl.json_value(fast) == value == jsonl.json_value(jsonl.json_text(value))
+
+
+@pytest.mark.parametrize("many", [b"[],", b'"ab",', b"1,", b'{"a":1},'])
+def test_a_line_of_too_many_values_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, many: bytes
+) -> None:
+    monkeypatch.setattr(jsonl, "MOST_VALUES", 1000)
+    few = b'{"text": "' + rb"[a, {\\\"," * 2000 + b'", "x": [' + many * 100 + b"0]}"
+    assert jsonl.texts_of(few, ["text"])[0][0].count(",") == 4000
+    with pytest.raises(ValueError, match="more than 1000 values"):
+        jsonl.texts_of(b'{"text": "a", "x": [' + many * 1000 + b"0]}", ["text"])
