@@ -268,7 +268,7 @@ def test_wrong_optimizers(case, tmp_path, convert, monkeypatch):
 
 def test_samples_that_nobody_has_counted(tmp_path, convert, monkeypatch):
     use_it(monkeypatch)
-    by_name(tmp_path / "theirs", args={})
+    by_name(tmp_path / "theirs", args={"consumed_train_samples": None})
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
     assert "consumed_train_samples" in said
 
