@@ -51,7 +51,7 @@ def server(run):
 def connect(server, buffer: int = 0) -> socket.socket:
     address = urlsplit(server.url)
     connection = socket.socket()
-    connection.settimeout(20)
+    connection.settimeout(60)
     if buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     connection.connect((address.hostname, address.port))
@@ -90,7 +90,7 @@ def list_of(element: str, size: int = MB - 100) -> str:
 def test_a_megabyte_is_refused_in_a_moment(server, path, body, status):
     memory = megabytes(server)
     used = cpu_seconds(server)
-    answer = server.http.post(f"/v1/{path}", content=body)
+    answer = server.http.post(f"/v1/{path}", content=body, timeout=30)
     assert answer.status_code == status and answer.json()["error"]["param"] != "model"
     assert server.http.get("/health").status_code == 200
     assert cpu_seconds(server) - used < 1.5
@@ -99,7 +99,13 @@ def test_a_megabyte_is_refused_in_a_moment(server, path, body, status):
 
 def test_answers_are_counted_before_a_request_is_made(run, monkeypatch):
     made = []
-    monkeypatch.setattr(app, "EngineRequest", lambda *a: made.append(a) or Request(*a))
+
+    def counted(*values) -> Request:
+        made.append(Request(*values))
+        assert len(made) < 100
+        return made[-1]
+
+    monkeypatch.setattr(app, "EngineRequest", counted)
     trained = open_trained_model(str(run), device="cpu")
     worker = Worker(Engine(trained.model, 2), trained.tokenizer, 2)
     access = Access(None, "127.0.0.1", True)
@@ -148,7 +154,7 @@ def test_a_request_has_a_deadline_and_an_answer_has_none(server):
         each.sendall(data)
         each.settimeout(0.5)
     reader = connect(server, buffer=1 << 17)  # of more than the sockets hold
-    body = {"prompt": "a", "max_tokens": 400, "n": 32, "logprobs": 20, "stream": True}
+    body = {"prompt": "a", "max_tokens": 400, "n": 64, "logprobs": 20, "stream": True}
     data = json.dumps(body).encode()
     reader.sendall(head.replace(b"999", b"%d" % len(data)) + b"Connection: close\r\n\r\n" + data)
     ended = []
@@ -165,7 +171,8 @@ def test_a_request_has_a_deadline_and_an_answer_has_none(server):
     assert len(ended) == len(slow) and time.monotonic() - begun > DEADLINE - 5
     time.sleep(max(0, begun + DEADLINE + 5 - time.monotonic()))
     with reader.makefile("rb") as file:
-        assert b"data: [DONE]" in file.read()[-200:]
+        answer = file.read()
+    assert len(answer) > 6 * MB and b"data: [DONE]" in answer[-200:]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_a_request_has_a_deadline_and_an_answer_has_none(server):
     ],
 )
 def test_a_body_that_breaks_off_is_no_traceback(server, rest):
-    lines = server.said.count("\n")
+    before = len(server.said)
     host = urlsplit(server.url).netloc.encode()
     for _ in range(20):
         with connect(server) as gone:
@@ -187,7 +194,8 @@ def test_a_body_that_breaks_off_is_no_traceback(server, rest):
             gone.sendall(rest[-1:])
     time.sleep(0.5)
     assert server.http.get("/health").status_code == 200
-    assert server.said.count("\n") - lines <= 20 and "Traceback" not in server.said
+    said = server.said[before:]
+    assert said.count("\n") <= 20 and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
