@@ -66,7 +66,8 @@ class SignalWatch:
         if launcher.world_size() > 1:
             optional.load("megatron.training.launch.hang").prepare()
         if launcher.world_size() > 1 or launcher.under_torchrun():
-            self.start = optional.load("megatron.training.launch.start_watch").StartWatch(self)
+            start_watch = optional.load("megatron.training.launch.start_watch")
+            self.start = start_watch.StartWatch(self.leave, self.leave_for)
         self._listen(signal.SIGINT)
 
     def remember_requests(self) -> None:

@@ -6,15 +6,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
 
 from megatron import launcher
 from megatron.training.launch import hang
 from megatron.training.launch.process import Failure, ProcessId
-
-if TYPE_CHECKING:
-    from megatron.training.launch.signals import SignalWatch
 
 LOOKS = 0.5  # seconds
 # ... in which all ranks refuse a command line that one refused, or a restarted rank is there again
@@ -23,12 +19,13 @@ GONE = "ended before it had joined the others: killed, or its own output says wh
 
 
 class StartWatch:
-    """A thread that ends this process by `watch` where torchrun, its parent, was killed and so does
-    not end it (torchrun's successor would find the run locked), or where another rank of this
-    machine ends while this one waits for it."""
+    """A thread that ends this process: by `leave` where torchrun, its parent, was killed and so
+    does not end it (torchrun's successor would find the run locked), by `leave_for` where another
+    rank of this machine ends while this one waits for it."""
 
-    def __init__(self, watch: SignalWatch):
-        self._watch = watch
+    def __init__(self, leave: Callable[[int, str], object], leave_for: Callable[[Failure], object]):
+        self._leave = leave
+        self._leave_for = leave_for
         self._parent = os.getppid()
         self._seen: dict[int, ProcessId] = {}
         self._gone_at: dict[int, float] = {}
@@ -39,7 +36,7 @@ class StartWatch:
     def _watch_parent(self) -> None:
         while os.getppid() == self._parent:
             time.sleep(LOOKS)
-        self._watch.leave(
+        self._leave(
             1,
             f"error: rank {launcher.rank()}: torchrun, which started it, was killed; start it "
             "again [launcher-killed]\n",
@@ -49,7 +46,7 @@ class StartWatch:
         others = set(range(launcher.world_size())) - {launcher.rank()}
         while others and not self.joined:
             if (process := self.gone(others)) and not self.joined:
-                self._watch.leave_for(Failure(process, GONE, silent=True))
+                self._leave_for(Failure(process, GONE, silent=True))
             time.sleep(LOOKS)
 
     def gone(self, ranks: Collection[int]) -> ProcessId | None:

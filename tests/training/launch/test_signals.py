@@ -143,7 +143,7 @@ def orphan(write_end: int, torchrun: bool) -> None:
     failures = []
     watch.on_failure = failures.append
     watch.leaving = lambda: os.write(write_end, b"%d" % failures[0].code)
-    start_watch.StartWatch(watch)
+    start_watch.StartWatch(watch.leave, watch.leave_for)
     os.write(write_end, b"r")
     time.sleep(5.0 if torchrun else 1.0)
     os.write(write_end, b"o")
