@@ -6,14 +6,13 @@ A model may be written as a family if reading the written config.json back gives
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.config import architecture
 from megatron.config.model import ModelConfig
-from tools.convert.config_keys import Keys
+from tools.convert.config_keys import Keys, read_json
 from tools.convert.family_table import FAMILIES, Family
 from tools.convert.links import SHOWN, ConversionError
 
@@ -183,7 +182,7 @@ PLAIN = features(ModelConfig(num_layers=1, hidden_size=2, num_attention_heads=2)
 def unverified(model_type: str, model: ModelConfig) -> list[str]:
     """The features, or pairs of them, that no export to this family had which was compared with
     transformers."""
-    table = json.loads(VERIFIED.read_text(encoding="utf-8"))["families"].get(model_type)
+    table = read_json(VERIFIED)["families"].get(model_type)
     if table is None:
         return [f"model_type {model_type}"]
     found = features(model)
