@@ -236,7 +236,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     **{("torch", name): f"torch.{name}" for name in _DTYPES},
 }
 # enumerations in arguments, plans of saving in metadata; nothing is imported
-_OPAQUE_MODULES = ("megatron.", "deepspeed.", "transformer_engine.", _DCP + "planner")
+_OPAQUE_MODULES = ("megatron.", "deepspeed.", "internlm.", "transformer_engine.", _DCP + "planner")
 
 
 class _Unpickler(pickle.Unpickler):

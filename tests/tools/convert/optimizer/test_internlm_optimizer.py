@@ -3,8 +3,12 @@ with the losses of the run that was not interrupted."""
 
 from __future__ import annotations
 
+import enum
 import math
+import sys
+import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +26,9 @@ INTERNLM = (
     "--weight-decay 0.1 --eval-iters 0"
 ).split()
 State = dict[str, torch.Tensor]
+# As InternEvo has it since 0.3: each group of parameters names the ranks that share it.
+MODES = "internlm.core.context.process_group_initializer"
+MODE = enum.Enum("ParallelMode", {"ZERO1": "zero1"}, module=MODES)
 
 
 def own_name(name: str, tensors: State, t: int, tp: int) -> State:
@@ -100,6 +107,19 @@ def owners(sizes: dict[str, int], zero: int, in_order: bool) -> list[list[str]]:
     return [[name for name in largest if of[name] == rank] for rank in range(zero)]
 
 
+def modules_of_mode() -> dict[str, types.ModuleType]:
+    """The modules in which pickle looks for `MODE`."""
+    names = [MODES.rsplit(".", depth)[0] for depth in range(MODES.count(".") + 1)]
+    modules = {name: types.ModuleType(name) for name in names}
+    modules[MODES].ParallelMode = MODE
+    return modules
+
+
+def save(value: dict, path: Path) -> None:
+    with mock.patch.dict(sys.modules, modules_of_mode()):
+        torch.save(value, path)
+
+
 def write_step(
     folder: Path, run: Finished, tp: int, pp: int, zero: int, in_order: bool = False
 ) -> None:
@@ -134,7 +154,8 @@ def write_step(
                 adam = {"step": torch.tensor(float(SAVED))} | {
                     kind: x for kind, x in flat.items() if kind != "fp32_param"
                 }
-                torch.save(
+                group = {"lr": 1e-3, "betas": (0.9, 0.95), "optimizer_mode": MODE("zero1")}
+                save(
                     {
                         "grad_scaler": {
                             "_scale": torch.tensor([1024.0]),
@@ -143,7 +164,10 @@ def write_step(
                         },
                         "base_optim_states": {
                             "state": {0: adam} if names else {},
-                            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}],
+                            "param_groups": [
+                                {"name": "default", "params": [0], **group},
+                                {"name": "fp32", "params": [], **group, "dtype": None},
+                            ],
                         },
                         "flat_fp32_weights": {0: flat["fp32_param"]} if names else {},
                     },
@@ -285,6 +309,7 @@ class Payload:
 def edit(folder: Path, change) -> None:
     """Change the first optimizer file."""
     path = folder / "optimizer_tp0_pp0_zo0.pt"
-    table = torch.load(path)
+    with mock.patch.dict(sys.modules, modules_of_mode()):
+        table = torch.load(path, weights_only=False)
     change(table)
-    torch.save(table, path)
+    save(table, path)
