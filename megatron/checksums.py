@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.small_files import retried
+
 ALGORITHM = "crc32 of sums of 521 words"
 BLOCK_BYTES = 1 << 20
 ROW_WORDS = 521
@@ -83,6 +85,10 @@ def file_sum(sums: Iterable[str]) -> str:
 
 def sum_of_file(path: str, chunk_bytes: int = 16 * BLOCK_BYTES) -> str:
     """`file_sum` of a file, read once. Raises OSError."""
+    return retried(lambda: _sum_of_file(path, chunk_bytes), errno.ESTALE)
+
+
+def _sum_of_file(path: str, chunk_bytes: int) -> str:
     sums: list[str] = []
     with open(path, "rb", buffering=0) as opened:
         file = opened.fileno()

@@ -9,17 +9,38 @@ import json
 import math
 import os
 import stat
-from typing import Any, BinaryIO
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
 
 LIMIT = 1 << 30  # bytes
 _BLOCK = 1 << 16
+Result = TypeVar("Result")
+
+
+def retried(action: Callable[[], Result], *numbers: int) -> Result:
+    """`action()`, tried again while the system refuses it with one of these error numbers, which
+    pass on network file systems: ESTALE where another host has replaced a file (opening it again
+    finds the new one), EBUSY and ENOTEMPTY while somebody has a removed file open."""
+    for pause in (0.1, 0.3, 1.0):
+        try:
+            return action()
+        except Exception as error:
+            if getattr(error, "errno", None) not in numbers:
+                raise
+        time.sleep(pause)
+    return action()
 
 
 def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     """All bytes of a regular file. Raises OSError, also for a pipe, a device and a file of more
     than `limit` bytes."""
-    with open_regular(path) as file:
-        data = read_open(file, limit)
+
+    def read() -> bytes | None:
+        with open_regular(path) as file:
+            return read_open(file, limit)
+
+    data = retried(read, errno.ESTALE)
     if data is None:
         raise OSError(errno.EFBIG, f"has more than {limit} bytes", os.fspath(path))
     return data

@@ -3,6 +3,7 @@ that every reader reports in one line."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -371,3 +372,29 @@ def test_a_save_directory_that_was_lost_is_not_made_again(tmp_path, monkeypatch)
         store.begin(tmp_path / "mount/run", 5, fence=mine.check)
     assert not list((tmp_path / "mount").iterdir())
     mine.release()
+
+
+def test_what_passes_on_network_file_systems_is_tried_again(monkeypatch):
+    """And nothing else is; what stays is the last answer's error."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def answers(*numbers: int):
+        left = list(numbers)
+
+        def action() -> int:
+            if left:
+                raise OSError(left.pop(0), "")
+            return 7
+
+        return action, left
+
+    action, left = answers(errno.ESTALE, errno.ESTALE)
+    assert small_files.retried(action, errno.ESTALE) == 7
+    action, left = answers(errno.EIO, errno.ESTALE)
+    with pytest.raises(OSError):
+        small_files.retried(action, errno.ESTALE)
+    assert left == [errno.ESTALE]
+    action, left = answers(*[errno.ESTALE] * 9)
+    with pytest.raises(OSError):
+        small_files.retried(action, errno.ESTALE)
+    assert len(left) == 5

@@ -13,13 +13,11 @@ import os
 import re
 import shutil
 import stat
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
-from megatron.small_files import read_open
+from megatron.small_files import read_open, retried
 
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
@@ -46,7 +44,6 @@ _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-Result = TypeVar("Result")
 
 
 class CheckpointError(Exception):
@@ -89,20 +86,6 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
             f"cannot {action} {path}: {error.strerror or error}; {remedy} [file-operation-failed]",
             error.errno,
         ) from error
-
-
-def retried(action: Callable[[], Result], *numbers: int) -> Result:
-    """`action()`, tried again while the system refuses it with one of these error numbers, which
-    pass on network file systems: ESTALE where another host has replaced a file (opening it again
-    finds the new one), EBUSY and ENOTEMPTY while somebody has a removed file open."""
-    for pause in (0.1, 0.3, 1.0):
-        try:
-            return action()
-        except (OSError, CheckpointError) as error:
-            if error.errno not in numbers:
-                raise
-        time.sleep(pause)
-    return action()
 
 
 def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:

@@ -24,15 +24,9 @@ from typing import Any
 import torch
 
 from megatron import device as devices
-from megatron.checkpoint.filesystem import (
-    DISK,
-    CheckpointError,
-    Disk,
-    check_plain,
-    explained,
-    retried,
-)
+from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, check_plain, explained
 from megatron.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
+from megatron.small_files import retried
 
 # what one thread sums and writes, or reads and sums, at a time, in whole blocks
 SECTION_BYTES = 16 << 20
@@ -317,25 +311,24 @@ class SafetensorsFile:
         self.path = path
         self._descriptor = -1
         try:
-            head = retried(self._open, errno.ESTALE)
+            head = retried(self._read_header, errno.ESTALE)
             self.header_crc32 = crc32(head)
             self.places, self.metadata = _parse_header(path, head[8:], len(head), self.bytes)
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> bytes:
-        """Open the file; returns its header bytes."""
-        self.close()
+    def _open(self) -> None:
         with explained("open", self.path):
             # of a pipe: at once
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         check_plain(self._descriptor, self.path)
         self.bytes = os.fstat(self._descriptor).st_size
-        return self._header_bytes()
 
-    def _header_bytes(self) -> bytes:
-        """Length field and header."""
+    def _read_header(self) -> bytes:
+        """Open the file; length field and header."""
+        self.close()
+        self._open()
         field = bytearray(min(8, self.bytes))
         self._read_at(memoryview(field), 0, "header")
         length = int.from_bytes(field, "little")

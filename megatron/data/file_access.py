@@ -13,6 +13,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megatron.small_files import retried
+
 REMEDIES = {
     errno.EIO: "its disk or network fails: copy the file to another disk, then start again from "
     "the last checkpoint",
@@ -35,7 +37,8 @@ def open_to_read(path: str) -> int:
     """A descriptor of a file. As many may be open as the system lets a process ask for, not only
     the customary 1024."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        file = retried(lambda: os.open(path, flags), errno.ESTALE)
     except OSError as error:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:

@@ -135,29 +135,3 @@ def test_remove_tree_of_nothing_is_no_error(tmp_path):
     (tmp_path / "d" / "f").write_text("")
     DISK.remove_tree(tmp_path / "d")
     assert not list(tmp_path.iterdir())
-
-
-def test_what_passes_on_network_file_systems_is_tried_again(monkeypatch):
-    """And nothing else is; what stays is the last answer's error."""
-    monkeypatch.setattr("time.sleep", lambda _: None)
-
-    def answers(*numbers: int):
-        left = list(numbers)
-
-        def action() -> int:
-            if left:
-                raise OSError(left.pop(0), "")
-            return 7
-
-        return action, left
-
-    action, left = answers(errno.ESTALE, errno.ESTALE)
-    assert disk_module.retried(action, errno.ESTALE) == 7
-    action, left = answers(errno.EIO, errno.ESTALE)
-    with pytest.raises(OSError):
-        disk_module.retried(action, errno.ESTALE)
-    assert left == [errno.ESTALE]
-    action, left = answers(*[errno.ESTALE] * 9)
-    with pytest.raises(OSError):
-        disk_module.retried(action, errno.ESTALE)
-    assert len(left) == 5

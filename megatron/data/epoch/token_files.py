@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.data.blend.splits import split_range
+from megatron.data.file_access import open_to_read, unreadable
 from megatron.data.indexed_dataset import (
     DTYPES,
     HEADER,
@@ -163,14 +164,14 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
     ValueError for sequences that do not lie one behind the other, as far as the ends of the parts
     show it."""
     try:
-        file = os.open(idx_path(prefix), os.O_RDONLY)
-    except OSError:
+        file = open_to_read(idx_path(prefix))
+    except ValueError:
         IndexedDataset(prefix)  # has the message
         raise
     try:
         index = _Index(prefix, file)
         count = index.sequences
-        tokens = os.open(bin_path(prefix), os.O_RDONLY) if os.path.exists(bin_path(prefix)) else -1
+        tokens = open_to_read(bin_path(prefix)) if os.path.exists(bin_path(prefix)) else -1
         if tokens < 0:
             raise _odd(prefix, "has no .bin")
         try:
@@ -187,6 +188,8 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
             )
         spans = tuple(None if part is None else _span(index, part) for part in parts)
         return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
+    except OSError as error:
+        raise unreadable(idx_path(prefix), error) from error
     finally:
         os.close(file)
 

@@ -231,13 +231,14 @@ def _serve(
 ) -> None:
     """The life of a worker: orders and blocks in, what became of them out."""
     _serve_quietly(parent)
-    encoder = Encoder(job, paths, mark)
+    encoder = None
     while True:
         try:
             orders, block = pipe.recv()
         except EOFError:
             return
         try:
+            encoder = encoder or Encoder(job, paths, mark)
             for order in orders:
                 encoder.write(order)
             encoded = encoder.encode(block) if block else None

@@ -1,0 +1,156 @@
+"""File systems as clusters have them (cluster_fs.cpp): preprocessing, index cache, save, retention
+and resume give the same files as on a local disk, or one true message."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forkrun import ROOT
+
+FAULTS = ("nolocks", "nofallocate", "estale", "ebusy", "silly", "late")
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 210 "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --global-batch-size 8 --lr 0.003 "
+    "--lr-decay-iters 4 --log-interval 1 --eval-interval 3 --eval-iters 1 --num-workers 1 --device "
+    "cpu --split 90,10,0 --save-interval 1 --keep-last 2 --use-distributed-optimizer"
+).split()
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory) -> str:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    library = str(tmp_path_factory.mktemp("shim") / "cluster_fs.so")
+    source = str(Path(__file__).with_name("cluster_fs.cpp"))
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-std=c++17", "-o", library, source, "-ldl"], check=True
+    )
+    return library
+
+
+class Host:
+    """A folder whose file system has a fault, and programs that run on it."""
+
+    def __init__(self, folder: Path, shim: str, fault: str):
+        self.disk = folder / "disk"
+        self.disk.mkdir()
+        self._log = folder / "emulated"
+        faulty = {"FAULTY": fault, "FAULTY_ROOT": str(self.disk), "FAULTY_LOG": str(self._log)}
+        self._environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._environment |= faulty | {"LD_PRELOAD": shim} if fault else {}
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    @property
+    def emulated(self) -> int:
+        """4-KiB writes by which glibc would have emulated fallocate."""
+        return self._log.stat().st_size if self._log.exists() else 0
+
+    def sums(self, pattern: str) -> dict[str, str]:
+        return {
+            str(path.relative_to(self.disk)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(self.disk.glob(pattern))
+        }
+
+
+def write_input(path: Path) -> None:
+    numbers = random.Random(1)
+    lines = [
+        '{"text": "%s"}' % " ".join(str(numbers.randrange(40)) for _ in range(30))  # noqa: UP031
+        for _ in range(300)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def preprocess(host: Host) -> subprocess.CompletedProcess[str]:
+    write_input(host.disk / "text.jsonl")
+    return host.run(
+        "tools/preprocess_data.py",
+        *("--input", str(host.disk / "text.jsonl"), "--output-prefix", str(host.disk / "d")),
+        *"--tokenizer-type NullTokenizer --vocab-size 210 --append-eod --workers 2".split(),
+    )
+
+
+def train(host: Host, data: str, iterations: int) -> subprocess.CompletedProcess[str]:
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py".split()
+    run = str(host.disk / "run")
+    paths = ["--save", run, "--load", run, "--data-cache-path", str(host.disk / "cache")]
+    return host.run(
+        *torchrun, *MODEL, *paths, "--data-path", data, "--train-iters", str(iterations)
+    )
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Host:
+    """The same on a local disk."""
+    host = Host(tmp_path_factory.mktemp("local"), "", "")
+    assert preprocess(host).returncode == 0
+    for iterations in (2, 4):
+        answer = train(host, str(host.disk / "d_text_document"), iterations)
+        assert answer.returncode == 0, answer.stderr
+    return host
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("fault", FAULTS)
+def test_same_files_or_one_message(tmp_path, shim, local, fault):
+    host = Host(tmp_path, shim, fault)
+    answer = preprocess(host)
+    said = answer.stdout + answer.stderr
+    if fault == "estale":  # of a file that is being read: nobody knows what is in it now
+        assert answer.returncode == 1 and "Traceback" not in said
+        assert said.count("[file-not-readable]") == 1
+    else:
+        assert answer.returncode == 0, said
+        assert host.sums("d_*") == local.sums("d_*")
+        assert ("[no-file-locks]" in said) == (fault == "nolocks")
+        assert not (host.disk / "d.unfinished").exists()
+    data = str(local.disk / "d_text_document")
+    for iterations in (2, 4):
+        answer = train(host, data, iterations)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    kept = host.sums("run/iter_*/*.safetensors")
+    assert kept == local.sums("run/iter_*/*.safetensors") and len(kept) == 4
+    assert host.sums("cache/*.npy") == local.sums("cache/*.npy")
+    assert host.emulated == 0
+
+
+@pytest.mark.campaign
+def test_locks_that_another_run_holds_are_no_missing_locks(tmp_path):
+    """The message about a second run stays where there are locks."""
+    host = Host(tmp_path, "", "")
+    write_input(host.disk / "text.jsonl")
+    (host.disk / "d.unfinished").mkdir()
+    holding = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'w')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    lock = str(host.disk / "d.unfinished" / "lock")
+    with subprocess.Popen(
+        [sys.executable, "-c", holding, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        answer = preprocess(host)
+        holder.stdin.close()
+    assert answer.returncode == 1 and "[output-in-use]" in answer.stderr
