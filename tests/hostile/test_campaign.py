@@ -8,6 +8,7 @@ seed makes one input: `tests.hostile.campaign.one_input`.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def attack(rank: int, world: int, home: str, count: int, part: int):
 
     os.environ["CANARY"] = str(Path(home) / "canary")
     os.environb[b"HOSTILE_PAYLOAD"] = gadget(0)
+    multiprocessing.current_process().daemon = False  # preprocess_data.py has workers
     os.fsync = lambda _: None
     folder = Path(home) / "cases"
     folder.mkdir()

@@ -91,7 +91,8 @@ def open_run(
     `world_size`: number of ranks, if not the run's (with flags: 1). Raises ValueError."""
     state: dict[str, Any] = {}
     if flags is not None:
-        line = command_line.read(flags, {"WORLD_SIZE": str(world_size or 1), "RANK": "0"})
+        # a dry run: nothing is written, so what stands in --save is no obstacle
+        line = command_line.read([*flags, "--dry-run", "--world-size", str(world_size or 1)], {})
         config = line.config
         world_size = line.world_size
     elif run is None:

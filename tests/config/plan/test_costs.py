@@ -15,6 +15,7 @@ from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.kernels import cross_entropy
 from megatron.kernels.cpu import experts
+from megatron.model.moe import RouterStep
 from megatron.parallel.context import ParallelContext
 from megatron.training.build import build_model
 from megatron.training.launch.initialize import Runtime
@@ -99,8 +100,10 @@ def measured(rank: int, world: int, flags: dict, steps_of_rows: bool = True) -> 
     ids = torch.randint(0, 500, (2, 65), generator=torch.Generator().manual_seed(1))
     tokens = ids[:, :-1].contiguous()
     labels = ids[:, 1:].contiguous()
+    # a capacity drops tokens where there is a step
+    dropping = RouterStep(None, None) if config.model.moe_expert_capacity_factor else None
     with Live() as live:
-        loss = model(tokens, labels=labels)
+        loss = model(tokens, labels=labels, router_step=dropping)
     assert loss.requires_grad
     return live.nbytes([tokens, labels, *model.parameters(), *model.buffers()])
 
