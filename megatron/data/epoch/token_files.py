@@ -189,6 +189,8 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
         spans = tuple(None if part is None else _span(index, part) for part in parts)
         return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
     except OSError as error:
+        if error.errno is None:  # has its own message
+            raise
         raise unreadable(idx_path(prefix), error) from error
     finally:
         os.close(file)

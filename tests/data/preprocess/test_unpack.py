@@ -115,6 +115,8 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 @pytest.mark.parametrize("name", [ZST(name) if "zstd" in name else name for name in BOMBS])
 def test_64_mb_out_of_a_few_kb_take_a_few_mb(tmp_path: Path, name: str) -> None:
+    if "zstd" in name:
+        pytest.importorskip("zstandard")
     suffix, make = BOMBS[name]
     file = tmp_path / f"x{suffix}"
     file.write_bytes(make())
