@@ -51,12 +51,11 @@ def spike_is_found_explained_and_skipped(kind: str, reason: str, data: Path, run
     """Every step of spike.sh: it ends by comparing the bytes of the restart and of the rewind."""
     printed = script("spike.sh", runs, data, kind, *SMALL)
     (event,) = json.loads((runs / kind / "events.json").read_text())["events"]
-    assert (event["start"], event["peak"], event["end"]) == (193, 194, 195), (
-        "the bad document is read in iteration 194"
-    )
+    # the bad document is read in iteration 194; precursors before it depend on the processor
+    assert (event["peak"], event["end"]) == (194, 195) and 150 < event["start"] <= 193
     assert (
         event["restart"]
-        == f"--load {runs}/{kind}/bad --ckpt-step 150 --train-range-to-skip 193 195"
+        == f"--load {runs}/{kind}/bad --ckpt-step 150 --train-range-to-skip {event['start']} 195"
     )
     docs, replay, restart, rewind = re.split(r"== [3-6]\. ", printed)[1:]
     assert f"{kind}_text_document document 86, tokens " in docs.splitlines()[4] and reason in docs
