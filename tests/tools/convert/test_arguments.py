@@ -38,7 +38,7 @@ def test_every_release_is_read_and_three_planted_arguments_are_refused():
     assert "".join(releases()) == LETTERS
     for letter in LETTERS:
         assert read(letter).num_layers == 4
-        planted = {"attention_temperature": 0.5, "alibi": True, "layer_scales": [1, 2]}
+        planted = {"attention_temperature": 0.5, "alibi": True, "logits_softcap": 30.0}
         said = refusal(letter, **planted)
         assert UNKNOWN in said and "--ignore-config-key " + " ".join(planted) in said
         args = releases()[letter] | SIZES | planted
