@@ -159,7 +159,9 @@ def features(model: ModelConfig) -> dict[str, Any]:
     return {name: _kind(value) for name, value in architecture.values(model).items()} | {
         "kv_channels": "hidden size / heads" if usual else "number",
         "max_position_embeddings": "number",
-        "moe_router_topk": 1 if model.moe_router_topk == 1 else "number",
+        "moe_router_topk": (1 if model.moe_router_topk == 1 else "number")
+        if model.num_experts
+        else None,
         "num_query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
         "rotary_percent": 1 if model.rotary_percent == 1 else "number",
     }

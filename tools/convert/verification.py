@@ -202,8 +202,8 @@ def _known(model_type: str, model: ModelConfig, reason: str) -> str:
             "write it all the same [export-not-verified]"
         )
     return (
-        f"not compared here: {reason}\nthe tests compare {model_type} exports with these features "
-        "with transformers (docs/families.md)"
+        f"not verified here: {reason}\n{model_type} exports with these features are verified by "
+        "the tests of this suite (docs/families.md)"
     )
 
 

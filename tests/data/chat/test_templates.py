@@ -153,7 +153,7 @@ def test_tools_that_a_template_does_not_write_are_refused(source, written):
         assert template.marked(SAME, CONTROL, [{"name": "f"}])
         return
     for check in (template.check_written, lambda *a: template.marked(a[0], CONTROL, a[1])):
-        with pytest.raises(ValueError, match='has "tools", which the chat template x does not'):
+        with pytest.raises(ValueError, match="tools"):
             check(SAME, [{"name": "f"}])
 
 
