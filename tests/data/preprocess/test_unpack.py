@@ -28,6 +28,7 @@ def zst(content: bytes) -> bytes:
 
 def same_byte(blocks: int, byte: bytes = b"\n", window: int = 17) -> bytes:
     """A zstd frame of so many blocks of 128 KiB, 4 bytes each; log2 of its window."""
+    zst(b"")  # skips the test where nothing reads such frames
     head = b"\x28\xb5\x2f\xfd\0" + bytes([window - 10 << 3])
     one = [
         struct.pack("<I", (number == blocks - 1) | 1 << 1 | 1 << 20)[:3] + byte
@@ -115,8 +116,6 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 @pytest.mark.parametrize("name", [ZST(name) if "zstd" in name else name for name in BOMBS])
 def test_64_mb_out_of_a_few_kb_take_a_few_mb(tmp_path: Path, name: str) -> None:
-    if "zstd" in name:
-        pytest.importorskip("zstandard")
     suffix, make = BOMBS[name]
     file = tmp_path / f"x{suffix}"
     file.write_bytes(make())
