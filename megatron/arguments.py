@@ -11,13 +11,14 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import math
 import re
 import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron import optional
 from megatron.problems import Problems as Problems
@@ -26,6 +27,48 @@ _OFF = re.compile("--(no|disable)-")
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
 _SHOWN = {int: "N", float: "X", str: "TEXT"}
+
+
+class Needs(NamedTuple):
+    """What a flag needs in order to have an effect: in words, and whether the checked values of a
+    command line (config.checks.facts.Facts) have it."""
+
+    condition: str
+    met: Callable[[Any], Any]
+
+
+# a flag with another value than its default (its field), a flag with this value, or something else
+Need = str | tuple[str, Any] | Needs
+
+
+class Limits(NamedTuple):
+    """The range of a number; None: no such limit."""
+
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with a value outside of the range or not finite."""
+        low, above, high, below = self
+        if not math.isfinite(value):
+            return "must be a finite number [value-not-finite]"
+        if not (
+            (low is None or value >= low)
+            and (above is None or value > above)
+            and (high is None or value <= high)
+            and (below is None or value < below)
+        ):
+            return f"must {self} [value-out-of-range]"
+        return None
+
+    def __str__(self) -> str:
+        if self == Limits(minimum=0):
+            return "not be negative"
+        names = ("at least", "greater than", "at most", "less than")
+        said = [f"{name} {at}" for name, at in zip(names, self, strict=True) if at is not None]
+        return f"be {' and '.join(said)}"
 
 
 def arg(  # noqa: PLR0913
@@ -42,6 +85,17 @@ def arg(  # noqa: PLR0913
     dump: bool = True,
     metavar: str | None = None,
     place: str = "flag",
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    needs: Need | list[Need] = (),
+    requires: Need | list[Need] = (),
+    excludes: tuple[str, ...] = (),
+    no_effect: str | None = None,
+    trained: bool | str = False,
+    per_run: bool = False,
+    missing: str | None = None,
 ) -> Any:
     """A config field that is also a command-line flag. Without `default` it must be given.
 
@@ -53,7 +107,15 @@ def arg(  # noqa: PLR0913
     (new names stand there only when set); `metavar` stands for its value in help. `place` is
     "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after
     `--`); these two are for tools, and `metavar` is their name.
+
+    A number must be at least `minimum`, more than `above`, at most `maximum`, less than `below`.
+    `missing`: training needs it; what to do about that. Without what it `needs` the flag has no
+    effect, which is said when it is typed; `no_effect` says why it never has one. With another
+    value than its default it `requires` others, and `excludes` the flags of some fields.
+    `trained`: the function of trained weights depends on it, or on the property of that name of its
+    config class. `per_run`: another value on resume is not worth a line.
     """
+    limits = Limits(minimum, above, maximum, below)
     meta = dict(
         help=help,
         flag=flag,
@@ -66,12 +128,26 @@ def arg(  # noqa: PLR0913
         dump=dump,
         metavar=metavar,
         place=place,
+        limits=None if limits == Limits() else limits,
+        needs=_list(needs),
+        requires=_list(requires),
+        excludes=excludes,
+        no_effect=no_effect,
+        trained=trained,
+        per_run=per_run,
+        missing=missing,
     )
     return (
         dataclasses.field(metadata=meta)
         if default is MISSING
         else dataclasses.field(default=default, metadata=meta)
     )
+
+
+def _list(needs: Need | list[Need]) -> tuple[Need, ...]:
+    if isinstance(needs, list):
+        return tuple(needs)
+    return (needs,) if needs else ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +170,14 @@ class Flag:
     value_name: str | None = None
     place: str = "flag"
     required: bool = False
+    limits: Limits | None = None
+    needs: tuple[Need, ...] = ()
+    requires: tuple[Need, ...] = ()
+    excludes: tuple[str, ...] = ()
+    no_effect: str | None = None
+    trained: bool | str = False
+    per_run: bool = False
+    missing: str | None = None
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -234,6 +318,14 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
         meta["metavar"],
         meta["place"],
         field.default is MISSING,
+        meta["limits"],
+        meta["needs"],
+        meta["requires"],
+        meta["excludes"],
+        meta["no_effect"],
+        meta["trained"],
+        meta["per_run"],
+        meta["missing"],
     )
 
 

@@ -6,40 +6,63 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: str | None = arg(None, help="directory to save checkpoints in")
+    save: str | None = arg(None, per_run=True, help="directory to save checkpoints in")
     save_interval: int | None = arg(
         None,
+        minimum=1,
+        per_run=True,
+        needs="save",
         alias=("--persistent-save-interval",),
         help="iterations between checkpoints, needed with --save",
     )
-    load: str | None = arg(None, help="directory (or iter_XXXXXXX inside one) to resume from")
-    ckpt_step: int | None = arg(
-        None, help="load the checkpoint of this iteration instead of the newest", dump=False
+    load: str | None = arg(
+        None, per_run=True, help="directory (or iter_XXXXXXX inside one) to resume from"
     )
-    finetune: bool = arg(False, help="load only the weights and start from iteration 0")
-    no_load_optim: bool = arg(False, help="do not load optimizer and scheduler state")
+    ckpt_step: int | None = arg(
+        None,
+        requires="load",
+        minimum=0,
+        per_run=True,
+        help="load the checkpoint of this iteration instead of the newest",
+        dump=False,
+    )
+    finetune: bool = arg(
+        False, per_run=True, needs="load", help="load only the weights and start from iteration 0"
+    )
+    no_load_optim: bool = arg(False, needs="load", help="do not load optimizer and scheduler state")
     no_load_rng: bool = arg(
         False,
+        no_effect="there is no random state to load: masks follow from seed and iteration",
         help="accepted for compatibility: there is no RNG state to load (dropout masks "
         "depend on seed and iteration)",
     )
-    no_save_optim: bool = arg(False, help="do not save optimizer state")
-    no_save_rng: bool = arg(False, help="accepted for compatibility: there is no RNG state to save")
+    no_save_optim: bool = arg(False, needs="save", help="do not save optimizer state")
+    no_save_rng: bool = arg(
+        False,
+        no_effect="there is no random state to save: masks follow from seed and iteration",
+        help="accepted for compatibility: there is no RNG state to save",
+    )
     use_checkpoint_args: bool = arg(
-        False, help="take architecture and tokenizer flags from the checkpoint"
+        False,
+        requires="load",
+        per_run=True,
+        help="take architecture and tokenizer flags from the checkpoint",
     )
     exit_on_missing_checkpoint: bool = arg(
-        False, help="exit if --load has no checkpoint, instead of starting from initial values"
+        False,
+        needs="load",
+        help="exit if --load has no checkpoint, instead of starting from initial values",
     )
     staging_dir: str = arg(
         "staging",
+        per_run=True,
         help="with --save, --load or --snapshot-dir in an object store (s3://bucket/path): "
         "local directory in which checkpoints are written before upload and to which "
         "they are downloaded; a directory that all ranks share",
@@ -47,26 +70,37 @@ class CheckpointConfig:
     )
     async_save: bool = arg(
         False,
+        per_run=True,
+        needs="save",
         help="asynchronous checkpointing: a background process writes the checkpoint from a "
         "copy in shared memory, as large as the rank's part of the checkpoint",
         dump=False,
     )
     keep_last: int | None = arg(
-        None, help="after each save, remove all but the N newest checkpoints", dump=False
+        None,
+        minimum=1,
+        needs="save",
+        help="after each save, remove all but the N newest checkpoints",
+        dump=False,
     )
     keep_every: int | None = arg(
         None,
+        minimum=1,
+        needs="keep_last",
         help="with --keep-last: never remove checkpoints of iterations that are multiples of N",
         dump=False,
     )
     snapshot_interval: int | None = arg(
         None,
+        minimum=1,
+        needs="save",
         help="iterations between snapshots, of which the last two are kept; a resume loads "
         "the newest snapshot or checkpoint",
         dump=False,
     )
     snapshot_dir: str | None = arg(
         None,
+        needs=Needs("--save or --load", lambda v: v["save"] or v["load"]),
         help="directory or object-store URL (s3://bucket/path) of the two snapshots "
         "(default: SAVE/snapshots)",
         dump=False,
@@ -75,13 +109,31 @@ class CheckpointConfig:
         "global", choices=("global", "local"), help="local: parts on the nodes' disks", dump=False
     )
     non_persistent_local_ckpt_dir: str | None = arg(
-        None, help="directory of local copies on each node; %n is its number", dump=False
+        None,
+        needs=("non_persistent_ckpt_type", "local"),
+        help="directory of local copies on each node; %n is its number",
+        dump=False,
     )
-    replication: bool = arg(False, help="mirror local copies on other ranks", dump=False)
+    replication: bool = arg(
+        False,
+        requires=("non_persistent_ckpt_type", "local"),
+        help="mirror local copies on other ranks",
+        dump=False,
+    )
     replication_jump: int | None = arg(
-        None, help="mirrors are this many ranks apart (default: ranks of a node)", dump=False
+        None,
+        needs=("non_persistent_ckpt_type", "local"),
+        minimum=1,
+        help="mirrors are this many ranks apart (default: ranks of a node)",
+        dump=False,
     )
-    replication_factor: int = arg(2, help="ranks that hold a rank's part, with it", dump=False)
+    replication_factor: int = arg(
+        2,
+        needs=("non_persistent_ckpt_type", "local"),
+        minimum=1,
+        help="ranks that hold a rank's part, with it",
+        dump=False,
+    )
     control_file: str | None = arg(
         None,
         help="file read in each iteration: 'save' or 'stop' (save and exit) now, or N or -N:"

@@ -30,17 +30,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
-# Of the data, what --use-checkpoint-args takes over: all that decides the ids. Its files:
-# `_take_tokenizer_files`.
-_TOKENIZER = {
-    "tokenizer_type",
-    "vocab_size",
-    "vocab_extra_ids",
-    "tiktoken_pattern",
-    "tiktoken_num_special_tokens",
-    "tiktoken_special_tokens",
-}
-
 
 def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None:
     """Take the architecture of the newest checkpoint (or of --ckpt-step) into `found`, and where
@@ -93,7 +82,7 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
     saved = config_from(Config, theirs.typed)
     values = values_of(saved)
     for name, flag in flags_of(Config).items():
-        if (flag.group == "model" or name in _TOKENIZER) and name not in typed:
+        if (flag.group == "model" or flag.trained) and name not in typed:
             found.values[name] = values[name]
             if values[name] != flag.default:
                 found.taken[name] = values[name]

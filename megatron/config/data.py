@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 from megatron.config.tokenizer import TokenizerConfig
 
 
@@ -43,25 +43,41 @@ class DataConfig(TokenizerConfig):
     )
     pack_into_one: bool = arg(
         False,
+        needs="packed_samples",
         help="with --packed-samples: attention crosses the samples within each seq-length tokens",
         dump=False,
     )
     pad_samples: bool = arg(
         False,
+        needs="packed_samples",
         help="with --packed-samples: each row has micro-batch-size samples, each truncated "
         "or padded to seq-length",
         dump=False,
     )
     min_sample_length: int = arg(
-        0, help="with --packed-samples: omit samples of fewer tokens", dump=False
+        0,
+        minimum=0,
+        needs=[
+            "packed_samples",
+            Needs(
+                "files of data (--dummy-data has all its samples)",
+                lambda v: v["dummy_data"] is None,
+            ),
+        ],
+        help="with --packed-samples: omit samples of fewer tokens",
+        dump=False,
     )
     dummy_data: Literal["internlm"] | None = arg(
         None,
+        requires="packed_samples",
         help="with --packed-samples: mock samples, those of InternLM's demos; needs no files",
         dump=False,
     )
     split: str | None = arg(
         None,
+        needs=Needs(
+            "--data-path or --data-args-path", lambda v: not (v["mock_data"] or v["dummy_data"])
+        ),
         help="weights of the training, validation and test split, three numbers (default: "
         "969, 30, 1; not with per-split paths)",
     )
@@ -77,6 +93,9 @@ class DataConfig(TokenizerConfig):
     )
     continue_data_mix: bool = arg(
         False,
+        needs=Needs(
+            "--load and --data-order epoch", lambda v: v["load"] and v["data_order"] == "epoch"
+        ),
         help="with --load and --data-order epoch: change the blend on resume; each data set "
         "continues where it stopped",
         dump=False,
@@ -95,7 +114,9 @@ class DataConfig(TokenizerConfig):
         dump=False,
     )
     num_workers: int = arg(
-        2, help="data workers (read-ahead processes) per rank; 0 reads in the training process"
+        2,
+        minimum=0,
+        help="data workers (read-ahead processes) per rank; 0 reads in the training process",
     )
     dataloader_type: Literal["single", "cyclic"] | None = arg(
         None,
@@ -103,12 +124,18 @@ class DataConfig(TokenizerConfig):
     )
     data_sharding: bool = arg(
         True,
+        needs=("dataloader_type", "cyclic"),
         off="--no-data-sharding",
         help="with --dataloader-type cyclic: every rank draws from all samples, not from its"
         " own shard",
     )
     reset_position_ids: bool = arg(
-        False, help="restart position ids after each end-of-document token"
+        False,
+        needs=Needs(
+            "positions (--position-embedding-type is none)",
+            lambda v: v.config.model.positions != "none",
+        ),
+        help="restart position ids after each end-of-document token",
     )
     reset_attention_mask: bool = arg(
         False, help="document mask: attention does not cross end-of-document tokens"
@@ -117,10 +144,15 @@ class DataConfig(TokenizerConfig):
         False, help="mask the loss where the input is an end-of-document token"
     )
     mid_level_dataset_surplus: float = arg(
-        0.005, help="fraction of extra samples built for each data set of a blend", dump=False
+        0.005,
+        minimum=0,
+        help="fraction of extra samples built for each data set of a blend",
+        dump=False,
     )
     allow_data_order_change: bool = arg(
         False,
+        per_run=True,
+        needs="load",
         help="resume although the data order differs from the checkpoint's",
         dump=False,
     )

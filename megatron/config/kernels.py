@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
+from megatron.config.model import ROPE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +32,22 @@ class KernelsConfig:
     use_flash_attn: bool = arg(False, help="the same as --attention-backend flash")
     masked_softmax_fusion: bool = arg(
         True,
+        needs=Needs(
+            "--attention-backend auto or unfused",
+            lambda v: v["attention_backend"] in ("auto", "unfused") and not v["use_flash_attn"],
+        ),
         off="--no-masked-softmax-fusion",
         help="unfused attention, which allocates the matrix of scores: the same as "
         "--attention-backend unfused",
     )
     bias_swiglu_fusion: bool = arg(
-        True, off="--no-bias-swiglu-fusion", help="disable the fused SwiGLU kernel"
+        True, needs="swiglu", off="--no-bias-swiglu-fusion", help="disable the fused SwiGLU kernel"
     )
     apply_rope_fusion: bool = arg(
-        True, off="--no-rope-fusion", help="disable the fused kernel of rotary position embeddings"
+        True,
+        needs=ROPE,
+        off="--no-rope-fusion",
+        help="disable the fused kernel of rotary position embeddings",
     )
     gradient_accumulation_fusion: bool = arg(
         True,

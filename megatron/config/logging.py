@@ -5,18 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 
 SHORT = "short"
+
+
+_BOARDS = Needs(
+    "--tensorboard-dir or --wandb-project", lambda v: v["tensorboard_dir"] or v["wandb_project"]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Log lines, metrics file, TensorBoard, timers."""
 
-    log_interval: int = arg(100, help="iterations between log lines")
+    log_interval: int = arg(100, minimum=1, per_run=True, help="iterations between log lines")
     log_format: Literal["short", "megatron", "aurora", "internlm"] = arg(
         SHORT,
+        per_run=True,
         alias=("--log-dialect",),
         dump=False,
         help="output format: short (at most 100 columns), megatron (Megatron-LM's lines), aurora "
@@ -24,21 +30,24 @@ class LoggingConfig:
     )
     print_arguments: Literal["changed", "all", "none"] | None = arg(
         None,
+        per_run=True,
         dump=False,
         help="arguments printed at the start: those that differ from their defaults, all, or none "
         "(default: changed with --log-format short, otherwise all)",
     )
     metrics_file: str | None = arg(
-        None, help="JSON Lines file with one object per iteration", dump=False
+        None, per_run=True, help="JSON Lines file with one object per iteration", dump=False
     )
     data_ledger: str | None = arg(
         None,
+        per_run=True,
         help="file with one 32-byte record per iteration: which samples it read, and their "
         "hash (read by tools/inspect_data.py)",
         dump=False,
     )
     progress: Literal["auto", "on", "off"] = arg(
         "auto",
+        per_run=True,
         dump=False,
         help="progress and ETA. With --log-format short: a status line between log lines if "
         "stdout is a terminal, unless off. With other formats: a line on stderr after "
@@ -52,6 +61,9 @@ class LoggingConfig:
     )
     log_accuracy: bool = arg(
         False,
+        requires=Needs(
+            "--log-subsets", lambda v: v["log_subsets"] or v["log_format"] == "internlm"
+        ),
         help="with --log-subsets: top-1 token accuracy, total and per data set",
         dump=False,
     )
@@ -64,7 +76,12 @@ class LoggingConfig:
         0, help="detail of the timers in the log: 0 (fewest) to 2"
     )
     timing_log_option: Literal["max", "minmax", "all"] = arg(
-        "minmax", help="timers of the ranks in the log: max, minmax or all"
+        "minmax",
+        needs=Needs(
+            "--timing-log-level 1 or 2",
+            lambda v: v["timing_log_level"] or not v.config.logging.is_short,
+        ),
+        help="timers of the ranks in the log: max, minmax or all",
     )
     log_straggler: bool = arg(
         False,
@@ -72,43 +89,70 @@ class LoggingConfig:
         help="at each log interval, the rank with the longest forward and backward passes and "
         "their share of the iteration",
     )
-    tensorboard_dir: str | None = arg(None, help="directory of TensorBoard event files")
+    tensorboard_dir: str | None = arg(
+        None, per_run=True, help="directory of TensorBoard event files"
+    )
     tensorboard_log_interval: int = arg(
-        1, help="iterations between points in TensorBoard and Weights & Biases"
+        1,
+        needs=_BOARDS,
+        minimum=1,
+        help="iterations between points in TensorBoard and Weights & Biases",
     )
     tensorboard_queue_size: int = arg(
-        1000, help="number of TensorBoard events buffered before a write"
+        1000,
+        minimum=1,
+        needs="tensorboard_dir",
+        help="number of TensorBoard events buffered before a write",
     )
-    log_timers_to_tensorboard: bool = arg(False, help="write timers to TensorBoard")
-    log_batch_size_to_tensorboard: bool = arg(False, help="write the batch size to TensorBoard")
+    log_timers_to_tensorboard: bool = arg(False, needs=_BOARDS, help="write timers to TensorBoard")
+    log_batch_size_to_tensorboard: bool = arg(
+        False, needs=_BOARDS, help="write the batch size to TensorBoard"
+    )
     log_learning_rate_to_tensorboard: bool = arg(
         True,
+        needs=_BOARDS,
         off="--no-log-learnig-rate-to-tensorboard",
         help="do not write the learning rate to TensorBoard (Megatron's spelling)",
     )
     log_loss_scale_to_tensorboard: bool = arg(
         True,
+        needs=_BOARDS,
         off="--no-log-loss-scale-to-tensorboard",
         help="do not write the loss scale to TensorBoard",
     )
     log_validation_ppl_to_tensorboard: bool = arg(
-        False, help="write validation perplexity to TensorBoard"
+        False, needs=_BOARDS, help="write validation perplexity to TensorBoard"
     )
-    log_memory_to_tensorboard: bool = arg(False, help="write device memory to TensorBoard")
-    log_world_size_to_tensorboard: bool = arg(False, help="write the world size to TensorBoard")
+    log_memory_to_tensorboard: bool = arg(
+        False,
+        needs=[_BOARDS, Needs("an accelerator (--device is cpu)", lambda v: v["device"] != "cpu")],
+        help="write device memory to TensorBoard",
+    )
+    log_world_size_to_tensorboard: bool = arg(
+        False, needs=_BOARDS, help="write the world size to TensorBoard"
+    )
 
     wandb_project: str = arg(
         "", help="Weights & Biases project that gets the scalars of TensorBoard (pip install wandb)"
     )
     wandb_exp_name: str = arg(
-        "", help="name of the run at Weights & Biases (default: a random one)"
+        "",
+        per_run=True,
+        needs="wandb_project",
+        help="name of the run at Weights & Biases (default: a random one)",
     )
     wandb_entity: str = arg(
         "",
+        needs="wandb_project",
         dump=False,
         help="team or user at Weights & Biases (default: the account's)",
     )
-    wandb_save_dir: str = arg("", help="directory of wandb's files (default: wandb in --save)")
+    wandb_save_dir: str = arg(
+        "",
+        per_run=True,
+        needs="wandb_project",
+        help="directory of wandb's files (default: wandb in --save)",
+    )
 
     @property
     def has_boards(self) -> bool:

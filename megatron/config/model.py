@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
 
 
@@ -15,198 +15,357 @@ def _norm(word: str) -> str:
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(word.lower(), word)
 
 
+ROPE = Needs("--position-embedding-type rope", lambda v: v.config.model.positions == "rope")
+_GATED = Needs("a gated MLP (--swiglu or --geglu)", lambda v: v.config.model.gated)
+_NO_BIASES = Needs(
+    "--disable-bias-linear: all linear layers have biases", lambda v: not v["add_bias_linear"]
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Embeddings, attention, norms and dense MLPs."""
 
     num_layers: int | None = arg(
-        None, alias=("--encoder-num-layers",), help="number of transformer layers"
+        None,
+        missing="give the number of transformer layers",
+        minimum=1,
+        trained=True,
+        alias=("--encoder-num-layers",),
+        help="number of transformer layers",
     )
-    hidden_size: int | None = arg(None, help="hidden size (width of the residual stream)")
+    hidden_size: int | None = arg(
+        None,
+        missing="give the width of the model",
+        minimum=1,
+        trained=True,
+        help="hidden size (width of the residual stream)",
+    )
     ffn_hidden_size: int | None = arg(
         None,
+        minimum=1,
+        trained="ffn",
         help="MLP hidden size (default: 4 x hidden size, or with --swiglu / --geglu 8/3 x "
         "hidden size rounded down to a multiple of 64)",
     )
     ffn_multiple_of: int | None = arg(
         None,
+        requires=_GATED,
+        excludes=("ffn_hidden_size",),
+        minimum=1,
+        trained="ffn",
         dump=False,
         help="with --swiglu / --geglu, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
         "x hidden size rounded UP to a multiple of this (InternLM: 256)",
     )
-    num_attention_heads: int | None = arg(None, help="number of attention (query) heads")
-    kv_channels: int | None = arg(
-        None, help="head width (default: hidden size / number of attention heads)"
+    num_attention_heads: int | None = arg(
+        None,
+        missing="give the number of query heads",
+        minimum=1,
+        trained=True,
+        help="number of attention (query) heads",
     )
-    group_query_attention: bool = arg(False, help="grouped-query attention (GQA)")
-    num_query_groups: int = arg(1, help="number of key/value heads, with --group-query-attention")
+    kv_channels: int | None = arg(
+        None,
+        minimum=1,
+        trained="head_dim",
+        help="head width (default: hidden size / number of attention heads)",
+    )
+    group_query_attention: bool = arg(
+        False, trained="query_groups", help="grouped-query attention (GQA)"
+    )
+    num_query_groups: int = arg(
+        1,
+        minimum=1,
+        trained="query_groups",
+        help="number of key/value heads, with --group-query-attention",
+    )
     seq_length: int | None = arg(
-        None, alias=("--encoder-seq-length",), help="sequence length: tokens per sample"
+        None,
+        missing="give the tokens of one sample",
+        minimum=1,
+        alias=("--encoder-seq-length",),
+        help="sequence length: tokens per sample",
     )
     max_position_embeddings: int | None = arg(
-        None, help="number of positions (rows of a learned position table), at least --seq-length"
+        None,
+        missing="give at least --seq-length",
+        minimum=1,
+        trained="position_rows",
+        help="number of positions (rows of a learned position table), at least --seq-length",
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
-        "learned_absolute", help="position embeddings"
+        "learned_absolute", trained="positions", help="position embeddings"
     )
     use_rotary_position_embeddings: bool = arg(
-        False, help="the same as --position-embedding-type rope"
+        False, trained="positions", help="the same as --position-embedding-type rope"
     )
     add_position_embedding: bool = arg(
         True,
+        trained="positions",
         off="--no-position-embedding",
         help="no learned position table: the same as --position-embedding-type none (or "
         "rope, if requested)",
     )
-    rotary_base: int = arg(10000, help="base of the rotary frequencies", dump=False)
+    rotary_base: int = arg(
+        10000,
+        needs=ROPE,
+        minimum=1,
+        trained=True,
+        help="base of the rotary frequencies",
+        dump=False,
+    )
     rotary_percent: float = arg(
-        1.0, help="fraction of each head's width to which rotary position embeddings are applied"
+        1.0,
+        needs=ROPE,
+        above=0,
+        maximum=1,
+        trained=True,
+        help="fraction of each head's width to which rotary position embeddings are applied",
     )
     rotary_interleaved: bool = arg(
         False,
+        needs=ROPE,
+        trained=True,
         dump=False,
         help="rotary position embeddings rotate neighbouring pairs instead of the two halves"
         " of a head",
     )
     rotary_seq_len_interpolation_factor: int | None = arg(
-        None, help="divide rotary positions by this (position interpolation)"
+        None,
+        needs=ROPE,
+        minimum=1,
+        trained=True,
+        help="divide rotary positions by this (position interpolation)",
     )
     use_rope_scaling: bool = arg(
         False,
+        needs=ROPE,
+        trained="rope_scaling",
         dump=False,
         help="Llama 3.1's RoPE scaling: frequencies with wavelengths above 8,192 positions "
         "are divided by --rope-scaling-factor",
     )
     rope_scaling_factor: float = arg(
         8.0,
+        above=0,
+        needs="use_rope_scaling",
+        trained="rope_scaling",
         help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
         dump=False,
     )
     no_rope_freq: str | None = arg(
         None,
+        needs=ROPE,
+        trained="unrotated_layers",
         dump=False,
         help="layers without rotary position embeddings (NoPE): N for every Nth layer, or a "
         "pattern of 1 (without) and 0 (with) such as [0]*3+[1]*1 (default: none)",
     )
     make_vocab_size_divisible_by: int = arg(
-        128, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
+        128, minimum=1, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = arg(
-        "LayerNorm", parse=_norm, help="type of all norms"
+        "LayerNorm", trained=True, parse=_norm, help="type of all norms"
     )
-    norm_epsilon: float = arg(1e-5, help="epsilon of the norms")
-    apply_layernorm_1p: bool = arg(False, help="store norm weights minus one (zero-centered)")
+    norm_epsilon: float = arg(1e-5, above=0, trained=True, help="epsilon of the norms")
+    apply_layernorm_1p: bool = arg(
+        False, trained=True, help="store norm weights minus one (zero-centered)"
+    )
     apply_residual_connection_post_layernorm: bool = arg(
-        False, help="take the residual connection after the norm instead of before it"
+        False, trained=True, help="take the residual connection after the norm instead of before it"
     )
     use_parallel_residual: bool = arg(
         False,
+        excludes=("apply_residual_connection_post_layernorm",),
+        trained=True,
         dump=False,
         help="attention and MLP of a layer both read the layer's input, and both results are added "
         "to it (GPT-NeoX, Pythia)",
     )
     no_pre_layernorm: bool = arg(
         False,
+        requires=["post_self_attn_layernorm", "post_mlp_layernorm"],
+        excludes=("apply_residual_connection_post_layernorm", "fp32_residual_connection"),
+        trained=True,
         dump=False,
         help="no norms before attention and MLP (OLMo 2); needs --post-self-attn-layernorm and "
         "--post-mlp-layernorm",
     )
     post_self_attn_layernorm: bool = arg(
-        False, dump=False, help="a norm of the attention output before the residual connection"
+        False,
+        trained=True,
+        dump=False,
+        help="a norm of the attention output before the residual connection",
     )
     post_mlp_layernorm: bool = arg(
-        False, dump=False, help="a norm of the MLP output before the residual connection"
+        False,
+        trained=True,
+        dump=False,
+        help="a norm of the MLP output before the residual connection",
     )
     embedding_multiplier: float = arg(
-        1.0, dump=False, help="factor on the output of the word embedding (Granite, Gemma)"
+        1.0,
+        above=0,
+        trained=True,
+        dump=False,
+        help="factor on the output of the word embedding (Granite, Gemma)",
     )
     residual_multiplier: float = arg(
         1.0,
+        above=0,
+        trained=True,
         dump=False,
         help="factor on the attention and MLP outputs before the residual connection (Granite)",
     )
     softmax_scale: float | None = arg(
         None,
+        above=0,
+        trained="attention_scale",
         dump=False,
         help="factor on attention scores (default: 1 / square root of the head width)",
     )
-    logits_scaling: float = arg(1.0, dump=False, help="the logits are divided by this (Granite)")
-    qk_layernorm: bool = arg(False, help="normalize each head of queries and keys", dump=False)
+    logits_scaling: float = arg(
+        1.0, above=0, trained=True, dump=False, help="the logits are divided by this (Granite)"
+    )
+    qk_layernorm: bool = arg(
+        False, trained=True, help="normalize each head of queries and keys", dump=False
+    )
     qk_layernorm_all_heads: bool = arg(
         False,
+        requires=Needs(
+            "--normalization RMSNorm",
+            lambda v: v["normalization"] == "RMSNorm" or not v["qk_layernorm"],
+        ),
+        needs="qk_layernorm",
+        trained=True,
         dump=False,
         help="with --qk-layernorm: one RMSNorm over all query heads together and one over all key "
         "heads, instead of one per head (OLMo 2, OLMoE)",
     )
     openai_gelu: bool = arg(
-        False, help="tanh approximation of GELU, also with --no-bias-gelu-fusion"
+        False,
+        excludes=("swiglu", "geglu", "squared_relu", "xielu"),
+        trained="activation",
+        help="tanh approximation of GELU, also with --no-bias-gelu-fusion",
     )
-    squared_relu: bool = arg(False, help="squared ReLU activation in the MLP")
-    swiglu: bool = arg(False, help="SwiGLU: gated MLP with SiLU")
-    geglu: bool = arg(False, help="GEGLU: gated MLP with GELU", dump=False)
+    squared_relu: bool = arg(
+        False,
+        excludes=("swiglu", "geglu"),
+        trained="activation",
+        help="squared ReLU activation in the MLP",
+    )
+    swiglu: bool = arg(False, trained="activation", help="SwiGLU: gated MLP with SiLU")
+    geglu: bool = arg(
+        False,
+        excludes=("swiglu",),
+        trained="activation",
+        help="GEGLU: gated MLP with GELU",
+        dump=False,
+    )
     xielu: bool = arg(
         False,
+        excludes=("swiglu", "geglu", "squared_relu"),
+        trained="activation",
         dump=False,
         help="xIELU activation in the MLP, with two learnt scalars per layer (Apertus)",
     )
     bias_gelu_fusion: bool = arg(
         True,
+        needs=Needs(
+            "a GELU with biases",
+            lambda v: v["add_bias_linear"] and v.config.model.activation.startswith("gelu"),
+        ),
+        trained="activation",
         off="--no-bias-gelu-fusion",
         help="exact (erf) GELU instead of the tanh approximation of Megatron's fused bias + GELU",
     )
     untie_embeddings_and_output_weights: bool = arg(
-        False, help="untied embeddings: the output layer has its own weight"
+        False, trained=True, help="untied embeddings: the output layer has its own weight"
     )
     add_bias_linear: bool = arg(
-        True, off="--disable-bias-linear", help="no biases in linear layers"
+        True, trained="biases", off="--disable-bias-linear", help="no biases in linear layers"
     )
     add_qkv_bias: bool = arg(
         False,
+        needs=_NO_BIASES,
+        trained="biases",
         dump=False,
         help="bias of the query/key/value projection even with --disable-bias-linear",
     )
     add_attention_output_bias: bool = arg(
         False,
+        needs=_NO_BIASES,
+        trained="biases",
         dump=False,
         help="bias of the attention output projection even with --disable-bias-linear",
     )
     add_mlp_bias: bool = arg(
-        False, dump=False, help="biases of the MLP even with --disable-bias-linear"
+        False,
+        needs=_NO_BIASES,
+        trained="biases",
+        dump=False,
+        help="biases of the MLP even with --disable-bias-linear",
     )
-    attention_dropout: float = arg(0.1, help="dropout probability of the attention probabilities")
+    attention_dropout: float = arg(
+        0.1, minimum=0, below=1, help="dropout probability of the attention probabilities"
+    )
     hidden_dropout: float = arg(
-        0.1, help="dropout probability of the embedding and of both residual branches"
+        0.1,
+        minimum=0,
+        below=1,
+        help="dropout probability of the embedding and of both residual branches",
     )
     init_method_std: float = arg(
-        0.02, help="standard deviation of normally distributed initial values"
+        0.02,
+        needs=[
+            ("init_scheme", "megatron"),
+            Needs(
+                "normal initial values (--init-method-xavier-uniform is given)",
+                lambda v: not v["init_method_xavier_uniform"],
+            ),
+        ],
+        minimum=0,
+        help="standard deviation of normally distributed initial values",
     )
-    init_method_xavier_uniform: bool = arg(False, help="Xavier uniform initial values of matrices")
+    init_method_xavier_uniform: bool = arg(
+        False, needs=("init_scheme", "megatron"), help="Xavier uniform initial values of matrices"
+    )
     init_scheme: Literal["megatron", "internlm"] = arg(
         "megatron",
+        requires=_GATED,
         dump=False,
         help="initialization: megatron, or internlm (fixed standard deviations that depend "
         "on the layer)",
     )
     embed_grad_scale: float = arg(
         1.0,
+        above=0,
         dump=False,
         help="factor on the gradients of the embedding and the output layer (GLM-130B)",
     )
     label_smoothing: float = arg(
         0.0,
+        minimum=0,
+        below=1,
         dump=False,
         help="label smoothing factor, in training; losses of subsets are without it",
     )
     apply_query_key_layer_scaling: bool = arg(
         False,
+        no_effect="it changes no number (the softmax is always in fp32)",
         help="divide attention scores by the layer number and undo it in the softmax; no "
         "numerical effect in this suite",
     )
     attention_softmax_in_fp32: bool = arg(
-        False, help="attention softmax in fp32 (always so in this suite)"
+        False,
+        no_effect="the softmax is always computed in fp32",
+        help="attention softmax in fp32 (always so in this suite)",
     )
     fp32_residual_connection: bool = arg(
-        False, help="keep the residual stream in fp32, with --fp16 or --bf16"
+        False,
+        requires=Needs("--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
+        help="keep the residual stream in fp32, with --fp16 or --bf16",
     )
 
     @property
@@ -231,6 +390,27 @@ class TransformerConfig:
     def query_groups(self) -> int:
         """Key/value heads: as many as query heads without GQA."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def unrotated_layers(self) -> list[int]:
+        """The layers without rotary positions, of a model that has them in others."""
+        rope = self.positions == "rope"
+        return [layer for layer in range(self.num_layers) if rope and not self.rotates(layer)]
+
+    @property
+    def rope_scaling(self) -> float | None:
+        """Llama 3.1's factor on low rotary frequencies."""
+        return self.rope_scaling_factor if self.use_rope_scaling else None
+
+    @property
+    def position_rows(self) -> int | None:
+        """Rows of the learned position table."""
+        return self.max_position_embeddings if self.positions == "learned_absolute" else None
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Of the query/key/value projection, the attention output and the MLP."""
+        return self.qkv_bias, self.attention_output_bias, self.mlp_bias
 
     @property
     def gated(self) -> bool:
@@ -308,6 +488,21 @@ class ModelConfig(MoEConfig, TransformerConfig):
     def expert_ffn(self) -> int:
         """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def expert_width(self) -> int | None:
+        """Width of one expert; None without experts."""
+        return self.expert_ffn if self.num_experts else None
+
+    @property
+    def moe_pattern(self) -> list[int] | None:
+        """The layers with experts; None without experts."""
+        return self.moe_layers if self.num_experts else None
+
+    @property
+    def router_function(self) -> str | None:
+        """`router_probabilities`; None without experts."""
+        return self.router_probabilities if self.num_experts else None
 
     def active_width(self, layer: int) -> int:
         """Width of all MLPs of a layer that compute a token: of an MoE layer its share of experts

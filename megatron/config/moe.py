@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 
 # by --moe-router-load-balancing-type, the names of the losses in the log
 BALANCING_LOSSES = {
@@ -21,72 +21,132 @@ PER_LAYER = "moe/"
 ROUTER_SUMS = (*ROUTER_LOSSES, "router_entropy")
 
 
+_BALANCING_LOSS = Needs(
+    "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
+    lambda v: v["moe_router_load_balancing_type"] not in (("none",), ("sinkhorn",)),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Mixture of experts."""
 
     num_experts: int | None = arg(
-        None, help="mixture of experts (MoE): number of experts of each MoE layer"
+        None,
+        minimum=1,
+        trained=True,
+        help="mixture of experts (MoE): number of experts of each MoE layer",
     )
     moe_layer_freq: str = arg(
         "1",
+        needs="num_experts",
+        trained="moe_pattern",
         dump=False,
         help="which layers are MoE layers: N for layers 0, N, 2N ..., or a pattern of 0 (dense) "
         "and 1 (MoE) such as [0]*1+[1]*26",
     )
     moe_ffn_hidden_size: int | None = arg(
-        None, dump=False, help="MLP hidden size of one expert (default: --ffn-hidden-size)"
+        None,
+        minimum=1,
+        needs="num_experts",
+        trained="expert_width",
+        dump=False,
+        help="MLP hidden size of one expert (default: --ffn-hidden-size)",
     )
     moe_shared_expert_intermediate_size: int | None = arg(
         None,
+        minimum=1,
+        needs="num_experts",
+        trained=True,
         dump=False,
         help="MLP hidden size of the shared expert, which computes every token, of an MoE layer "
         "(default: no shared expert)",
     )
     moe_shared_expert_gate: bool = arg(
         False,
+        requires=Needs(
+            "--moe-shared-expert-intermediate-size",
+            lambda v: v["moe_shared_expert_intermediate_size"] or v["num_experts"] is None,
+        ),
+        needs="num_experts",
+        trained=True,
         dump=False,
         help="multiply the shared expert's output by the sigmoid of a learned gate (Qwen2-MoE)",
     )
-    moe_router_topk: int = arg(2, dump=False, help="number of experts that compute each token")
+    moe_router_topk: int = arg(
+        2,
+        minimum=1,
+        needs="num_experts",
+        trained=True,
+        dump=False,
+        help="number of experts that compute each token",
+    )
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = arg(
         "softmax",
+        needs="num_experts",
+        trained="router_function",
         dump=False,
         help="function from router logits to the experts' probabilities; sqrtsoftplus: square root "
         "of softplus (DeepSeek-V4)",
     )
     moe_router_pre_softmax: bool = arg(
         False,
+        needs=["num_experts", ("moe_router_score_function", "softmax")],
+        trained="router_function",
         dump=False,
         help="softmax over all experts before the top-k selection, instead of over the selected "
         "ones after it",
     )
     moe_router_topk_scaling_factor: float | None = arg(
-        None, dump=False, help="factor on the probabilities of the selected experts"
+        None,
+        above=0,
+        needs="num_experts",
+        trained=True,
+        dump=False,
+        help="factor on the probabilities of the selected experts",
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = arg(
-        None, dump=False, help="dtype of the router's GEMM and of its logits (default: the model's)"
+        None,
+        needs="num_experts",
+        dump=False,
+        help="dtype of the router's GEMM and of its logits (default: the model's)",
     )
     moe_router_num_groups: int | None = arg(
         None,
+        minimum=1,
+        needs="num_experts",
+        trained=True,
         dump=False,
         help="group-limited routing: divide the experts into this many groups, of which a token "
         "uses --moe-router-group-topk",
     )
     moe_router_group_topk: int | None = arg(
-        None, dump=False, help="group-limited routing: number of groups of experts per token"
+        None,
+        minimum=1,
+        needs="num_experts",
+        trained=True,
+        dump=False,
+        help="group-limited routing: number of groups of experts per token",
     )
     moe_router_enable_expert_bias: bool = arg(
         False,
+        needs="num_experts",
+        trained=True,
         dump=False,
         help="load balancing without a loss: a bias per expert, added to scores other than "
         "softmax when experts are selected, follows the number of tokens",
     )
     moe_router_bias_update_rate: float = arg(
-        1e-3, dump=False, help="change of the expert bias per iteration"
+        1e-3,
+        minimum=0,
+        needs="moe_router_enable_expert_bias",
+        dump=False,
+        help="change of the expert bias per iteration",
     )
     moe_router_load_balancing_type: tuple[str, ...] = arg(
         ("aux_loss",),
+        needs="num_experts",
+        trained="router_function",
         dump=False,
         choices=(*BALANCING_LOSSES, "sinkhorn", "none"),
         help="load balancing of MoE layers, one or several, each with its --moe-aux-loss-coeff: "
@@ -97,39 +157,52 @@ class MoEConfig:
     )
     moe_input_jitter_eps: float | None = arg(
         None,
+        minimum=0,
+        below=1,
+        needs="num_experts",
         dump=False,
         help="in training, multiply each input of routers by a random number between 1 - eps and "
         "1 + eps",
     )
     moe_expert_capacity_factor: float | None = arg(
         None,
+        above=0,
+        needs="num_experts",
         dump=False,
         help="capacity of each expert in training and validation: this many times an equal share "
         "of a micro-batch's tokens; what exceeds it is dropped (default: no token is dropped)",
     )
     moe_token_drop_policy: Literal["probs", "position"] = arg(
         "probs",
+        needs="moe_expert_capacity_factor",
         dump=False,
         help="with --moe-expert-capacity-factor: an expert computes the tokens with its largest "
         "probabilities (probs) or the first ones (position)",
     )
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = arg(
         "allgather",
+        needs="expert_model_parallel_size",
         dump=False,
         help="expert parallelism: send all tokens to all expert-parallel ranks (allgather), or "
         "each to those that have its experts (alltoall)",
     )
     moe_aux_loss_coeff: tuple[float, ...] = arg(
         (0.0,),
+        needs=["num_experts", _BALANCING_LOSS],
         dump=False,
         help="coefficient of each load-balancing loss of MoE layers, e.g. 1e-2 (default: 0.0)",
     )
     moe_z_loss_coeff: float | None = arg(
-        None, dump=False, help="coefficient of the z-loss of router logits, e.g. 1e-3"
+        None,
+        minimum=0,
+        needs="num_experts",
+        dump=False,
+        help="coefficient of the z-loss of router logits, e.g. 1e-3",
     )
 
     moe_per_layer_logging: bool = arg(
         False,
+        needs="num_experts",
         dump=False,
         help="log the losses, the entropy and the largest load of the router of each MoE layer to "
         "TensorBoard, Weights & Biases and --metrics-file",

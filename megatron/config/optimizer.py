@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
+
+_WARM_UP = Needs(
+    "a warm-up",
+    lambda v: v["lr_warmup_iters"] or v["lr_warmup_samples"] or v["lr_warmup_fraction"],
+)
+_DECAY = Needs(
+    "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"
+)
+_HORIZON = Needs(_DECAY.condition, lambda v: _DECAY.met(v) or v["lr_warmup_fraction"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,59 +22,105 @@ class OptimizerConfig:
     """Optimizer, learning rate, weight decay."""
 
     optimizer: Literal["adam", "sgd"] = arg("adam", help="adam (AdamW) or sgd")
-    lr: float | None = arg(None, help="peak learning rate")
-    min_lr: float = arg(0.0, help="minimum learning rate, reached at the end of the decay")
+    lr: float | None = arg(
+        None,
+        missing="give the peak learning rate, as in --lr 3e-4",
+        minimum=0,
+        help="peak learning rate",
+    )
+    min_lr: float = arg(
+        0.0, needs=_DECAY, minimum=0, help="minimum learning rate, reached at the end of the decay"
+    )
     decoupled_lr: float | None = arg(
         None,
+        minimum=0,
         help="peak learning rate of the word embedding and the output layer (default: --lr)",
         dump=False,
     )
     decoupled_min_lr: float | None = arg(
-        None, help="minimum of --decoupled-lr (default: --min-lr)", dump=False
+        None,
+        requires="decoupled_lr",
+        needs=_DECAY,
+        minimum=0,
+        help="minimum of --decoupled-lr (default: --min-lr)",
+        dump=False,
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
         "linear", help="shape of the learning-rate decay"
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
-        "exponential", help="shape of the final decay of --lr-decay-style WSD", dump=False
+        "exponential",
+        needs=("lr_decay_style", "WSD"),
+        help="shape of the final decay of --lr-decay-style WSD",
+        dump=False,
     )
     lr_wsd_decay_iters: int | None = arg(
-        None, help="iterations of the final decay of --lr-decay-style WSD", dump=False
+        None,
+        needs=("lr_decay_style", "WSD"),
+        minimum=1,
+        help="iterations of the final decay of --lr-decay-style WSD",
+        dump=False,
     )
     lr_wsd_decay_samples: int | None = arg(
-        None, help="samples of the final decay of --lr-decay-style WSD", dump=False
+        None,
+        needs=("lr_decay_style", "WSD"),
+        minimum=1,
+        help="samples of the final decay of --lr-decay-style WSD",
+        dump=False,
     )
     lr_decay_iters: int | None = arg(
-        None, help="iterations until the learning rate reaches --min-lr (default: --train-iters)"
+        None,
+        needs=_HORIZON,
+        minimum=1,
+        help="iterations until the learning rate reaches --min-lr (default: --train-iters)",
     )
     lr_decay_samples: int | None = arg(
-        None, help="samples until the learning rate reaches --min-lr (default: --train-samples)"
+        None,
+        needs=_HORIZON,
+        minimum=1,
+        help="samples until the learning rate reaches --min-lr (default: --train-samples)",
     )
     lr_warmup_fraction: float | None = arg(
-        None, help="learning-rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples"
+        None,
+        minimum=0,
+        below=1,
+        help="learning-rate warm-up as a fraction of --lr-decay-iters or --lr-decay-samples",
     )
-    lr_warmup_iters: int = arg(0, help="iterations of linear learning-rate warm-up")
-    lr_warmup_samples: int = arg(0, help="samples of linear learning-rate warm-up")
-    lr_warmup_init: float = arg(0.0, help="learning rate at the start of the warm-up")
+    lr_warmup_iters: int = arg(0, minimum=0, help="iterations of linear learning-rate warm-up")
+    lr_warmup_samples: int = arg(0, minimum=0, help="samples of linear learning-rate warm-up")
+    lr_warmup_init: float = arg(
+        0.0, needs=_WARM_UP, minimum=0, help="learning rate at the start of the warm-up"
+    )
     lr_init_iters: int = arg(
         0,
+        minimum=0,
         dump=False,
         help="iterations with learning rate 0 before the warm-up, in which Adam's state adapts",
     )
     lr_warmup_first_step: bool = arg(
         False,
+        needs=_WARM_UP,
         dump=False,
         help="first warm-up iteration has learning rate lr / W for a warm-up of W "
         "iterations, as in InternLM, instead of 0",
     )
     weight_decay: float = arg(
-        0.01, help="decoupled weight decay; not applied to biases and 1-D parameters"
+        0.01,
+        needs=Needs(
+            "--weight-decay-incr-style constant (--start-weight-decay and --end-weight-decay set "
+            "it)",
+            lambda v: v["weight_decay_incr_style"] == "constant",
+        ),
+        minimum=0,
+        help="decoupled weight decay; not applied to biases and 1-D parameters",
     )
     start_weight_decay: float | None = arg(
-        None, help="initial weight decay, with --weight-decay-incr-style linear or cosine"
+        None,
+        minimum=0,
+        help="initial weight decay, with --weight-decay-incr-style linear or cosine",
     )
     end_weight_decay: float | None = arg(
-        None, help="final weight decay, with --weight-decay-incr-style linear or cosine"
+        None, minimum=0, help="final weight decay, with --weight-decay-incr-style linear or cosine"
     )
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
         "constant", help="shape of the increase from --start-weight-decay to --end-weight-decay"
@@ -74,45 +129,75 @@ class OptimizerConfig:
         False, help="apply weight decay to norms and biases, too (InternLM)", dump=False
     )
     apply_wd_to_qk_layernorm: bool = arg(
-        False, help="apply weight decay to the norms of queries and keys, too", dump=False
+        False,
+        needs="qk_layernorm",
+        help="apply weight decay to the norms of queries and keys, too",
+        dump=False,
     )
-    adam_beta1: float = arg(0.9, help="Adam's beta1, decay of the first moment")
-    adam_beta2: float = arg(0.999, help="Adam's beta2, decay of the second moment")
+    adam_beta1: float = arg(
+        0.9,
+        needs=("optimizer", "adam"),
+        minimum=0,
+        below=1,
+        help="Adam's beta1, decay of the first moment",
+    )
+    adam_beta2: float = arg(
+        0.999,
+        needs=("optimizer", "adam"),
+        minimum=0,
+        below=1,
+        help="Adam's beta2, decay of the second moment",
+    )
     adam_beta2_schedule_c: float = arg(
         0.0,
+        needs=("optimizer", "adam"),
+        minimum=0,
         dump=False,
         help="with c > 0, Adam's beta2 is 1 - k^-c after k updates, at least --adam-beta2 "
         "(PaLM: 0.8)",
     )
-    adam_eps: float = arg(1e-8, help="Adam's epsilon")
+    adam_eps: float = arg(1e-8, needs=("optimizer", "adam"), above=0, help="Adam's epsilon")
     use_precision_aware_optimizer: bool = arg(
         False,
+        requires=("optimizer", "adam"),
+        excludes=("fp64",),
         dump=False,
         help="Adam whose gradients and moments have the dtypes of --main-grads-dtype, "
         "--exp-avg-dtype and --exp-avg-sq-dtype; computed in fp32",
     )
     exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = arg(
         "fp32",
+        requires="use_precision_aware_optimizer",
         dump=False,
         help="dtype in which --use-precision-aware-optimizer stores Adam's first moment "
         "(fp8 is stored in bf16)",
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = arg(
         "fp32",
+        requires="use_precision_aware_optimizer",
         dump=False,
         help="dtype in which --use-precision-aware-optimizer stores Adam's second moment "
         "(fp8 is stored in bf16)",
     )
-    sgd_momentum: float = arg(0.9, help="momentum of --optimizer sgd")
-    clip_grad: float = arg(1.0, help="clip gradients to this global L2 norm; 0 disables clipping")
+    sgd_momentum: float = arg(
+        0.9, needs=("optimizer", "sgd"), minimum=0, below=1, help="momentum of --optimizer sgd"
+    )
+    clip_grad: float = arg(
+        1.0, minimum=0, help="clip gradients to this global L2 norm; 0 disables clipping"
+    )
     override_opt_param_scheduler: bool = arg(
         False,
+        per_run=True,
+        needs="load",
         flag="--override-opt_param-scheduler",
         alias=("--override-opt-param-scheduler",),
         help="on resume, use the command line's scheduler values instead of the checkpoint's",
     )
     use_checkpoint_opt_param_scheduler: bool = arg(
         False,
+        excludes=("override_opt_param_scheduler",),
+        per_run=True,
+        needs="load",
         flag="--use-checkpoint-opt_param-scheduler",
         alias=("--use-checkpoint-opt-param-scheduler",),
         help="on resume, use the checkpoint's scheduler values instead of the command line's",

@@ -5,13 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.arguments import arg
+from megatron import launcher
+from megatron.arguments import Needs, arg
 
 
 def _timeout(phase: str) -> Any:
     """The field of a --hang-timeout-*-seconds."""
     default = "default: 0.9 x --distributed-timeout-minutes; 0: never"
-    return arg(None, dump=False, help=f"as --hang-timeout-seconds, for {phase} ({default})")
+    return arg(
+        None, minimum=0, dump=False, help=f"as --hang-timeout-seconds, for {phase} ({default})"
+    )
+
+
+_VIRTUAL_STAGES = Needs(
+    "virtual pipeline stages (--num-virtual-stages-per-pipeline-rank or a layout)",
+    lambda v: (
+        v["pipeline_model_parallel_size"] > 1
+        and (
+            v["num_virtual_stages_per_pipeline_rank"]
+            or v["num_layers_per_virtual_pipeline_stage"]
+            or v["pipeline_model_parallel_layout"]
+        )
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +36,11 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = arg(
         1,
+        minimum=1,
         help="tensor-parallel size (TP): number of ranks that share each layer (attention "
         "split by heads, MLP by width, vocabulary by rows)",
     )
-    pipeline_model_parallel_size: int = arg(1, help="number of pipeline stages (PP)")
+    pipeline_model_parallel_size: int = arg(1, minimum=1, help="number of pipeline stages (PP)")
     num_layers_per_virtual_pipeline_stage: int | None = arg(
         None,
         help="layers per virtual pipeline stage (interleaved schedule, reduces the pipeline "
@@ -55,18 +72,22 @@ class ParallelConfig:
     )
     account_for_embedding_in_pipeline_split: bool = arg(
         False,
+        needs="pipeline_model_parallel_size",
         dump=False,
         help="count the embedding as a layer when layers are split over pipeline stages (the first "
         "stage gets one layer less)",
     )
     account_for_loss_in_pipeline_split: bool = arg(
         False,
+        needs="pipeline_model_parallel_size",
         dump=False,
         help="count output layer and loss as a layer when layers are split over pipeline stages "
         "(the last stage gets one layer less)",
     )
     microbatch_group_size_per_vp_stage: int | None = arg(
         None,
+        needs=_VIRTUAL_STAGES,
+        minimum=1,
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
         dump=False,
         help="interleaved schedule: micro-batches that pass one virtual pipeline stage before the "
@@ -74,27 +95,34 @@ class ParallelConfig:
     )
     overlap_p2p_comm: bool = arg(
         True,
+        needs="pipeline_model_parallel_size",
         off="--no-overlap-p2p-communication",
         help="do not overlap the transfers between pipeline stages with computation",
     )
     context_parallel_size: int = arg(
         1,
+        minimum=1,
         help="context-parallel size (CP): number of ranks that share each sequence; each has"
         " two chunks of it",
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = arg(
         "p2p",
+        needs="context_parallel_size",
         dump=False,
         help="context-parallel communication of keys and values: p2p (ring attention) or "
         "all_gather; with the others p2p is used",
     )
     expert_model_parallel_size: int = arg(
         1,
+        requires="num_experts",
+        minimum=1,
         help="expert-parallel size (EP): number of data- and context-parallel ranks that share the "
         "experts of each MoE layer",
     )
     expert_tensor_parallel_size: int | None = arg(
         None,
+        minimum=1,
+        needs="num_experts",
         dump=False,
         help="expert-tensor-parallel size (ETP): number of ranks that share each expert by width "
         "(default: --tensor-model-parallel-size)",
@@ -110,12 +138,15 @@ class ParallelConfig:
     )
     num_distributed_optimizer_instances: int = arg(
         1,
+        requires="use_distributed_optimizer",
+        minimum=1,
         dump=False,
         help="replicas of the sharded optimizer state; each is sharded over data-parallel "
         "size / N ranks",
     )
     zero_partition: Literal["even", "whole-params"] = arg(
         "even",
+        requires="use_distributed_optimizer",
         dump=False,
         help="with --use-distributed-optimizer, how the state is sharded: even (equal "
         "ranges) or whole-params (whole parameters, as InternLM does)",
@@ -125,32 +156,41 @@ class ParallelConfig:
     )
     overlap_param_gather: bool = arg(
         False,
+        requires=["use_distributed_optimizer", "overlap_grad_reduce"],
         help="overlap the all-gather of parameters with the next forward pass; needs "
         "--use-distributed-optimizer and --overlap-grad-reduce",
     )
     ddp_reduce_scatter_with_fp32_accumulation: bool = arg(
         False,
+        needs=Needs(
+            "--use-distributed-optimizer and --zero-partition even",
+            lambda v: v["use_distributed_optimizer"] and v["zero_partition"] == "even",
+        ),
         dump=False,
         help="with --use-distributed-optimizer, add 16-bit gradients of several ranks in fp32 and "
         "round once (always so on the CPU)",
     )
     ddp_bucket_size: int | None = arg(
         None,
+        minimum=1,
         dump=False,
         help="elements per gradient bucket (default: 1 million per data-parallel rank, at "
         "least 40 million; a single bucket without overlap and distributed optimizer)",
     )
     ddp_num_buckets: int | None = arg(
         None,
+        excludes=("ddp_bucket_size",),
+        minimum=1,
         dump=False,
         help="approximate number of gradient buckets, instead of --ddp-bucket-size",
     )
     distributed_backend: Literal["nccl", "gloo"] | None = arg(
         None, help="process group backend (default: nccl on CUDA, gloo on CPU)"
     )
-    distributed_timeout_minutes: int = arg(10, help="timeout of collectives, in minutes")
+    distributed_timeout_minutes: int = arg(10, minimum=1, help="timeout of collectives, in minutes")
     hang_timeout_seconds: float | None = arg(
         None,
+        minimum=0,
         dump=False,
         help="seconds without progress (a micro-batch) in an iteration, after which the rank that "
         "keeps the others waiting, or the only one, is named with its stack and the run ends "
@@ -169,18 +209,20 @@ class ParallelConfig:
     )
     crash_loop_limit: int = arg(
         3,
+        minimum=0,
         dump=False,
         help="with --save: a restart by torchrun (--max-restarts) or SLURM is an error after this "
         "many attempts in a row that failed in the same iteration on the same rank (0: never)",
     )
     restart_forkserver: bool = arg(
         False,
+        needs=Needs("torchrun", lambda v: launcher.under_torchrun()),
         dump=False,
         help="under torchrun: keep a process on each node that has torch imported; ranks that "
         "torchrun restarts are forked from it",
     )
     local_rank: int | None = arg(
-        None, help="rank on this node; set by the launcher", alias=("--local_rank",)
+        None, per_run=True, help="rank on this node; set by the launcher", alias=("--local_rank",)
     )
 
     @property

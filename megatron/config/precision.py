@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
+
+_DYNAMIC_LOSS_SCALE = Needs(
+    "dynamic loss scaling (--fp16, and no --loss-scale)",
+    lambda v: v["fp16"] and v["loss_scale"] is None,
+)
+_DELAYED = Needs(
+    "--fp8-format and --fp8-recipe delayed", lambda v: v["fp8"] and v["fp8_recipe"] == "delayed"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,37 +23,76 @@ class PrecisionConfig:
     fp16: bool = arg(False, help="fp16 parameters, with loss scaling")
     bf16: bool = arg(
         False,
+        excludes=("fp16",),
         help="bf16 parameters; gradients and optimizer state in fp32 unless --grad-reduce-in-bf16 "
         "or --use-precision-aware-optimizer says otherwise",
     )
-    fp64: bool = arg(False, help="fp64 parameters, for numerical parity tests", dump=False)
+    fp64: bool = arg(
+        False,
+        excludes=("fp16", "bf16"),
+        help="fp64 parameters, for numerical parity tests",
+        dump=False,
+    )
     loss_scale: float | None = arg(
         None,
+        needs=Needs("--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
+        above=0,
         help="static loss scale, any positive number; without it --fp16 uses a dynamic loss scale",
     )
-    initial_loss_scale: float = arg(2**32, help="initial value of the dynamic loss scale of --fp16")
-    min_loss_scale: float = arg(1.0, help="lower bound of the dynamic loss scale of --fp16")
+    initial_loss_scale: float = arg(
+        2**32,
+        needs=_DYNAMIC_LOSS_SCALE,
+        above=0,
+        help="initial value of the dynamic loss scale of --fp16",
+    )
+    min_loss_scale: float = arg(
+        1.0,
+        needs=_DYNAMIC_LOSS_SCALE,
+        above=0,
+        help="lower bound of the dynamic loss scale of --fp16",
+    )
     max_loss_scale: float | None = arg(
-        None, help="upper bound of the dynamic loss scale of --fp16", dump=False
+        None,
+        needs=_DYNAMIC_LOSS_SCALE,
+        above=0,
+        help="upper bound of the dynamic loss scale of --fp16",
+        dump=False,
     )
     loss_scale_growth_factor: float = arg(
         2.0,
+        needs=_DYNAMIC_LOSS_SCALE,
+        above=1,
         help="factor by which the dynamic loss scale grows after --loss-scale-window "
         "iterations without overflow",
         dump=False,
     )
     loss_scale_backoff_factor: float = arg(
-        0.5, help="factor by which the dynamic loss scale falls after an overflow", dump=False
+        0.5,
+        needs=_DYNAMIC_LOSS_SCALE,
+        above=0,
+        below=1,
+        help="factor by which the dynamic loss scale falls after an overflow",
+        dump=False,
     )
     loss_scale_window: float = arg(
-        1000, help="iterations without overflow before the dynamic loss scale grows"
+        1000,
+        needs=_DYNAMIC_LOSS_SCALE,
+        minimum=1,
+        help="iterations without overflow before the dynamic loss scale grows",
     )
-    hysteresis: int = arg(2, help="number of overflows before the dynamic loss scale falls")
+    hysteresis: int = arg(
+        2,
+        needs=_DYNAMIC_LOSS_SCALE,
+        minimum=1,
+        help="number of overflows before the dynamic loss scale falls",
+    )
     tf32: bool = arg(False, help="fp32 GEMMs with TF32 inputs, on CUDA", dump=False)
     disable_bf16_reduced_precision_matmul: bool = arg(
         False, dump=False, help="on CUDA, bf16 GEMMs sum partial results in fp32 only"
     )
-    fp16_lm_cross_entropy: bool = arg(False, help="compute the cross entropy in fp16, with --fp16")
+    fp16_lm_cross_entropy: bool = arg(
+        False, requires="fp16", help="compute the cross entropy in fp16, with --fp16"
+    )
     accumulate_allreduce_grads_in_fp32: bool = arg(
         False,
         help="accumulate and reduce gradients in fp32 (default with --bf16, where "
@@ -53,11 +100,14 @@ class PrecisionConfig:
     )
     grad_reduce_in_bf16: bool = arg(
         False,
+        needs="bf16",
         dump=False,
         help="accumulate and reduce gradients in bf16, with --bf16: half the bytes of gradients",
     )
     main_grads_dtype: Literal["fp32", "bf16"] = arg(
         "fp32",
+        requires="use_precision_aware_optimizer",
+        needs="bf16",
         dump=False,
         help="dtype of gradients with --use-precision-aware-optimizer; bf16 accumulates and "
         "reduces them in bf16, with --bf16",
@@ -65,22 +115,29 @@ class PrecisionConfig:
 
     fp8: Literal["e4m3", "hybrid"] | None = arg(
         None,
+        excludes=("fp64", "verify_step_interval"),
         flag="--fp8-format",
         help="FP8 GEMMs in the linear layers of the transformer layers: e4m3, or hybrid "
         "(E4M3 forward, E5M2 gradients); emulated on a CPU",
     )
     fp8_recipe: Literal["delayed", "tensorwise"] = arg(
         "delayed",
+        needs="fp8",
         dump=False,
         help="FP8 scaling with --fp8-format: delayed (from the amax history of earlier "
         "iterations) or tensorwise (from the amax of the current tensor)",
     )
     fp8_margin: int = arg(
-        0, help="FP8 delayed scaling: scale = largest FP8 number / (amax x 2^margin)"
+        0,
+        needs=_DELAYED,
+        help="FP8 delayed scaling: scale = largest FP8 number / (amax x 2^margin)",
     )
-    fp8_amax_history_len: int = arg(1, help="FP8 delayed scaling: iterations in the amax history")
+    fp8_amax_history_len: int = arg(
+        1, needs=_DELAYED, minimum=1, help="FP8 delayed scaling: iterations in the amax history"
+    )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = arg(
         "most_recent",
+        needs=_DELAYED,
         help="FP8 delayed scaling: amax of the most recent iteration, or the maximum of the "
         "amax history",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,8 @@ class SpikeConfig:
 
     spike_action: Literal["off", "log", "skip-update", "rewind"] = arg(
         "log",
+        needs=Needs("training (--skip-train is given)", lambda v: not v["skip_train"]),
+        per_run=True,
         dump=False,
         help="on a spike of loss or gradient norm: log; skip-update (log, and skip the "
         "optimizer update); rewind (roll back before the spike and skip its "
@@ -21,6 +23,9 @@ class SpikeConfig:
     )
     spike_snapshot_interval: int = arg(
         50,
+        needs=("spike_action", "rewind"),
+        minimum=0,
+        per_run=True,
         dump=False,
         help="with --spike-action rewind: iterations between in-memory snapshots, of which "
         "two are kept; 0: none, roll back to checkpoints",

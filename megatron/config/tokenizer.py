@@ -4,9 +4,9 @@ built from. Imports no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
 
 # By type (Megatron's names): (field of the flag, what the file is) of each file.
 SENTENCEPIECE = (("tokenizer_model", "a sentencepiece .model file"),)
@@ -27,36 +27,78 @@ TOKENIZER_FILES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+def _made_from(name: str, condition: str) -> Needs:
+    """Needs a type of tokenizer that reads the file of the flag `name`; types that do not exist are
+    a problem of their own."""
+
+    def met(v: Any) -> bool:
+        files = TOKENIZER_FILES.get(v.config.data.tokenizer)
+        return files is None or name in [flag for flag, _ in files]
+
+    return Needs(condition, met)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Tokenizer."""
 
     tokenizer_type: str | None = arg(
         None,
+        trained=True,
         help="GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
         "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer (257 ids: the bytes "
         "of UTF-8 and an end-of-document token) or NullTokenizer (default for training: "
         "GPT2BPETokenizer, or NullTokenizer with --mock-data)",
     )
-    vocab_file: str | None = arg(None, help="vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = arg(None, help="merges.txt of GPT2BPETokenizer")
-    tokenizer_model: str | None = arg(None, help="model file or directory of the other tokenizers")
+    vocab_file: str | None = arg(
+        None,
+        needs=_made_from("vocab_file", "--tokenizer-type GPT2BPETokenizer"),
+        help="vocab.json of GPT2BPETokenizer",
+    )
+    merge_file: str | None = arg(
+        None,
+        needs=_made_from("merge_file", "--tokenizer-type GPT2BPETokenizer"),
+        help="merges.txt of GPT2BPETokenizer",
+    )
+    tokenizer_model: str | None = arg(
+        None,
+        needs=_made_from("tokenizer_model", "a --tokenizer-type that is made from a model file"),
+        help="model file or directory of the other tokenizers",
+    )
     vocab_size: int | None = arg(
         None,
+        trained=True,
+        minimum=1,
         help="vocabulary size of NullTokenizer and TikTokenizer; for other tokenizers it is "
         "checked",
     )
     vocab_extra_ids: int = arg(
-        0, help="number of <extra_id_N> tokens that SentencePieceTokenizer adds"
+        0,
+        trained=True,
+        needs=("tokenizer_type", "SentencePieceTokenizer"),
+        minimum=0,
+        help="number of <extra_id_N> tokens that SentencePieceTokenizer adds",
     )
     tiktoken_pattern: Literal["v1", "v2"] | None = arg(
-        None, help="regular expression by which TikTokenizer splits text (default: v2)", dump=False
+        None,
+        trained=True,
+        needs=("tokenizer_type", "TikTokenizer"),
+        help="regular expression by which TikTokenizer splits text (default: v2)",
+        dump=False,
     )
     tiktoken_num_special_tokens: int = arg(
-        1000, help="number of ids that TikTokenizer reserves for special tokens", dump=False
+        1000,
+        trained=True,
+        needs=("tokenizer_type", "TikTokenizer"),
+        help="number of ids that TikTokenizer reserves for special tokens",
+        dump=False,
     )
     tiktoken_special_tokens: tuple[str, ...] | None = arg(
-        None, help="names of TikTokenizer's first special tokens", dump=False
+        None,
+        trained=True,
+        needs=("tokenizer_type", "TikTokenizer"),
+        help="names of TikTokenizer's first special tokens",
+        dump=False,
     )
 
     @property

@@ -6,7 +6,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.arguments import arg
+from megatron.arguments import Needs, arg
+
+_VALIDATION = Needs("validation (--eval-iters is 0)", lambda v: v["eval_iters"])
+_RECOMPUTATION = Needs(
+    "--recompute-granularity full",
+    lambda v: v["recompute_granularity"] or v["recompute_activations"],
+)
+_SELECTIVE = Needs(
+    "--recompute-granularity selective",
+    lambda v: (
+        v["recompute_granularity"] == "selective"
+        or v["recompute_activations"]
+        or v["moe_layer_recompute"]
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,10 +28,14 @@ class TrainingConfig:
     """The training loop."""
 
     micro_batch_size: int | None = arg(
-        None, help="samples per micro-batch: one forward pass on one rank"
+        None,
+        missing="give the samples of one forward pass on one rank",
+        minimum=1,
+        help="samples per micro-batch: one forward pass on one rank",
     )
     global_batch_size: int | None = arg(
         None,
+        minimum=1,
         help="samples per iteration, over all ranks and micro-batches (default: micro-batch "
         "size x data-parallel size)",
     )
@@ -48,26 +66,41 @@ class TrainingConfig:
         "data-parallel size, instead of failing",
         dump=False,
     )
-    train_iters: int | None = arg(None, help="iterations to train, over all resumes")
+    train_iters: int | None = arg(None, minimum=1, help="iterations to train, over all resumes")
     train_samples: int | None = arg(
-        None, help="samples to train, over all resumes; instead of --train-iters"
+        None, minimum=1, help="samples to train, over all resumes; instead of --train-iters"
     )
-    seed: int = arg(1234, help="random seed of initial values, data order and dropout")
-    eval_iters: int = arg(100, help="global batches per validation, and of the test at the end")
-    eval_interval: int = arg(1000, help="iterations between validations")
+    seed: int = arg(
+        1234,
+        minimum=1,
+        maximum=2**32 - 1,
+        help="random seed of initial values, data order and dropout",
+    )
+    eval_iters: int = arg(
+        100, minimum=0, help="global batches per validation, and of the test at the end"
+    )
+    eval_interval: int = arg(
+        1000, needs=_VALIDATION, minimum=1, help="iterations between validations"
+    )
     eval_global_batch_size: int | None = arg(
         None,
+        needs=_VALIDATION,
+        minimum=1,
         dump=False,
         help="samples per batch of validation and test, over all ranks (default: the global batch "
         "size of training)",
     )
     eval_micro_batch_size: int | None = arg(
         None,
+        needs=_VALIDATION,
+        minimum=1,
         dump=False,
         help="samples per micro-batch of validation and test (default: --micro-batch-size)",
     )
     start_eval_at_iter: int | None = arg(
         None,
+        needs=_VALIDATION,
+        minimum=0,
         dump=False,
         help="no validation before this iteration, except the one after training (default: the "
         "first is after --eval-interval iterations)",
@@ -79,11 +112,19 @@ class TrainingConfig:
         "logged every --eval-tasks-interval iterations (pip install lm-eval)",
     )
     eval_tasks_interval: int | None = arg(
-        None, dump=False, help="iterations between scores of --eval-tasks"
+        None,
+        minimum=1,
+        needs="eval_tasks",
+        dump=False,
+        help="iterations between scores of --eval-tasks",
     )
     skip_train: bool = arg(False, help="only evaluate; no training")
-    exit_interval: int | None = arg(None, help="exit when the iteration is a multiple of this")
-    exit_duration_in_mins: float | None = arg(None, help="exit after this many minutes")
+    exit_interval: int | None = arg(
+        None, minimum=1, per_run=True, help="exit when the iteration is a multiple of this"
+    )
+    exit_duration_in_mins: float | None = arg(
+        None, above=0, per_run=True, help="exit after this many minutes"
+    )
     exit_signal_handler: bool = arg(
         False,
         help="on SIGTERM or SIGUSR1 save a checkpoint and exit; a second signal exits immediately",
@@ -101,6 +142,7 @@ class TrainingConfig:
     )
     recompute_modules: tuple[str, ...] = arg(
         ("core_attn",),
+        needs=_SELECTIVE,
         dump=False,
         choices=(
             *("core_attn", "mlp", "moe", "moe_act", "shared_experts"),
@@ -113,23 +155,29 @@ class TrainingConfig:
     )
     moe_layer_recompute: bool = arg(
         False,
+        needs="num_experts",
         dump=False,
         help="recompute the MLPs of MoE layers in the backward pass: the same as moe in "
         "--recompute-modules, with --recompute-granularity selective",
     )
     recompute_method: Literal["uniform", "block"] | None = arg(
         None,
+        needs=_RECOMPUTATION,
         help="with --recompute-granularity full: uniform (all layers, in units of "
         "--recompute-num-layers) or block (only the first --recompute-num-layers layers"
         " of each stage)",
     )
     recompute_num_layers: int | None = arg(
         None,
+        needs=_RECOMPUTATION,
+        minimum=1,
         help="with --recompute-granularity full: layers per recomputed unit (uniform), or "
         "number of recomputed layers (block)",
     )
     recompute_fraction: float | None = arg(
         None,
+        minimum=0,
+        maximum=1,
         dump=False,
         help="fraction of each stage's layers to recompute, the first ones (InternLM's "
         "model.checkpoint)",
@@ -139,19 +187,26 @@ class TrainingConfig:
         help="use only deterministic kernels; an operation without one is an error",
         dump=False,
     )
-    cudnn_benchmark: bool = arg(False, help="let cuDNN select kernels by timing them", dump=False)
+    cudnn_benchmark: bool = arg(
+        False,
+        excludes=("deterministic_mode", "cudnn_deterministic"),
+        help="let cuDNN select kernels by timing them",
+        dump=False,
+    )
     cudnn_deterministic: bool = arg(False, help="use only deterministic cuDNN kernels", dump=False)
     torch_compile: bool = arg(
         False, help="compile every transformer layer with torch.compile", dump=False
     )
     check_weight_hash_across_dp_replicas_interval: int | None = arg(
         None,
+        minimum=1,
         dump=False,
         help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
         "run ends if they differ (default: never)",
     )
     verify_step_interval: int | None = arg(
         None,
+        minimum=1,
         metavar="N",
         help="compute the gradients of every N-th iteration a second time on another data-parallel "
         "rank and their sums twice, compare them and the replicas' weights by hash; on GPUs with "
@@ -160,6 +215,7 @@ class TrainingConfig:
     )
     verify_step_action: str = arg(
         "exit",
+        needs="verify_step_interval",
         choices=("exit", "majority"),
         help="with --verify-step-interval, where gradients differ and a third computation has "
         "named a rank: exit, or continue with the gradients of the majority",
@@ -171,10 +227,14 @@ class TrainingConfig:
         "--manual-gc-interval iterations",
     )
     manual_gc_interval: int = arg(
-        0, help="with --manual-gc: iterations between garbage collections; 0: never"
+        0,
+        minimum=0,
+        needs="manual_gc",
+        help="with --manual-gc: iterations between garbage collections; 0: never",
     )
     manual_gc_eval: bool = arg(
         True,
+        needs="manual_gc",
         off="--no-manual-gc-eval",
         help="with --manual-gc: no garbage collection before and after evaluation",
     )
@@ -192,6 +252,7 @@ class TrainingConfig:
     )
     forget_skip: tuple[str, ...] | None = arg(
         None,
+        per_run=True,
         extend=True,
         dump=False,
         help="ids of recorded skip ranges (listed at startup) that are no longer skipped",
@@ -203,17 +264,21 @@ class TrainingConfig:
     )
     dry_run: bool = arg(
         False,
+        per_run=True,
         help="print the plan, the data and the kernels, and exit; needs no data, checkpoint "
         "or launcher",
         dump=False,
     )
     world_size: int | None = arg(
         None,
+        minimum=1,
+        per_run=True,
         help="with --dry-run: number of ranks to plan for (default: the launcher's)",
         dump=False,
     )
     trace: bool = arg(
         False,
+        requires="dry_run",
         help="with --dry-run: run the training step of some ranks of the planned cluster on "
         "tensors without values, and print memory by kind, FLOPs, kernel launches and every "
         "collective; needs no GPU",
@@ -221,12 +286,14 @@ class TrainingConfig:
     )
     trace_ranks: tuple[str, ...] = arg(
         ("first", "last"),
+        needs="trace",
         help="with --trace: ranks to trace: numbers, first, last, all-stages (one of each pipeline "
         "stage), or peers (rank 0 and the last rank of each of its groups)",
         dump=False,
     )
     trace_output: str | None = arg(
         None,
+        needs="trace",
         help="with --trace: JSON file for all of it, with messages in order",
         dump=False,
     )

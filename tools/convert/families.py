@@ -162,7 +162,7 @@ def features(model: ModelConfig) -> dict[str, Any]:
         "moe_router_topk": (1 if model.moe_router_topk == 1 else "number")
         if model.num_experts
         else None,
-        "num_query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
+        "query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
         "rotary_percent": 1 if model.rotary_percent == 1 else "number",
     }
 

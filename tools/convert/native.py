@@ -21,9 +21,9 @@ from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
 from megatron.checkpoint.tensor_slices import whole
+from megatron.config.checks import declared
 from megatron.config.checks import model as check_shape
 from megatron.config.checks import moe as check_experts
-from megatron.config.checks import ranges
 from megatron.config.checks.facts import Facts
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import EXPERT_BIAS
@@ -252,7 +252,7 @@ def check_model(config: Config) -> None:
     """Raise ConversionError for a model that pretrain_gpt.py refuses, with its messages and
     codes."""
     facts = Facts(config, 1, ())
-    rules = [ranges.bounds, check_shape.shape]
+    rules = [declared.limits, check_shape.shape]
     if config.model.num_experts is not None:
         rules.append(check_experts.rule)
     lines = [line for rule in rules for line in rule(facts)]

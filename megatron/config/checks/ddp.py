@@ -9,36 +9,11 @@ from megatron.config.parallel import ParallelConfig
 
 def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each rule that these flags break on `world_size` ranks."""
-    if p.overlap_param_gather:
-        for spelling, given in (
-            ("--use-distributed-optimizer", p.use_distributed_optimizer),
-            ("--overlap-grad-reduce", p.overlap_grad_reduce),
-        ):
-            if not given:
-                yield (
-                    f"--overlap-param-gather: needs {spelling}; add that, or omit it "
-                    "[flag-needs-other-flag]"
-                )
-    if p.zero_partition != "even" and not p.use_distributed_optimizer:
-        yield (
-            f"--zero-partition {p.zero_partition}: needs --use-distributed-optimizer; add that, "
-            "or omit it [flag-needs-other-flag]"
-        )
-    if p.ddp_bucket_size is not None and p.ddp_num_buckets is not None:
-        yield (
-            f"--ddp-bucket-size {p.ddp_bucket_size} and --ddp-num-buckets {p.ddp_num_buckets}: "
-            "two sizes of one bucket; give only one of them [flags-exclude-each-other]"
-        )
     instances = p.num_distributed_optimizer_instances
     if instances <= 1:
         return
     said = f"--num-distributed-optimizer-instances {instances}"
     ranks = data_ranks(p, world_size)
-    if not p.use_distributed_optimizer:
-        yield (
-            f"{said}: needs --use-distributed-optimizer; add that, or omit it "
-            "[flag-needs-other-flag]"
-        )
     if ranks and ranks % instances:
         fit = ", ".join([str(n) for n in range(1, ranks + 1) if ranks % n == 0][:12])
         yield (

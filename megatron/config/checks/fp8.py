@@ -12,20 +12,10 @@ MULTIPLE = 16  # of both inner dimensions of an FP8 GEMM
 def rule(f: Facts) -> Iterator[str]:
     """One line for each size of a rank's GEMMs that 16 does not divide, and for what fp8 cannot
     go with."""
-    if f["fp64"]:
-        yield (
-            f"{f.say('fp8')} and --fp64: one rounds what the other keeps exact; omit one of them "
-            "[flags-exclude-each-other]"
-        )
     if f["torch_compile"] and f["fp8_recipe"] == "delayed":
         yield (
             "--torch-compile: cannot follow delayed scales, which change every step; use "
             "--fp8-recipe tensorwise [fp8-delayed-scaling-with-torch-compile]"
-        )
-    if f["verify_step_interval"]:
-        yield (
-            f"{f.say('verify_step_interval')}: a second computation would change FP8 scales; omit "
-            "it [flags-exclude-each-other]"
         )
     sizes = (
         "hidden_size",

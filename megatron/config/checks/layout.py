@@ -24,8 +24,6 @@ def rule(f: Facts) -> Iterator[str]:
             f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) "
             "sets the real one [world-size-only-for-dry-run]"
         )
-    if f["trace"] and not f["dry_run"]:
-        yield "--trace: only for --dry-run; add it, or omit --trace [flag-needs-other-flag]"
     if f["verify_step_interval"] and f["expert_model_parallel_size"] > 1:
         yield (
             f"{f.say('verify_step_interval')}: gradients of experts on several ranks are not one "

@@ -10,13 +10,7 @@ from megatron.config.checks.facts import Facts
 
 def rule(f: Facts) -> Iterator[str]:
     """What local copies need, and numbers of ranks that cannot be mirrored."""
-    local = f["non_persistent_ckpt_type"] == "local"
-    if not local and f["replication"]:
-        yield (
-            "--replication: mirrors local copies; give --non-persistent-ckpt-type local, or omit "
-            "it [flag-needs-other-flag]"
-        )
-    if not local:
+    if f["non_persistent_ckpt_type"] != "local":
         return
     for name, flag, value in (
         ("snapshot_interval", "--non-persistent-save-interval N", "the iterations between copies"),

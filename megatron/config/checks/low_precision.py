@@ -14,23 +14,6 @@ _SMALLEST_CHANGE = {"bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each rule that these flags break."""
-    precise = "use_precision_aware_optimizer"
-    for name in ("main_grads_dtype", *MOMENTS):
-        if f[name] != "fp32" and not f[precise]:
-            yield (
-                f"{f.say(name)}: needs --use-precision-aware-optimizer; add that, or omit it "
-                "[flag-needs-other-flag]"
-            )
-    if f[precise] and f["optimizer"] != "adam":
-        yield (
-            f"{f.say(precise)}: needs --optimizer adam; use that, or omit it "
-            "[flag-needs-other-flag]"
-        )
-    if f[precise] and f["fp64"]:
-        yield (
-            f"{f.say(precise)} and --fp64: one rounds what the other keeps exact; omit one of them "
-            "[flags-exclude-each-other]"
-        )
     if f["bf16"] and f["main_grads_dtype"] == "bf16" and f["accumulate_allreduce_grads_in_fp32"]:
         yield (
             f"{f.say('main_grads_dtype')} and --accumulate-allreduce-grads-in-fp32: two dtypes of "

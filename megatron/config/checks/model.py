@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from megatron.config.checks.facts import Facts
 from megatron.config.moe import parse_layer_pattern
 
-ACTIVATIONS = ("swiglu", "geglu", "squared_relu", "xielu", "openai_gelu")
-
 
 def shape(f: Facts) -> Iterator[str]:
     """Sizes of the model that do not fit each other."""
@@ -67,32 +65,6 @@ def shape(f: Facts) -> Iterator[str]:
             "one of them [flags-exclude-each-other]"
         )
     yield from _rope_pattern(f)
-    yield from _norms(f)
-    yield from only_one(f, *ACTIVATIONS)
-    yield from only_one(f, "ffn_hidden_size", "ffn_multiple_of")
-    for name in ("ffn_multiple_of", "init_scheme"):
-        if f[name] not in (None, "megatron") and not f.config.model.gated:
-            yield (
-                f"{f.say(name)}: is InternLM's rule for a gated MLP; add --swiglu, or omit it "
-                "[flag-needs-other-flag]"
-            )
-
-
-def _norms(f: Facts) -> Iterator[str]:
-    after = "apply_residual_connection_post_layernorm"
-    yield from only_one(f, "use_parallel_residual", after)
-    yield from only_one(f, "no_pre_layernorm", after)
-    yield from only_one(f, "no_pre_layernorm", "fp32_residual_connection")
-    if f["no_pre_layernorm"] and not (f["post_self_attn_layernorm"] and f["post_mlp_layernorm"]):
-        yield (
-            "--no-pre-layernorm: layers would have no norm; add --post-self-attn-layernorm "
-            "--post-mlp-layernorm [flag-needs-other-flag]"
-        )
-    if f["qk_layernorm"] and f["qk_layernorm_all_heads"] and f["normalization"] != "RMSNorm":
-        yield (
-            "--qk-layernorm-all-heads: needs --normalization RMSNorm; add it, or omit "
-            "--qk-layernorm-all-heads [flag-needs-other-flag]"
-        )
 
 
 def _rope_pattern(f: Facts) -> Iterator[str]:
@@ -112,23 +84,8 @@ def _rope_pattern(f: Facts) -> Iterator[str]:
         )
 
 
-def only_one(f: Facts, *names: str) -> Iterator[str]:
-    """At most one of these flags."""
-    given = [f.flags[name].spelling for name in names if f[name]]
-    if len(given) > 1:
-        yield f"{' and '.join(given)}: only one of these can be given [flags-exclude-each-other]"
-
-
 def precision(f: Facts) -> Iterator[str]:
     """Dtypes that exclude each other."""
-    yield from only_one(f, "fp16", "bf16", "fp64")
-    if f["fp32_residual_connection"] and not (f["fp16"] or f["bf16"]):
-        yield (
-            "--fp32-residual-connection: needs --fp16 or --bf16; everything is in fp32 already, "
-            "so omit it [flag-needs-other-flag]"
-        )
-    if f["fp16_lm_cross_entropy"] and not f["fp16"]:
-        yield "--fp16-lm-cross-entropy: needs --fp16; omit it [flag-needs-other-flag]"
     if f["tf32"] and (f["fp16"] or f["bf16"] or f["fp64"] or f["device"] == "cpu"):
         yield (
             "--tf32: has an effect on fp32 GEMMs on CUDA only; omit it [tf32-without-fp32-on-cuda]"

@@ -179,11 +179,6 @@ def _layers(f: Facts) -> Iterator[str]:
 
 
 def _widths(f: Facts) -> Iterator[str]:
-    if f["moe_shared_expert_gate"] and not f["moe_shared_expert_intermediate_size"]:
-        yield (
-            "--moe-shared-expert-gate: there is no shared expert; give "
-            "--moe-shared-expert-intermediate-size [flag-needs-other-flag]"
-        )
     tp = "tensor_model_parallel_size"
     etp = tp if f["expert_tensor_parallel_size"] is None else "expert_tensor_parallel_size"
     of_experts = "ffn_hidden_size" if f["moe_ffn_hidden_size"] is None else "moe_ffn_hidden_size"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from megatron import optional
-from megatron.config.checks import effects, model, ranges, schedule, services
+from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.parallel import ParallelConfig
@@ -35,7 +35,7 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
 def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
     """Warnings for a command line without problems, one line each."""
     facts = Facts(config, world_size, typed)
-    found = list(effects.notes(facts))
+    found = list(declared.without_effect(facts))
     if facts["sequence_parallel"] and facts["tensor_model_parallel_size"] == 1:
         found.append(
             "--sequence-parallel: no effect with --tensor-model-parallel-size 1 "
@@ -65,11 +65,6 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
 def _experts(f: Facts) -> Iterator[str]:
     if f["num_experts"] is not None:
         yield from optional.load("megatron.config.checks.moe").rule(f)
-    elif f.ok("expert_model_parallel_size") and f["expert_model_parallel_size"] > 1:
-        yield (
-            f"{f.say('expert_model_parallel_size')}: splits experts, and the model has none; "
-            "give --num-experts, or omit it [flag-needs-other-flag]"
-        )
 
 
 def _fp8(f: Facts) -> Iterator[str]:
@@ -122,22 +117,12 @@ def _local_copies(f: Facts) -> Iterator[str]:
 def _packed(f: Facts) -> Iterator[str]:
     if f["packed_samples"]:
         yield from optional.load("megatron.config.checks.packed").rule(f)
-        return
-    if f["dummy_data"] is not None:
-        yield (
-            f"{f.say('dummy_data')}: makes samples of many lengths, which are packed; add "
-            "--packed-samples [flag-needs-other-flag]"
-        )
-    if f["log_accuracy"] and not (f["log_subsets"] or f["log_format"] == "internlm"):
-        yield (
-            "--log-accuracy: is counted by subset of the data; add --log-subsets, or omit "
-            "it [flag-needs-other-flag]"
-        )
 
 
 _RULES = (
-    ranges.required,
-    ranges.bounds,
+    declared.required,
+    declared.limits,
+    declared.other_flags,
     _experts,
     model.shape,
     model.precision,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megatron.config.checks import batch as check_batch
 from megatron.config.checks.facts import Facts
-from megatron.config.checks.model import only_one
 from megatron.config.plan.plan import batch_schedule
 
 _BATCH = (
@@ -60,7 +59,6 @@ def learning_rate(f: Facts) -> Iterator[str]:
         yield from _warm_up(f, unit, horizon)
         yield from _wsd(f, unit, horizon)
     yield from _weight_decay(f)
-    yield from only_one(f, "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
 def _learning_rates(f: Facts) -> Iterator[str]:
@@ -72,11 +70,6 @@ def _learning_rates(f: Facts) -> Iterator[str]:
     ):
         if f.ok(peak, name) and f[name] > f[peak]:
             yield f"{f.say(name)}: greater than {f.say(peak)}; use at most that [lr-above-peak]"
-    if f["decoupled_min_lr"] is not None and f["decoupled_lr"] is None:
-        yield (
-            f"{f.say('decoupled_min_lr')}: is the floor of --decoupled-lr; give that too, or "
-            "omit it [flag-needs-other-flag]"
-        )
 
 
 def _warm_up(f: Facts, unit: str, horizon: str) -> Iterator[str]:

@@ -30,22 +30,11 @@ def spike_action(f: Facts) -> Iterator[str]:
 def saving(f: Facts) -> Iterator[str]:
     """Recompute, determinism, checkpoints."""
     yield from recompute(f)
-    if f["cudnn_benchmark"] and (f["deterministic_mode"] or f["cudnn_deterministic"]):
-        yield (
-            "--cudnn-benchmark: chooses kernels by their time, which is not deterministic; omit "
-            "one of the two [flags-exclude-each-other]"
-        )
     if f["save"] is not None and f["save_interval"] is None:
         yield (
             f"--save-interval is missing: {f.say('save')} needs the iterations between "
             "checkpoints [flag-missing]"
         )
-    for name in ("ckpt_step", "use_checkpoint_args"):
-        if f[name] not in (None, False) and f["load"] is None:
-            yield (
-                f"{f.say(name)}: needs --load DIR, the directory of the checkpoint "
-                "[flag-needs-other-flag]"
-            )
 
 
 def task_scores(f: Facts) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron import log, optional
-from megatron.arguments import build_parser, config_from, parse_typed, values_of
+from megatron.arguments import build_parser, config_from, flags_of, parse_typed, values_of
 from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import ForeignCheckpoint
 from megatron.checkpoint.state import differences
@@ -11,38 +11,6 @@ from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
-
-# Flags that usually differ between a run and its resume.
-_USUAL = {
-    "load",
-    "save",
-    "save_interval",
-    "local_rank",
-    "log_interval",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "finetune",
-    "ckpt_step",
-    "allow_data_order_change",
-    "use_checkpoint_args",
-    "override_opt_param_scheduler",
-    "use_checkpoint_opt_param_scheduler",
-    "progress",
-    "metrics_file",
-    "data_ledger",
-    "tensorboard_dir",
-    "wandb_exp_name",
-    "wandb_save_dir",
-    "dry_run",
-    "world_size",
-    "async_save",
-    "staging_dir",
-    "spike_action",
-    "spike_snapshot_interval",
-    "forget_skip",
-    "log_format",
-    "print_arguments",
-}
 
 
 def saved_config(found: Checkpoint) -> Config:
@@ -63,9 +31,10 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         raise ValueError(architecture_problem(wrong))
-    said = _USUAL | {field for one in wrong for field in one.fields}
-    rest = differences(
-        values_of(saved), values_of(now), [name for name in values_of(saved) if name not in said]
-    )
+    said = {field for one in wrong for field in one.fields}
+    compared = [
+        name for name, flag in flags_of(Config).items() if not flag.per_run and name not in said
+    ]
+    rest = differences(values_of(saved), values_of(now), compared)
     for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
         log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")
