@@ -1,12 +1,15 @@
-"""The command-line parser: flags are fields of frozen dataclasses, declared once.
+"""The command-line parser: flags are fields of frozen dataclasses, declared once, and actions of
+one `argparse.ArgumentParser`, to which a program may add its own.
 
 What was typed stays apart from the defaults, so that precedence is a dictionary update:
 defaults < the checkpoint's args < @file < typed.
-Python's own argparse is not used: it stops at the first problem, and takes -1e-5 for a flag.
+A command line is split at its flags, and each flag's words go to its action by themselves: argparse
+would stop at the first problem, and take -1e-5 for a flag.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import functools
@@ -16,7 +19,7 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
@@ -252,6 +255,25 @@ class Flag:
         return value
 
 
+class FlagAction(argparse.Action):
+    """A flag as an action of argparse: its words are its value, read by `Flag.convert`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag):
+        nargs = 0 if flag.kind in ("switch", "off") else "*"
+        super().__init__(option_strings, dest, nargs, default=argparse.SUPPRESS, help=flag.help)
+        self.flag = flag
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Set the value that the words spell. Raises argparse.ArgumentError."""
+        try:
+            value = self.flag.convert(values)
+        except ValueError as error:
+            raise argparse.ArgumentError(None, f"{option_string}: {error}") from None
+        if self.flag.extend:
+            value = (*getattr(namespace, self.dest, ()), *value)
+        setattr(namespace, self.dest, value)
+
+
 @functools.cache
 def flags_of(tree: type) -> Mapping[str, Flag]:
     """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling
@@ -343,7 +365,8 @@ class OtherFlags:
 
 class Parser:
     """All flags of a program by their spellings. `others` is called when a flag is met that is none
-    of them."""
+    of them; `arguments` is the parser of argparse that has all flags as its actions, and those that
+    `extra_args_provider` adds to it."""
 
     def __init__(
         self,
@@ -353,6 +376,7 @@ class Parser:
         description: str,
         sections: dict[str, str],
         others: Callable[[], OtherFlags] = OtherFlags,
+        extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     ):
         self.flags = list(flags)
         self.by_spelling = _by_spelling(flag for flag in self.flags if flag.place == "flag")
@@ -362,11 +386,43 @@ class Parser:
         self.description = description
         self.sections = sections
         self._load_others = others
+        self._actions: dict[str, argparse.Action] = {}
+        self.extra = ExtraArguments(self, extra_args_provider) if extra_args_provider else None
+
+    @functools.cached_property
+    def arguments(self) -> argparse.ArgumentParser:
+        """All flags as actions, in the groups of their sections."""
+        parser = argparse.ArgumentParser(
+            self.prog,
+            description=self.description,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        groups = {name: parser.add_argument_group(text) for name, text in self.sections.items()}
+        self._actions |= {f.name: _add(groups.get(f.group, parser), f) for f in self.flags}
+        return parser
 
     @functools.cached_property
     def others(self) -> OtherFlags:
         """The flags that no config class declares."""
-        return self._load_others()
+        others = self._load_others()
+        for flag in others.flags:
+            if not self.extra or not self.extra.by_spelling.keys() & {*flag.spellings}:
+                self._actions[flag.name] = _add(self.arguments, flag)
+        return others
+
+    def read(self, flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
+        """Let the flag's action read the words after it, or note what is wrong with them; whether
+        they spell a value."""
+        arguments = self.arguments  # which has the actions
+        try:
+            self._actions[flag.name](arguments, parsed.namespace, words, spelling)
+        except argparse.ArgumentError as error:
+            parsed.problems.append(error.message)
+            parsed.broken.add(flag.name)
+            return False
+        return True
 
     @functools.cached_property
     def every_spelling(self) -> dict[str, Flag]:
@@ -408,12 +464,110 @@ class Parser:
         return bool(self.positionals or self.after_dashes)
 
 
+def _add(group: argparse._ActionsContainer, flag: Flag) -> argparse.Action:
+    """Add a flag, or a value that stands without one, to a group of argparse."""
+    if flag.place != "flag":
+        return group.add_argument(flag.name, action=FlagAction, flag=flag)
+    return group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
+
+
+class ExtraArguments:
+    """What a program's `extra_args_provider` added to the parser of argparse; its words are read by
+    argparse, its errors said with all others.
+
+    Raises TypeError for what a command line of flags cannot have.
+    """
+
+    def __init__(self, parser: Parser, provider: Callable[[argparse.ArgumentParser], Any]):
+        self._parser = parser.arguments
+        self._parser._negative_number_matcher = _NUMBER  # argparse's own knows -1e-5 since 3.14
+        provider(self._parser)
+        actions = [a for a in self._parser._actions if not isinstance(a, FlagAction)]
+        self._own = {flag.name: flag for flag in parser.flags}
+        for action in actions:
+            if not action.option_strings:
+                raise TypeError(f"extra_args_provider: {action.dest}: only flags can be added")
+            if action.dest in self._own:
+                raise TypeError(
+                    f"extra_args_provider: {action.option_strings[0]}: {action.dest} is a flag of "
+                    f"{parser.prog} already; give it another dest"
+                )
+        self.by_spelling = {spelling: a for a in actions for spelling in a.option_strings}
+        # argparse would judge these for each flag by itself
+        self._required = [action for action in actions if action.required]
+        self._groups = [
+            (group, group.required) for group in self._parser._mutually_exclusive_groups
+        ]
+        for one in (*self._required, *self._parser._mutually_exclusive_groups):
+            one.required = False
+        self.namespace = argparse.Namespace()
+        self._parser.parse_known_args([], self.namespace)
+        self._given: list[argparse.Action] = []
+        # of the program's own flags, the defaults that the provider set
+        self.defaults = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(self.namespace).items()
+            if name in self._own
+        }
+        self._parser.set_defaults(**dict.fromkeys(self.defaults, argparse.SUPPRESS))  # of actions
+        for name in self.defaults:
+            del self._parser._defaults[name]
+            delattr(self.namespace, name)
+
+    def help(self) -> str:
+        """These arguments in the groups they were added to, as argparse shows them."""
+        formatter = argparse.HelpFormatter(self._parser.prog, max_help_position=34, width=110)
+        own = set(self.by_spelling.values())
+        for group in self._parser._action_groups:
+            actions = [action for action in group._group_actions if action in own]
+            if actions:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        return formatter.format_help().rstrip()
+
+    def take(self, words: Sequence[str]) -> str | None:
+        """Read one flag with its words; what is wrong with them."""
+        spelling = words[0].partition("=")[0]
+        self._given.append(self.by_spelling[spelling])
+        try:
+            rest = self._parser.parse_known_args(list(words), self.namespace)[1]
+        except argparse.ArgumentError as error:
+            return f"{spelling}: {error.message} [value-malformed]"
+        if rest:
+            return f"{spelling}: too many values: {' '.join(rest)!r} [value-count-wrong]"
+        return None
+
+    def problems(self, broken: Collection[str]) -> list[str]:
+        """What is wrong with all of them together: what is required and missing, and what excludes
+        each other. `broken`: dests of those that were meant but could not be read."""
+        found = [
+            f"{action.option_strings[0]} is missing: {action.help or 'it is required'} "
+            "[flag-missing]"
+            for action in self._required
+            if action not in self._given and action.dest not in broken
+        ]
+        for group, required in self._groups:
+            names = [action.option_strings[0] for action in group._group_actions]
+            given = [a.option_strings[0] for a in group._group_actions if a in self._given]
+            if len(given) > 1:
+                found.append(
+                    f"{' and '.join(given)}: only one of these can be given "
+                    "[flags-exclude-each-other]"
+                )
+            if required and not given:
+                found.append(f"one of {', '.join(names)} is missing: give it [flag-missing]")
+        return found
+
+
 def build_parser(
     tree: type,
     *,
     prog: str,
     description: str,
     others: Callable[[], OtherFlags] = OtherFlags,
+    extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> Parser:
     """A parser with one section per config class."""
     sections = {
@@ -426,6 +580,7 @@ def build_parser(
         description=description,
         sections=sections,
         others=others,
+        extra_args_provider=extra_args_provider,
     )
 
 
@@ -436,7 +591,7 @@ class Parsed:
     without effect, as typed. `unread_file`: an @FILE could not be read, so that nobody knows which
     flags are missing."""
 
-    typed: dict[str, Any] = dataclasses.field(default_factory=dict)
+    namespace: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
     problems: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     broken: set[str] = dataclasses.field(default_factory=set)
@@ -444,6 +599,11 @@ class Parsed:
     help: bool = False
     version: bool = False
     unread_file: bool = False
+
+    @property
+    def typed(self) -> dict[str, Any]:
+        """Values by field name."""
+        return vars(self.namespace)
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
@@ -470,6 +630,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
         ]
         for start, end in itertools.pairwise([*starts, len(words)]):
             take(parser, words[start:end], seen, parsed)
+    if parser.extra and not parsed.unread_file:
+        parsed.problems += parser.extra.problems(parsed.broken)
     return parsed
 
 
@@ -497,6 +659,10 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
             "dash get lost? [value-without-flag]"
         )
         return
+    if parser.extra and spelling in parser.extra.by_spelling:
+        if problem := parser.extra.take(words):
+            parsed.problems.append(problem)
+        return
     flag = parser.find(spelling)
     if flag is None:
         if parser.others.ignores(spelling):
@@ -507,28 +673,14 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
             parsed.problems.append(problem)
             parsed.broken |= meant
         return
-    before = parsed.typed.get(flag.name, ())
-    if not convert(flag, spelling, values, parsed):
+    if not parser.read(flag, spelling, values, parsed):
         return
-    if flag.extend:
-        parsed.typed[flag.name] = before + parsed.typed[flag.name]
-    elif seen.get(flag.name, values) != values:
+    if not flag.extend and seen.get(flag.name, values) != values:
         parsed.notes.append(
             f"{spelling} is given more than once; the last one counts: {' '.join(values)} "
             "[flag-given-twice]"
         )
     seen[flag.name] = values
-
-
-def convert(flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
-    """Note the value that the words spell, or what is wrong with them; whether they spell one."""
-    try:
-        parsed.typed[flag.name] = flag.convert(words)
-    except ValueError as error:
-        parsed.problems.append(f"{spelling}: {error}")
-        parsed.broken.add(flag.name)
-        return False
-    return True
 
 
 def is_flag(word: str) -> bool:

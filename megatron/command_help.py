@@ -32,6 +32,8 @@ def help_text(parser: Parser) -> str:
                 " ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
                 help_with_default(flag),
             )
+    if parser.extra:
+        lines += ["", parser.extra.help()]
     return "\n".join(lines) + "\n"
 
 
@@ -67,15 +69,17 @@ def unknown_flag(parser: Parser, spelling: str) -> tuple[str, set[str]]:
     """The problem of a flag that does not exist, and the names of the flags that were meant."""
     dashed = "--" + spelling.lstrip("-").replace("_", "-")
     known = parser.every_spelling
+    extra = parser.extra.by_spelling if parser.extra else {}
     shown = sorted(s for s, flag in known.items() if flag.group in parser.sections)
-    shown += ["--help", "--version"]
-    if dashed in known:
+    shown += ["--help", "--version", *extra]
+    if dashed in known or dashed in extra:
         close = [dashed]
     elif dashed in parser.others.synonyms:
         close = [parser.others.synonyms[dashed]]
     else:
         close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(known), 1, 0.75)
     meant = {known[s].name for s in close if s in known}
+    meant |= {extra[s].dest for s in close if s in extra}
     if explained := parser.others.explain(spelling):
         return explained, meant
     if close:

@@ -6,8 +6,9 @@ large is imported.
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from megatron.config.checks import rules as check
 from megatron.config.tree import Config
 from megatron.version import version_line
 
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 DESCRIPTION = (
     "Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them. Flags "
     "of Megatron-LM that have no effect here, or are refused, are listed with the reason in "
@@ -48,10 +50,13 @@ _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line without problems. `typed`: what the user gave, by field name; `foreign`:
-    Megatron's flags that have no effect here; `notes`: lines to print at the start; `world_size` is
-    the plan's with --dry-run. Of --save, --load and --snapshot-dir in an object store, `save_url`,
-    `load_url` and `snapshot_url`; the configuration then has their staging directories."""
+    """A command line without problems.
+
+    `typed`: what the user gave, by field name; `foreign`: Megatron's flags that have no effect
+    here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run; `extra`:
+    what `extra_args_provider` added. Of --save, --load and --snapshot-dir in an object store,
+    `save_url`, `load_url` and `snapshot_url`; the configuration then has their staging directories.
+    """
 
     config: Config
     typed: dict[str, Any]
@@ -59,18 +64,21 @@ class CommandLine:
     notes: list[str]
     world_size: int
     rank: int
+    extra: argparse.Namespace | None = None
     save_url: str | None = None
     load_url: str | None = None
     snapshot_url: str | None = None
 
 
-def parser() -> Parser:
-    """All flags of pretrain_gpt.py, Megatron's foreign ones too (help leaves those out)."""
+def parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
+    """All flags of pretrain_gpt.py, Megatron's foreign ones too (help leaves those out), and those
+    that `extra_args_provider` adds to the parser of argparse."""
     return build_parser(
         Config,
         prog="pretrain_gpt.py",
         description=DESCRIPTION,
         others=_other_flags,
+        extra_args_provider=extra_args_provider,
     )
 
 
@@ -92,13 +100,17 @@ def _judge_foreign(
     return compat.refused(foreign), compat.accepted(foreign, ignored), replacements
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str]) -> CommandLine:
+def read(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    extra_args_provider: ExtraArgsProvider | None = None,
+) -> CommandLine:
     """The checked command line of this process; `environ` says which rank of how many it is.
 
     Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with
     0.
     """
-    flags = parser()
+    flags = parser(extra_args_provider)
     parsed = parse(flags, argv)
     here, wrong = launcher.read(environ)
     wrong += launcher.rendezvous_problems(environ)
@@ -151,7 +163,8 @@ def _checked(
     theirs = FromCheckpoint()
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
         optional.load("megatron.config.checkpoint_args").take(flags, typed, theirs)
-    config = config_from(Config, {**theirs.values, **typed})
+    defaults = flags.extra.defaults if flags.extra else {}
+    config = config_from(Config, {**defaults, **theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or here.world_size)
     # What an @FILE that cannot be read would have said is not missing.
@@ -174,7 +187,8 @@ def _checked(
     c = config.checkpoint
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))
-    return CommandLine(config, typed, foreign, notes, world_size, here.rank, *urls), problems
+    extra = flags.extra.namespace if flags.extra else None
+    return CommandLine(config, typed, foreign, notes, world_size, here.rank, extra, *urls), problems
 
 
 def _with_deepspeed(

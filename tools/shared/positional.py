@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron.arguments import Parsed, Parser, convert, is_flag, take
+from megatron.arguments import Parsed, Parser, is_flag, take
 
 
 def parse_words(parser: Parser, argv: Sequence[str]) -> Parsed:
@@ -35,7 +35,7 @@ def parse_words(parser: Parser, argv: Sequence[str]) -> Parsed:
     for flag in parser.positionals:
         number = len(loose) if flag.kind == "list" else 1
         if loose:
-            convert(flag, flag.spelling, loose[:number], parsed)
+            parser.read(flag, flag.spelling, loose[:number], parsed)
             loose = loose[number:]
     if loose and not parsed.problems:
         parsed.problems.append(
