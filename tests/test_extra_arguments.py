@@ -5,15 +5,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from megatron.arguments import Parsed, Parser, build_parser, parse
+from megatron.arguments import Parsed, Parser, arg, build_parser, parse
 from megatron.config import command_line
 from tests.config.checks.checked_flags import BASE
 from tests.problems import codes_of
-from tests.test_arguments import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large."""
+
+    width: int | None = arg(None, help="width", alias=("--breadth",))
+    rate: float = arg(0.5, help="rate")
+    bright: bool = arg(False, help="bright")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """All groups."""
+
+    size: Size
+
 
 Provider = Callable[[argparse.ArgumentParser], Any]
 

@@ -380,15 +380,6 @@ def torch_free(root: Path) -> Iterator[str]:
                 yield say(module, node, f"imports {name}; {place} does without")
 
 
-def argparse_in_one_file(root: Path) -> Iterator[str]:
-    """arguments.py is the only file of megatron/ that imports argparse (and the one that writes
-    Megatron-LM's Namespace)."""
-    for module in read(root, "megatron"):
-        for node, name in imports(module.tree):
-            if name.split(".")[0] == "argparse" and module.inside != "arguments.py":
-                yield say(module, node, "imports argparse; only megatron/arguments.py may")
-
-
 def _module_level_names(tree: ast.Module) -> set[str]:
     """Names that statements at the top of a module assign."""
     targets = []
@@ -611,7 +602,6 @@ WALLS: dict[str, Callable[[Path], Iterator[str]]] = {
         launcher_in_one_file,
         libraries_in_one_file,
         torch_free,
-        argparse_in_one_file,
         no_global_state,
         docstring_first,
         no_code_from_data,
