@@ -178,7 +178,6 @@ PLANTS = [
     ("torch_free", "megatron/config/plan/plan.py", "import torch.nn\n", "does without"),
     ("torch_free", "megatron/config/plan/plan.py", "import numpy as np\n", "does without"),
     ("torch_free", "megatron/data/x.py", "\n\ndef f():\n    import torch\n", "does without"),
-    ("argparse_in_one_file", "megatron/config/x.py", "import argparse\n", "argparse"),
     (
         "no_global_state",
         "megatron/log.py",
