@@ -13,7 +13,7 @@ from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import apex
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
 from megatron.kernels.kernels import KernelRow, Kernels, pair
 from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
@@ -154,9 +154,10 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     """The implementations of every operation that this configuration can use on `device` with
     parameters of `dtype`.
 
-    One row of each operation is selected. Nothing is run or timed: the selection depends on the
-    kind of device, the capabilities of torch, the installed libraries and the configuration, so a
-    resumed run selects the same kernels. Raises ValueError as `choose_kernels`.
+    One row of each operation is selected. Nothing is timed: the selection depends on the kind of
+    device, the capabilities of torch, the installed libraries (of which Triton is tried by a small
+    kernel) and the configuration, so a resumed run selects the same kernels. Raises ValueError as
+    `choose_kernels`.
     """
     kernels = choose_kernels(device, dtype, config)
     return [
@@ -376,7 +377,8 @@ def _row_rivals(
         rest = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
         return [KernelRow(operation, "torch", True, flag), *rest]
     on_cpu = pays_off(torch.empty(0, device=device))
-    if operation in ("swiglu", "rotary") and why_not != COMPILED and fused_ops(device, dtype):
+    no_triton = why_not if why_not == COMPILED else triton_unavailable_reason(device, dtype)
+    if operation in ("swiglu", "rotary") and no_triton is None:
         return [
             KernelRow(operation, "Triton", True, "single pass over memory"),
             KernelRow(operation, "torch", False, "several kernels"),
@@ -393,6 +395,8 @@ def _row_rivals(
             KernelRow(operation, "torch", False, "multiple passes over memory"),
         ]
     rows = [KernelRow(operation, NATIVE, False, why_not)]
+    if operation in ("swiglu", "rotary"):
+        rows += _off(operation, "Triton", no_triton)
     return (
         pair(
             operation,

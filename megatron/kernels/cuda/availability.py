@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -30,6 +31,17 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "meta":
         return None
     why_not = load_problem("triton", "triton", "it comes with torch's CUDA builds for Linux")
-    if why_not is None:
-        optional.load("megatron.kernels.cuda.triton_kernels")
-    return why_not
+    return why_not or _launch_problem(device)
+
+
+@cache
+def _launch_problem(device: torch.device) -> str | None:
+    """Why a kernel of one block does not run there. Triton compiles C for its first launch, which
+    fails without a compiler or Python's headers, in the middle of the first step."""
+    kernels = optional.load("megatron.kernels.cuda.triton_kernels")
+    try:
+        kernels.RUNS["swiglu"](torch.zeros(2, 1, device=device)).tolist()
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return f"Triton's first kernel fails ({reason}); it needs gcc and Python.h (python3-dev)"
+    return None
