@@ -12,6 +12,7 @@ from torch import Tensor
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
 INTERFACE = 6
+BUILD = "MEGATRON_CPU_KERNELS=1 pip install ."  # setup.py omits them where there is a GPU
 
 
 @cache
@@ -24,9 +25,9 @@ def load_built(file: str, interface: int, capability: str):
     try:
         found = import_module(name)
     except ImportError as error:
-        return f"{name} is not built ({error}); pip install . builds it"
+        return f"{name} is not built ({error}); {BUILD} builds it"
     if getattr(found, "INTERFACE", None) != interface:
-        return f"{name} is of another version; pip install . rebuilds it"
+        return f"{name} is of another version; {BUILD} rebuilds it"
     return found
 
 
