@@ -229,7 +229,7 @@ def has_flash(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def kernel_seed(device: torch.device, seed: int) -> Iterator[None]:
+def kernel_seed(device: torch.device, seed: int | torch.Tensor) -> Iterator[None]:
     """In this context kernels that draw from the device's own generator start from `seed`; it is
     what it was afterwards. The state is on the host: nothing waits."""
     if device.type == "meta":
@@ -238,7 +238,7 @@ def kernel_seed(device: torch.device, seed: int) -> Iterator[None]:
     cuda = device.type == "cuda"
     generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
     before = generator.get_state()
-    generator.manual_seed(seed)
+    generator.manual_seed(int(seed))
     try:
         yield
     finally:

@@ -143,7 +143,7 @@ def _fuse() -> None:
         ("swiglu", swiglu),
         ("swiglu_backward", swiglu_backward),
         ("rotate", rotary._rotate),
-        ("drop", dropout._drop),
+        ("drop", lambda x, p, seed: dropout._drop(x, p, int(seed))),
     ):
         fused_ops.LIBRARY.impl(name, function, "CPU")
     availability.unavailable_reason = lambda device, dtype: (

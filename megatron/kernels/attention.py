@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import device as devices
-from megatron import optional
 from megatron.kernels import flash_attention
 from megatron.kernels.block_attention import FLASH_MULTIPLE, Block, chunked, chunked_grads
 from megatron.kernels.cpu import bf16_attention, fp32_attention
 from megatron.kernels.cu_seqlens import run_starts
+from megatron.kernels.cuda import torch_flash
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.reference_attention import plain_attention
 
@@ -36,7 +36,7 @@ def attention(
     *,
     scale: float,
     dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
+    dropout_seed: int | Tensor | None = None,
     document_ids: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -74,15 +74,12 @@ def attention(
             "attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site"
         )
     if chosen == "torch_flash":
-        return optional.load("megatron.kernels.cuda.torch_flash").flash_attention(
-            q, k, v, scale, dropout_p, dropout_seed or 0, document_ids
-        )
+        return torch_flash.flash_attention(q, k, v, scale, dropout_p, dropout_seed, document_ids)
+    dropout_seed = int(dropout_seed or 0)
     if chosen == "cpp_bf16":
         starts = None if document_ids is None else run_starts(document_ids)
         if document_ids is None or starts is not None:
-            return bf16_attention.tile_attention(
-                q, k, v, scale, dropout_p, dropout_seed or 0, starts
-            )
+            return bf16_attention.tile_attention(q, k, v, scale, dropout_p, dropout_seed, starts)
         if implementation == "cpp_bf16":
             raise ValueError(
                 "attention implementation 'cpp_bf16' needs contiguous documents, and "
@@ -126,11 +123,12 @@ def select_attention(
     no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    # asked only where it decides, so not inside a compiled layer, where it would be traced
+    # a compiled layer asks before, and leaves attention outside where there is a reason: here the
+    # question would be traced
     no_torch_flash = (
-        torch_flash_unavailable_reason(device, dtype, head_dim)
-        if unsupported or implementation == "torch_flash"
-        else "not needed"
+        None
+        if torch.compiler.is_compiling()
+        else torch_flash_unavailable_reason(device, dtype, head_dim)
     )
     for name, why_not in (
         ("cpp_bf16", no_cpp_bf16),
@@ -221,6 +219,6 @@ class _ChunkedAttention(torch.autograd.Function):
         return *chunked_grads(tensors, grad_out, block), None, None, None, None
 
 
-def _causal_block(ids: Tensor | None, scale: float, dropout_p: float, seed: int | None) -> Block:
+def _causal_block(ids: Tensor | None, scale: float, dropout_p: float, seed: int) -> Block:
     """All queries and all keys of a sequence as one block."""
-    return Block(scale, True, ids, ids, dropout_p, seed or 0)
+    return Block(scale, True, ids, ids, dropout_p, seed)

@@ -62,6 +62,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         )
     if (
         attention == "auto"
+        and not config.training.torch_compile  # torch's flash kernel goes into the graph
         and _documents(config)
         and _flash_unavailable_reason(device, dtype, config) is None
     ):

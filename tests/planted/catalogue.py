@@ -73,9 +73,9 @@ BUGS = {
         "campaign",
     ),
     "the same dropout of split heads on every tensor-parallel rank": Bug(
-        "megatron.model.attention.SelfAttention.dropping_core",
-        "seeds.seed(self.layer, 'attention', self.tp_rank)",
-        "seeds.seed(self.layer, 'attention')",
+        "megatron.model.layer.TransformerLayer.__init__",
+        "{'attention': ctx.tp.rank}",
+        "{'attention': 0}",
         "tests/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
         "campaign",
     ),

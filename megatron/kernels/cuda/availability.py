@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from megatron import optional
+from megatron.kernels.cuda import fused_ops as operations
 from megatron.kernels.libraries import load_problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,7 +20,7 @@ def fused_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
         return None
     if unavailable_reason(device, dtype) is not None:
         return None
-    return optional.load("megatron.kernels.cuda.fused_ops")
+    return operations
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -132,10 +132,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -
     return out
 
 
-def _drop(x: Tensor, p: float, seed: int) -> Tensor:
+def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _drop_kernel[_grid(x.numel())](x, out, x.numel(), p, 1.0 / (1.0 - p), seed, BLOCK=BLOCK)
+    scale = 1.0 / (1.0 - p)
+    _drop_kernel[_grid(x.numel())](x, out, x.numel(), p, scale, int(seed), BLOCK=BLOCK)
     return out
 
 

@@ -53,7 +53,7 @@ def rotary(dtype: torch.dtype) -> None:
 def dropout(dtype: torch.dtype) -> None:
     p = 0.1
     x = (torch.rand(200, 150) + 1).to(dtype).requires_grad_()
-    call = lambda seed: fused_ops.Dropout.apply(x, p, seed)  # noqa: E731
+    call = lambda seed: fused_ops.Dropout.apply(x, p, torch.tensor(seed))  # noqa: E731
     out = call(2**62 + 5)
     kept = out != 0
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(x))

@@ -105,6 +105,14 @@ def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
     availability._launch_problem.cache_clear()
 
 
+def test_another_package_may_define_the_namespace():
+    program = (
+        "import torch; theirs = torch.library.Library('megatron', 'DEF'); "
+        "import megatron.kernels.cuda.fused_ops"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
 @pytest.mark.peers
 def test_the_kernels_are_the_formulas():
     pytest.importorskip("triton")

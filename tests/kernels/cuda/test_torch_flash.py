@@ -1,9 +1,6 @@
-"""Torch's flash kernel with dropout and documents, by a stand-in on the CPU that draws its masks as
-the kernel does: from the device's own generator in forward, from the state it had in backward."""
+"""Torch's flash kernel with dropout and documents, by its stand-in on the CPU."""
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,66 +11,15 @@ from megatron.kernels import attention, functional
 from megatron.kernels.attention import select_attention
 from megatron.kernels.cuda.torch_flash import flash_attention
 from tests.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
+from tests.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
 
 CUDA = torch.device("cuda", 0)
-CALLS: list[tuple] = []
-
-
-def _mask(p: float, state: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Dropout factors of a call that found the generator with the seed `state`."""
-    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(state), dtype=torch.float64)
-    return (drawn >= p).double() / (1 - p)
-
-
-def _attend(q, k, v, ends, p, scale, state):
-    """[b, s, n, d], or [tokens, n, d] cut at `ends`; causal."""
-    if ends is not None:
-        cuts = ends.diff().tolist()
-        parts = zip(*(t.split(cuts) for t in (q, k, v)), strict=True)
-        return torch.cat(
-            [_attend(*(t[None] for t in part), None, p, scale, state)[0] for part in parts]
-        )
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-    scores = torch.einsum("bind,bjnd->bnij", q, k) * scale
-    later = torch.ones(scores.shape[-2:]).triu(1).bool()
-    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
-    if p:
-        probs = probs * _mask(p, state, probs.shape).to(probs.dtype)
-    return torch.einsum("bnij,bjnd->bind", probs, v)
-
-
-def _forward(q, k, v, ends, ends_k, s, s_k, p, causal, debug, *, scale=None, **more):
-    assert causal and not debug and ends is ends_k and s == s_k
-    CALLS.append((q.dim(), p))
-    seed = 0
-    if p:
-        seed = torch.default_generator.initial_seed()
-        torch.rand(1)  # as the kernel, it goes on
-    out = _attend(q, k, v, ends, p, scale, seed)
-    state = torch.tensor([seed, 0], dtype=torch.int64)
-    return out, q.new_empty(0), state, torch.empty((), dtype=torch.int64), q.new_empty(0)
-
-
-def _backward(
-    grad, q, k, v, out, sums, ends, ends_k, s, s_k, p, causal, state, unused, *, scale=None, **more
-):
-    def grads():
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        again = _attend(*leaves, ends, p, scale, state[0].item())
-        return torch.autograd.grad(again, leaves, grad)
-
-    with ThreadPoolExecutor(1) as pool:  # inside an operation torch records no derivatives
-        return pool.submit(grads).result()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in():
-    """Torch's operation has these as its kernel on a CPU, and its own derivative."""
-    library = torch.library.Library("aten", "IMPL", "CPU")
-    library.impl("_flash_attention_forward", _forward)
-    library.impl("_flash_attention_backward", _backward)
-    yield
-    library._destroy()
+    with on_cpu():
+        yield
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -113,7 +59,7 @@ def test_the_mask_is_a_function_of_the_seed(masked):
 
 def test_the_gradient_is_that_of_the_mask():
     *tensors, grad = inputs()
-    factors = _mask(0.3, 9, (2, 4, 21, 21))
+    factors = mask(0.3, 9, (2, 4, 21, 21))
     assert_same(
         lambda *t: flash_attention(*t, SCALE, 0.3, 9),
         lambda *t: formula(*t, None, factors),
