@@ -83,6 +83,22 @@ def profiled(step: Callable[[], Any], optimizer: Any, steps: int = 3) -> dict[st
     return {kind: statistics.median(one.get(kind, 0.0) for one in found) for kind in kinds}
 
 
+def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """(name, how often, seconds) of each kernel of one step on a device, or of each operation on a
+    CPU, the longest first: torch's table by key."""
+    torch_profiler = importlib.import_module("torch.profiler")
+    with torch_profiler.profile(activities=torch_profiler.supported_activities()) as run:
+        step()
+        if torch_profiler.ProfilerActivity.CUDA in torch_profiler.supported_activities():
+            importlib.import_module("torch").accelerator.synchronize()
+    rows = run.key_averages()
+    on_device = [row for row in rows if "CUDA" in str(row.device_type)]
+    found = [(row.key, row.count, row.self_device_time_total / 1e6) for row in on_device] or [
+        (row.key, row.count, row.self_cpu_time_total / 1e6) for row in rows
+    ]
+    return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+
+
 def _by_kind(events: Any) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for event in events:
