@@ -334,25 +334,7 @@ def _elementwise_rows(
             rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
         else:
             rows.append(KernelRow(operation, "torch", True, "only implementation"))
-    why_not = (
-        "--fp16-lm-cross-entropy"
-        if config.precision.fp16_lm_cross_entropy
-        else native.unavailable_reason(device, dtype)
-    )
-    rows += pair(
-        "cross entropy",
-        (NATIVE, ROW_BLOCKED),
-        why_not is None,
-        (
-            "no second copy of the logits"
-            if device.type == "cpu"
-            else "no second copy of the logits beyond one block of rows; several kernels",
-            "multiple passes over the cache" if why_not is None else why_not,
-        ),
-    )
-    rows.append(
-        KernelRow("cross entropy", "torch", False, "allocates two more copies of the logits")
-    )
+    rows += _loss_rows(device, dtype, config)
     if model.hidden_dropout or model.attention_dropout:
         rows.append(
             KernelRow("dropout", "seeded mask", True, "reproducible in recomputation and on resume")
@@ -363,6 +345,25 @@ def _elementwise_rows(
             )
         )
     return rows
+
+
+def _loss_rows(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
+    on_cpu = device.type == "cpu"
+    reason = native.unavailable_reason if on_cpu else triton_unavailable_reason
+    in_fp16 = config.precision.fp16_lm_cross_entropy
+    why_not = "--fp16-lm-cross-entropy" if in_fp16 else reason(device, dtype)
+    one_copy = "no second copy of the logits"
+    if why_not is not None and not on_cpu:
+        one_copy += " beyond one block of rows; several kernels"
+    return [
+        *pair(
+            "cross entropy",
+            (NATIVE if on_cpu else "Triton", ROW_BLOCKED),
+            why_not is None,
+            (one_copy, why_not or f"multiple passes over {'the cache' if on_cpu else 'memory'}"),
+        ),
+        KernelRow("cross entropy", "torch", False, "allocates two more copies of the logits"),
+    ]
 
 
 def _row_rivals(
