@@ -173,8 +173,9 @@ class Sizes:
         return kept + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
     def loss_scratch(self) -> int:
-        """What the loss holds while it runs: a block of logits in its own dtype."""
-        if self.native and not self.config.precision.fp16_lm_cross_entropy:
+        """What the loss holds while it runs: a block of logits in its own dtype; nothing where one
+        kernel computes it (C++, or Triton on CUDA)."""
+        if self.native or not self.on_cpu and self.loss == 4:
             return 0
         rows = max(1, LOSS_BLOCKS[not self.on_cpu] // self.vocab)
         return min(rows, self.tokens) * self.vocab * self.loss
