@@ -292,7 +292,8 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     """Sums over the rows of the output's gradient [m, out] -> [out], or None where they were added
     to `accumulate_into`."""
     if not native.runs(rows):
-        return _added(rows.sum(0), accumulate_into, rows.dtype)
+        dtype = rows.dtype if accumulate_into is None else accumulate_into.dtype
+        return _added(rows.sum(0, dtype=dtype), accumulate_into, rows.dtype)
     if _takes_sums(accumulate_into):
         native.add_column_sums(rows, accumulate_into)
         return None

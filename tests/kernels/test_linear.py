@@ -132,6 +132,16 @@ def test_through_fp32_the_accumulated_gradient_is_never_rounded(monkeypatch, dty
     assert not torch.equal(main_grad, main_grad.to(dtype).float())
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_bias_gradient_in_fp32_is_never_rounded(monkeypatch, dtype):
+    monkeypatch.setattr(module.native, "runs", lambda x: False)
+    x, weight, bias, grad = inputs(dtype)
+    main_grad = torch.zeros(bias.shape)
+    linear(x, weight, bias, accumulate_bias_into=main_grad).backward(grad)
+    exact = formulas(x, weight, bias, grad)[3]
+    torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
+
+
 def test_a_low_precision_buffer_is_added_to_in_its_own_format(native):
     x, weight, bias, grad = inputs(torch.bfloat16)
     buffer = torch.zeros(weight.shape, dtype=torch.bfloat16)
