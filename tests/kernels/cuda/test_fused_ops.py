@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.arguments import config_from
+from megatron.config.tree import Config
 from megatron.kernels import functional, select
 from megatron.kernels.cuda import availability
 from tests.forkrun import ROOT
@@ -102,6 +104,9 @@ def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
     meta = torch.device("meta")
     rows = {r.implementation: r for r in select._row_rivals("swiglu", meta, torch.bfloat16)}
     assert rows["torch"].on and not rows["Triton"].on and rows["Triton"].reason == reason
+    config = config_from(Config, {"seq_length": 64})
+    rows = {r.implementation: r for r in select._loss_rows(meta, torch.bfloat16, config)}
+    assert rows[select.ROW_BLOCKED].on and rows["Triton"].reason == reason
     availability._launch_problem.cache_clear()
 
 
