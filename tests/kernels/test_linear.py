@@ -314,6 +314,21 @@ def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp3
         assert (main_grad - exact).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_graph_adds_weight_gradients_as_eager_layers(monkeypatch, native, addmm_in_fp32, dtype):
+    """Over two micro-batches, into a view of the gradients of all parameters."""
+    monkeypatch.setattr(module, "gemm_adds_in_fp32", lambda device, dtype: addmm_in_fp32)
+    torch._dynamo.reset()
+    sums = []
+    for call in (linear, torch.compile(linear, backend="aot_eager", dynamic=False)):
+        x, weight, _, grad = inputs(dtype)
+        flat = torch.zeros(2 * weight.numel())
+        for _ in range(2):
+            call(x, weight, accumulate_into=flat[weight.numel() :].view_as(weight)).backward(grad)
+        sums.append(flat)
+    assert sums[0].count_nonzero() and torch.equal(*sums)
+
+
 def test_only_cuda_and_16_bits_are_tried(monkeypatch):
     tried = []
     monkeypatch.setattr(module, "_tried_in_fp32", lambda *one: tried.append(one) or True)
