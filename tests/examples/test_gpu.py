@@ -20,7 +20,8 @@ ROW = re.compile(r"^\| (?:`(\w+)` )?\|([ \d,]*)\| (\d) \| (\d+) \| ([\d.]+) GiB 
 TINY = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 3 "
-    "--num-query-groups 2 --ffn-hidden-size 128 --lr-warmup-iters 1 --eval-iters 0 --log-interval 1 --num-workers 0 --device cpu"
+    "--num-query-groups 2 --ffn-hidden-size 128 --lr-warmup-iters 1 --eval-iters 0 "
+    "--log-interval 1 --num-workers 0 --device cpu"
 ).split()
 
 
