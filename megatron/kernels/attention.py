@@ -190,6 +190,11 @@ def torch_flash_unavailable_reason(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    gqa = q.shape[2] != k.shape[2]
+    if gqa and devices.kernels_of(q.device) == "cuda" and q.dtype == torch.float32:
+        # flash and cuDNN have no fp32, the memory-efficient kernel no groups: the formula would run
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+        gqa = False
     q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     if q.device.type == "meta":
         # torch would take the formula with its s x s tensors, which no GPU does
@@ -197,7 +202,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q_, k_, v_, 0.0, True, scale=scale
         )
         return out.permute(2, 0, 1, 3)
-    gqa = q.shape[2] != k.shape[2]
     return F.scaled_dot_product_attention(
         q_, k_, v_, is_causal=True, scale=scale, enable_gqa=gqa
     ).permute(2, 0, 1, 3)
