@@ -14,6 +14,7 @@ from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import apex
 from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
+from megatron.kernels.cuda.torch_flash import fa4_unavailable_reason
 from megatron.kernels.kernels import KernelRow, Kernels, pair
 from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
@@ -33,6 +34,7 @@ NAMES = {
     "cpp_fp32": "fp32 C++",
     "flash": "flash-attn",
     "torch_flash": "torch's flash kernel",
+    "fa4": "FlashAttention-4",
     "transformer_engine": "Transformer Engine",
 }
 SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
@@ -62,6 +64,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         )
     if (
         attention == "auto"
+        and _fa4_unavailable_reason(device, dtype, config) is not None
         and not config.training.torch_compile  # torch's flash kernel goes into the graph
         and _documents(config)
         and _flash_unavailable_reason(device, dtype, config) is None
@@ -92,6 +95,27 @@ def _flash_unavailable_reason(
     checked the other flags."""
     why_not = flash_attention.unavailable_reason(device, dtype, config.model.head_dim)
     return why_not or (None if asked else _library_attention_unavailable_reason(config))
+
+
+def _fa4_unavailable_reason(
+    device: torch.device, dtype: torch.dtype, config: Config
+) -> str | None:
+    """Why attention inside documents is not FlashAttention-4's; None once it is."""
+    m = config.model
+    if not _documents(config) or config.attention_backend != "auto":
+        return "not selected"
+    if m.attention_dropout:
+        return "has no dropout"
+    if config.training.deterministic_mode:
+        return "not used with --deterministic-mode"
+    tp = config.parallel.tensor_model_parallel_size
+    return (
+        _library_attention_unavailable_reason(config)
+        or torch_flash_unavailable_reason(device, dtype, m.head_dim)
+        or fa4_unavailable_reason(
+            device, dtype, m.num_attention_heads // tp, m.query_groups // tp, m.head_dim
+        )
+    )
 
 
 def _library_attention_unavailable_reason(config: Config) -> str | None:
@@ -156,8 +180,8 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     parameters of `dtype`.
 
     One row of each operation is selected. Nothing is timed: the selection depends on the kind of
-    device, the capabilities of torch, the installed libraries (of which Triton is tried by a small
-    kernel) and the configuration, so a resumed run selects the same kernels. Raises ValueError as
+    device, the capabilities of torch, the installed libraries (of which Triton
+    and FlashAttention-4 are tried by small kernels) and the configuration, so a resumed run selects the same kernels. Raises ValueError as
     `choose_kernels`.
     """
     kernels = choose_kernels(device, dtype, config)
@@ -301,6 +325,10 @@ def _plain_attention_rows(
     off["torch_flash"] = (
         torch_flash_unavailable_reason(device, dtype, config.model.head_dim or 1) or "not selected"
     )
+    if _documents(config):
+        off["fa4"] = _fa4_unavailable_reason(device, dtype, config)
+        if chosen == "torch_flash" and off["fa4"] is None:
+            chosen, off["torch_flash"] = "fa4", "slower"
     if kernels.transformer_engine is not None:
         off["transformer_engine"] = _te_attention_unavailable_reason(dtype, config)
     return [

@@ -5,14 +5,19 @@ seeds the generator too."""
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from megatron import device as devices
 from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.cuda.fused_ops import LIBRARY
+
+INSTALL_FA4 = "pip install 'flash-attn-4[cu13]'"
+FA4_TOLERANCE = 0.05  # between two kernels of 16 bits
 
 # The arguments begin as those of torch's _flash_attention_forward.
 LIBRARY.define(
@@ -93,3 +98,43 @@ def flash_attention(
     if ends is not None:
         out = out.unflatten(0, (b, s))
     return out.transpose(0, 1)
+
+
+@cache
+def fa4_unavailable_reason(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int
+) -> str | None:
+    """Why FlashAttention-4 cannot run in place of torch's own flash kernel; None once it does, in
+    this process. It is tried against that kernel with documents, forward and backward."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, but the device is {device.type}"
+    shape = (device, dtype, heads, groups, head_dim)
+    try:
+        wanted = _sample(*shape)
+        activate_flash_attention_impl("FA4")
+        pairs = zip(_sample(*shape), wanted, strict=True)
+        near = {"rtol": FA4_TOLERANCE, "atol": FA4_TOLERANCE}
+        if all(torch.allclose(*pair, **near) for pair in pairs):
+            return None
+        reason = "fails here (its results are not those of FlashAttention-2)"
+    except ImportError as error:
+        reason = f"does not load ({error}); {INSTALL_FA4}"
+    except Exception as error:  # a kernel compiled at its first launch raises anything
+        reason = f"fails here ({(str(error) or type(error).__name__).splitlines()[0]})"
+    restore_flash_attention_impl(_raise_warn=False)  # also where it was not activated
+    return reason
+
+
+def _sample(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int
+) -> list[Tensor]:
+    """The result of two documents of 128 positions, and its gradients."""
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(128, 1, n, head_dim, generator=random).to(device, dtype).requires_grad_()
+        for n in (heads, groups, groups)
+    )
+    ids = (torch.arange(128) >= 40).long().unsqueeze(0).to(device)
+    with torch.enable_grad():
+        out = flash_attention(q, k, v, head_dim**-0.5, document_ids=ids)
+        return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron import device as devices
-from megatron.kernels import attention, functional
+from megatron.arguments import config_from
+from megatron.config.tree import Config
+from megatron.kernels import attention, functional, select
+from megatron.kernels import flash_attention as flash_package
 from megatron.kernels.attention import select_attention
+from megatron.kernels.cuda import torch_flash
 from megatron.kernels.cuda.torch_flash import flash_attention
 from tests.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
 from tests.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
@@ -123,3 +129,74 @@ def test_a_cuda_device_is_asked_for_its_generator(monkeypatch):
     with devices.kernel_seed(torch.device("cuda", 1), 77):
         assert asked[1].initial_seed() == 77
     assert all(torch.equal(one.get_state(), two) for one, two in zip(asked, before, strict=True))
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """Torch's registry of flash kernels, and results by the one that is active."""
+    fake = SimpleNamespace(active=False, activated=[], error=None, results={False: 1.0, True: 1.01})
+
+    def activate(name):
+        fake.activated.append(name)
+        if isinstance(fake.error, ImportError):
+            raise fake.error
+        fake.active = True
+
+    def sample(*_):
+        if fake.active and fake.error:
+            raise fake.error
+        return [torch.full((2,), fake.results[fake.active])]
+
+    monkeypatch.setattr(torch_flash, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(
+        torch_flash, "restore_flash_attention_impl", lambda **_: setattr(fake, "active", False)
+    )
+    monkeypatch.setattr(torch_flash, "_sample", sample)
+    monkeypatch.setattr(devices, "has_flash", lambda device: True)
+    torch_flash.fa4_unavailable_reason.cache_clear()
+    yield fake
+    torch_flash.fa4_unavailable_reason.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error, result, said",
+    [
+        (None, 1.01, None),
+        (None, 1.5, "results"),
+        (ModuleNotFoundError("No module named 'flash_attn'"), 1.0, "flash-attn-4"),
+        (RuntimeError("FA4 requires 9.0\nmore"), 1.0, "requires 9.0)"),
+    ],
+)
+def test_flash_attention_4_is_tried_once(fa4, error, result, said):
+    fa4.error = error
+    fa4.results[True] = result
+    for _ in range(2):
+        reason = torch_flash.fa4_unavailable_reason(CUDA, torch.bfloat16, 4, 2, 64)
+        assert reason is None if said is None else said in reason
+    assert fa4.activated == ["FA4"] and fa4.active is (said is None)
+
+
+def test_its_trial_runs_documents_forward_and_backward():
+    out, *grads = torch_flash._sample(torch.device("cpu"), torch.float64, 4, 2, 8)
+    assert [t.shape[2] for t in (out, *grads)] == [4, 4, 2, 2] and out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "flags, row",
+    [
+        ({"reset_attention_mask": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True, "torch_compile": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True, "deterministic_mode": True}, "flash-attn"),
+        ({"reset_attention_mask": True, "attention_backend": "flash"}, "flash-attn"),
+        ({"reset_attention_mask": True, "attention_dropout": 0.1}, "torch's flash kernel"),
+        ({}, "torch's fused attention"),
+    ],
+)
+def test_when_flash_attention_4_is_selected(fa4, monkeypatch, flags, row):
+    monkeypatch.setattr(flash_package, "unavailable_reason", lambda *_: None)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+    config = config_from(Config, shape | {"seq_length": 64} | flags)
+    kernels = select.choose_kernels(CUDA, torch.bfloat16, config)
+    rows = select._attention_rows(CUDA, torch.bfloat16, config, kernels)
+    assert next(one.implementation for one in rows if one.on) == row
+    assert fa4.active is (row == "FlashAttention-4")
