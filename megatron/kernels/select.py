@@ -97,9 +97,7 @@ def _flash_unavailable_reason(
     return why_not or (None if asked else _library_attention_unavailable_reason(config))
 
 
-def _fa4_unavailable_reason(
-    device: torch.device, dtype: torch.dtype, config: Config
-) -> str | None:
+def _fa4_unavailable_reason(device: torch.device, dtype: torch.dtype, config: Config) -> str | None:
     """Why attention inside documents is not FlashAttention-4's; None once it is."""
     m = config.model
     if not _documents(config) or config.attention_backend != "auto":
@@ -180,9 +178,9 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     parameters of `dtype`.
 
     One row of each operation is selected. Nothing is timed: the selection depends on the kind of
-    device, the capabilities of torch, the installed libraries (of which Triton
-    and FlashAttention-4 are tried by small kernels) and the configuration, so a resumed run selects the same kernels. Raises ValueError as
-    `choose_kernels`.
+    device, the capabilities of torch, the installed libraries (of which Triton and FlashAttention-4
+    are tried by small kernels) and the configuration, so a resumed run selects the same kernels.
+    Raises ValueError as `choose_kernels`.
     """
     kernels = choose_kernels(device, dtype, config)
     return [
