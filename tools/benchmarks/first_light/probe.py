@@ -26,7 +26,7 @@ from worker import Machine, make_clock
 
 from megatron import device as devices
 from megatron.kernels.cuda.availability import unavailable_reason
-from megatron.kernels.linear import _add_product_, gemm_adds_in_fp32
+from megatron.kernels.linear import gemm_adds_in_fp32
 
 BACKENDS = {
     "default": None,
@@ -87,11 +87,10 @@ class Probe:
         """Names and versions."""
         job = {"device": self.device.type, "clock": "wall", "dtypes": ["bf16"]}
         facts = {**Machine(job).facts, "python": platform.python_version()}
-        for name in ("numpy", "triton", "transformers"):
+        for name in ("numpy", "triton", "transformers", "nvidia-cudnn-cu13"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 facts[name] = metadata.version(name)
         facts["cuda"] = torch.version.cuda
-        facts["cudnn"] = torch.backends.cudnn.version()
         return facts
 
     def driver(self) -> str:
@@ -129,7 +128,8 @@ class Probe:
         found = {"product": work / self.seconds(lambda: grad.t() @ x)}
         found["adds in fp32"] = gemm_adds_in_fp32(self.device, self.dtype)
         if found["adds in fp32"]:
-            call = self.seconds(lambda: _add_product_(total, grad.t(), x))
+            add = torch.ops.aten.addmm.dtype_out
+            call = self.seconds(lambda: add(total, grad.t(), x, torch.float32, out=total))
             found["adding product"] = work / call
         return found
 

@@ -66,6 +66,7 @@ class Session:
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
         }
+        kept.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several, one
         if self.small:  # compiling C++ takes minutes
             kept["TORCHDYNAMO_DISABLE"] = "1"
         return kept
