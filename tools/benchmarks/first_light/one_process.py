@@ -107,7 +107,7 @@ def run_cell(cell: str, device: str, folder: Path, steps: int) -> bool:
         with contextlib.redirect_stderr(said):
             row, alive = measure(cell, device, folder, steps)
     except (Exception, SystemExit) as error:  # an error is a result, and others follow
-        message = said.getvalue() if isinstance(error, SystemExit) else str(error)
+        message = said.getvalue().strip() if isinstance(error, SystemExit) else str(error)
         row = {"error": f"{type(error).__name__}: {message}"[:600]}
         usable = "CUDA error" not in message
         traceback.print_exc()
