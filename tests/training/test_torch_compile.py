@@ -75,6 +75,15 @@ def another_number_of_documents(monkeypatch) -> None:
     monkeypatch.setattr(batch, "with_lengths", with_lengths)
 
 
+@pytest.mark.campaign
+def test_fp8_layers_are_two_graphs():
+    """That of the first micro-batch, which casts the weights, and that of the others."""
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --bf16".split()
+    gradients(*fp8, *LAYERS, device="meta", backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
 @pytest.mark.parametrize("kind", [*QUICK, *REST])
 def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
     """With the kernels of CUDA, for which the meta device stands."""

@@ -1,5 +1,4 @@
-"""The operations of fused_ops.py and loss_ops.py as Triton kernels, for CUDA. The only importer of
-triton."""
+"""The operations of fused_ops.py and loss_ops.py as Triton kernels, for CUDA."""
 
 import torch
 import triton
