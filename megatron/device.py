@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megatron.small_files import read_text
+
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by kind of device
 DEVICE_FILES = Path("/dev")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -82,7 +84,7 @@ def _driver_remedy() -> str:
     """What to install where NVIDIA's driver is older than torch's CUDA needs, empty elsewhere."""
     cuda = torch.version.cuda
     try:
-        text = NVIDIA_DRIVER.read_text(encoding="utf-8")
+        text = read_text(NVIDIA_DRIVER)
     except OSError:
         return ""
     version = re.search(r"Module\D.*?(\d+(?:\.\d+)+)", text)
