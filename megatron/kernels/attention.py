@@ -123,13 +123,13 @@ def select_attention(
     no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    # a compiled layer asks before, and leaves attention outside where there is a reason: here the
-    # question would be traced
-    no_torch_flash = (
-        None
-        if torch.compiler.is_compiling()
-        else torch_flash_unavailable_reason(device, dtype, head_dim)
-    )
+    no_torch_flash = "not needed"
+    if torch.compiler.is_compiling() and (dropout_p > 0.0 or documents):
+        # a compiled layer has asked, and left attention outside where there is a reason: here the
+        # question would be traced
+        no_torch_flash = None
+    elif unsupported or implementation == "torch_flash":
+        no_torch_flash = torch_flash_unavailable_reason(device, dtype, head_dim)
     for name, why_not in (
         ("cpp_bf16", no_cpp_bf16),
         ("cpp_fp32", no_cpp_fp32),
