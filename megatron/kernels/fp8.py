@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron import optional
-from megatron.kernels.cuda import availability
+from megatron.kernels.cuda import availability, fp8_ops  # noqa: F401 (defines operations)
 from megatron.kernels.linear import TpComm
 
 MULTIPLE = 16  # of both inner dimensions of every GEMM: rows of 16 bytes
@@ -52,31 +52,6 @@ class Cast(NamedTuple):
     rows: Tensor
     columns: Tensor
     inverse: Tensor
-
-
-# Their kernels are in kernels/cuda/fp8_triton.py.
-LIBRARY = torch.library.Library("megatron", "FRAGMENT")
-LIBRARY.define("fp8_amax_(Tensor(a!) amax, Tensor x) -> ()")
-LIBRARY.define("fp8_scale(Tensor amax, Tensor? given, float largest) -> Tensor")
-LIBRARY.define(
-    "fp8_cast(Tensor x, Tensor scale, ScalarType dtype, bool rows, bool columns) "
-    "-> (Tensor, Tensor)"
-)
-LIBRARY.impl("fp8_amax_", lambda amax, x: None, "Meta")
-LIBRARY.impl("fp8_scale", lambda amax, *_: amax.new_empty(2), "Meta")
-
-
-def empty_casts(
-    x: Tensor, scale: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor]:
-    """The memory of the casts of x [..., m, n] that are wanted: [..., m, n] and [..., n, m]."""
-    return (
-        x.new_empty(x.shape if rows else 0, dtype=dtype),
-        x.new_empty(x.mT.shape if columns else 0, dtype=dtype),
-    )
-
-
-LIBRARY.impl("fp8_cast", empty_casts, "Meta")
 
 
 @cache

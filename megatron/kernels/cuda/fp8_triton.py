@@ -1,4 +1,4 @@
-"""The operations of kernels/fp8.py as Triton kernels, for CUDA: the largest magnitude of a tensor,
+"""The operations of fp8_ops.py as Triton kernels, for CUDA: the largest magnitude of a tensor,
 the scale from it, and its cast, as it is and transposed, in one pass."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.fp8 import LIBRARY, empty_casts
+from megatron.kernels.cuda.fp8_ops import LIBRARY, empty_casts
 
 BLOCK = 2048
 STEPS = 8  # blocks of a program of the maximum

@@ -118,10 +118,10 @@ def test_the_kernels_compile(name, capability):
 
 
 if __name__ == "__main__":
-    from megatron.kernels.cuda import fp8_triton
+    from megatron.kernels.cuda import fp8_ops, fp8_triton
 
     for operation, run in fp8_triton.RUNS.items():
-        fp8.LIBRARY.impl(operation, run, "CPU")
+        fp8_ops.LIBRARY.impl(operation, run, "CPU")
     torch.manual_seed(1)
     for amax in (0.0, 1e-44, 1e-38, 13.6875, 3e38, float("inf"), float("nan")):
         scales(amax)
