@@ -123,13 +123,12 @@ def select_attention(
     no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    no_torch_flash = "not needed"
-    if torch.compiler.is_compiling() and (dropout_p > 0.0 or documents):
-        # a compiled layer has asked, and left attention outside where there is a reason: here the
-        # question would be traced
-        no_torch_flash = None
-    elif unsupported or implementation == "torch_flash":
-        no_torch_flash = torch_flash_unavailable_reason(device, dtype, head_dim)
+    # asked only where it decides: in a graph the question would be traced
+    no_torch_flash = (
+        torch_flash_unavailable_reason(device, dtype, head_dim)
+        if unsupported or implementation == "torch_flash"
+        else "not needed"
+    )
     for name, why_not in (
         ("cpp_bf16", no_cpp_bf16),
         ("cpp_fp32", no_cpp_fp32),
@@ -177,6 +176,8 @@ def torch_flash_unavailable_reason(
 ) -> str | None:
     """Why torch's flash kernel (kernels/cuda/torch_flash.py) cannot take dropout or documents here;
     None if it can. The meta device (--dry-run --trace) stands for CUDA."""
+    if torch.compiler.is_compiling() and dtype != torch.float64:
+        return None  # the layer has asked, and keeps what it cannot take outside the graph
     if device.type not in ("cuda", "meta"):
         return f"needs a CUDA device, but the device is {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
