@@ -1,9 +1,11 @@
 # CPU:   docker build -t megatron-gpt --build-arg TORCH_INDEX=URL .       (URL: an index with CPU builds of torch)
-# CUDA:  docker build -t megatron-gpt --build-arg BASE=nvidia/cuda:12.8.1-cudnn-devel-ubuntu24.04 .
+# CUDA:  docker build -t megatron-gpt --build-arg BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04 \
+#            --build-arg MEGATRON_CPU_KERNELS=0 .       (CUDA 13, as PyPI's torch; the host's driver: 580 or newer)
 # Use:   docker run --rm megatron-gpt megatron-pretrain --help            (CUDA: docker run --gpus all ...)
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG TORCH_INDEX=
+ARG MEGATRON_CPU_KERNELS=
 
 # A compiler for the C++ helpers; Python where the base image has none.
 RUN apt-get update \

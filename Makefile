@@ -1,5 +1,6 @@
 # The front door. `make quickstart` and `make test` need Python 3.11+ (with venv) and make, and set up the rest in .venv.
-# Overridable: PYTHON=python3.12, VENV=dir, TORCH_INDEX=URL (another index for torch alone, say one with CPU builds).
+# Overridable: PYTHON=python3.12, VENV=dir, TORCH_INDEX=URL (another index for torch alone, say one with CPU builds),
+# MEGATRON_CPU_KERNELS=1 (build the kernels of CPUs where there is a GPU, too).
 
 VENV ?= .venv
 TORCH_INDEX ?=

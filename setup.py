@@ -5,6 +5,7 @@ There is no pyproject.toml: this file alone works under old and new pip, with bu
 without (numpy and torch answer instead, slower).
 """
 
+import os
 import platform
 import runpy
 import shutil
@@ -44,6 +45,16 @@ class BuildWithTools(build_py):
             shutil.copytree(HERE / "tools", target, ignore=ignored, dirs_exist_ok=True)
 
 
+def builds_cpu_kernels() -> bool:
+    """MEGATRON_CPU_KERNELS (1 or 0), else whether this is no machine with NVIDIA GPUs, which use
+    none of them: compiling takes one to two minutes. Not torch's CUDA decides: PyPI's torch has
+    it on any x86-64 Linux."""
+    if asked := os.environ.get("MEGATRON_CPU_KERNELS"):
+        return asked != "0"
+    return not any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+on_x86 = platform.machine() in ("x86_64", "AMD64")
 extensions = []
 if Pybind11Extension is not None:
     extensions.append(
@@ -55,7 +66,7 @@ if Pybind11Extension is not None:
         )
     )
     # AVX2, AVX512; native.py takes one
-    for level in ("v3", "v4") if platform.machine() in ("x86_64", "AMD64") else ():
+    for level in ("v3", "v4") if on_x86 and builds_cpu_kernels() else ():
         for name in ("rows", "fp32_attention", "few_rows", "experts"):
             extensions.append(
                 Pybind11Extension(
@@ -73,7 +84,7 @@ if Pybind11Extension is not None:
                     ],
                 )
             )
-    if platform.machine() in ("x86_64", "AMD64"):  # bf16_attention.py asks the processor
+    if on_x86 and builds_cpu_kernels():  # bf16_attention.py asks the processor
         extensions.append(
             Pybind11Extension(
                 "megatron.kernels.cpu.bf16_attention_cpp",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,8 +16,12 @@ from typing import Any
 
 import torch
 
+from megatron.small_files import read_text
+
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by kind of device
 DEVICE_FILES = Path("/dev")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_OLDEST_DRIVER = {"12": 525, "13": 580}  # of NVIDIA, by the CUDA that torch is built for
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -52,36 +57,65 @@ def unusable_accelerator() -> str | None:
     """Why torch cannot use an accelerator that this machine has; None if it has none that shows."""
     if torch.backends.mps.is_available():
         return "Apple's GPU (mps) has no float64, which a step's sums need"
-    traces = (
-        *DEVICE_FILES.glob("nvidia[0-9]*"),
-        *DEVICE_FILES.glob("dxg"),
-        *DEVICE_FILES.glob("kfd"),
-    )
+    traces = (*_nvidia_files(), *DEVICE_FILES.glob("dxg"), *DEVICE_FILES.glob("kfd"))
     trace = str(traces[0]) if traces else shutil.which("nvidia-smi") or shutil.which("xpu-smi")
     if trace is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     if torch.version.cuda is None and torch.version.hip is None and not torch.xpu._is_compiled():
         return (
             f"this torch ({torch.__version__}) is a CPU build, though {trace} exists: install "
-            "a CUDA (or XPU) build"
+            "a CUDA (or XPU) build (make clean, then make install without TORCH_INDEX)"
         )
     try:
         torch.cuda.init()
         reason = "torch finds no device"
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-    return f"torch cannot use the GPU of this machine ({trace}): {reason}"
+        reason = str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
+    return f"torch cannot use the GPU of this machine ({trace}): {reason}{_driver_remedy()}"
+
+
+def _nvidia_files() -> list[Path]:
+    """The device files of NVIDIA GPUs. A container without GPUs has none, even where its host's
+    driver shows under /proc."""
+    return sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
+
+
+def _driver_remedy() -> str:
+    """What to install where NVIDIA's driver is older than torch's CUDA needs, empty elsewhere."""
+    cuda = torch.version.cuda
+    try:
+        text = read_text(NVIDIA_DRIVER)
+    except OSError:
+        return ""
+    version = re.search(r"Module\D.*?(\d+(?:\.\d+)+)", text)
+    needed = _OLDEST_DRIVER.get((cuda or "").partition(".")[0])
+    if not version or not needed or int(version[1].partition(".")[0]) >= needed:
+        return ""
+    older = (
+        ", or torch for CUDA 12 (make clean, then make install TORCH_INDEX=URL, an index with "
+        "CUDA 12 builds such as pytorch.org's cu126)"
+    )
+    return (
+        f"; the driver is {version[1]}, and torch {torch.__version__} is built for CUDA {cuda}: "
+        f"install a driver >= {needed}{older * (needed > _OLDEST_DRIVER['12'])}"
+    )
 
 
 def choose_device(requested: str, local_rank: int | None) -> torch.device:
     """The device of this rank: `auto` uses an accelerator if there is one. Raises ValueError if the
-    requested device is not available.
+    requested device is not available, and for `auto` if the machine has NVIDIA GPUs that torch
+    cannot use: training on the CPU is then no one's intention, and eight ranks would share it.
 
     Where the launcher shows each rank one device (srun --gpus-per-task=1), that is the one.
     `local_rank`: None where the launcher gives none.
     """
     kind = device_type(requested)
     if kind == "cpu":
+        reason = unusable_accelerator() if requested == "auto" and _nvidia_files() else None
+        if reason:
+            raise ValueError(
+                f"--device auto: {reason}; or train on the CPU with --device cpu [gpu-not-usable]"
+            )
         return torch.device("cpu")
     backend = getattr(torch, kind)
     name = kind.upper()
@@ -197,7 +231,7 @@ def has_flash(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def kernel_seed(device: torch.device, seed: int) -> Iterator[None]:
+def kernel_seed(device: torch.device, seed: int | torch.Tensor) -> Iterator[None]:
     """In this context kernels that draw from the device's own generator start from `seed`; it is
     what it was afterwards. The state is on the host: nothing waits."""
     if device.type == "meta":
@@ -206,7 +240,7 @@ def kernel_seed(device: torch.device, seed: int) -> Iterator[None]:
     cuda = device.type == "cuda"
     generator = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
     before = generator.get_state()
-    generator.manual_seed(seed)
+    generator.manual_seed(int(seed))
     try:
         yield
     finally:

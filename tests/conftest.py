@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     from megatron import device
 
-    if device.choose_device("auto", 0).type != "cuda":
+    if device.device_type("auto") != "cuda":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -1,5 +1,5 @@
-"""Prints kernel launches, and bytes that they read and write per token, of one layer of each path,
-counted in traces: the difference between 3 and 2 layers.
+"""Prints kernel launches, and bytes that they read and write: per token of one layer of each path, the
+difference between traces of 3 and 2 layers; and per logit of cross entropy.
 
     python -m tests.layer_costs
 """
@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron.analysis.trace import recorder
+from megatron.kernels.cross_entropy import cross_entropy
+from megatron.parallel.cross_entropy import parallel_cross_entropy
 from tests.analysis.trace.tracing import Traced
 
 SEQ = 2048
@@ -79,6 +82,24 @@ def of_layers(flags: str, layers: int) -> tuple[list[int], list[int]]:
     )
 
 
+def of_cross_entropy(dtype: torch.dtype, tp: int = 1, smoothing: float = 0.0) -> list[list[float]]:
+    """(launches, bytes per logit) of forward and backward, of one of `tp` ranks."""
+    shape = (SEQ * MICRO_BATCH, 50304 // tp)
+    logits = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    labels = torch.empty(shape[0], dtype=torch.int64, device="meta")
+    given = torch.empty(shape[0], device="meta")
+    options = {"vocab_size": 50257, "smoothing": smoothing}
+    if tp > 1:
+        options |= {"tp": SimpleNamespace(size=tp, rank=0), "reduce": lambda x, *_: x}
+    with Traffic(0) as traffic:
+        with traffic(PHASES[0]):
+            loss = (parallel_cross_entropy if tp > 1 else cross_entropy)(logits, labels, **options)
+        with traffic(PHASES[1]):
+            torch.autograd.grad(loss, logits, given)
+    size = logits.numel()
+    return [[traffic.launches[phase], traffic.bytes[phase] / size] for phase in PHASES]
+
+
 def main() -> None:
     """Print a row for each path."""
     from megatron.analysis.trace import traced_rank
@@ -92,6 +113,12 @@ def main() -> None:
         )
         kilobytes = " + ".join(f"{n / tokens / 1000:.0f}" for n in moved)
         print(f"{name}: {launches[0]} + {launches[1]} launches, {kilobytes} kB a token")
+    for dtype in (torch.bfloat16, torch.float32):
+        for tp in (1, 2):
+            (a, x), (b, y) = of_cross_entropy(dtype, tp)
+            print(
+                f"cross entropy, {dtype}, TP {tp}: {a} + {b} launches, {x:.1f} + {y:.1f} B a logit"
+            )
 
 
 if __name__ == "__main__":

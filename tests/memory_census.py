@@ -126,7 +126,8 @@ def take_device_branches() -> None:
 
 
 def _fuse() -> None:
-    """SwiGLU, rotary positions and dropout are one operation each, as by Triton on a GPU."""
+    """SwiGLU, rotary positions, dropout and each way of the loss are one operation, as by Triton on a
+    GPU."""
     from megatron.kernels import dropout, rotary
     from megatron.kernels.cuda import availability, fused_ops
 
@@ -139,11 +140,29 @@ def _fuse() -> None:
         slope = torch.ops.aten.silu_backward(grad * up, gate)
         return torch.stack((slope, grad * F.silu(gate)), -2)
 
+    def row_losses(logits: torch.Tensor, columns: torch.Tensor, valid: int, smoothing: float):
+        real = logits[:, :valid].float()
+        label = real.gather(1, columns[:, None]).squeeze(1)
+        largest = real.amax(1)
+        logs = (real - largest[:, None]).exp().sum(1).log()
+        loss = logs + largest - (1 - smoothing) * label - smoothing * real.mean(1)
+        return loss, torch.stack((largest, logs, real.sum(1), label))
+
+    def loss_grad(
+        logits, valid, largest, logs, columns, grads, hits, share, uniform
+    ) -> torch.Tensor:
+        p = (logits.float() - largest[:, None] - logs[:, None]).exp() - uniform
+        grad = (p * grads[:, None]).scatter_add_(1, columns[:, None], -share * hits[:, None])
+        grad[:, valid:] = 0
+        return logits.copy_(grad)
+
     for name, function in (
+        ("row_losses", row_losses),
+        ("loss_grad_", loss_grad),
         ("swiglu", swiglu),
         ("swiglu_backward", swiglu_backward),
         ("rotate", rotary._rotate),
-        ("drop", dropout._drop),
+        ("drop", lambda x, p, seed: dropout._drop(x, p, int(seed))),
     ):
         fused_ops.LIBRARY.impl(name, function, "CPU")
     availability.unavailable_reason = lambda device, dtype: (

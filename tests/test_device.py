@@ -14,6 +14,7 @@ import torch
 
 from megatron import device
 from tests.forkrun import run_ranks
+from tests.problems import assert_problem
 from tests.runs import SMALL, plot, with_flags
 
 CPU = torch.device("cpu")
@@ -129,29 +130,46 @@ def too_old() -> None:
     )
 
 
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build (root@host)"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023"
+
+
 @pytest.mark.parametrize(
-    "built, named", [(None, "CPU build"), ("13.0", "too old (found version 11040)")]
+    "built, driver, named, not_named",
+    [  # what torch is built for, its driver's version file, what the error must name and must not
+        (None, CLOSED.format("580.65.06"), ("CPU build", "nvidia0"), (">=",)),
+        ("13.0", CLOSED.format("535.104.05"), ("535.104.05", "13.0", ">= 580", "TORCH_INDEX"), ()),
+        ("13.2", OPEN.format("570.10"), ("570.10", "13.2", ">= 580", "TORCH_INDEX"), ()),
+        ("12.6", CLOSED.format("470.5.1"), ("470.5.1", ">= 525"), ("TORCH_INDEX",)),
+        ("13.0", OPEN.format("580.65.06"), ("found version 11040", "nvidia0"), (">=",)),
+        ("13.0", None, ("found version 11040", "nvidia0"), (">=",)),
+    ],
 )
-def test_an_accelerator_that_torch_cannot_use(no_cuda, monkeypatch, built, named):
-    """Never the CPU in silence: auto says the reason once, cuda is an error with the same
-    reason."""
-    assert device.device_notes("auto") == []
+def test_nvidia_gpus_that_torch_cannot_use(no_cuda, monkeypatch, built, driver, named, not_named):
+    """Never the CPU in silence, which eight ranks would share: auto is an error as cuda is."""
     (no_cuda / "nvidia0").touch()
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", no_cuda / "version")
+    if driver:
+        device.NVIDIA_DRIVER.write_text(driver)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.cuda, "init", too_old)
-    [text] = device.device_notes("auto")
-    assert (
-        named in text
-        and "nvidia0" in text
-        and "\n" not in text
-        and device.choose_device("auto", 0) == CPU
-    )
-    assert device.device_notes("cpu") == []
-    with pytest.raises(ValueError, match="--device cuda") as error:
-        device.choose_device("cuda", 0)
-    assert named in str(error.value)
+    for requested, code in (("auto", "gpu-not-usable"), ("cuda", "device-not-available")):
+        with pytest.raises(ValueError) as error:
+            device.choose_device(requested, 3)
+        assert_problem(str(error.value), code, "--device cpu", *named)
+        assert not any(text in str(error.value) for text in not_named)
+    assert device.choose_device("cpu", 3) == CPU and device.device_notes("cpu") == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the user has hidden it
+    assert device.choose_device("auto", 3) == CPU and device.device_notes("auto") == []
+
+
+def test_other_accelerators_that_torch_cannot_use(no_cuda, monkeypatch):
+    """The files of WSL and AMD do not show what torch could use: a warning, and the CPU."""
     assert device.device_notes("auto") == []
+    (no_cuda / "kfd").touch()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    [text] = device.device_notes("auto")
+    assert "CPU build" in text and "kfd" in text and device.choose_device("auto", 0) == CPU
 
 
 def test_apple_gpus_have_no_float64(no_cuda, monkeypatch):

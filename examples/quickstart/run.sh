@@ -3,7 +3,8 @@
 # Each command is printed before it runs. Arguments of this script go to every training command:
 #   examples/quickstart/run.sh --train-iters 2000
 # Environment variables: PYTHON, QUICKSTART_DIR (runs/quickstart; an earlier run's results in it are
-# removed), QUICKSTART_KILL (the iteration at which the first training process is killed; 700).
+# removed), QUICKSTART_KILL (the iteration at which the first training process is killed; 700),
+# QUICKSTART_TEXT (a file of text, as tools/preprocess_data.py takes it, instead of the plays).
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python}
@@ -49,15 +50,29 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 mkdir -p "$data"
-say "1. Text: 38 plays of Shakespeare, 5 MB"
-run "$python" tools/fetch_quickstart_data.py "$data" --text-only
+text=${QUICKSTART_TEXT:-$data/shakespeare.jsonl}
+if [ -z "${QUICKSTART_TEXT:-}" ]; then
+    say "1. Text: 38 plays of Shakespeare, 5 MB"
+    if ! run "$python" tools/fetch_quickstart_data.py "$data" --text-only; then
+        say "1. NO PLAYS: the text is this project's own source and documents, so losses and generated text differ from README.md"
+        text=$data/source.jsonl
+        "$python" - "$text" <<'PYTHON'
+import json, pathlib, sys
+folders = ("docs", "examples", "megatron", "tests", "tools")
+files = sorted(path for folder in folders for path in pathlib.Path(folder).rglob("*.*"))
+with open(sys.argv[1], "w", encoding="utf-8") as output:
+    for path in files:
+        if path.suffix in (".md", ".py", ".cpp"):
+            output.write(json.dumps({"text": path.read_text(encoding="utf-8")}) + "\n")
+PYTHON
+    fi
+fi
 
 say "2. A tokenizer: byte-level BPE with 2,048 tokens, trained on that text"
-run "$python" tools/train_tokenizer.py --input "$data/shakespeare.jsonl" --vocab-size 2048 \
-    --output-dir "$data" --overwrite
+run "$python" tools/train_tokenizer.py --input "$text" --vocab-size 2048 --output-dir "$data" --overwrite
 
 say "3. Text to token ids"
-run "$python" tools/preprocess_data.py --input "$data/shakespeare.jsonl" --output-prefix "$data/shakespeare" \
+run "$python" tools/preprocess_data.py --input "$text" --output-prefix "$data/shakespeare" \
     --tokenizer-type GPT2BPETokenizer --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --append-eod --workers 2 --overwrite
 

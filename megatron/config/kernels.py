@@ -8,6 +8,11 @@ from typing import Literal
 from megatron.arguments import Needs, arg
 from megatron.config.model import ROPE
 
+# core_cu13: for PyPI's torch, a CUDA 13 build; the bare package takes CUDA 12's libraries
+INSTALL_TRANSFORMER_ENGINE = (
+    "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
@@ -16,8 +21,8 @@ class KernelsConfig:
     transformer_impl: Literal["local", "transformer_engine"] = arg(
         "local",
         help="implementation of linear layers, norms and attention of the transformer "
-        "layers: local (this suite's) or NVIDIA's Transformer Engine (CUDA; pip install"
-        " --no-build-isolation 'transformer-engine[pytorch]')",
+        "layers: local (this suite's) or NVIDIA's Transformer Engine (CUDA; "
+        f"{INSTALL_TRANSFORMER_ENGINE})",
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg(
         "auto",

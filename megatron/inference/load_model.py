@@ -94,9 +94,10 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
     device."""
     tp = config.parallel.tensor_model_parallel_size
     if tp == 1:
+        chosen = choose_device(device, 0)
         for text in device_notes(device):
             print(f"WARNING: {text}", file=sys.stderr)
-        return ParallelContext(config.parallel), choose_device(device, 0)
+        return ParallelContext(config.parallel), chosen
     model = config.model
     sizes = {
         "attention heads": model.num_attention_heads,

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import device as devices
-from megatron import optional
 from megatron.kernels import flash_attention
 from megatron.kernels.block_attention import FLASH_MULTIPLE, Block, chunked, chunked_grads
 from megatron.kernels.cpu import bf16_attention, fp32_attention
 from megatron.kernels.cu_seqlens import run_starts
+from megatron.kernels.cuda import torch_flash
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.reference_attention import plain_attention
 
@@ -36,7 +36,7 @@ def attention(
     *,
     scale: float,
     dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
+    dropout_seed: int | Tensor | None = None,
     document_ids: Tensor | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -74,15 +74,12 @@ def attention(
             "attention with dropout_p > 0 needs dropout_seed: pass the seed of this layer and site"
         )
     if chosen == "torch_flash":
-        return optional.load("megatron.kernels.cuda.torch_flash").flash_attention(
-            q, k, v, scale, dropout_p, dropout_seed or 0, document_ids
-        )
+        return torch_flash.flash_attention(q, k, v, scale, dropout_p, dropout_seed, document_ids)
+    dropout_seed = int(dropout_seed or 0)
     if chosen == "cpp_bf16":
         starts = None if document_ids is None else run_starts(document_ids)
         if document_ids is None or starts is not None:
-            return bf16_attention.tile_attention(
-                q, k, v, scale, dropout_p, dropout_seed or 0, starts
-            )
+            return bf16_attention.tile_attention(q, k, v, scale, dropout_p, dropout_seed, starts)
         if implementation == "cpp_bf16":
             raise ValueError(
                 "attention implementation 'cpp_bf16' needs contiguous documents, and "
@@ -126,7 +123,7 @@ def select_attention(
     no_cpp_fp32 = " and ".join(unsupported) or fp32_attention.unavailable_reason(
         device, dtype, head_dim, seq_length
     )
-    # asked only where it decides, so not inside a compiled layer, where it would be traced
+    # asked only where it decides: in a graph the question would be traced
     no_torch_flash = (
         torch_flash_unavailable_reason(device, dtype, head_dim)
         if unsupported or implementation == "torch_flash"
@@ -179,6 +176,8 @@ def torch_flash_unavailable_reason(
 ) -> str | None:
     """Why torch's flash kernel (kernels/cuda/torch_flash.py) cannot take dropout or documents here;
     None if it can. The meta device (--dry-run --trace) stands for CUDA."""
+    if torch.compiler.is_compiling() and dtype != torch.float64:
+        return None  # the layer has asked, and keeps what it cannot take outside the graph
     if device.type not in ("cuda", "meta"):
         return f"needs a CUDA device, but the device is {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -192,6 +191,11 @@ def torch_flash_unavailable_reason(
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    gqa = q.shape[2] != k.shape[2]
+    if gqa and devices.kernels_of(q.device) == "cuda" and q.dtype == torch.float32:
+        # flash and cuDNN have no fp32, the memory-efficient kernel no groups: the formula would run
+        k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+        gqa = False
     q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in (q, k, v))
     if q.device.type == "meta":
         # torch would take the formula with its s x s tensors, which no GPU does
@@ -199,7 +203,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q_, k_, v_, 0.0, True, scale=scale
         )
         return out.permute(2, 0, 1, 3)
-    gqa = q.shape[2] != k.shape[2]
     return F.scaled_dot_product_attention(
         q_, k_, v_, is_causal=True, scale=scale, enable_gqa=gqa
     ).permute(2, 0, 1, 3)
@@ -221,6 +224,6 @@ class _ChunkedAttention(torch.autograd.Function):
         return *chunked_grads(tensors, grad_out, block), None, None, None, None
 
 
-def _causal_block(ids: Tensor | None, scale: float, dropout_p: float, seed: int | None) -> Block:
+def _causal_block(ids: Tensor | None, scale: float, dropout_p: float, seed: int) -> Block:
     """All queries and all keys of a sequence as one block."""
-    return Block(scale, True, ids, ids, dropout_p, seed or 0)
+    return Block(scale, True, ids, ids, dropout_p, seed)

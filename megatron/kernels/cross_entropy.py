@@ -1,9 +1,14 @@
 """Cross entropy of logits, row chunk by row chunk."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from megatron.kernels.cpu import native
+from megatron.kernels.cuda import loss_ops
+from megatron.kernels.cuda.availability import fused_ops
 
 CHUNK_ELEMENTS = 1 << 19  # of the rows taken at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
@@ -41,7 +46,7 @@ def cross_entropy(
 
 def loss_dtype(logits: Tensor) -> torch.dtype:
     """The dtype of computation and result if none is requested."""
-    return torch.promote_types(logits.dtype, torch.float32)
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
 def row_chunks(logits: Tensor) -> list[slice]:
@@ -57,10 +62,14 @@ def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(part, -1, out=None if logits.dtype == dtype else part)
 
 
-def runs_native(logits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the C++ reads and overwrites these logits: the same computation, in one pass over
-    memory each way."""
-    return dtype == torch.float32 and logits.is_contiguous() and native.runs(logits)
+def one_pass(logits: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """The module whose `row_losses` reads these logits and whose `loss_grad` overwrites them, the
+    same computation in one pass over memory each: C++ or Triton."""
+    if dtype != torch.float32 or not logits.is_contiguous():
+        return None
+    if native.runs(logits):
+        return native
+    return loss_ops if fused_ops(logits.device, logits.dtype) else None
 
 
 def overwrite(
@@ -70,15 +79,17 @@ def overwrite(
     columns: Tensor,
     grads: Tensor,
     hits: Tensor,
+    share: float,
+    uniform: float,
     to_probs,
-    uniform: float = 0.0,
 ):
-    """Put (probabilities - uniform) * grads - onehot(columns) * hits into the memory of the logits,
-    chunk by chunk.
+    """Put (probabilities - uniform) * grads - onehot(columns) * hits * share into the memory of the
+    logits, chunk by chunk.
 
     `to_probs(chunk, rows)` turns logits into probabilities in place; those of padding columns come
     out as zero.
     """
+    hits = hits * share
     for rows in row_chunks(logits):
         part = logits[rows].to(dtype)  # the logits themselves if they are of this dtype
         part[:, valid:] = -torch.inf
@@ -108,20 +119,16 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.smoothing = smoothing
         ctx.log_sums = None
-        if runs_native(logits, dtype):
-            largest, logs, sums = native.log_sums(logits, valid)
-            target = logits[:, :valid].gather(1, columns[:, None]).squeeze(1).to(dtype)
-            loss = logs + (largest - target)
+        ops = one_pass(logits, dtype)
+        if ops is not None:
+            loss, sums = ops.row_losses(logits, columns, valid, smoothing)
+            largest, logs, target = sums[0], sums[1], sums[3]
             ctx.log_sums = (largest, logs)
             if plain is not None:
-                plain.copy_(loss)
+                torch.add(logs, largest - target, out=plain)
             if right is not None:
                 torch.ge(target, largest, out=right)
-            return (
-                loss
-                if not smoothing
-                else loss * (1.0 - smoothing) + (logs + (largest - sums / valid)) * smoothing
-            )
+            return loss
         loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         for rows in row_chunks(logits):
             log_probs = log_softmax(logits[rows, :valid], dtype)
@@ -140,19 +147,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns = ctx.saved_tensors
         grad_loss = grad_loss.to(ctx.dtype)
-        hits = grad_loss * (1.0 - ctx.smoothing)
-        uniform = ctx.smoothing / ctx.valid
+        label = (columns, grad_loss, grad_loss, 1.0 - ctx.smoothing, ctx.smoothing / ctx.valid)
         if ctx.log_sums is not None:
-            native.loss_grad(logits, ctx.valid, *ctx.log_sums, columns, grad_loss, hits, uniform)
+            one_pass(logits, ctx.dtype).loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
+            increment_version(logits)
         else:
-            overwrite(
-                logits,
-                ctx.valid,
-                ctx.dtype,
-                columns,
-                grad_loss,
-                hits,
-                lambda part, rows: torch.softmax(part, -1, out=part),
-                uniform,
-            )
+            softmax = lambda part, rows: torch.softmax(part, -1, out=part)  # noqa: E731
+            overwrite(logits, ctx.valid, ctx.dtype, *label, softmax)
         return logits, *[None] * 6

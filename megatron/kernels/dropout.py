@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cuda.fused_ops import Dropout
 
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
@@ -94,15 +95,18 @@ def jitter(x: Tensor, eps: float, seed: int) -> Tensor:
     return x * noise.mul_(2 * eps).add_(1 - eps).to(x.dtype)
 
 
-def dropout(x: Tensor, p: float, seed: int) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int | Tensor) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al.
     2014).
 
-    x: any shape. The mask is a pure function of (seed, shape) on a kind of device; it is drawn
-    again in backward and never stored.
+    x: any shape; `seed`: an integer, also as an int64 tensor without dimensions on the CPU. The
+    mask is a pure function of (seed, shape) on a kind of device; it is drawn again in backward and
+    never stored.
     """
     assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
     if p == 0.0:
         return x
-    ops = fused_ops(x.device, x.dtype)
-    return (ops.Dropout if ops else _Dropout).apply(x, p, seed)
+    # a compiled layer asks before, and leaves it outside where there is no such kernel
+    if torch.compiler.is_compiling() or fused_ops(x.device, x.dtype):
+        return Dropout.apply(x, p, torch.as_tensor(seed))
+    return _Dropout.apply(x, p, int(seed))

@@ -1,5 +1,7 @@
 """Attention by the flash-attn package. The only importer of flash_attn."""
 
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,10 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
         return f"flash-attn has fp16 and bf16 only, no {dtype}"
     if head_dim > HEAD_DIM:
         return f"flash-attn has heads of at most {HEAD_DIM} channels, not {head_dim}"
-    return load_problem("flash_attn", "flash-attn", INSTALL)
+    why_not = load_problem("flash_attn", "flash-attn", INSTALL)
+    if why_not is None and not hasattr(import_module("flash_attn"), "flash_attn_func"):
+        return f"flash-attn is not installed (flash-attn-4 is); {INSTALL}"
+    return why_not
 
 
 def flash_attention(

@@ -7,11 +7,14 @@ is computed in fp32 from what they leave.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron import optional
+from megatron.kernels.cuda import availability, fp8_ops  # noqa: F401 (defines operations)
 from megatron.kernels.linear import TpComm
 
 MULTIPLE = 16  # of both inner dimensions of every GEMM: rows of 16 bytes
@@ -32,24 +35,48 @@ FORMATS = {
 
 
 class Scaling(Protocol):
-    """Chooses a layer's scales from the largest magnitudes (fp32 vectors) of the local tensors.
-
-    `training`: whether a backward can follow. Both are called on all ranks that share the layer.
-    """
+    """Chooses a layer's scales from the largest magnitudes (fp32) of its local tensors. Called on
+    all ranks that share the layer."""
 
     formats: Formats
 
-    def forward(self, amax: Tensor, training: bool) -> Tensor:
-        """[2] of input and weight -> their scales [2]."""
+    def scale(self, which: int, amax: Tensor, training: bool) -> Tensor:
+        """`scale_pair` of the input (0), the weight (1) or the output's gradient (2), whose largest
+        magnitude is `amax`. `training`: whether a backward can follow."""
 
-    def backward(self, amax: Tensor) -> Tensor:
-        """[1] of the output's gradient -> its scale [1]."""
+
+class Cast(NamedTuple):
+    """A matrix [m, n], or several [groups, m, n], in FP8: as it is, transposed [n, m], and the
+    inverse of its scale. What was not asked for has no elements."""
+
+    rows: Tensor
+    columns: Tensor
+    inverse: Tensor
+
+
+@cache
+def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the Triton kernels do; the meta device stands for CUDA."""
+    if availability.unavailable_reason(device, dtype) is not None:
+        return False
+    if device.type == "cuda":
+        optional.load("megatron.kernels.cuda.fp8_triton")
+    return True
+
+
+def _by_triton(x: Tensor) -> bool:
+    """torch.compile fuses the formulas itself."""
+    return not torch.compiler.is_compiling() and _kernels_run(x.device, x.dtype)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
     """max |x| as an fp32 scalar, 0 without elements; NaN if x has a NaN."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device)
+    if _by_triton(x):
+        amax = torch.zeros((), device=x.device)
+        torch.ops.megatron.fp8_amax_(amax, x.detach())
+        return amax
     low, high = torch.aminmax(x.detach())
     return torch.maximum(-low, high).float()
 
@@ -61,6 +88,17 @@ def fitting_scale(amax: Tensor, largest: Tensor | float) -> Tensor:
     return torch.where(amax.isfinite(), scale.clamp(max=torch.finfo(torch.float32).max), scale)
 
 
+def scale_pair(amax: Tensor, given: Tensor | None, largest: float) -> Tensor:
+    """[2]: the scale `given`, or the one that maps `amax` onto `largest`, and its inverse. NaN
+    where amax is not finite: the clamp of the cast must not hide what the checks of a step look
+    for."""
+    if _by_triton(amax):
+        return torch.ops.megatron.fp8_scale(amax, given, largest)
+    scale = fitting_scale(amax, largest) if given is None else given
+    scale = scale + (amax - amax)
+    return torch.stack((scale, scale.reciprocal()))
+
+
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     """x * scale in `dtype`, rounded to nearest even; values out of range become its
     largest number."""
@@ -68,21 +106,58 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
     return (x.float() * scale).clamp_(-limit, limit).to(dtype)
 
 
-def gemm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(
+    x: Tensor, dtype: torch.dtype, pair: Tensor, *, rows: bool = True, columns: bool = True
+) -> Cast:
+    """x [m, n] or [groups, m, n] with the scale of a `scale_pair`. A CPU's transposed cast is a
+    view of the other."""
+    scale, inverse = pair
+    if _by_triton(x):
+        return Cast(*torch.ops.megatron.fp8_cast(x.detach(), scale, dtype, rows, columns), inverse)
+    q = quantize(x.detach(), dtype, scale)
+    transposed = q.mT if q.device.type == "cpu" or not columns else q.mT.contiguous()
+    return Cast(q, transposed, inverse)
+
+
+@torch.no_grad()
+def cast_weight(weight: Tensor, scaling: Scaling, training: bool) -> Cast:
+    """The weight of `linear_fp8` or `grouped_linear_fp8`; transposed too if `training`."""
+    pair = scaling.scale(1, largest_magnitude(weight), training)
+    return cast(weight, scaling.formats.forward, pair, columns=training)
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
     """a [m, k] and b [n, k] in FP8 and the inverses of their scales -> a b^T [m, n] in `dtype`,
-    summed in fp32."""
+    summed in fp32; `fast`: on CUDA with fewer bits."""
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float().t()).mul_(inverse_a * inverse_b).to(dtype)
-    return native_gemm(a, b, inverse_a, inverse_b, dtype)
+    return native_gemm(a, b, inverse_a, inverse_b, dtype, fast)
 
 
 def native_gemm(
-    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    inverse_a: Tensor,
+    inverse_b: Tensor,
+    dtype: torch.dtype,
+    fast: bool = False,
 ) -> Tensor:
     """`gemm` by the device's own instructions, which need rows of one operand and columns of the
     other."""
     return torch._scaled_mm(
-        a.contiguous(), b.contiguous().t(), scale_a=inverse_a, scale_b=inverse_b, out_dtype=dtype
+        a.contiguous(),
+        b.contiguous().t(),
+        scale_a=inverse_a,
+        scale_b=inverse_b,
+        out_dtype=dtype,
+        use_fast_accum=fast,
     )
 
 
@@ -93,71 +168,50 @@ class _Fp8Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        weight_cast: Cast,
         accumulate_into: Tensor | None,
         tp_comm: TpComm | None,
         scaling: Scaling,
         training: bool,
     ) -> Tensor:
-        amax = torch.stack((largest_magnitude(x), largest_magnitude(weight)))
-        scales = _poisoned(scaling.forward(amax, training), amax)
-        ctx.save_for_backward(x, weight, scales)
+        pair = scaling.scale(0, largest_magnitude(x), training)
         ctx.accumulate_into = accumulate_into
         ctx.tp_comm = tp_comm
         ctx.scaling = scaling
         whole = tp_comm.gather(x)() if tp_comm else x
-        format8 = scaling.formats.forward
-        inverse = scales.reciprocal()
-        out = gemm(
-            quantize(whole.reshape(-1, x.shape[-1]), format8, scales[0]),
-            quantize(weight, format8, scales[1]),
-            inverse[0],
-            inverse[1],
-            x.dtype,
-        )
+        q = cast(whole.reshape(-1, x.shape[-1]), scaling.formats.forward, pair, columns=False)
+        ctx.save_for_backward(x, pair, weight_cast.columns, weight_cast.inverse)
+        out = gemm(q.rows, weight_cast.rows, q.inverse, weight_cast.inverse, x.dtype, fast=True)
         if bias is not None:
             out += bias
         return out.view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        x, weight, scales = ctx.saved_tensors
+        x, pair, weight_columns, inverse = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = reduced = None
-        gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and ctx.needs_input_grad[1] else None
+        gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
         wide = grad_out.reshape(-1, grad_out.shape[-1])
-        if ctx.needs_input_grad[2]:
+        if needs_bias:
             grad_bias = wide.sum(0)
-        amax = largest_magnitude(wide).view(1)
-        scale = _poisoned(ctx.scaling.backward(amax), amax)
         formats = ctx.scaling.formats
-        inverse = scales.reciprocal()
-        rows = quantize(wide, formats.backward, scale)
-        inverse_rows = scale.reciprocal()[0]
-        if ctx.needs_input_grad[0]:
-            columns = quantize(weight, formats.forward, scales[1]).t()
-            grad_x = gemm(rows, columns, inverse_rows, inverse[1], x.dtype)
-            grad_x = grad_x.view(*grad_out.shape[:-1], weight.shape[1])
+        own_pair = ctx.scaling.scale(2, largest_magnitude(wide), True)
+        grad = cast(wide, formats.backward, own_pair, rows=needs_x, columns=needs_weight)
+        if needs_x:
+            grad_x = gemm(grad.rows, weight_columns, grad.inverse, inverse, x.dtype)
+            grad_x = grad_x.view(*grad_out.shape[:-1], x.shape[-1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             whole = gathered() if gathered else x
-            columns = quantize(whole.reshape(-1, x.shape[-1]), formats.forward, scales[0]).t()
+            q = cast(whole.reshape(-1, x.shape[-1]), formats.forward, pair, rows=False)
             total = ctx.accumulate_into
-            grad_weight = gemm(
-                rows.t(),
-                columns,
-                inverse_rows,
-                inverse[0],
-                x.dtype if total is None else torch.float32,
-            )
+            dtype = x.dtype if total is None else torch.float32
+            grad_weight = gemm(grad.columns, q.columns, grad.inverse, q.inverse, dtype)
             if total is not None:
                 total.add_(grad_weight.view(total.shape))
                 grad_weight = None
-        return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-def _poisoned(scales: Tensor, amax: Tensor) -> Tensor:
-    """NaN for a tensor that is not finite: the clamp of the cast must not hide what the checks of a
-    step look for."""
-    return scales + (amax - amax)
+        return reduced() if reduced else grad_x, grad_weight, grad_bias, *[None] * 5
 
 
 def linear_fp8(
@@ -166,19 +220,24 @@ def linear_fp8(
     bias: Tensor | None = None,
     *,
     scaling: Scaling,
+    weight_cast: Cast | None = None,
     accumulate_into: Tensor | None = None,
     tp_comm: TpComm | None = None,
 ) -> Tensor:
     """y = x w^T + bias as `linear.linear`, its three GEMMs in FP8 with the scales of
-    `scaling`.
+    `scaling`, the first with fast accumulation.
 
     x [..., in], weight [out, in], bias [out] or None, all bf16, fp16 or fp32 -> [..., out]. in, out
     and the number of rows are multiples of 16 (config/checks/fp8.py sees to it; torch refuses
     others on CUDA). Sums are fp32, the bias and its gradient are not cast. For backward x itself is
-    kept and cast again with the same scale.
+    kept and cast again with the same scale. `weight_cast`: `cast_weight` of the weight, if there is
+    one.
     """
+    training = torch.is_grad_enabled()
+    if weight_cast is None:
+        weight_cast = cast_weight(weight, scaling, training)
     return _Fp8Linear.apply(
-        x, weight, bias, accumulate_into, tp_comm, scaling, torch.is_grad_enabled()
+        x, weight, bias, weight_cast, accumulate_into, tp_comm, scaling, training
     )
 
 
@@ -188,55 +247,52 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         ctx,
         x: Tensor,
         weight: Tensor,
+        weight_cast: Cast,
         counts: Sequence[int],
         accumulate_into: Tensor | None,
         scaling: Scaling,
         training: bool,
     ) -> Tensor:
-        amax = torch.stack((largest_magnitude(x), largest_magnitude(weight)))
-        scales = _poisoned(scaling.forward(amax, training), amax)
-        ctx.save_for_backward(x, weight, scales)
+        pair = scaling.scale(0, largest_magnitude(x), training)
+        rows, columns, inverse = weight_cast
+        ctx.save_for_backward(x, pair, columns, inverse)
+        ctx.shape = weight.shape
         ctx.counts = counts
         ctx.accumulate_into = accumulate_into
         ctx.scaling = scaling
-        format8 = scaling.formats.forward
-        rows = quantize(x, format8, scales[0]).split(counts)
-        inverse = scales.reciprocal()
+        q = cast(x, scaling.formats.forward, pair, columns=False)
         out = x.new_empty(len(x), weight.shape[1])
-        for part, result, matrix in zip(rows, out.split(counts), weight, strict=True):
+        for part, result, matrix in zip(q.rows.split(counts), out.split(counts), rows, strict=True):
             if len(part):
-                matrix = quantize(matrix, format8, scales[1])
-                result.copy_(gemm(part, matrix, inverse[0], inverse[1], x.dtype))
+                result.copy_(gemm(part, matrix, q.inverse, inverse, x.dtype, fast=True))
         return out
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        x, weight, scales = ctx.saved_tensors
-        amax = largest_magnitude(grad_out).view(1)
-        scale = _poisoned(ctx.scaling.backward(amax), amax)
+        x, pair, weight_columns, inverse_weight = ctx.saved_tensors
         forward, backward = ctx.scaling.formats
-        inverse_x, inverse_weight = scales.reciprocal()
-        inverse_grad = scale.reciprocal()[0]
+        own_pair = ctx.scaling.scale(2, largest_magnitude(grad_out), True)
+        grad = cast(grad_out, backward, own_pair, columns=False)
+        q = cast(x, forward, pair, columns=False)
         total = ctx.accumulate_into
         grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight) if total is None else total
+        grad_weight = x.new_zeros(ctx.shape) if total is None else total
         parts = zip(
-            quantize(x, forward, scales[0]).split(ctx.counts),
-            quantize(grad_out, backward, scale).split(ctx.counts),
+            q.rows.split(ctx.counts),
+            grad.rows.split(ctx.counts),
             grad_x.split(ctx.counts),
-            weight,
+            weight_columns,
             grad_weight,
             strict=True,
         )
-        for rows, grads, grad_rows, matrix, grad_matrix in parts:
+        for rows, grads, grad_rows, columns, grad_matrix in parts:
             if not len(rows):
                 continue
-            columns = quantize(matrix, forward, scales[1]).t()
-            grad_rows.copy_(gemm(grads, columns, inverse_grad, inverse_weight, x.dtype))
+            grad_rows.copy_(gemm(grads, columns, grad.inverse, inverse_weight, x.dtype))
             rows, grads = _whole_rows(rows), _whole_rows(grads)
             wide = grad_weight.dtype
-            grad_matrix += gemm(grads.t(), rows.t(), inverse_grad, inverse_x, wide)
-        return grad_x, grad_weight if total is None else None, None, None, None, None
+            grad_matrix += gemm(grads.t(), rows.t(), grad.inverse, q.inverse, wide)
+        return grad_x, grad_weight if total is None else None, *[None] * 5
 
 
 def _whole_rows(x: Tensor) -> Tensor:
@@ -255,6 +311,7 @@ def grouped_linear_fp8(
     counts: Sequence[int],
     *,
     scaling: Scaling,
+    weight_cast: Cast | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
     """`grouped_linear.grouped_linear` without copies, its GEMMs in FP8 as in `linear_fp8`: one
@@ -262,6 +319,9 @@ def grouped_linear_fp8(
 
     x [n, in], weight [groups, out, in] -> [n, out]; in and out are multiples of 16, counts any.
     """
+    training = torch.is_grad_enabled()
+    if weight_cast is None:
+        weight_cast = cast_weight(weight, scaling, training)
     return _Fp8GroupedLinear.apply(
-        x, weight, counts, accumulate_into, scaling, torch.is_grad_enabled()
+        x, weight, weight_cast, counts, accumulate_into, scaling, training
     )

@@ -45,11 +45,13 @@ def rows(device: torch.device, config: Config) -> list[KernelRow]:
 
 
 def _fp8_speed(device: torch.device, config: Config) -> str:
-    """What own FP8 on a device with FP8 GEMMs gains: eager, its casts are kernels of their own."""
+    """What own FP8 on a device with FP8 GEMMs gains: eager, its maxima and casts are kernels of
+    their own, which read every operand twice."""
     support = f"native FP8 support on this {device.type}"
     if config.training.torch_compile:
         return support
     return (
-        f"{support}, but SLOWER than without --fp8-format: add --torch-compile and --fp8-recipe "
-        "tensorwise, or use --transformer-impl transformer_engine"
+        f"{support}, not measured; in narrow layers casts may make it SLOWER than without "
+        "--fp8-format: add --torch-compile and --fp8-recipe tensorwise, or use "
+        "--transformer-impl transformer_engine"
     )

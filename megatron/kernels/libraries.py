@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
+from megatron.config.kernels import INSTALL_TRANSFORMER_ENGINE
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron import device as devices
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda import apex
+from megatron.kernels.cuda.fused_ops import LIBRARY
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
@@ -62,6 +63,8 @@ def linear_weight_grad(
     rows_out = grad_out.reshape(-1, grad_out.shape[-1])
     rows_in = x.reshape(-1, x.shape[-1])
     if dtype == x.dtype:
+        if accumulate_into is not None and torch.compiler.is_compiling():
+            return torch.ops.megatron.add_product_(accumulate_into, rows_out, rows_in)
         return _native_weight_grad(rows_out, rows_in, accumulate_into)
     rows_in = rows_in.to(dtype)
     grad = (
@@ -90,22 +93,25 @@ def _native_weight_grad(
         return _onednn_weight_grad(rows_out, rows_in, accumulate_into)
     if accumulate_into is None:
         return torch.mm(rows_out.t(), rows_in)
-    if (
-        not torch.compiler.is_compiling()
-        and apex.gradient_unavailable_reason(rows_in.device, dtype, accumulate_into.dtype) is None
-    ):
+    if apex.gradient_unavailable_reason(rows_in.device, dtype, accumulate_into.dtype) is None:
         apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
     elif accumulate_into.dtype == dtype:
         accumulate_into.addmm_(rows_out.t(), rows_in)
-    elif (
-        not torch.compiler.is_compiling()
-        and accumulate_into.dtype == torch.float32
-        and gemm_adds_in_fp32(rows_in.device, dtype)
-    ):
+    elif accumulate_into.dtype == torch.float32 and gemm_adds_in_fp32(rows_in.device, dtype):
         _add_product_(accumulate_into, rows_out.t(), rows_in)
     else:
         _add(torch.mm(rows_out.t(), rows_in), accumulate_into)
     return None
+
+
+# For graphs, which then add weight gradients as eager layers do.
+LIBRARY.define("add_product_(Tensor(a!) total, Tensor rows_out, Tensor rows_in) -> ()")
+LIBRARY.impl("add_product_", lambda *_: None, "Meta")
+LIBRARY.impl(
+    "add_product_",
+    lambda total, rows_out, rows_in: _native_weight_grad(rows_out, rows_in, total),
+    "CompositeExplicitAutograd",
+)
 
 
 @cache
@@ -292,7 +298,8 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     """Sums over the rows of the output's gradient [m, out] -> [out], or None where they were added
     to `accumulate_into`."""
     if not native.runs(rows):
-        return _added(rows.sum(0), accumulate_into, rows.dtype)
+        dtype = rows.dtype if accumulate_into is None else accumulate_into.dtype
+        return _added(rows.sum(0, dtype=dtype), accumulate_into, rows.dtype)
     if _takes_sums(accumulate_into):
         native.add_column_sums(rows, accumulate_into)
         return None

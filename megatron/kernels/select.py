@@ -13,7 +13,8 @@ from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import bf16_attention, fp32_attention, native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import apex
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
+from megatron.kernels.cuda.torch_flash import fa4_unavailable_reason
 from megatron.kernels.kernels import KernelRow, Kernels, pair
 from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
@@ -33,6 +34,7 @@ NAMES = {
     "cpp_fp32": "fp32 C++",
     "flash": "flash-attn",
     "torch_flash": "torch's flash kernel",
+    "fa4": "FlashAttention-4",
     "transformer_engine": "Transformer Engine",
 }
 SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
@@ -62,6 +64,8 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         )
     if (
         attention == "auto"
+        and _fa4_unavailable_reason(device, dtype, config) is not None
+        and not config.training.torch_compile  # torch's flash kernel goes into the graph
         and _documents(config)
         and _flash_unavailable_reason(device, dtype, config) is None
     ):
@@ -91,6 +95,25 @@ def _flash_unavailable_reason(
     checked the other flags."""
     why_not = flash_attention.unavailable_reason(device, dtype, config.model.head_dim)
     return why_not or (None if asked else _library_attention_unavailable_reason(config))
+
+
+def _fa4_unavailable_reason(device: torch.device, dtype: torch.dtype, config: Config) -> str | None:
+    """Why attention inside documents is not FlashAttention-4's; None once it is."""
+    m = config.model
+    if not _documents(config) or config.attention_backend != "auto":
+        return "not selected"
+    if m.attention_dropout:
+        return "has no dropout"
+    if config.training.deterministic_mode:
+        return "not used with --deterministic-mode"
+    tp = config.parallel.tensor_model_parallel_size
+    return (
+        _library_attention_unavailable_reason(config)
+        or torch_flash_unavailable_reason(device, dtype, m.head_dim)
+        or fa4_unavailable_reason(
+            device, dtype, m.num_attention_heads // tp, m.query_groups // tp, m.head_dim
+        )
+    )
 
 
 def _library_attention_unavailable_reason(config: Config) -> str | None:
@@ -154,9 +177,10 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     """The implementations of every operation that this configuration can use on `device` with
     parameters of `dtype`.
 
-    One row of each operation is selected. Nothing is run or timed: the selection depends on the
-    kind of device, the capabilities of torch, the installed libraries and the configuration, so a
-    resumed run selects the same kernels. Raises ValueError as `choose_kernels`.
+    One row of each operation is selected. Nothing is timed: the selection depends on the kind of
+    device, the capabilities of torch, the installed libraries (of which Triton and FlashAttention-4
+    are tried by small kernels) and the configuration, so a resumed run selects the same kernels.
+    Raises ValueError as `choose_kernels`.
     """
     kernels = choose_kernels(device, dtype, config)
     return [
@@ -299,6 +323,10 @@ def _plain_attention_rows(
     off["torch_flash"] = (
         torch_flash_unavailable_reason(device, dtype, config.model.head_dim or 1) or "not selected"
     )
+    if _documents(config):
+        off["fa4"] = _fa4_unavailable_reason(device, dtype, config)
+        if chosen == "torch_flash" and off["fa4"] is None:
+            chosen, off["torch_flash"] = "fa4", "slower"
     if kernels.transformer_engine is not None:
         off["transformer_engine"] = _te_attention_unavailable_reason(dtype, config)
     return [
@@ -332,25 +360,7 @@ def _elementwise_rows(
             rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
         else:
             rows.append(KernelRow(operation, "torch", True, "only implementation"))
-    why_not = (
-        "--fp16-lm-cross-entropy"
-        if config.precision.fp16_lm_cross_entropy
-        else native.unavailable_reason(device, dtype)
-    )
-    rows += pair(
-        "cross entropy",
-        (NATIVE, ROW_BLOCKED),
-        why_not is None,
-        (
-            "no second copy of the logits"
-            if device.type == "cpu"
-            else "no second copy of the logits beyond one block of rows; several kernels",
-            "multiple passes over the cache" if why_not is None else why_not,
-        ),
-    )
-    rows.append(
-        KernelRow("cross entropy", "torch", False, "allocates two more copies of the logits")
-    )
+    rows += _loss_rows(device, dtype, config)
     if model.hidden_dropout or model.attention_dropout:
         rows.append(
             KernelRow("dropout", "seeded mask", True, "reproducible in recomputation and on resume")
@@ -361,6 +371,25 @@ def _elementwise_rows(
             )
         )
     return rows
+
+
+def _loss_rows(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
+    on_cpu = device.type == "cpu"
+    reason = native.unavailable_reason if on_cpu else triton_unavailable_reason
+    in_fp16 = config.precision.fp16_lm_cross_entropy
+    why_not = "--fp16-lm-cross-entropy" if in_fp16 else reason(device, dtype)
+    one_copy = "no second copy of the logits"
+    if why_not is not None and not on_cpu:
+        one_copy += " beyond one block of rows; several kernels"
+    return [
+        *pair(
+            "cross entropy",
+            (NATIVE if on_cpu else "Triton", ROW_BLOCKED),
+            why_not is None,
+            (one_copy, why_not or f"multiple passes over {'the cache' if on_cpu else 'memory'}"),
+        ),
+        KernelRow("cross entropy", "torch", False, "allocates two more copies of the logits"),
+    ]
 
 
 def _row_rivals(
@@ -376,7 +405,8 @@ def _row_rivals(
         rest = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
         return [KernelRow(operation, "torch", True, flag), *rest]
     on_cpu = pays_off(torch.empty(0, device=device))
-    if operation in ("swiglu", "rotary") and why_not != COMPILED and fused_ops(device, dtype):
+    no_triton = why_not if why_not == COMPILED else triton_unavailable_reason(device, dtype)
+    if operation in ("swiglu", "rotary") and no_triton is None:
         return [
             KernelRow(operation, "Triton", True, "single pass over memory"),
             KernelRow(operation, "torch", False, "several kernels"),
@@ -393,6 +423,8 @@ def _row_rivals(
             KernelRow(operation, "torch", False, "multiple passes over memory"),
         ]
     rows = [KernelRow(operation, NATIVE, False, why_not)]
+    if operation in ("swiglu", "rotary"):
+        rows += _off(operation, "Triton", no_triton)
     return (
         pair(
             operation,

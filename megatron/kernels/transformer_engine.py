@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.config.kernels import INSTALL_TRANSFORMER_ENGINE
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cu_seqlens import cumulative_lengths
-from megatron.kernels.libraries import INSTALL_TRANSFORMER_ENGINE
 
 
 def load() -> None:

@@ -10,11 +10,12 @@ from torch import nn
 from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
+from megatron.kernels.attention import torch_flash_unavailable_reason
 from megatron.kernels.kernels import Kernels
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.random import DropoutSeeds, recompute
+from megatron.parallel.random import recompute
 from megatron.parallel.sharding import ParameterFactory
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -35,13 +36,10 @@ class SelfAttention(nn.Module):
         model: ModelConfig,
         params: ParameterFactory,
         ctx: ParallelContext,
-        layer: int,
         *,
         recompute_core: bool = False,
     ):
         super().__init__()
-        self.layer = layer
-        self.tp_rank = ctx.tp.rank
         self.head_dim = model.head_dim
         self.cp = ctx.cp
         self.cp_comm_type = ctx.cp_comm_type
@@ -90,10 +88,10 @@ class SelfAttention(nn.Module):
         x: torch.Tensor,
         rotary: Rotary | None = None,
         document_ids: torch.Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
+        dropout_seed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another
-        document."""
+        document. `dropout_seed`: that of the probabilities' dropout, None without."""
         q, k, v = self.project(x)
         if self.q_layernorm is not None:
             q = self.q_layernorm(q)
@@ -106,9 +104,9 @@ class SelfAttention(nn.Module):
                 for t in (q, k)
             )
         if self.recompute_core and torch.is_grad_enabled():
-            y = recompute(self.core, q, k, v, document_ids, seeds)
+            y = recompute(self.core, q, k, v, document_ids, dropout_seed)
         else:
-            y = self.core(q, k, v, document_ids, seeds)
+            y = self.core(q, k, v, document_ids, dropout_seed)
         return self.linear_proj(y.flatten(2))
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,38 +123,31 @@ class SelfAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         document_ids: torch.Tensor | None,
-        seeds: DropoutSeeds | None,
+        dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
-        if seeds is not None and self.dropout > 0.0:
-            return self.dropping_core(q, k, v, document_ids, seeds)
-        if document_ids is not None:
-            return self.masked_core(q, k, v, document_ids)
-        return self.attend(q, k, v, None)
+        if document_ids is None and dropout_seed is None:
+            return self.attend(q, k, v, None)
+        return self.masked_core(q, k, v, document_ids, dropout_seed)
 
     def masked_core(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """`core` inside documents."""
-        return self.attend(q, k, v, document_ids)
-
-    def dropping_core(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         document_ids: torch.Tensor | None,
-        seeds: DropoutSeeds,
+        dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`core` with dropout of the probabilities."""
-        return self.attend(
-            q,
-            k,
-            v,
-            document_ids,
-            dropout_p=self.dropout,
-            dropout_seed=seeds.seed(self.layer, "attention", self.tp_rank),
-        )
+        """`core` inside documents, or with dropout of the probabilities."""
+        if dropout_seed is None:
+            return self.attend(q, k, v, document_ids)
+        return self.attend(q, k, v, document_ids, dropout_p=self.dropout, dropout_seed=dropout_seed)
+
+    def compiles_masks(self) -> bool:
+        """Whether `masked_core` is one operation, which a graph can hold."""
+        weight = self.linear_qkv.weight
+        unfit = torch_flash_unavailable_reason(weight.device, weight.dtype, self.head_dim)
+        return unfit is None and self.kernels.attention == "auto"
 
     def attend(
         self,

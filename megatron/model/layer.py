@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,14 @@ from torch import nn
 
 from megatron import optional
 from megatron.config.model import ModelConfig
+from megatron.kernels import functional
+from megatron.kernels.cuda.availability import fused_ops
 from megatron.kernels.kernels import Kernels
 from megatron.model.attention import Rotary, SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.random import DropoutSeeds, dropout, recompute
+from megatron.parallel.random import DropoutSeeds, recompute
 from megatron.parallel.sharding import ParameterFactory
 
 if TYPE_CHECKING:
@@ -74,12 +76,16 @@ class TransformerLayer(nn.Module):
         self.rotates = model.rotates(number)
         self.multiplier = model.residual_multiplier
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
-        self.part = ctx.tp.rank if ctx.sequence_parallel else 0
+        part = ctx.tp.rank if ctx.sequence_parallel else 0
+        # Each site of dropout, with the part of the tensor that this rank has.
+        self.sites = {"attention": ctx.tp.rank} if model.attention_dropout else {}
+        if model.hidden_dropout:
+            self.sites |= {"attention_output": part, "mlp_output": part}
         self.input_layernorm = (
             None if model.no_pre_layernorm else Norm(model, params.at("input_layernorm"))
         )
         self.self_attention = SelfAttention(
-            model, params.at("self_attention"), ctx, number, recompute_core=again.again("core_attn")
+            model, params.at("self_attention"), ctx, recompute_core=again.again("core_attn")
         )
         self.post_self_attn_layernorm = (
             Norm(model, params.at("post_self_attn_layernorm"))
@@ -112,15 +118,19 @@ class TransformerLayer(nn.Module):
         x: torch.Tensor,
         rotary: Rotary | None = None,
         document_ids: torch.Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
+        seeds: Mapping[str, torch.Tensor] | None = None,
         router_step: RouterStep | None = None,
     ) -> torch.Tensor:
-        """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
+        """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
+        `dropout_seeds`; a site without is not dropped."""
+        seeds = seeds or {}
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        y = self.self_attention(normed, rotary if self.rotates else None, document_ids, seeds)
+        y = self.self_attention(
+            normed, rotary if self.rotates else None, document_ids, seeds.get("attention")
+        )
         if self.post_self_attn_layernorm is not None:
             y = self.post_self_attn_layernorm(y)
-        y = self.drop(y, seeds, "attention_output")
+        y = self.drop(y, seeds.get("attention_output"))
         attended = (normed if self.residual_after_norm else x) + y
         normed = x if self.parallel else attended
         if self.pre_mlp_layernorm is not None:
@@ -130,28 +140,41 @@ class TransformerLayer(nn.Module):
         y = recompute(self.mlp, *inputs) if again else self.mlp(*inputs)
         if self.post_mlp_layernorm is not None:
             y = self.post_mlp_layernorm(y)
-        y = self.drop(y, seeds, "mlp_output")
+        y = self.drop(y, seeds.get("mlp_output"))
         return (normed if self.residual_after_norm else attended) + y
 
-    def drop(self, x: torch.Tensor, seeds: DropoutSeeds | None, site: str) -> torch.Tensor:
+    def dropout_seeds(self, of_batch: DropoutSeeds | None) -> dict[str, torch.Tensor]:
+        """The seed of each site of dropout; none in evaluation. Tensors on the CPU: a graph would
+        hold integers as constants, and each is new."""
+        if of_batch is None:
+            return {}
+        return {
+            site: torch.tensor(of_batch.seed(self.number, site, part))
+            for site, part in self.sites.items()
+        }
+
+    def drop(self, x: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
         """Dropout of a residual branch, and its factor."""
         if self.multiplier != 1.0:
             x = x * self.multiplier
-        return x if seeds is None or self.dropout == 0.0 else self._drop(x, seeds, site)
+        return x if seed is None else self._drop(x, seed)
 
-    def _drop(self, x: torch.Tensor, seeds: DropoutSeeds, site: str) -> torch.Tensor:
-        return dropout(x, self.dropout, seeds, self.number, site, self.part)
+    def _drop(self, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x, self.dropout, seed)
 
     def compile(self, **options: Any) -> None:
-        """As Module's. What takes a dropout seed stays out: a graph holds integers as constants,
-        and each seed is new. So do document masks: attention in chunks would be unrolled into
-        thousands of operations, and the lengths of documents differ from batch to batch."""
-        self._drop = torch.compiler.disable(self._drop)
+        """As Module's. Dropout and attention with masks stay outside where they are no single
+        operation: in chunks they would be unrolled into thousands, anew for each seed."""
         attention = self.self_attention
-        attention.dropping_core = torch.compiler.disable(attention.dropping_core)
-        attention.masked_core = torch.compiler.disable(attention.masked_core)
+        weight = attention.linear_qkv.weight
+        if fused_ops(weight.device, weight.dtype) is None:
+            self._drop = torch.compiler.disable(self._drop)
+        if not attention.compiles_masks():
+            attention.masked_core = torch.compiler.disable(attention.masked_core)
         if attention.cp.size > 1:
             attention.attend = torch.compiler.disable(attention.attend)
+        # each batch has another number of documents
+        torch.compiler.config.dynamic_sources = "L['document_ids'].cu_seqlens"
         super().compile(**options)
 
 
@@ -211,7 +234,8 @@ class Decoder(nn.Module):
                 else nullcontext()
             ):
                 for layer in layers[start:stop]:
-                    x = layer(x, rotary, document_ids, seeds, router_step)
+                    own = layer.dropout_seeds(seeds)
+                    x = layer(x, rotary, document_ids, own, router_step)
             return x
 
         for start, stop, again in self.chunks:

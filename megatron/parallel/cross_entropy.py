@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from megatron.kernels.cpu import native
 from megatron.kernels.cross_entropy import (
     log_softmax,
     loss_dtype,
+    one_pass,
     overwrite,
     row_chunks,
-    runs_native,
 )
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
@@ -71,16 +71,17 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         mine = (targets >= 0) & (targets < valid)
         columns = torch.where(mine, targets, 0)
-        local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
-        target = torch.zeros_like(local)
-        logit_sum = torch.zeros_like(local)
-        largest = local.clone() if right is not None else None
-        if valid and runs_native(logits, dtype):
-            top, logs, logit_sum = native.log_sums(logits, valid)
-            local = top + logs
-            target = logits[:, :valid].gather(1, columns[:, None]).squeeze(1).to(dtype)
-            largest = top if right is not None else None
-        for rows in row_chunks(logits) if valid and not runs_native(logits, dtype) else []:
+        ops = one_pass(logits, dtype)
+        if valid and ops is not None:
+            _, sums = ops.row_losses(logits, columns, valid, 0.0)
+            largest, logit_sum, target = sums[0], sums[2], sums[3]
+            local = largest + sums[1]
+        else:
+            local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
+            target = torch.zeros_like(local)
+            logit_sum = torch.zeros_like(local)
+            largest = local.clone() if right is not None else None
+        for rows in row_chunks(logits) if valid and ops is None else []:
             part = logits[rows, :valid]
             picked = columns[rows, None]
             target[rows] = part.gather(1, picked).squeeze(1).to(dtype)
@@ -116,21 +117,14 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns, mine, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
-        hits = torch.where(mine, grad_loss * (1.0 - ctx.smoothing), 0)
-        if runs_native(logits, log_total.dtype):
+        hits = torch.where(mine, grad_loss, 0)
+        label = (columns, grad_loss, hits, 1.0 - ctx.smoothing, ctx.uniform)
+        ops = one_pass(logits, log_total.dtype)
+        if ops is not None:
             none = torch.zeros_like(log_total)
-            native.loss_grad(
-                logits, ctx.valid, log_total, none, columns, grad_loss, hits, ctx.uniform
-            )
+            ops.loss_grad(logits, ctx.valid, log_total, none, *label)
+            increment_version(logits)
         else:
-            overwrite(
-                logits,
-                ctx.valid,
-                log_total.dtype,
-                columns,
-                grad_loss,
-                hits,
-                lambda part, rows: part.sub_(log_total[rows, None]).exp_(),
-                ctx.uniform,
-            )
+            exp = lambda part, rows: part.sub_(log_total[rows, None]).exp_()  # noqa: E731
+            overwrite(logits, ctx.valid, log_total.dtype, *label, exp)
         return logits, *[None] * 9

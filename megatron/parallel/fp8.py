@@ -8,13 +8,22 @@ recompute sees again changes no maximum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.fp8 import FORMATS, fitting_scale, grouped_linear_fp8, linear_fp8
+from megatron.kernels.fp8 import (
+    FORMATS,
+    Cast,
+    cast_weight,
+    fitting_scale,
+    grouped_linear_fp8,
+    linear_fp8,
+    scale_pair,
+)
 from megatron.kernels.linear import TpComm
 from megatron.parallel.collectives import all_reduce, all_reduce_
 from megatron.parallel.context import ParallelContext
@@ -30,8 +39,8 @@ class LayerScaling:
 
     state [3, 1 + history]: the delayed scales, then each tensor's maxima of the last steps, the
     newest first; zeros while nothing is known, when a tensor is scaled by itself. seen [3]: the
-    maxima of the step under way. `experts`: the layer is that of all experts, which other ranks
-    share.
+    maxima of the step under way. kept: the weight's cast while `keeps` (`weights_cast_once`).
+    `experts`: the layer is that of all experts, which other ranks share.
     """
 
     def __init__(
@@ -51,6 +60,8 @@ class LayerScaling:
         self.largest = [torch.finfo(self.formats[i // 2]).max for i in range(_TENSORS)]
         self.state = torch.zeros(_TENSORS, 1 + precision.fp8_amax_history_len, device=device)
         self.seen = torch.zeros(_TENSORS, device=device)
+        self.keeps = False
+        self.kept: Cast | None = None
 
     def linear(
         self,
@@ -62,7 +73,13 @@ class LayerScaling:
     ) -> torch.Tensor:
         """The layer itself, as `kernels.fp8.linear_fp8`."""
         return linear_fp8(
-            x, weight, bias, scaling=self, accumulate_into=accumulate_into, tp_comm=tp_comm
+            x,
+            weight,
+            bias,
+            scaling=self,
+            weight_cast=self._cast(weight),
+            accumulate_into=accumulate_into,
+            tp_comm=tp_comm,
         )
 
     def grouped_linear(
@@ -73,25 +90,52 @@ class LayerScaling:
         accumulate_into: torch.Tensor | None,
     ) -> torch.Tensor:
         """The layer of experts itself, as `kernels.fp8.grouped_linear_fp8`."""
-        return grouped_linear_fp8(x, weight, counts, scaling=self, accumulate_into=accumulate_into)
+        return grouped_linear_fp8(
+            x,
+            weight,
+            counts,
+            scaling=self,
+            weight_cast=self._cast(weight),
+            accumulate_into=accumulate_into,
+        )
 
-    def forward(self, amax: torch.Tensor, training: bool) -> torch.Tensor:
-        """Scales [2] of input and weight, whose local maxima are `amax` [2]."""
-        return self._scales(slice(0, 2), amax, training)
+    def _cast(self, weight: torch.Tensor) -> Cast:
+        if self.kept is not None:
+            return self.kept
+        made = cast_weight(weight, self, self.keeps or torch.is_grad_enabled())
+        if self.keeps:
+            self.kept = made
+        return made
 
-    def backward(self, amax: torch.Tensor) -> torch.Tensor:
-        """Scale [1] of the output's gradient, whose local maximum is `amax` [1]."""
-        return self._scales(slice(2, 3), amax, True)
-
-    def _scales(self, part: slice, amax: torch.Tensor, record: bool) -> torch.Tensor:
-        if self.delayed and record:
-            seen = self.seen[part]
+    def scale(self, which: int, amax: torch.Tensor, training: bool) -> torch.Tensor:
+        """`scale_pair` of the input (0), the weight (1) or the output's gradient (2)."""
+        if self.delayed and training:
+            seen = self.seen[which]
             torch.maximum(seen, amax, out=seen)
+        given = None
         if self.known:
-            return self.state[part, 0]
-        for axis in self.axes:
-            amax = all_reduce(amax, axis, "max")
-        return fitting_scale(amax, self.largest[part.start])
+            given = self.state[which, 0]
+        else:
+            for axis in self.axes:
+                amax = all_reduce(amax, axis, "max")
+        return scale_pair(amax, given, self.largest[which])
+
+
+@contextmanager
+def weights_cast_once(model: nn.Module) -> Iterator[None]:
+    """Inside, every layer casts its weight the first time and keeps the cast: for the micro-batches
+    of a step, which changes no weight before its end."""
+    layers = [
+        module.scaling for module in model.modules() if getattr(module, "scaling", None) is not None
+    ]
+    for layer in layers:
+        layer.keeps = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.keeps = False
+            layer.kept = None
 
 
 def scaling_factory(

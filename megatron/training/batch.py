@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -260,7 +260,7 @@ def load_samples(
     micro_batches: Iterator[list[int]],
     num_workers: int,
     on_hash: Callable[[int], None] | None = None,
-) -> Iterator[MicroBatch]:
+) -> Generator[MicroBatch, None, None]:
     """Read micro-batches of a dataset of `Sample` in order, `num_workers` processes ahead (0: in
     this process).
 
@@ -285,25 +285,30 @@ def load_samples(
 
 def handed_out(
     batches: Iterator[MicroBatch], on_hash: Callable[[int], None] | None, workers: bool
-) -> Iterator[MicroBatch]:
-    """The micro-batches of a DataLoader, whose errors become one line."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except (ValueError, OSError, EOFError) as error:
-            text = str(error)
-            # by a worker: torch puts its traceback before the message
-            caught = text.startswith("Caught ")
-            if workers and not caught and not isinstance(error, ValueError):
-                name = type(error).__name__
-                raise RuntimeError(
-                    f"DataLoader worker died while it handed over a micro-batch ({name})"
+) -> Generator[MicroBatch, None, None]:
+    """The micro-batches of a DataLoader, whose errors become one line; close() ends its workers."""
+    try:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ValueError, OSError, EOFError) as error:
+                text = str(error)
+                # by a worker: torch puts its traceback before the message
+                caught = text.startswith("Caught ")
+                if workers and not caught and not isinstance(error, ValueError):
+                    name = type(error).__name__
+                    raise RuntimeError(
+                        f"DataLoader worker died while it handed over a micro-batch ({name})"
+                    ) from error
+                raise ValueError(
+                    text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text
                 ) from error
-            raise ValueError(
-                text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text
-            ) from error
-        if on_hash:
-            on_hash(batch.hash)
-        yield batch
+            if on_hash:
+                on_hash(batch.hash)
+            yield batch
+    finally:
+        # Python kills workers that are alive when it exits, which torch reports as an error.
+        if workers and hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()

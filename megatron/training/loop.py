@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from megatron import log, optional
 from megatron.data.samples import Samples
@@ -82,11 +82,13 @@ class Trainer:
                 requests = requests._replace(time_up=1)
             reason = self._end_iteration(iteration, requests)
             if reason:
+                samples.close()
                 return reason
+        samples.close()
         self._end()
         return None
 
-    def open_training_samples(self) -> Iterator[MicroBatch]:
+    def open_training_samples(self) -> Generator[MicroBatch, None, None]:
         """The micro-batches [b, s+1] of all iterations that remain."""
         run = self.run
         first = run.progress.iteration + 1

@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,8 +147,16 @@ def forward_backward(
                 torch.autograd.backward(output, gradient)
 
     forward = _forwards(run, forward_step, samples, sums, dropout_seeds, rows, backward_scale)
-    run.pipeline.run(run.plan.num_microbatches(iteration), forward, backward)
+    with _weights_cast_once(run):
+        run.pipeline.run(run.plan.num_microbatches(iteration), forward, backward)
     return nominal_tokens
+
+
+def _weights_cast_once(run: Run) -> AbstractContextManager[None]:
+    """With --fp8-format the layers keep their weights' casts inside it."""
+    if run.config.precision.fp8 is None:
+        return nullcontext()
+    return optional.load("megatron.parallel.fp8").weights_cast_once(run.model)
 
 
 def _add_counts(run: Run, sums: StepSums, requests: Requests) -> None:

@@ -174,3 +174,29 @@ def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_i
     )
     assert done.returncode == 2
     assert "unknown flag --no-such-flag" in done.stdout and "== 5." not in done.stdout
+
+
+STAND_IN = """#!/bin/sh
+echo "$@" >>"$QUICKSTART_DIR/commands"
+case $1 in -) exec "$REAL" "$@" ;; tools/fetch_quickstart_data.py) exit 1 ;; esac
+"""
+
+
+@pytest.mark.parametrize("given", [None, "my.jsonl"])
+def test_without_a_network_the_text_is_the_clone_or_a_file_that_was_given(tmp_path, given):
+    """With a Python that only notes what it is asked for, and whose download fails."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    environ = {**os.environ, "PYTHON": str(stand_in), "REAL": sys.executable}
+    environ |= {"QUICKSTART_DIR": str(tmp_path)} | ({"QUICKSTART_TEXT": given} if given else {})
+    script = ROOT / "examples" / "quickstart" / "run.sh"
+    subprocess.run(["sh", str(script)], env=environ, capture_output=True, timeout=60, check=True)
+    commands = (tmp_path / "commands").read_text().splitlines()
+    inputs = [line.split()[2] for line in commands if " --input " in line]
+    made = tmp_path / "data" / "source.jsonl"
+    assert inputs == [given or str(made)] * 2
+    assert any("fetch" in line for line in commands) == (given is None)
+    if given is None:
+        texts = [json.loads(line)["text"] for line in made.read_text().splitlines()]
+        assert sum(map(len, texts)) > 4_000_000

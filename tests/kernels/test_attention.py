@@ -3,6 +3,7 @@ memory."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -47,6 +48,31 @@ def test_plain_causal_attention_is_the_formula(blocks, s, heads, groups):
     assert_same(
         lambda *t: attention(*t, scale=SCALE), formula, tensors, grad, rtol=1e-12, atol=1e-13
     )
+
+
+@pytest.mark.parametrize("dtype, expanded", [(torch.float32, True), (torch.bfloat16, False)])
+def test_groups_in_fp32_on_cuda(monkeypatch, dtype, expanded):
+    """No fused kernel takes them: keys and values get a head for each query head."""
+    called = []
+    torchs = F.scaled_dot_product_attention
+
+    def sdpa(q, k, v, *, enable_gqa, **options):
+        called.append((k.shape[1], v.shape[1], enable_gqa))
+        return torchs(q, k, v, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(selection.devices, "kernels_of", lambda _: "cuda")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    *tensors, grad = inputs(n=6, g=2, dtype=dtype)
+    near = 1e-5 if expanded else 3e-2
+    assert_same(
+        lambda *t: attention(*t, scale=SCALE, implementation="sdpa"),
+        formula,
+        tensors,
+        grad,
+        rtol=near,
+        atol=near,
+    )
+    assert called == [(6, 6, False) if expanded else (2, 2, True)]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "chunked", "plain", "auto"])

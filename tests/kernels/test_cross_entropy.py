@@ -159,8 +159,9 @@ def test_the_gradient_lies_where_the_logits_lay(dtype):
     assert seen == [middle.data_ptr()]
 
 
-def test_a_second_backward_over_the_overwritten_logits_is_an_error():
-    logits, labels, _ = inputs()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_second_backward_over_the_overwritten_logits_is_an_error(dtype):
+    logits, labels, _ = inputs(dtype)
     loss = cross_entropy(logits.requires_grad_().clone(), labels, vocab_size=VOCAB).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

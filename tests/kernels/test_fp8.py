@@ -12,6 +12,7 @@ from megatron.kernels.fp8 import (
     linear_fp8,
     native_gemm,
     quantize,
+    scale_pair,
 )
 
 E4M3, E5M2 = FORMATS["hybrid"]
@@ -56,19 +57,16 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Itself:
-    """Scales every tensor by itself, and notes what it was asked."""
+    """Scales every tensor by itself, or as given, and notes what it was asked."""
 
-    def __init__(self, formats: Formats = FORMATS["hybrid"]):
+    def __init__(self, formats: Formats = FORMATS["hybrid"], given=None):
         self.formats = formats
         self.asked = []
+        self.given = given
 
-    def forward(self, amax, training):
-        self.asked.append((amax.tolist(), training))
-        return fitting_scale(amax, LARGEST[self.formats.forward])
-
-    def backward(self, amax):
-        self.asked.append(amax.tolist())
-        return fitting_scale(amax, LARGEST[self.formats.backward])
+    def scale(self, which, amax, training):
+        self.asked.append((which, 0.0 if amax.is_meta else amax.item(), training))
+        return scale_pair(amax, self.given, LARGEST[self.formats[which // 2]])
 
 
 def inputs(dtype=torch.float32):
@@ -126,10 +124,8 @@ def test_a_layer_is_three_products_of_casts(kind, dtype):
         **close | {"atol": 40 * close["atol"]},
     )
     assert torch.equal(leaves[2].grad, grad.flatten(0, 1).sum(0))
-    assert scaling.asked == [
-        ([x.abs().max().item(), weight.abs().max().item()], True),
-        [grad.abs().max().item()],
-    ]
+    order = (1, weight), (0, x), (2, grad)
+    assert scaling.asked == [(which, t.abs().max().item(), True) for which, t in order]
 
 
 def test_gradients_are_within_the_bounds_of_the_formats():
@@ -177,22 +173,12 @@ def test_what_is_not_finite_is_not_hidden(bad, place):
     x, weight, _, grad = inputs()
     tensors = [x, weight, grad]
     tensors[place].view(-1)[3] = bad
-    for scaling in (Itself(), Fixed()):
+    for scaling in (Itself(), Itself(given=torch.tensor(10.0))):
         leaves = [t.clone().requires_grad_() for t in tensors[:2]]
         out = linear_fp8(*leaves, scaling=scaling)
         out.backward(tensors[2])
         assert out.isfinite().all() == (place == 2)
         assert not leaves[0].grad.isfinite().any() if place else not leaves[1].grad.isfinite().any()
-
-
-class Fixed(Itself):
-    """Scales that do not depend on the tensors, like delayed ones."""
-
-    def forward(self, amax, training):
-        return torch.tensor([10.0, 10.0])
-
-    def backward(self, amax):
-        return torch.tensor([10.0])
 
 
 def test_zeros_and_tiny_numbers():
@@ -220,6 +206,24 @@ def test_torchs_fp8_gemm_is_the_emulated_one(first):
             )
 
 
+def test_only_the_forward_product_accumulates_fast(monkeypatch):
+    """As in torchao and Transformer Engine. The meta device stands for CUDA."""
+    fast = []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(
+        torch,
+        "_scaled_mm",
+        lambda *a, **kw: fast.append(kw.get("use_fast_accum", False)) or scaled_mm(*a, **kw),
+    )
+    x, weight, _, grad = (t.to("meta", torch.bfloat16) for t in inputs())
+    linear_fp8(x.requires_grad_(), weight.requires_grad_(), scaling=Itself()).backward(grad)
+    assert fast == [True, False, False]
+    rows = x.detach().flatten(0, 1).requires_grad_()
+    weight = weight.detach()[None].requires_grad_()
+    grouped_linear_fp8(rows, weight, [32], scaling=Itself()).backward(grad.flatten(0, 1))
+    assert fast[3:] == [True, False, False]
+
+
 @pytest.mark.parametrize("counts", [[5, 0, 19, 16], [0, 0, 0, 0]])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_layer_of_experts_is_one_layer_per_expert(counts, accumulate):
@@ -233,8 +237,9 @@ def test_a_layer_of_experts_is_one_layer_per_expert(counts, accumulate):
     scaling = Itself()
     y = grouped_linear_fp8(x, weight, counts, scaling=scaling, accumulate_into=total)
     y.backward(grad)
-    largest = [float(t.detach().abs().max()) if len(t) else 0.0 for t in (x, weight, grad)]
-    assert scaling.asked == [(largest[:2], True), largest[2:]]
+    order = (1, weight), (0, x), (2, grad)
+    largest = [(which, float(t.detach().abs().max()) if len(t) else 0.0) for which, t in order]
+    assert scaling.asked == [(*one, True) for one in largest]
     pairs = ((x.detach(), E4M3), (weight.detach(), E4M3), (grad, E5M2))
     qx, qw, qg = (cast(t, dtype) if len(t) else t.double() for t, dtype in pairs)
     grad_x, grad_weight = torch.zeros_like(qx), torch.zeros_like(qw)

@@ -252,6 +252,17 @@ def test_a_library_whose_extension_does_not_load_is_not_there(monkeypatch, tmp_p
     load_problems.load_problem.cache_clear()
 
 
+def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch, tmp_path):
+    """Its modules lie in the same namespace."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    load_problems.load_problem.cache_clear()
+    assert "not installed" in flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64)
+    load_problems.load_problem.cache_clear()
+    del sys.modules["flash_attn"]
+
+
 def test_libraries_that_are_there_may_run(libraries):
     assert load_problems.transformer_engine_unavailable_reason(CUDA, torch.bfloat16) is None
     assert flash_attention.unavailable_reason(CUDA, torch.float16, 128) is None

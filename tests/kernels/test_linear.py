@@ -132,6 +132,16 @@ def test_through_fp32_the_accumulated_gradient_is_never_rounded(monkeypatch, dty
     assert not torch.equal(main_grad, main_grad.to(dtype).float())
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_bias_gradient_in_fp32_is_never_rounded(monkeypatch, dtype):
+    monkeypatch.setattr(module.native, "runs", lambda x: False)
+    x, weight, bias, grad = inputs(dtype)
+    main_grad = torch.zeros(bias.shape)
+    linear(x, weight, bias, accumulate_bias_into=main_grad).backward(grad)
+    exact = formulas(x, weight, bias, grad)[3]
+    torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
+
+
 def test_a_low_precision_buffer_is_added_to_in_its_own_format(native):
     x, weight, bias, grad = inputs(torch.bfloat16)
     buffer = torch.zeros(weight.shape, dtype=torch.bfloat16)
@@ -302,6 +312,21 @@ def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp3
         torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
     else:
         assert (main_grad - exact).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_graph_adds_weight_gradients_as_eager_layers(monkeypatch, native, addmm_in_fp32, dtype):
+    """Over two micro-batches, into a view of the gradients of all parameters."""
+    monkeypatch.setattr(module, "gemm_adds_in_fp32", lambda device, dtype: addmm_in_fp32)
+    torch._dynamo.reset()
+    sums = []
+    for call in (linear, torch.compile(linear, backend="aot_eager", dynamic=False)):
+        x, weight, _, grad = inputs(dtype)
+        flat = torch.zeros(2 * weight.numel())
+        for _ in range(2):
+            call(x, weight, accumulate_into=flat[weight.numel() :].view_as(weight)).backward(grad)
+        sums.append(flat)
+    assert sums[0].count_nonzero() and torch.equal(*sums)
 
 
 def test_only_cuda_and_16_bits_are_tried(monkeypatch):

@@ -1,6 +1,7 @@
 """Batches from samples: shift, masks and positions at document ends, and which samples an iteration
 reads."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -239,6 +240,23 @@ def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
     )
     with pytest.raises(ValueError):
         next(batch.handed_out(broken(), None, False))
+
+
+def test_closing_the_samples_ends_the_workers_though_their_iterator_is_alive(monkeypatch):
+    """As Python 3.12 keeps it until the exit now and then, where the workers are killed."""
+    kept = []
+    handed_out = batch.handed_out
+
+    def keeping(batches, *rest):
+        kept.append(batches)
+        return handed_out(batches, *rest)
+
+    monkeypatch.setattr(batch, "handed_out", keeping)
+    samples = load_samples(NotPickled(), iter([[0], [1], [2]]), 1)
+    next(samples)
+    assert multiprocessing.active_children()
+    samples.close()
+    assert kept and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

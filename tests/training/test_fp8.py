@@ -3,11 +3,18 @@ layout, each flag seen."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatron.parallel import fp8
 from megatron.parallel.fp8 import PREFIX
-from tests.runs import NO_DROPOUT, SMALL, same_tensors, train, with_flags
+from megatron.training.batch import MicroBatch
+from megatron.training.step import forward_backward
+from megatron.training.step_sums import StepSums
+from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, train, with_flags
+from tests.training.built_runs import built
 
 EXACT = ("iteration", "lm_loss", "grad_norm")
 RUN = [*with_flags(SMALL, *NO_DROPOUT), "--mock-data", "--train-iters", "8", "--eval-iters", "0"]
@@ -20,7 +27,7 @@ DELAYED = [
     "max",
 ]
 TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
-pytestmark = pytest.mark.campaign
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 
 
 def saving(folder, *flags):
@@ -36,6 +43,7 @@ def saving(folder, *flags):
     ]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "world, more",
     [(1, ["--bf16"]), (2, ["--tensor-model-parallel-size", "2"])],
@@ -56,6 +64,7 @@ def test_a_killed_run_goes_on_with_its_scales(tmp_path, world, more):
     same_tensors(resumed.tensors(), straight.tensors())
 
 
+@pytest.mark.campaign
 def test_scales_begin_anew_where_a_checkpoint_has_none(tmp_path):
     argv = [*with_flags(saving(tmp_path / "run"), "--train-iters", "16"), "--exit-interval", "4"]
     train(tmp_path / "run", argv)
@@ -69,21 +78,14 @@ def test_scales_begin_anew_where_a_checkpoint_has_none(tmp_path):
     assert train(tmp_path / "without", argv).rows[-1]["iteration"] == 16  # and without fp8 again
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
 def test_layouts_and_recompute_give_the_same(tmp_path, recipe):
     """Equal scales leave only the order of fp32 sums, and the casts that it tips over; recompute
     repeats every bit."""
     argv = [*with_flags(RUN, "--train-iters", "5"), *recipe, "--save-interval", "5"]
     one = train(tmp_path / "one", [*argv, "--save", str(tmp_path / "one/save")])
-    full = [
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    ]
-    again = train(tmp_path / "again", [*argv, *full, "--save", str(tmp_path / "again/save")])
+    again = train(tmp_path / "again", [*argv, *FULL, "--save", str(tmp_path / "again/save")])
     assert again.series(*EXACT) == one.series(*EXACT)
     same_tensors(again.tensors(), one.tensors())
     tp = ["--tensor-model-parallel-size", "2"]
@@ -111,6 +113,7 @@ def test_layouts_and_recompute_give_the_same(tmp_path, recipe):
             )
 
 
+@pytest.mark.campaign
 def test_every_flag_changes_the_numbers(tmp_path):
     runs = {
         "none": [],
@@ -135,6 +138,7 @@ def test_every_flag_changes_the_numbers(tmp_path):
     )
 
 
+@pytest.mark.campaign
 def test_without_an_update_training_goes_on(tmp_path):
     """Steps that overflow leave no trace in the scales; the first that does not finds some."""
     for power, updates in ((40, False), (22, True)):
@@ -157,6 +161,7 @@ EXPERTS = (
 ).split()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
 def test_experts_in_every_layout_and_with_recompute(tmp_path, recipe):
     """As dense layers: scales of all experts of a layer, equal on all ranks."""
@@ -196,3 +201,72 @@ def test_experts_in_every_layout_and_with_recompute(tmp_path, recipe):
         assert mine.keys() == theirs.keys()
         for scale in scales:
             torch.testing.assert_close(mine[scale], theirs[scale], rtol=0.05, atol=0.0)
+
+
+def gradients(monkeypatch, keeps: bool, *flags: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Those of two steps of two micro-batches, with an update between them; how many weights each
+    step cast."""
+    casts = []
+    cast = fp8.cast_weight
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "cast_weight", lambda *args: casts.append(1) or cast(*args))
+        if not keeps:
+            patch.setattr(fp8, "weights_cast_once", nullcontext)
+        run = built(*NO_DROPOUT, "--global-batch-size", "4", *flags)
+        random = torch.Generator().manual_seed(1)
+        found, counts = [], []
+        for iteration in (1, 2):
+            rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
+            run.buffers.zero(2)
+            casts.clear()
+            sums = StepSums(run.runtime.device, routers=run.config.model.router_numbers)
+            forward_backward(run, plot().forward_step, map(MicroBatch, rows), sums, iteration, 0)
+            counts.append(len(casts))
+            found.append(run.buffers.flat.clone())
+            run.optimizer.step()
+            if run.fp8:
+                run.fp8.step(True)
+    return found, counts
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [DELAYED, [*TENSORWISE, "--bf16"], [*DELAYED, *FULL], [*TENSORWISE, *EXPERTS[:-4]]],
+    ids=["delayed", "bf16", "recompute", "experts"],
+)
+def test_a_step_casts_each_weight_once(monkeypatch, flags):
+    once, counts = gradients(monkeypatch, True, *flags)
+    always, many = gradients(monkeypatch, False, *flags)
+    layers = 12 if "--num-experts" in flags else 8
+    passes = 4 if flags[-len(FULL) :] == FULL else 2
+    assert counts == [layers] * 2 and many == [passes * layers] * 2
+    assert all(torch.equal(a, b) for a, b in zip(once, always, strict=True))
+    assert not torch.equal(*once)
+
+
+def cast_always() -> None:
+    fp8.weights_cast_once = nullcontext
+
+
+OVERLAP = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--ddp-bucket-size 3000 --bf16"
+).split()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "flags",
+    [OVERLAP, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]],
+    ids=["overlap", "tp"],
+)
+def test_kept_casts_are_those_of_the_weights(tmp_path, flags):
+    """Over weights that other ranks update and a load writes, with evaluations between."""
+    runs = []
+    for name, hook in (("kept", None), ("always", cast_always)):
+        argv = [*with_flags(saving(tmp_path / name, *DELAYED, *flags), "--eval-iters", "1")]
+        argv += ["--eval-interval", "2"]
+        train(tmp_path / name, [*argv, "--exit-interval", "4"], 2, hook=hook)
+        runs.append(train(tmp_path / name, argv, 2, hook=hook))
+    assert runs[0].series(*EXACT) == runs[1].series(*EXACT)
+    same_tensors(runs[0].tensors(), runs[1].tensors())

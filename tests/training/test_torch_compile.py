@@ -3,15 +3,20 @@ their numbers against those of eager layers."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import torch
 
-from megatron.training import loop
+from megatron.kernels import attention as attention_kernels
+from megatron.kernels import cu_seqlens, dropout
+from megatron.model import attention, layer
+from megatron.training import batch, loop
 from megatron.training.batch import MicroBatch
 from megatron.training.step import forward_backward
 from megatron.training.step_sums import StepSums
+from tests.kernels.cuda.flash_on_cpu import on_cpu
 from tests.parity.layouts import CAMPAIGN, CASES, LLAMA, SWEEP
 from tests.runs import NO_DROPOUT, SMALL, plot, train, with_flags
 from tests.training.built_runs import built
@@ -26,8 +31,6 @@ for _name, _case in (CASES | CAMPAIGN | SWEEP).items():
     if "--num-experts" not in _case.model:
         _model = ["[0,1]*6" if word == "[0,1]" else word for word in _case.model]
         KINDS.setdefault(tuple(with_flags(_model, *LAYERS)), _name)
-# Layers with positions and without; what is computed outside.
-GRAPHS = {"--no-rope-freq": 2, "--reset-attention-mask": 4, "--hidden-dropout": 5}
 # Flags, and the rounding as a part of the norm of all gradients.
 PRECISIONS = {
     "fp64": ("--fp64", 1e-12),
@@ -43,8 +46,8 @@ def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> t
     torch._dynamo.utils.counters.clear()
     base = [*NO_DROPOUT, "--global-batch-size", "4", *["--torch-compile"] * bool(backend)]
     run = built(*with_flags(base, *flags), device=device)
-    for layer in run.model[0].decoder.layers.values() if backend else ():
-        layer.compile(dynamic=False, backend=backend)
+    for one in run.model[0].decoder.layers.values() if backend else ():
+        one.compile(dynamic=False, backend=backend)
     random = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
     run.buffers.zero(2)
@@ -61,12 +64,35 @@ REST = [
 ]
 
 
+def another_number_of_documents(monkeypatch) -> None:
+    """In each micro-batch."""
+    numbers = itertools.count(3)
+
+    def with_lengths(document_ids, on_host):
+        document_ids.cu_seqlens = torch.empty(next(numbers), dtype=torch.int32, device="meta")
+        return document_ids
+
+    monkeypatch.setattr(batch, "with_lengths", with_lengths)
+
+
+@pytest.mark.campaign
+def test_fp8_layers_are_two_graphs():
+    """That of the first micro-batch, which casts the weights, and that of the others."""
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --bf16".split()
+    gradients(*fp8, *LAYERS, device="meta", backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
 @pytest.mark.parametrize("kind", [*QUICK, *REST])
-def test_layers_of_a_kind_are_one_graph(kind):
+def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
     """With the kernels of CUDA, for which the meta device stands."""
+    another_number_of_documents(monkeypatch)
     gradients(*kind, "--bf16", device="meta", backend="aot_eager")
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert 1 <= graphs <= max(GRAPHS.get(flag, 1) for flag in kind)
+    counters = torch._dynamo.utils.counters
+    # layers without positions are another graph than those with
+    assert counters["stats"]["unique_graphs"] == 1 + ("--no-rope-freq" in kind)
+    assert not counters["graph_break"]
 
 
 def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None:
@@ -87,6 +113,42 @@ def test_compiled_gated_layers_have_the_gradients_of_eager_ones(kind, precision)
 @pytest.mark.parametrize("kind", REST)
 def test_compiled_layers_have_the_gradients_of_eager_ones(kind):
     assert_as_eager(kind, "fp64", "aot_eager")
+
+
+@pytest.fixture
+def kernels_of_cuda(monkeypatch):
+    """Dropout and attention with masks are one operation each, on the CPU."""
+    masks = batch._masks
+
+    def with_lengths(*args):
+        *others, documents = masks(*args)
+        return *others, cu_seqlens.with_lengths(documents, documents)
+
+    monkeypatch.setattr(batch, "_masks", with_lengths)
+    for module in (attention_kernels, attention):
+        monkeypatch.setattr(module, "torch_flash_unavailable_reason", lambda *_: None)
+    for module in (dropout, layer):
+        monkeypatch.setattr(module, "fused_ops", lambda *_: True)
+    library = torch.library.Library("megatron", "IMPL", "CPU")
+    library.impl("drop", lambda x, p, seed: dropout._drop(x, p, int(seed)))
+    with on_cpu():
+        yield
+    library._destroy()
+
+
+MASKS = "--hidden-dropout 0.1 --attention-dropout 0.2 --reset-attention-mask"
+
+
+@pytest.mark.parametrize(
+    "backend, flags",
+    [
+        ("aot_eager", "--recompute-granularity selective"),
+        pytest.param("inductor", "", marks=pytest.mark.campaign),
+    ],
+)
+def test_masks_in_the_graph_are_those_of_eager_layers(kernels_of_cuda, backend, flags):
+    assert_as_eager(tuple(f"{MASKS} {flags}".split()), "fp64", backend)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def count_graphs() -> None:

@@ -4,7 +4,10 @@
 Every contestant is a process of its own, from the same weights and on the same samples; before any
 clock runs the losses must agree. The processes take turns, one turn of about half a second (at
 least two steps, of which the first is not timed) per round, the order moving on by one every round;
-all others are stopped meanwhile (SIGSTOP), so that none of their threads takes a core.
+all others are stopped meanwhile (SIGSTOP), so that none of their threads takes a core. On CUDA a
+stopped process would keep the device's memory: there one contestant has all its turns and ends
+before the next one starts, and the first steps (--warmup), which make cuDNN's plans and compile
+kernels, are not timed.
 
 Each contestant runs with its own defaults (no variable for threads in its environment; ours sets
 what pretrain_gpt.py sets) and with each setting of --env. After three rounds it keeps its defaults
@@ -137,8 +140,8 @@ def add_measurement(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile",
         action="store_true",
-        help="on a CPU: where the time of our step goes, by torch's profiler, in steps after the "
-        "race",
+        help="where the time of our step goes, by torch's profiler, in steps after its turns: by "
+        "kinds of work, on CUDA by kernels",
     )
     add(
         "--rounds",
@@ -281,10 +284,6 @@ def complete(options: argparse.Namespace, device: str) -> None:
         options.contestants = [] if cuda else list(OTHERS)
     if options.alone:
         options.contestants = []
-    if options.profile and cuda:
-        raise ValueError(
-            "--profile: counts the operations of a CPU; give --device cpu, or use nsys on CUDA"
-        )
     _remove_contestants(
         options, "transformers", "transformers is not installed", _has_transformers()
     )

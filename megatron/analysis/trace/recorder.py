@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from megatron.kernels.cuda import torch_flash  # noqa: F401 (defines the operation)
 from megatron.parallel.simulated_group import Message, message_of, on_wait, started
 
 # Functions that may read a number from the device in a step: the sums of the step (loss, requests),
@@ -66,6 +67,10 @@ NO_LAUNCH = {
     "device",
     "record_stream",
 }
+# Of the same arguments.
+flop_registry[torch.ops.megatron.flash_attention] = flop_registry[
+    torch.ops.aten._flash_attention_forward
+]
 KINDS = {
     "batch-generator": "batch",
     "forward-compute": "activations",

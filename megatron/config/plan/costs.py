@@ -6,6 +6,7 @@ no scores, dropout no masks). Tests measure it in real runs.
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import NamedTuple
 
@@ -173,8 +174,9 @@ class Sizes:
         return kept + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
     def loss_scratch(self) -> int:
-        """What the loss holds while it runs: a block of logits in its own dtype."""
-        if self.native and not self.config.precision.fp16_lm_cross_entropy:
+        """What the loss holds while it runs: a block of logits in its own dtype; nothing where one
+        kernel computes it (C++, or Triton on CUDA)."""
+        if self.native or not self.on_cpu and self.loss == 4:
             return 0
         rows = max(1, LOSS_BLOCKS[not self.on_cpu] // self.vocab)
         return min(rows, self.tokens) * self.vocab * self.loss
@@ -190,9 +192,10 @@ class Sizes:
 
 class Activations(NamedTuple):
     """Bytes of activations of a rank at its peak: `stored` between forward and backward, by `alive`
-    (micro-batch, chunk) pairs; `head`: final norm, logits and loss of one micro-batch; `again`:
-    layers that are computed a second time; `moving`: hidden states and gradients that travel
-    between stages; `backward`: the most that backward holds of head or again, and gradients."""
+    (micro-batch, chunk) pairs, and FP8 copies of weights; `head`: final norm, logits and loss of
+    one micro-batch; `again`: layers that are computed a second time; `moving`: hidden states and
+    gradients that travel between stages; `backward`: the most that backward holds of head or again,
+    and gradients."""
 
     stored: int
     alive: int
@@ -226,6 +229,27 @@ def embedding_activations(config: Config, plan: Plan) -> int:
     return sizes.tokens * (IDS + 1) if sizes.tp > 1 else 0
 
 
+def fp8_weights(config: Config, plan: Plan, stage: int) -> int:
+    """Bytes of the FP8 copies of a rank's weights (kernels/fp8.py), which are kept during the
+    micro-batches of a step: one as it is and, except on a CPU, one transposed."""
+    p = config.parallel
+    if config.precision.fp8 is None:
+        return 0
+    axes = {
+        "tp": p.tensor_model_parallel_size,
+        "ep": p.expert_model_parallel_size,
+        "etp": p.expert_tensor_parallel,
+    }
+    dense = config.kernels.transformer_impl != "transformer_engine"
+    elements = sum(
+        math.prod(spec.local_shape(axes))
+        for spec in plan.parameters_of(stage)
+        if ".linear_" in spec.name and spec.name.endswith(".weight")
+        if dense or "ep" in dict(spec.splits)
+    )
+    return elements * (1 if config.training.device == "cpu" else 2)
+
+
 def activations(config: Config, plan: Plan, stage: int) -> Activations:
     """Of a rank of a pipeline stage, in the step with the most micro-batches."""
     chunks = plan.layers_per_stage[stage]
@@ -255,4 +279,5 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
         backward = max(backward, sizes.embedding_backward() - one)
     moving = messages_waiting(stage, stages, len(chunks), config.parallel.overlap_p2p_comm)
     moving *= sizes.rows * sizes.hidden * sizes.residual
-    return Activations(alive * one, alive, head, again, moving, backward)
+    stored = alive * one + fp8_weights(config, plan, stage)
+    return Activations(stored, alive, head, again, moving, backward)

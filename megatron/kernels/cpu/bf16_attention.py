@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.kernels.cpu.native import BUILD
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.qkv import contiguous_vectors, gradients_like, sizes
 
@@ -31,9 +32,9 @@ def _load() -> _Kernel | str:
     try:
         from megatron.kernels.cpu import bf16_attention_cpp as found
     except ImportError as error:
-        return f"{NAME} is not built ({error}); pip install . builds it"
+        return f"{NAME} is not built ({error}); {BUILD} builds it"
     if getattr(found, "INTERFACE", None) != INTERFACE:
-        return f"{NAME} is of another version; pip install . rebuilds it"
+        return f"{NAME} is of another version; {BUILD} rebuilds it"
     return _Kernel(found, amx and found.tiles_are_there())
 
 

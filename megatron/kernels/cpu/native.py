@@ -12,6 +12,7 @@ from torch import Tensor
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
 INTERFACE = 6
+BUILD = "MEGATRON_CPU_KERNELS=1 pip install ."  # setup.py omits them where there is a GPU
 
 
 @cache
@@ -24,9 +25,9 @@ def load_built(file: str, interface: int, capability: str):
     try:
         found = import_module(name)
     except ImportError as error:
-        return f"{name} is not built ({error}); pip install . builds it"
+        return f"{name} is not built ({error}); {BUILD} builds it"
     if getattr(found, "INTERFACE", None) != interface:
-        return f"{name} is of another version; pip install . rebuilds it"
+        return f"{name} is of another version; {BUILD} rebuilds it"
     return found
 
 
@@ -178,12 +179,20 @@ def drop(x: Tensor, bits: Tensor, most: int, factor: float, out: Tensor) -> None
     _call("drop", x, x, bits, out, x.numel(), most, factor)
 
 
-def log_sums(logits: Tensor, valid: int) -> Tensor:
-    """Of the first `valid` columns of each row of contiguous logits [n, v]: the largest, what the
-    logsumexp is above it, and the sum, fp32 [3, n]."""
-    out = torch.empty(3, len(logits))
+def row_losses(
+    logits: Tensor, columns: Tensor, valid: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Of the first `valid` columns of each row of contiguous logits [n, v]: the loss, fp32 [n], of
+    the label in `columns` (int64 [n], each below `valid`) with label smoothing; and, fp32 [4, n],
+    the largest, what the logsumexp is above it, the sum, and the label's logit."""
+    out = torch.empty(4, len(logits))
     _call("log_sums", logits, logits, out, *logits.shape, valid)
-    return out
+    largest, logs, sums, target = out
+    target.copy_(logits[:, :valid].gather(1, columns[:, None]).squeeze(1))
+    loss = logs + (largest - target)
+    if smoothing:
+        loss = loss * (1.0 - smoothing) + (logs + (largest - sums / valid)) * smoothing
+    return loss, out
 
 
 def loss_grad(
@@ -194,10 +203,11 @@ def loss_grad(
     columns: Tensor,
     grads: Tensor,
     hits: Tensor,
+    share: float,
     uniform: float,
 ) -> None:
-    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits into the
-    memory of contiguous logits [n, v], 0 in columns from `valid` on. largest, logs, grads, hits
+    """Puts (exp(logits - largest - logs) - uniform) * grads - onehot(columns) * hits * share into
+    the memory of contiguous logits [n, v], 0 in columns from `valid` on. largest, logs, grads, hits
     fp32 [n], columns int64 [n], each below `valid`."""
-    rows = [t.contiguous() for t in (largest, logs, grads, hits, columns)]
+    rows = [t.contiguous() for t in (largest, logs, grads, hits * share, columns)]
     _call("loss_grad", logits, logits, *rows, *logits.shape, valid, uniform)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 
 import torch
 
 from megatron import optional
+from megatron.kernels.cuda import fused_ops as operations
 from megatron.kernels.libraries import load_problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,7 +20,7 @@ def fused_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
         return None
     if unavailable_reason(device, dtype) is not None:
         return None
-    return optional.load("megatron.kernels.cuda.fused_ops")
+    return operations
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -30,6 +32,17 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "meta":
         return None
     why_not = load_problem("triton", "triton", "it comes with torch's CUDA builds for Linux")
-    if why_not is None:
-        optional.load("megatron.kernels.cuda.triton_kernels")
-    return why_not
+    return why_not or _launch_problem(device)
+
+
+@cache
+def _launch_problem(device: torch.device) -> str | None:
+    """Why a kernel of one block does not run there. Triton compiles C for its first launch, which
+    fails without a compiler or Python's headers, in the middle of the first step."""
+    kernels = optional.load("megatron.kernels.cuda.triton_kernels")
+    try:
+        kernels.RUNS["swiglu"](torch.zeros(2, 1, device=device)).tolist()
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return f"Triton's first kernel fails ({reason}); it needs gcc and Python.h (python3-dev)"
+    return None

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LIBRARY = torch.library.Library("megatron", "DEF")
+LIBRARY = torch.library.Library("megatron", "FRAGMENT")  # others may define operations there too
 LIBRARY.define("swiglu(Tensor gate_up) -> Tensor")
 LIBRARY.define("swiglu_backward(Tensor gate_up, Tensor grad) -> Tensor")
 LIBRARY.define("rotate(Tensor x, Tensor cos, Tensor sin, int sign, bool interleaved) -> Tensor")
-LIBRARY.define("drop(Tensor x, float p, int seed) -> Tensor")
+LIBRARY.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
 LIBRARY.impl("swiglu", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta")
 LIBRARY.impl("swiglu_backward", lambda x, grad: x.new_empty(x.shape), "Meta")
 LIBRARY.impl("rotate", lambda x, *_: x.new_empty(x.shape), "Meta")
@@ -52,13 +52,15 @@ class Rotary(torch.autograd.Function):
 
 
 class Dropout(torch.autograd.Function):
-    """Draws its mask again in backward."""
+    """Draws its mask again in backward. `seed`: int64 on the CPU, without dimensions; a graph would
+    hold an integer as a constant, and be compiled anew for the next."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
-        ctx.options = p, seed
+    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor) -> Tensor:
+        ctx.save_for_backward(seed)
+        ctx.p = p
         return torch.ops.megatron.drop(x, p, seed)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return torch.ops.megatron.drop(grad, *ctx.options), None, None
+        return torch.ops.megatron.drop(grad, ctx.p, *ctx.saved_tensors), None, None

@@ -1,15 +1,73 @@
 """Torch's flash kernel on CUDA where its public entrance does not lead: attention with reproducible
-dropout, and inside documents."""
+dropout, and inside documents. One operation (`megatron::flash_attention`), so that a compiled layer
+seeds the generator too."""
 
 from __future__ import annotations
 
 import contextlib
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from megatron import device as devices
 from megatron.kernels.cu_seqlens import cumulative_lengths
+from megatron.kernels.cuda.fused_ops import LIBRARY
+
+INSTALL_FA4 = "pip install 'flash-attn-4[cu13]'"
+FA4_TOLERANCE = 0.05  # between two kernels of 16 bits
+
+# The arguments begin as those of torch's _flash_attention_forward.
+LIBRARY.define(
+    "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? ends, Tensor? ends_k, int s, int s_k, "
+    "float p, float scale, Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _forward(  # noqa: PLR0913 (as the operation)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor | None,
+    ends_k: Tensor | None,
+    s: int,
+    s_k: int,
+    p: float,
+    scale: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, ...]:
+    with contextlib.nullcontext() if seed is None else devices.kernel_seed(q.device, seed):
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, ends, ends_k, s, s_k, p, True, False, scale=scale
+        )[:4]
+
+
+LIBRARY.impl("flash_attention", _forward, "CompositeExplicitAutograd")
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps what torch's derivative keeps; `state` is that of the generator in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        q, k, v, ends, s, p, scale, seed = args
+        out, lse, state, unused = torch.ops.megatron.flash_attention(
+            q, k, v, ends, ends, s, s, p, scale, seed
+        )
+        ctx.save_for_backward(q, k, v, out, lse, state, unused, ends)
+        ctx.options = s, p, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        *tensors, state, unused, ends = ctx.saved_tensors
+        s, p, scale = ctx.options
+        grads = torch.ops.aten._flash_attention_backward(
+            grad, *tensors, ends, ends, s, s, p, True, state, unused, scale=scale
+        )
+        return *grads, None, None, None, None, None
 
 
 def flash_attention(
@@ -18,11 +76,11 @@ def flash_attention(
     v: Tensor,
     scale: float,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
-    [b, s] if there are any.
+    [b, s] if there are any. `seed`: as of kernels/dropout.py.
 
     Dao 2023 (FlashAttention-2). The kernel draws dropout masks from the device's generator, which
     gets `seed` before, and backward draws them again from the state it had: the mask is a pure
@@ -35,11 +93,48 @@ def flash_attention(
     if document_ids is not None:
         ends = cumulative_lengths(document_ids)
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    drawn = devices.kernel_seed(q.device, seed) if dropout_p else contextlib.nullcontext()
-    with drawn:
-        out, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, ends, s, s, dropout_p, True, False, scale=scale
-        )
+    seed = torch.as_tensor(seed) if dropout_p else None
+    out = _FlashAttention.apply(q, k, v, ends, s, dropout_p, scale, seed)
     if ends is not None:
         out = out.unflatten(0, (b, s))
     return out.transpose(0, 1)
+
+
+@cache
+def fa4_unavailable_reason(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int
+) -> str | None:
+    """Why FlashAttention-4 cannot run in place of torch's own flash kernel; None once it does, in
+    this process. It is tried against that kernel with documents, forward and backward."""
+    if device.type != "cuda":
+        return f"needs a CUDA device, but the device is {device.type}"
+    shape = (device, dtype, heads, groups, head_dim)
+    try:
+        wanted = _sample(*shape)
+        activate_flash_attention_impl("FA4")
+        pairs = zip(_sample(*shape), wanted, strict=True)
+        near = {"rtol": FA4_TOLERANCE, "atol": FA4_TOLERANCE}
+        if all(torch.allclose(*pair, **near) for pair in pairs):
+            return None
+        reason = "fails here (its results are not those of FlashAttention-2)"
+    except ImportError as error:
+        reason = f"does not load ({error}); {INSTALL_FA4}"
+    except Exception as error:  # a kernel compiled at its first launch raises anything
+        reason = f"fails here ({(str(error) or type(error).__name__).splitlines()[0]})"
+    restore_flash_attention_impl(_raise_warn=False)  # also where it was not activated
+    return reason
+
+
+def _sample(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int
+) -> list[Tensor]:
+    """The result of two documents of 128 positions, and its gradients."""
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(128, 1, n, head_dim, generator=random).to(device, dtype).requires_grad_()
+        for n in (heads, groups, groups)
+    )
+    ids = (torch.arange(128) >= 40).long().unsqueeze(0).to(device)
+    with torch.enable_grad():
+        out = flash_attention(q, k, v, head_dim**-0.5, document_ids=ids)
+        return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]

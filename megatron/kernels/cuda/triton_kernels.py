@@ -1,13 +1,14 @@
-"""The operations of fused_ops.py as Triton kernels, for CUDA. The only importer of triton."""
+"""The operations of fused_ops.py and loss_ops.py as Triton kernels, for CUDA."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.cuda.fused_ops import LIBRARY
+from megatron.kernels.cuda.loss_ops import LIBRARY
 
 BLOCK = 1024
+COLUMNS = 4096  # of a row of logits that a block takes at a time
 
 
 @triton.jit
@@ -86,6 +87,77 @@ def _drop_kernel(x, out, total, p, scale, seed, BLOCK: tl.constexpr):
     tl.store(out + at, tl.where(kept, value, 0.0), mask=inside)
 
 
+@triton.jit
+def _row_losses_kernel(
+    logits,
+    columns,
+    loss,
+    sums,
+    rows,
+    width,
+    valid,
+    smoothing,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each thread keeps the largest and the sums of its own columns, rescaled once a vector;
+    threads meet at the end of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * width
+    at = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    top = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
+    of_exp = tl.zeros([BLOCK // VECTOR], tl.float32)
+    linear = tl.zeros([BLOCK // VECTOR], tl.float32)
+    for start in range(0, width, BLOCK):
+        # a mask by `valid`, which may be odd, would make the loads scalar
+        x = tl.load(line + start + at, mask=start + at < width, other=0.0).to(tl.float32)
+        real = start + at < valid
+        linear += tl.sum(tl.where(real, x, 0.0), 1)
+        x = tl.where(real, x, float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no difference of infinities
+        of_exp = of_exp * tl.exp(top - base) + tl.sum(tl.exp(x - base[:, None]), 1)
+        top = higher
+    largest = tl.max(top, 0)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    log = tl.log(tl.sum(of_exp * tl.exp(top - base), 0))
+    total = tl.sum(linear, 0)
+    label = tl.load(line + tl.load(columns + row)).to(tl.float32)
+    plain = log + (largest - label)
+    spread = log + (largest - total / valid)
+    smooth = plain * (1.0 - smoothing) + spread * smoothing
+    tl.store(loss + row, tl.where(smoothing > 0.0, smooth, plain))
+    tl.store(sums + row, largest)
+    tl.store(sums + rows + row, log)
+    tl.store(sums + 2 * rows + row, total)
+    tl.store(sums + 3 * rows + row, label)
+
+
+@triton.jit
+def _loss_grad_kernel(  # noqa: PLR0913
+    logits,
+    largest,
+    logs,
+    columns,
+    grads,
+    hits,
+    share,
+    uniform,
+    width,
+    valid,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits + row * width + at
+    x = tl.load(place, mask=at < width, other=0.0).to(tl.float32)
+    p = tl.exp(x - tl.load(largest + row) - tl.load(logs + row))
+    hit = tl.load(hits + row) * share
+    grad = (p - uniform) * tl.load(grads + row)
+    grad -= tl.where(at == tl.load(columns + row), hit, 0.0)
+    tl.store(place, tl.where(at < valid, grad, 0.0), mask=at < width)
+
+
 def _grid(total: int) -> tuple[int]:
     return (triton.cdiv(total, BLOCK),)
 
@@ -132,11 +204,59 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -
     return out
 
 
-def _drop(x: Tensor, p: float, seed: int) -> Tensor:
+def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    _drop_kernel[_grid(x.numel())](x, out, x.numel(), p, 1.0 / (1.0 - p), seed, BLOCK=BLOCK)
+    scale = 1.0 / (1.0 - p)
+    _drop_kernel[_grid(x.numel())](x, out, x.numel(), p, scale, int(seed), BLOCK=BLOCK)
     return out
+
+
+def _row_losses(
+    logits: Tensor, columns: Tensor, valid: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    n, width = logits.shape
+    loss = logits.new_empty(n, dtype=torch.float32)
+    sums = logits.new_empty(4, n, dtype=torch.float32)
+    _row_losses_kernel[(n,)](
+        logits,
+        columns.contiguous(),
+        loss,
+        sums,
+        n,
+        width,
+        valid,
+        float(smoothing),
+        VECTOR=16 // logits.element_size(),
+        BLOCK=COLUMNS,
+        num_warps=8,
+    )
+    return loss, sums
+
+
+def _loss_grad(  # noqa: PLR0913
+    logits: Tensor,
+    valid: int,
+    largest: Tensor,
+    logs: Tensor,
+    columns: Tensor,
+    grads: Tensor,
+    hits: Tensor,
+    share: float,
+    uniform: float,
+) -> Tensor:
+    n, width = logits.shape
+    _loss_grad_kernel[(n, triton.cdiv(width, COLUMNS))](
+        logits,
+        *(t.contiguous() for t in (largest, logs, columns, grads, hits)),
+        float(share),
+        float(uniform),
+        width,
+        valid,
+        BLOCK=COLUMNS,
+        num_warps=8,
+    )
+    return logits
 
 
 RUNS = {
@@ -144,6 +264,8 @@ RUNS = {
     "swiglu_backward": _swiglu_backward,
     "rotate": _rotate,
     "drop": _drop,
+    "row_losses": _row_losses,
+    "loss_grad_": _loss_grad,
 }
 for _name, _run in RUNS.items():
     LIBRARY.impl(_name, _run, "CUDA")

@@ -44,6 +44,9 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     for p in run.model.parameters():
         same = ctx.replicas(p.sharding.replicas).data
         yield p.sharding.name, p.sharding, same, parts(p.sharding, ctx, p.data)
+    # before the optimizer's, of which ranks have different numbers: `own_slices` counts
+    for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
+        yield name, sharding, ctx.dp_cp, parts(sharding, ctx, tensor)
     owned = {part.sharding.name: part for part in run.buffers.owned}
     for name, tensor in run.optimizer.tensors().items():
         part = owned[name.split(".", 2)[2]]
@@ -53,8 +56,6 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
             ctx.replicas(part.sharding.replicas).instances,
             parts(part.sharding, ctx, tensor, getattr(part, "span", None)),
         )
-    for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
-        yield name, sharding, ctx.dp_cp, parts(sharding, ctx, tensor)
 
 
 def parts(

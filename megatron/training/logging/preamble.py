@@ -16,6 +16,7 @@ from megatron.config.plan.plan import Plan
 from megatron.config.summary_lines import entry
 from megatron.config.tree import Config
 from megatron.data.plan_table import Row
+from megatron.kernels.cpu import native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
 from megatron.version import NAME, VERSION
@@ -26,6 +27,7 @@ _NAMES = {
     "torch's fused attention": "torch SDPA",
     "fp32 GEMM, rounded once": "fp32 GEMM (no native support for the parameter dtype)",
 }
+_FILLS_GPU = 4096  # tokens of a micro-batch; with fewer a GPU waits for Python
 _SHOWN = 3  # data sets of a split that are named
 
 
@@ -50,7 +52,39 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
             " arguments that differ from their defaults",
             *summary_lines.changed_arguments(config),
         ]
-    return [*lines, *summary_lines.noted(line.notes)]
+    return [*lines, *summary_lines.noted([*line.notes, *hints(config, runtime.device)])]
+
+
+def hints(config: Config, device: torch.device) -> list[str]:
+    """What makes a step on this device slower than it has to be, one line each."""
+    if device.type == "cpu":
+        capability = torch.backends.cpu.get_cpu_capability()
+        built = native.load(capability)
+        missing = capability in native.LEVELS and isinstance(built, str)
+        return [f"slower than necessary: {built}"] if missing else []
+    if device.type != "cuda":
+        return []
+    m = config.model
+    p = config.precision
+    t = config.training
+    tokens = t.micro_batch_size * m.seq_length // config.parallel.context_parallel_size
+    compiles = not (
+        m.num_experts
+        or config.kernels.transformer_impl == "transformer_engine"
+        or (p.fp8 and p.fp8_recipe == "delayed")
+    )
+    dropouts = {"attention": m.attention_dropout, "hidden": m.hidden_dropout}
+    rates = [f"--{name}-dropout {rate:g}" for name, rate in dropouts.items() if rate]
+    applies = {
+        "float32 GEMMs use no tensor cores: --bf16, or --tf32": (
+            p.params_dtype == "float32" and not p.tf32
+        ),
+        f"{' and '.join(rates)}: dropout takes time in every layer": bool(rates),
+        f"a micro-batch has {tokens:,} tokens per rank; {_FILLS_GPU:,} fill a GPU: raise "
+        "--micro-batch-size": tokens < _FILLS_GPU,
+        "--torch-compile fuses element-wise operations": compiles and not t.torch_compile,
+    }
+    return [f"faster: {text}" for text, holds in applies.items() if holds]
 
 
 def _run_line(config: Config, runtime: Runtime) -> str:

@@ -88,7 +88,7 @@ def test_dropout_and_documents_are_one_kernel():
     micro_batches = 16 // 2
     launches = [one.launches["forward-compute"] // micro_batches for one in traces]
     assert launches[1] - launches[0] <= 14
-    assert traces[0].operations["_flash_attention_forward"] == 2 * micro_batches
+    assert traces[0].operations["flash_attention"] == 2 * micro_batches
 
 
 def test_a_number_read_in_the_step():

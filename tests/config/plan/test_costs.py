@@ -114,6 +114,7 @@ def formula(world: int = 1, **flags) -> int:
         costs.embedding_activations(config, plan)
         + costs.chunk_activations(config, plan, range(4))
         + costs.Sizes(config, plan).head()
+        + costs.fp8_weights(config, plan, 0)
     )
 
 
@@ -155,6 +156,7 @@ MOE = LLAMA | dict(
 SELECTIVE = dict(recompute_granularity="selective")
 EXPERTS = {
     "experts": MOE,
+    "experts, 8 bits": MOE | dict(bf16=True, fp8="hybrid"),
     "experts, capacity": MOE | dict(moe_expert_capacity_factor=0.5),
     "experts, moe recomputed": MOE | SELECTIVE | dict(recompute_modules=("moe",)),
     "experts, activation recomputed": MOE | SELECTIVE | dict(recompute_modules=("moe_act",)),

@@ -3,10 +3,14 @@ test_fused_ops.py starts, because the interpreter is chosen before triton is imp
 
 from __future__ import annotations
 
-import torch
+from types import SimpleNamespace
 
-from megatron.kernels import functional
-from megatron.kernels.cuda import fused_ops, triton_kernels
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels import cross_entropy, functional
+from megatron.kernels.cuda import fused_ops, loss_ops, triton_kernels
+from megatron.parallel import cross_entropy as split_cross_entropy
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
@@ -53,7 +57,7 @@ def rotary(dtype: torch.dtype) -> None:
 def dropout(dtype: torch.dtype) -> None:
     p = 0.1
     x = (torch.rand(200, 150) + 1).to(dtype).requires_grad_()
-    call = lambda seed: fused_ops.Dropout.apply(x, p, seed)  # noqa: E731
+    call = lambda seed: fused_ops.Dropout.apply(x, p, torch.tensor(seed))  # noqa: E731
     out = call(2**62 + 5)
     kept = out != 0
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(x))
@@ -66,11 +70,86 @@ def dropout(dtype: torch.dtype) -> None:
     assert not torch.equal(kept[0], kept[1])
 
 
+def split_losses(parts: list[torch.Tensor], **options) -> list[torch.Tensor]:
+    """`parallel_cross_entropy` of each rank. Its second reduction depends on the result of the
+    first, so forward runs until both are known."""
+    known: dict[str, torch.Tensor] = {}
+    for op in ("max", "sum", "none"):
+        seen = []
+
+        def reduce(x: torch.Tensor, axis: SimpleNamespace, kind: str, seen=seen, op=op):
+            if kind == op:
+                seen.append(x)
+            return known[kind].clone() if kind in known else x
+
+        losses = [
+            split_cross_entropy.parallel_cross_entropy(
+                part, tp=SimpleNamespace(size=len(parts), rank=rank), reduce=reduce, **options
+            )
+            for rank, part in enumerate(parts)
+        ]
+        if seen:
+            known[op] = torch.stack(seen).amax(0) if op == "max" else torch.stack(seen).sum(0)
+    return losses
+
+
+def losses(dtype: torch.dtype) -> None:
+    """Several blocks and one, odd widths, ranks of padding alone, masked logits, ignored tokens."""
+    rows = 6
+    weights = torch.randn(rows).where(torch.arange(rows) != 2, 0)
+    for (width, vocab), smoothing in (((4124, 4101), 0.0), ((4160, 4160), 0.1), ((64, 33), 0.0)):
+        logits = (3 * torch.randn(rows, width)).to(dtype)
+        logits[1] += 100
+        if not smoothing:
+            logits[3, : width // 2] = -torch.inf  # all of the first rank
+            logits[4, width // 2 :: 3] = -torch.inf
+        logits[:, vocab:] = 1000
+        labels = vocab - 1 - 2 * torch.arange(rows)
+        labels[0] = 0
+        labels[5] = logits[5, :vocab].argmax()
+        logits[range(rows), labels] = logits[range(rows), labels].clamp(min=-9)
+        wide = logits.double().requires_grad_()
+        wanted = F.cross_entropy(
+            wide[:, :vocab], labels, reduction="none", label_smoothing=smoothing
+        )
+        wanted_grad = torch.autograd.grad(wanted, wide, weights.double())[0]
+        unsmoothed = F.cross_entropy(wide[:, :vocab], labels, reduction="none")
+        for ranks in (1, 2, 4) if dtype == torch.float32 else (2,):
+            options = {
+                "labels": labels,
+                "vocab_size": vocab,
+                "smoothing": smoothing,
+                "right": torch.empty(rows, dtype=torch.bool),
+                "plain": torch.empty(rows),
+            }
+            parts = [t.contiguous().requires_grad_() for t in logits.chunk(ranks, 1)]
+            read = [t * 1 for t in parts]
+            found = (
+                split_losses(read, **options)
+                if ranks > 1
+                else [cross_entropy.cross_entropy(read[0], **options)]
+            )
+            grad = torch.autograd.grad(found, read, [weights] * ranks)
+            near = {"rtol": 2e-5, "atol": 2e-5}
+            for loss in found:
+                torch.testing.assert_close(loss.double(), wanted, **near)
+            torch.testing.assert_close(options["plain"].double(), unsmoothed, **near)
+            first = logits[range(rows), labels] == logits[:, :vocab].amax(1)
+            assert torch.equal(options["right"], first) and first[5]
+            unit = max(torch.finfo(dtype).eps, 2e-5)  # the interpreter truncates
+            near = {"rtol": unit, "atol": 1e-6}
+            torch.testing.assert_close(torch.cat(grad, 1).double(), wanted_grad, **near)
+            assert all(read[r].data_ptr() == grad[r].data_ptr() for r in range(ranks))
+
+
 if __name__ == "__main__":
     torch.manual_seed(1)
     for name, run in triton_kernels.RUNS.items():
-        fused_ops.LIBRARY.impl(name, run, "CPU")
+        loss_ops.LIBRARY.impl(name, run, "CPU")
+    for module in (cross_entropy, split_cross_entropy):
+        module.one_pass = lambda *_: loss_ops
     for dtype in TOLERANCE:
         swiglu(dtype)
         rotary(dtype)
         dropout(dtype)
+        losses(dtype)

@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels import functional
+from megatron.arguments import config_from
+from megatron.config.tree import Config
+from megatron.kernels import functional, select
 from megatron.kernels.cuda import availability
 from tests.forkrun import ROOT
 
@@ -59,14 +62,60 @@ def test_one_launch_forward_and_one_backward(name):
 
 def test_where_they_run(monkeypatch):
     cuda = torch.device("cuda", 0)
-    said = []
+    launched = []
+    kernels = SimpleNamespace(RUNS={"swiglu": lambda x: launched.append(x) or x})
+    monkeypatch.setattr(availability.optional, "load", lambda _: kernels)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(2, 1))
     monkeypatch.setattr(availability, "load_problem", lambda *_: "no triton")
-    monkeypatch.setattr(availability.optional, "load", said.append)
-    assert availability.unavailable_reason(cuda, torch.bfloat16) == "no triton" and not said
+    availability._launch_problem.cache_clear()
+    assert availability.unavailable_reason(cuda, torch.bfloat16) == "no triton" and not launched
     monkeypatch.setattr(availability, "load_problem", lambda *_: None)
-    assert availability.unavailable_reason(cuda, torch.bfloat16) is None and len(said) == 1
+    for _ in range(2):  # it is tried once
+        assert availability.unavailable_reason(cuda, torch.bfloat16) is None and len(launched) == 1
     assert availability.unavailable_reason(torch.device("cpu"), torch.bfloat16)
     assert availability.unavailable_reason(cuda, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler.\nPlease specify"),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+        OSError("Python.h"),
+    ],
+)
+def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
+    """As on images without a C compiler: operations then run as several kernels of torch."""
+
+    def launch(_):
+        raise error
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(availability, "load_problem", lambda *_: None)
+    monkeypatch.setattr(
+        availability.optional, "load", lambda _: SimpleNamespace(RUNS={"swiglu": launch})
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(2, 1))
+    availability._launch_problem.cache_clear()
+    reason = availability.unavailable_reason(cuda, torch.bfloat16)
+    assert str(error).splitlines()[0] in reason and "\n" not in reason
+    assert availability.fused_ops(cuda, torch.bfloat16) is None
+    monkeypatch.setattr(select, "triton_unavailable_reason", lambda *_: reason)
+    meta = torch.device("meta")
+    rows = {r.implementation: r for r in select._row_rivals("swiglu", meta, torch.bfloat16)}
+    assert rows["torch"].on and not rows["Triton"].on and rows["Triton"].reason == reason
+    config = config_from(Config, {"seq_length": 64})
+    rows = {r.implementation: r for r in select._loss_rows(meta, torch.bfloat16, config)}
+    assert rows[select.ROW_BLOCKED].on and rows["Triton"].reason == reason
+    availability._launch_problem.cache_clear()
+
+
+def test_another_package_may_define_the_namespace():
+    program = (
+        "import torch; theirs = torch.library.Library('megatron', 'DEF'); "
+        "import megatron.kernels.cuda.fused_ops"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
 
 
 @pytest.mark.peers

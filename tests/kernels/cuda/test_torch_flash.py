@@ -1,79 +1,31 @@
-"""Torch's flash kernel with dropout and documents, by a stand-in on the CPU that draws its masks as
-the kernel does: from the device's own generator in forward, from the state it had in backward."""
+"""Torch's flash kernel with dropout and documents, by its stand-in on the CPU."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron import device as devices
-from megatron.kernels import attention, functional
+from megatron.arguments import config_from
+from megatron.config.tree import Config
+from megatron.kernels import attention, functional, select
+from megatron.kernels import flash_attention as flash_package
 from megatron.kernels.attention import select_attention
+from megatron.kernels.cuda import torch_flash
 from megatron.kernels.cuda.torch_flash import flash_attention
 from tests.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
+from tests.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
 
 CUDA = torch.device("cuda", 0)
-CALLS: list[tuple] = []
-
-
-def _mask(p: float, state: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Dropout factors of a call that found the generator with the seed `state`."""
-    drawn = torch.rand(shape, generator=torch.Generator().manual_seed(state), dtype=torch.float64)
-    return (drawn >= p).double() / (1 - p)
-
-
-def _attend(q, k, v, ends, p, scale, state):
-    """[b, s, n, d], or [tokens, n, d] cut at `ends`; causal."""
-    if ends is not None:
-        cuts = ends.diff().tolist()
-        parts = zip(*(t.split(cuts) for t in (q, k, v)), strict=True)
-        return torch.cat(
-            [_attend(*(t[None] for t in part), None, p, scale, state)[0] for part in parts]
-        )
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-    scores = torch.einsum("bind,bjnd->bnij", q, k) * scale
-    later = torch.ones(scores.shape[-2:]).triu(1).bool()
-    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
-    if p:
-        probs = probs * _mask(p, state, probs.shape).to(probs.dtype)
-    return torch.einsum("bnij,bjnd->bind", probs, v)
-
-
-def _forward(q, k, v, ends, ends_k, s, s_k, p, causal, debug, *, scale=None, **more):
-    assert causal and not debug and ends is ends_k and s == s_k
-    CALLS.append((q.dim(), p))
-    seed = 0
-    if p:
-        seed = torch.default_generator.initial_seed()
-        torch.rand(1)  # as the kernel, it goes on
-    out = _attend(q, k, v, ends, p, scale, seed)
-    state = torch.tensor([seed, 0], dtype=torch.int64)
-    return out, q.new_empty(0), state, torch.empty((), dtype=torch.int64), q.new_empty(0)
-
-
-def _backward(
-    grad, q, k, v, out, sums, ends, ends_k, s, s_k, p, causal, state, unused, *, scale=None, **more
-):
-    def grads():
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        again = _attend(*leaves, ends, p, scale, state[0].item())
-        return torch.autograd.grad(again, leaves, grad)
-
-    with ThreadPoolExecutor(1) as pool:  # inside an operation torch records no derivatives
-        return pool.submit(grads).result()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in():
-    """Torch's operation has these as its kernel on a CPU, and its own derivative."""
-    library = torch.library.Library("aten", "IMPL", "CPU")
-    library.impl("_flash_attention_forward", _forward)
-    library.impl("_flash_attention_backward", _backward)
-    yield
-    library._destroy()
+    with on_cpu():
+        yield
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -113,7 +65,7 @@ def test_the_mask_is_a_function_of_the_seed(masked):
 
 def test_the_gradient_is_that_of_the_mask():
     *tensors, grad = inputs()
-    factors = _mask(0.3, 9, (2, 4, 21, 21))
+    factors = mask(0.3, 9, (2, 4, 21, 21))
     assert_same(
         lambda *t: flash_attention(*t, SCALE, 0.3, 9),
         lambda *t: formula(*t, None, factors),
@@ -177,3 +129,74 @@ def test_a_cuda_device_is_asked_for_its_generator(monkeypatch):
     with devices.kernel_seed(torch.device("cuda", 1), 77):
         assert asked[1].initial_seed() == 77
     assert all(torch.equal(one.get_state(), two) for one, two in zip(asked, before, strict=True))
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """Torch's registry of flash kernels, and results by the one that is active."""
+    fake = SimpleNamespace(active=False, activated=[], error=None, results={False: 1.0, True: 1.01})
+
+    def activate(name):
+        fake.activated.append(name)
+        if isinstance(fake.error, ImportError):
+            raise fake.error
+        fake.active = True
+
+    def sample(*_):
+        if fake.active and fake.error:
+            raise fake.error
+        return [torch.full((2,), fake.results[fake.active])]
+
+    monkeypatch.setattr(torch_flash, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(
+        torch_flash, "restore_flash_attention_impl", lambda **_: setattr(fake, "active", False)
+    )
+    monkeypatch.setattr(torch_flash, "_sample", sample)
+    monkeypatch.setattr(devices, "has_flash", lambda device: True)
+    torch_flash.fa4_unavailable_reason.cache_clear()
+    yield fake
+    torch_flash.fa4_unavailable_reason.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error, result, said",
+    [
+        (None, 1.01, None),
+        (None, 1.5, "results"),
+        (ModuleNotFoundError("No module named 'flash_attn'"), 1.0, "flash-attn-4"),
+        (RuntimeError("FA4 requires 9.0\nmore"), 1.0, "requires 9.0)"),
+    ],
+)
+def test_flash_attention_4_is_tried_once(fa4, error, result, said):
+    fa4.error = error
+    fa4.results[True] = result
+    for _ in range(2):
+        reason = torch_flash.fa4_unavailable_reason(CUDA, torch.bfloat16, 4, 2, 64)
+        assert reason is None if said is None else said in reason
+    assert fa4.activated == ["FA4"] and fa4.active is (said is None)
+
+
+def test_its_trial_runs_documents_forward_and_backward():
+    out, *grads = torch_flash._sample(torch.device("cpu"), torch.float64, 4, 2, 8)
+    assert [t.shape[2] for t in (out, *grads)] == [4, 4, 2, 2] and out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "flags, row",
+    [
+        ({"reset_attention_mask": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True, "torch_compile": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True, "deterministic_mode": True}, "flash-attn"),
+        ({"reset_attention_mask": True, "attention_backend": "flash"}, "flash-attn"),
+        ({"reset_attention_mask": True, "attention_dropout": 0.1}, "torch's flash kernel"),
+        ({}, "torch's fused attention"),
+    ],
+)
+def test_when_flash_attention_4_is_selected(fa4, monkeypatch, flags, row):
+    monkeypatch.setattr(flash_package, "unavailable_reason", lambda *_: None)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+    config = config_from(Config, shape | {"seq_length": 64} | flags)
+    kernels = select.choose_kernels(CUDA, torch.bfloat16, config)
+    rows = select._attention_rows(CUDA, torch.bfloat16, config, kernels)
+    assert next(one.implementation for one in rows if one.on) == row
+    assert fa4.active is (row == "FlashAttention-4")

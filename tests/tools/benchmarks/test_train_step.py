@@ -213,6 +213,7 @@ class FakeWorker:
     log: list[tuple[str, str]] = []
     seconds: dict[str, float] = {}
     loss = 1.0
+    uncounted = 1
 
     def __init__(self, name, job, environment):
         self.name = name
@@ -232,7 +233,7 @@ class FakeWorker:
             return Path(arguments[0]).touch()
         if self.name.startswith("ceiling"):
             return 0.1, 0.2
-        assert arguments == (1, 5)
+        assert arguments == (self.uncounted, 5)
         return {"seconds": self.seconds.get(self.name, 1.0), "peak_bytes": 1}
 
     def pause(self):
@@ -266,14 +267,15 @@ def fake(load, monkeypatch, tmp_path):
     monkeypatch.setattr(race, "Worker", Fake)
 
     def run_race(rounds=7, deadline=float("inf"), **options):
-        contestants = [race.Contestant("ours", "ours"), race.Contestant("other", "bare")]
+        kind = options.pop("other", "bare")
+        contestants = [race.Contestant("ours", "ours"), race.Contestant("other", kind)]
         plan = race.Plan(
             contestants,
             options.pop("settings", ["default", "A=1", "B=1"]),
             rounds,
             2,
             {},
-            "cpu",
+            options.pop("device", "cpu"),
             tmp_path,
             **options,
         )
@@ -331,6 +333,41 @@ def test_short_memory_ends_a_process_and_starts_it_again(fake, monkeypatch):
     assert sum(what == "start" for _, what in log) > 6
     assert sum(what == "save_start" for _, what in log) == 1
     assert [len(one.losses) for one in result.series] == [2] * 6
+
+
+def test_on_a_gpu_one_process_ends_before_the_next_one_starts(fake, monkeypatch):
+    """A stopped process would keep the device's memory, of which the host's says nothing."""
+    monkeypatch.setattr(fake.race, "free_memory", lambda: pytest.fail("the host's memory"))
+    fake.worker.uncounted = 0
+    result, log = fake.run(rounds=2, settings=["default"], device="cuda", ceiling=True)
+    one = ["start", "warm_up", "turn", "turn", "end"]
+    assert [what for _, what in log] == ["start", "save_start", *one[1:], *one, "start", *one[2:]]
+    assert [len(series.seconds) for series in result.series] == [2, 2, 2]
+    fake.worker.log.clear()
+    late, log = fake.run(settings=["default"], device="cuda", deadline=time.monotonic() - 1)
+    assert [len(series.seconds) for series in late.series] == [1, 1]
+
+
+def test_our_weights_are_copied_only_for_a_contestant_that_reads_them(fake):
+    _, log = fake.run(rounds=1, other="ours", ceiling=True)
+    assert "save_start" not in {what for _, what in log}
+
+
+def test_the_kernels_of_a_device_without_the_ranges_around_them(load):
+    profile = load("step_profile")
+
+    def row(key: str, device: str, seconds: float, **more: bool) -> SimpleNamespace:
+        fields = {"key": key, "count": 3, "device_type": f"DeviceType.{device}", **more}
+        times = {"self_device_time_total": 1e6 * seconds, "self_cpu_time_total": 1e6}
+        return SimpleNamespace(**fields, **times)
+
+    rows = [row("aten::mm", "CPU", 2.0), row("gemm", "CUDA", 1.0), row("drop", "CUDA", 2.0)]
+    rows += [row("range", "CUDA", 9.0, is_user_annotation=True)]
+    found = profile.longest(rows)
+    assert found == [("drop", 3, 2.0), ("gemm", 3, 1.0)]
+    lines = profile.lines(profile.by_kernel(found, 4.0), None)
+    assert [line.split()[-1] for line in lines[1:]] == ["100.0%", "50.0%", "25.0%"]
+    assert profile.longest(rows[:1]) == [("aten::mm", 3, 1.0)]
 
 
 def test_a_second_setting_with_other_losses_is_refused(fake):
@@ -528,8 +565,7 @@ def test_the_default_on_cuda(load):
         )
         assert plan.num_microbatches(1) == size.micro_batches
     assert [size.name for size in options.size] == ["125m", "350m", "760m", "1.3b", "2.7b", "6.7b"]
-    with pytest.raises(ValueError, match="--profile: counts the operations of a CPU"):
-        completed(load, "cuda", "--profile")
+    assert completed(load, "cuda", "--profile").profile
 
 
 def test_the_default_on_a_cpu(load, monkeypatch):

@@ -1,8 +1,9 @@
 """One size in one dtype: every contestant in its processes, in turns, and what their times
 give.
 
-Each contestant has a process for each thread setting; all but one are stopped while that one has
-its turn. Depends on processes.py; prints nothing.
+Each contestant has a process for each thread setting; on a CPU all but one are stopped while that
+one has its turn. On another device, whose memory a stopped process keeps, one has all its turns and
+ends before the next one starts. Depends on processes.py; prints nothing.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class Entry:
         if self is race.entries[0]:
             result.parameters = facts["parameters"]
             result.flops_per_step = facts["flops_per_step"]
-            if not race.start_file.exists():
+            if race.start_is_read and not race.start_file.exists():
                 self.worker.ask("save_start", str(race.start_file), plan.warmup + 2 * plan.rounds)
         warm = self.worker.ask("warm_up", plan.warmup)
         expected = race.entries[0].series.losses or warm["losses"]
@@ -223,7 +224,8 @@ class Entry:
 
     def turn(self) -> None:
         """Run one turn; everybody else is stopped."""
-        self.race.make_room(self)
+        if self.race.takes_turns:
+            self.race.make_room(self)
         if self.worker is None:
             self.start()
         self.race.tell(f"round {len(self.series.seconds) + 1}: {self.label}")
@@ -233,7 +235,8 @@ class Entry:
             self.series.parts.append(parts)
             self.series.seconds.append(sum(parts))
         else:
-            uncounted = 1 if len(self.race.entries) > 1 else 0  # a process alone is warm
+            # a process alone is warm
+            uncounted = 1 if self.race.takes_turns and len(self.race.entries) > 1 else 0
             answer = self.worker.ask("turn", uncounted, self.series.steps_per_turn)
             self.series.seconds.append(answer["seconds"])
             self.series.peak_bytes = answer["peak_bytes"]
@@ -277,6 +280,16 @@ class RunningRace:
                 rounds = min(plan.rounds, CEILING_ROUNDS)
                 self.entries.append(Entry(self, Contestant(CEILING, CEILING), setting, rounds))
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether all have their processes at the same time."""
+        return self.plan.device == "cpu"
+
+    @property
+    def start_is_read(self) -> bool:
+        """Whether a contestant starts from our weights, which are copied for it."""
+        return any(entry.contestant.kind not in (OURS, CEILING) for entry in self.entries)
+
     def make_room(self, entry: Entry) -> None:
         """End other processes while there is too little memory for a turn of this one.
 
@@ -307,27 +320,53 @@ class RunningRace:
                     self._recent = [other for other in self._recent if other is not entry]
 
     def run(self, deadline: float) -> None:
-        """Start everybody, then take turns until all rounds are done or the time is over."""
+        """Run all rounds, or as many as the time allows."""
+        with contextlib.ExitStack() as stack:
+            if self.takes_turns:
+                self._start_all()
+            for number in range(self.plan.busy):
+                busy = Worker(f"busy process {number + 1}", make_job("busy"), self.plan.environment)
+                stack.callback(busy.end)
+            (self._in_turns if self.takes_turns else self._one_by_one)(deadline)
+        if self.takes_turns:
+            self._profile(self.entries[0])
+
+    def _start_all(self) -> None:
         for entry in self.entries:
             self.make_room(entry)
             entry.start()
             self.note_turn(entry)
             self.result.series.append(entry.series)
-        with contextlib.ExitStack() as stack:
-            for number in range(self.plan.busy):
-                busy = Worker(f"busy process {number + 1}", make_job("busy"), self.plan.environment)
-                stack.callback(busy.end)
-            for done in range(self.plan.rounds):
-                if done and time.monotonic() > deadline:
+
+    def _in_turns(self, deadline: float) -> None:
+        for done in range(self.plan.rounds):
+            if done and time.monotonic() > deadline:
+                break
+            for index in turns_of_round(len(self.entries), done):
+                if done < self.entries[index].rounds:
+                    self.entries[index].turn()
+            if done + 1 == SETTING_ROUNDS:
+                self.keep_best_settings()
+
+    def _one_by_one(self, deadline: float) -> None:
+        """Each has an equal share of the time."""
+        for number, entry in enumerate(self.entries):
+            now = time.monotonic()
+            end = now + (deadline - now) / (len(self.entries) - number)
+            entry.start()
+            self.result.series.append(entry.series)
+            for done in range(entry.rounds):
+                if done and time.monotonic() > end:
                     break
-                for index in turns_of_round(len(self.entries), done):
-                    if done < self.entries[index].rounds:
-                        self.entries[index].turn()
-                if done + 1 == SETTING_ROUNDS:
-                    self.keep_best_settings()
+                entry.turn()
+            if number == 0:
+                self._profile(entry)
+            entry.end()
+
+    def _profile(self, entry: Entry) -> None:
         if self.plan.profile:
             self.tell("profile")
-            self.result.profile = self.entries[0].profile()
+            self.result.profile = entry.profile()
 
     def end(self) -> None:
         """End all processes."""

@@ -9,6 +9,7 @@ from typing import Any
 
 STEP = "whole step"
 OPTIMIZER = "optimizer and clipping"
+KERNELS = 25  # on another device than a CPU: as many are shown
 GEMMS = "GEMMs"
 ATTENTION = "attention"
 # Kinds by a word in the name of an operation or of an autograd function; the first that fits an
@@ -81,6 +82,39 @@ def profiled(step: Callable[[], Any], optimizer: Any, steps: int = 3) -> dict[st
         del optimizer.step
     kinds = dict.fromkeys(kind for one in found for kind in one)
     return {kind: statistics.median(one.get(kind, 0.0) for one in found) for kind in kinds}
+
+
+def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """(name, how often, seconds) of each kernel of one step on a device, or of each operation on a
+    CPU, the longest first: torch's table by key."""
+    torch = importlib.import_module("torch")
+    activities = torch.profiler.supported_activities()
+    if not torch.accelerator.is_available():
+        activities = {torch.profiler.ProfilerActivity.CPU}
+    with torch.profiler.profile(activities=activities) as run:
+        step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    return longest(run.key_averages())
+
+
+def longest(rows: Any) -> list[tuple[str, int, float]]:
+    """The rows of the device without ranges of names, which hold kernels; those of the CPU where
+    it did all."""
+    device = [row for row in rows if not str(row.device_type).endswith("CPU")]
+    found = [
+        (row.key, row.count, row.self_device_time_total / 1e6)
+        for row in device
+        if not getattr(row, "is_user_annotation", False)
+    ] or [(row.key, row.count, row.self_cpu_time_total / 1e6) for row in rows]
+    return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+
+
+def by_kernel(found: list[tuple[str, int, float]], seconds: float) -> dict[str, float]:
+    """As `profiled` of a step of so many seconds: the longest kernels."""
+    return {STEP: seconds} | {
+        f"{count} x {name[:90]}": each for name, count, each in found[:KERNELS]
+    }
 
 
 def _by_kind(events: Any) -> dict[str, float]:

@@ -212,9 +212,12 @@ class TrainingSteps:
         return seconds, loss
 
     def profile(self) -> dict[str, float]:
-        """Seconds by kind of work of a step."""
-        profiled = importlib.import_module("step_profile").profiled
-        return profiled(self._runner.step, self._runner.run.optimizer)
+        """Seconds by kind of work of a step, on another device than a CPU by kernel."""
+        step_profile = importlib.import_module("step_profile")
+        if self._device.type == "cpu":
+            return step_profile.profiled(self._runner.step, self._runner.run.optimizer)
+        found = step_profile.kernels(self._runner.step)
+        return step_profile.by_kernel(found, self._timed_step()[0])
 
 
 def build_ours(job: dict[str, Any], size: Any, device: Any) -> Any:

@@ -1,0 +1,69 @@
+"""The Triton kernels as they are compiled for GPUs, which needs no GPU: how wide they load, and how
+many instructions they have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.peers
+ROW = {"columns": "*i64", "width": "i32", "valid": "i32"}
+SHAPE = {"total": "i32", "width": "i32"}
+ROTATE = dict.fromkeys(
+    "total batch heads dim half step_s step_b step_n table_s table_b".split(), "i32"
+)
+# Arguments that are not tensors of the dtype; constants; the most instructions for bf16.
+KERNELS = {
+    "swiglu": (SHAPE, {"BLOCK": 1024}, 200),
+    "swiglu_backward": (SHAPE, {"BLOCK": 1024}, 280),
+    "rotate": (
+        ROTATE | {"cos": "*fp32", "sin": "*fp32", "sign": "fp32"},
+        {"INTERLEAVED": False, "BLOCK": 1024},
+        520,
+    ),
+    "drop": ({"total": "i32", "p": "fp32", "scale": "fp32", "seed": "i64"}, {"BLOCK": 1024}, 850),
+    "row_losses": (
+        ROW | {"loss": "*fp32", "sums": "*fp32", "rows": "i32", "smoothing": "fp32"},
+        {"VECTOR": 8, "BLOCK": 4096},
+        600,
+    ),
+    "loss_grad": (
+        ROW
+        | dict.fromkeys(("largest", "logs", "grads", "hits"), "*fp32")
+        | {"share": "fp32", "uniform": "fp32"},
+        {"BLOCK": 4096},
+        450,
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernels_compile(name, capability):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron.kernels.cuda import triton_kernels
+
+    kernel = getattr(triton_kernels, f"_{name}_kernel")
+    others, constants, most = KERNELS[name]
+    names = kernel.arg_names
+    types = {one: others.get(one, "*bf16") for one in names} | dict.fromkeys(constants, "constexpr")
+    # as for tensors of torch, and widths that are divisible by 16; a vocabulary need not be
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, one in enumerate(names)
+        if types[one][0] in "*i" and one not in ("valid", "seed")
+    }
+    source = ASTSource(
+        kernel, types, {(names.index(one),): value for one, value in constants.items()}, divisible
+    )
+    ptx = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 8 if "loss" in name else 4},
+    ).asm["ptx"]
+    assert len(re.findall(r";$", ptx, re.M)) < most
+    assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx)
