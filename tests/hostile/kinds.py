@@ -77,7 +77,7 @@ def read_checkpoint(folder: Path) -> Any:
     tries, problems = candidates(folder / "run")
     if not tries:
         raise ValueError("nothing there: " + "; ".join(problems))
-    found = store.load(folder / "run")
+    found = store.load(folder / "run") or store.load(tries[0].path, tries[0].step)
     with found.reader() as reader:
         reader.verify()
         tensors = {name: reader.read(name).tolist() for name in sorted(reader.names())}

@@ -352,7 +352,13 @@ def own_file(path: Path) -> Path:
     places = [folder]
     if folder.parent.name == "snapshots":
         places.append(folder.parents[1] / "blobs")
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links; RuntimeError until Python 3.12
+        raise ConversionError(
+            f"{path}: cannot be read: {error}; put the file in place of the link "
+            "[file-not-readable]"
+        ) from error
     if not any(target.is_relative_to(place) for place in places):
         raise ConversionError(
             f"{path}: is a link to {target}, outside of the folder; if that file belongs to the "
