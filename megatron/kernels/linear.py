@@ -56,8 +56,9 @@ def linear_weight_grad(
     """Gradient of the weight of y = x w^T.
 
     grad_out [..., out], x [..., in] -> [out, in] in x's dtype, rounded once. With `accumulate_into`
-    (a buffer [out, in], as a rule fp32) the gradient is added there instead and None is returned;
-    where low-precision GEMMs are computed in fp32 it is then never rounded to x's dtype.
+    (a buffer [..., in] of as many rows, as a rule fp32) the gradient is added there instead and
+    None is returned; where low-precision GEMMs are computed in fp32 it is then never rounded to x's
+    dtype.
     """
     dtype = compute_dtype(x)
     rows_out = grad_out.reshape(-1, grad_out.shape[-1])
@@ -65,7 +66,8 @@ def linear_weight_grad(
     if dtype == x.dtype:
         if accumulate_into is not None and torch.compiler.is_compiling():
             return torch.ops.megatron.add_product_(accumulate_into, rows_out, rows_in)
-        return _native_weight_grad(rows_out, rows_in, accumulate_into)
+        return _native_weight_grad(rows_out, rows_in, _as_matrix(accumulate_into))
+    accumulate_into = _as_matrix(accumulate_into)
     rows_in = rows_in.to(dtype)
     grad = (
         x.new_empty(rows_out.shape[1], rows_in.shape[1])
@@ -104,12 +106,17 @@ def _native_weight_grad(
     return None
 
 
-# For graphs, which then add weight gradients as eager layers do.
+def _as_matrix(total: Tensor | None) -> Tensor | None:
+    return None if total is None else total.flatten(0, -2)
+
+
+# For graphs, which then add weight gradients as eager layers do. It takes the parameter's own buffer:
+# of a view made in the graph torch keeps the first layer's place in the buffer of all gradients.
 LIBRARY.define("add_product_(Tensor(a!) total, Tensor rows_out, Tensor rows_in) -> ()")
 LIBRARY.impl("add_product_", lambda *_: None, "Meta")
 LIBRARY.impl(
     "add_product_",
-    lambda total, rows_out, rows_in: _native_weight_grad(rows_out, rows_in, total),
+    lambda total, rows_out, rows_in: _native_weight_grad(rows_out, rows_in, _as_matrix(total)),
     "CompositeExplicitAutograd",
 )
 
@@ -288,9 +295,7 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             x = gathered() if gathered else x
             total = ctx.accumulate_into
-            grad_weight = linear_weight_grad(
-                rows, x, None if total is None else total.flatten(0, -2)
-            )
+            grad_weight = linear_weight_grad(rows, x, total)
         return reduced() if reduced else grad_x, grad_weight, grad_bias, None, None, None
 
 

@@ -316,15 +316,16 @@ def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp3
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_graph_adds_weight_gradients_as_eager_layers(monkeypatch, native, addmm_in_fp32, dtype):
-    """Over two micro-batches, into a view of the gradients of all parameters."""
+    """Of gate and up as one, for two layers at other places of the buffer of all gradients."""
     monkeypatch.setattr(module, "gemm_adds_in_fp32", lambda device, dtype: addmm_in_fp32)
     torch._dynamo.reset()
     sums = []
     for call in (linear, torch.compile(linear, backend="aot_eager", dynamic=False)):
         x, weight, _, grad = inputs(dtype)
-        flat = torch.zeros(2 * weight.numel())
-        for _ in range(2):
-            call(x, weight, accumulate_into=flat[weight.numel() :].view_as(weight)).backward(grad)
+        flat = torch.zeros(3 * weight.numel())
+        totals = flat.view(3, -1, 1, weight.shape[1])
+        for layer in (2, 1, 2, 1):
+            call(x, weight, accumulate_into=totals[layer]).backward(grad)
         sums.append(flat)
     assert sums[0].count_nonzero() and torch.equal(*sums)
 
