@@ -258,9 +258,15 @@ class Flag:
 class FlagAction(argparse.Action):
     """A flag as an action of argparse: its words are its value, read by `Flag.convert`."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, *, flag: Flag):
-        nargs = 0 if flag.kind in ("switch", "off") else "*"
-        super().__init__(option_strings, dest, nargs, default=argparse.SUPPRESS, help=flag.help)
+    def __init__(self, option_strings, dest, *, flag: Flag, required: bool = False):
+        super().__init__(
+            option_strings,
+            dest,
+            nargs=0 if flag.kind in ("switch", "off") else "*",
+            default=argparse.SUPPRESS,
+            required=required,  # argparse's word about a value without a flag
+            help=flag.help,
+        )
         self.flag = flag
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
