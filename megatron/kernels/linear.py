@@ -110,7 +110,7 @@ def _as_matrix(total: Tensor | None) -> Tensor | None:
     return None if total is None else total.flatten(0, -2)
 
 
-# For graphs, which then add weight gradients as eager layers do. It takes the parameter's own buffer:
+# For graphs, which then add weight gradients as eager layers do. It takes the parameter's buffer:
 # of a view made in the graph torch keeps the first layer's place in the buffer of all gradients.
 LIBRARY.define("add_product_(Tensor(a!) total, Tensor rows_out, Tensor rows_in) -> ()")
 LIBRARY.impl("add_product_", lambda *_: None, "Meta")
