@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ def _expanded(argv: Sequence[str], within: tuple[Path, ...], count: Iterator[int
             yield word
             continue
         path = Path(word[1:]) if not within else within[-1].parent / word[1:]
-        if path.resolve() in [p.resolve() for p in within]:
+        if os.path.realpath(path) in map(os.path.realpath, within):
             raise Problems([f"@{path}: includes itself [args-file-includes-itself]"])
         if next(count) > MOST_FILES:
             raise Problems(

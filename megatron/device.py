@@ -325,16 +325,14 @@ def memory_report(device: torch.device) -> dict[str, float]:
     }
 
 
-def cpu_vendor() -> str:
-    """The processor's vendor as Linux gives it (GenuineIntel, AuthenticAMD), empty where it does
-    not."""
+def cpu_info(key: str) -> str:
+    """What Linux says of the processor: its `vendor_id` (GenuineIntel, AuthenticAMD) or `model
+    name`; empty where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), ""
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
 def name(device: torch.device) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 
+from megatron import version
 from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
 
 VERSION = 1
@@ -24,11 +25,12 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, torch and numpy, for the reader of a checkpoint."""
+    """Versions of Python, torch, numpy and this suite, for the reader of a checkpoint."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
+        "suite": version.VERSION,
     }
 
 
@@ -40,7 +42,8 @@ class RunState:
     `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] skipped so
     far. `layout`: world, tp, pp, dp ... at the save. `data`: fingerprint of the flags and files
     that fix the data order. `rng` is empty while all randomness is a pure function of counters.
-    `spikes`: what the detector remembers.
+    `spikes`: what the detector remembers. `hardware`: processor, device and kernels, which with
+    `versions` decide the last bits.
     """
 
     iteration: int = 0
@@ -58,6 +61,7 @@ class RunState:
     skipped: list[Any] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=versions)
+    hardware: dict[str, Any] = field(default_factory=dict)
 
     def skipped_ranges(self) -> list[list[int]]:
         """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part

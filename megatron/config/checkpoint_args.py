@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron import optional
 from megatron.arguments import (
     Parser,
     Problems,
     config_from,
     flags_of,
-    parse,
     to_args_text,
     values_of,
 )
-from megatron.config import architecture
+from megatron.config import architecture, saved_flags
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url
 from megatron.config.checks.paths import (
@@ -67,19 +65,14 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
                     "--load [checkpoint-args-damaged]"
                 ]
             )
-        words = optional.load("megatron.args_file").read_words(folder / "args")
+        read = saved_flags.read(folder / "args")
     except Problems as error:
         found.problems += [
             f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines
         ]
         return
-    theirs = parse(flags, [word for word in words if not word.startswith("@")])
-    found.problems += [
-        f"--use-checkpoint-args: {folder / 'args'}: {line}" for line in theirs.problems
-    ]
-    if found.problems:
-        return
-    saved = config_from(Config, theirs.typed)
+    found.notes += [f"WARNING: --use-checkpoint-args: {folder}: {line}" for line in read.notes]
+    saved = read.config
     values = values_of(saved)
     for name, flag in flags_of(Config).items():
         if (flag.group == "model" or flag.trained) and name not in typed:

@@ -161,7 +161,7 @@ def _onednn_linear(dtype: torch.dtype):
     if dtype == torch.bfloat16:
         return operation if _onednn_has(dtype) else None
     has_vectors = torch.backends.cpu.get_cpu_capability() in native.LEVELS
-    mine = has_vectors and devices.cpu_vendor() == "AuthenticAMD"
+    mine = has_vectors and devices.cpu_info("vendor_id") == "AuthenticAMD"
     return operation if dtype == torch.float32 and mine else None
 
 

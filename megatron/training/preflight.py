@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron import launcher, optional
-from megatron.arguments import Problems, config_from, parse
-from megatron.config import architecture, command_line
+from megatron.arguments import Problems
+from megatron.config import architecture, command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks.paths import newest_with_good_args, vouched_file
 from megatron.config.command_line import CommandLine
@@ -194,17 +194,11 @@ def _newest(c: CheckpointConfig) -> Path | None:
 def _saved_config(folder: Path) -> Config | None:
     """The flags that a checkpoint was saved with; None where they cannot be read."""
     try:
-        if vouched_file(folder, "args") is None:
-            return None
-        words = optional.load("megatron.args_file").read_words(folder / "args")
-        parsed = parse(command_line.parser(), words)
+        if vouched_file(folder, "args") is not None:
+            return saved_flags.read(folder / "args").config
     except Problems:
-        return None
-    return (
-        None
-        if parsed.problems or any(word.startswith("@") for word in words)
-        else config_from(Config, parsed.typed)
-    )
+        pass
+    return None
 
 
 def _state(folder: Path) -> dict[str, Any] | None:

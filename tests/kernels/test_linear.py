@@ -227,7 +227,7 @@ def test_a_bf16_weight_gradient_is_added_in_fp32(out, width):
 def test_fp32_goes_to_onednn_on_amd_with_vectors(
     monkeypatch, onednn_calls, vendor, capability, calls
 ):
-    monkeypatch.setattr(module.devices, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(module.devices, "cpu_info", lambda key: vendor)
     monkeypatch.setattr(module, "ONEDNN_FROM", 1000)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     x, weight, bias, grad = inputs(torch.float32, out=200, width=96, lead=(33, 2))
@@ -262,7 +262,7 @@ BUFFERS = {
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize("out, width", [(200, 96), (96, 200), (64, 64)])
 def test_the_weight_gradient_goes_to_onednn_too(monkeypatch, onednn_calls, buffer, out, width):
-    monkeypatch.setattr(module.devices, "cpu_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(module.devices, "cpu_info", lambda key: "AuthenticAMD")
     monkeypatch.setattr(module, "ONEDNN_FROM", 1000)
     x, weight, bias, grad = inputs(torch.float32, out=out, width=width, lead=(33, 2))
     into = (BUFFERS[buffer](out, width), BUFFERS[buffer](out))

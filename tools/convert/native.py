@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from megatron.arguments import config_from, to_args_text
+from megatron.arguments import config_from
 from megatron.checkpoint import manifest, store
 from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
 from megatron.checkpoint.tensor_slices import whole
+from megatron.config import saved_flags
 from megatron.config.checks import declared
 from megatron.config.checks import model as check_shape
 from megatron.config.checks import moe as check_experts
@@ -316,7 +317,7 @@ def write_checkpoint(
             data={"tokenizer": _moved(choice.identity, here, there)},
             layout=layout,
         )
-        written = store.save(partial, state.iteration, slices, state, to_args_text(config))
+        written = store.save(partial, state.iteration, slices, state, saved_flags.to_text(config))
         progress.clear()
         check()
         DISK.fsync_directory(partial)

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.arguments import build_parser, config_from, parse_typed
 from megatron.checkpoint import skip_log
 from megatron.checkpoint.filesystem import iterations
-from megatron.config import command_line
+from megatron.config import command_line, saved_flags
 from megatron.config.checks.paths import newest_checkpoint
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.skip_ranges import SkipRanges
@@ -102,10 +101,7 @@ def open_run(
     else:
         folder = checkpoint_after(run, iteration)
         state = read_json(folder / "state.json")
-        words = parse_typed(
-            build_parser(Config, prog="args", description=""), [f"@{folder / 'args'}"]
-        )
-        config = config_from(Config, words)
+        config = saved_flags.read(folder / "args").config
         world_size = world_size or state["layout"]["world_size"]
     d = config.data
     tokenizer = tokenizer_from(d)

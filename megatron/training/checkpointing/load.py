@@ -21,6 +21,7 @@ from megatron.config.tree import Config
 from megatron.optimizer import adam
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
+from megatron.training.checkpointing.hardware import other_hardware
 from megatron.training.checkpointing.resume_checks import position_problem, vocabulary_problem
 from megatron.training.checkpointing.save import (
     layout_of,
@@ -223,6 +224,8 @@ def _take_state(run: Run, found: Checkpoint, saved: Config, c: CheckpointConfig)
     wrong = position_problem(run.config, run.plan, saved, p.iteration, p.consumed_train_samples)
     if wrong and not c.finetune:
         raise ValueError(wrong)
+    if not c.finetune and (other := other_hardware(run.config, run.runtime.device, state)):
+        log.print_rank_0(f"WARNING: {other}")
     now = layout_of(run)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {ranks_text(now)}")

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron import launcher, log
-from megatron.arguments import to_args_text
 from megatron.checkpoint import file_transfer, local_copies, store
 from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.file_transfer import Route
@@ -22,6 +21,7 @@ from megatron.checkpoint.local_copies import Copy, Found, part_root
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
+from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import all_reduce_, broadcast_object, gather_objects
 from megatron.training.checkpointing.save import (
@@ -124,7 +124,7 @@ class LocalCopies:
             for rank, root in zip(self._partners, roots, strict=True):
                 folders[rank] = store.begin(root, iteration)
             if self._rank == 0:
-                args = to_args_text(run.config, leave_out=("local_rank",))
+                args = saved_flags.to_text(run.config, leave_out=("local_rank",))
                 begun.append((secrets.token_hex(8), state.dump(), args))
 
         self._together(begin)

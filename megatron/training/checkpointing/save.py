@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 
 from megatron import log, optional
-from megatron.arguments import to_args_text
 from megatron.checkpoint import slots, store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
+from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box
+from megatron.training.checkpointing.hardware import hardware
 from megatron.training.logging.flops import flops_per_iteration, model_shape
 from megatron.training.run import Run
 
@@ -122,7 +123,7 @@ def begin_save(
         gather=lambda value: gather_objects(value, ctx.world),
         fence=run.services.fence,
     )
-    args = to_args_text(run.config, leave_out=("local_rank",))
+    args = saved_flags.to_text(run.config, leave_out=("local_rank",))
     pending = PendingSave(temporary, iteration, state_of(run), args, message, is_snapshot)
     if run.services.writer is None:
         _finish(
@@ -226,6 +227,7 @@ def state_of(run: Run) -> RunState:
         skipped=[list(one) for one in run.progress.skip_history.executed],
         spikes=run.spikes.state_dict(),
         layout=layout_of(run),
+        hardware=hardware(run.config, run.runtime.device),
     )
 
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from megatron import log, optional
-from megatron.arguments import build_parser, config_from, flags_of, parse_typed, values_of
+from megatron import log
+from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store
-from megatron.checkpoint.filesystem import ForeignCheckpoint
 from megatron.checkpoint.state import differences
 from megatron.checkpoint.store import Checkpoint
-from megatron.config import architecture
+from megatron.config import architecture, saved_flags
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
 
 
 def saved_config(found: Checkpoint) -> Config:
-    """The configuration a checkpoint was saved with, from its `args` file."""
-    parser = build_parser(Config, prog="args", description="")
-    path = found.directory / store.ARGS
-    words = optional.load("megatron.args_file").read_words(path)
-    if any(word.startswith("@") for word in words):
-        raise ForeignCheckpoint(
-            f"{path} includes another file, which no checkpoint of this suite does "
-            "[checkpoint-args-damaged]"
-        )
-    return config_from(Config, parse_typed(parser, words))
+    """The configuration a checkpoint was saved with, from its `args` file. Raises Problems."""
+    saved = saved_flags.read(found.directory / store.ARGS)
+    for text in saved.notes:
+        log.warn_once(f"{found.directory / store.ARGS}: {text}")
+    return saved.config
 
 
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:

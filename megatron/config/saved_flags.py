@@ -1,0 +1,111 @@
+"""The `args` file of a checkpoint: the flags that differ from their defaults as they would be typed
+(`pretrain_gpt.py @FILE` repeats the run), and, in a comment, the values of all of them.
+
+A later release may have other defaults or lack a flag: the values say what the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import optional
+from megatron.arguments import (
+    Flag,
+    build_parser,
+    config_from,
+    flags_of,
+    parse,
+    to_args_text,
+    values_of,
+)
+from megatron.config.tree import Config
+from megatron.problems import Problems
+from megatron.small_files import read_text
+
+_VALUES = "# all values: "
+# Checkpoints of version 0.1.0 and before have no values: what their defaults were, where ours are
+# others now.
+OLD_DEFAULTS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class SavedFlags:
+    """What a checkpoint was trained with. `unknown`: flags that were given and that this program
+    does not have."""
+
+    config: Config
+    unknown: Sequence[str] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """A line where flags are unknown."""
+        if not self.unknown:
+            return []
+        return [
+            f"the checkpoint was saved with {', '.join(self.unknown)}, which this program does not "
+            "have; what they did is not done [saved-flag-unknown]"
+        ]
+
+
+def to_text(config: Config, leave_out: Sequence[str] = ()) -> str:
+    """The text of the file."""
+    values = {name: v for name, v in values_of(config).items() if name not in leave_out}
+    return f"{to_args_text(config, leave_out)}{_VALUES}{json.dumps(values)}\n"
+
+
+def read(path: Path) -> SavedFlags:
+    """The flags in the file. Raises Problems where it is damaged, or has values that this program
+    does not take."""
+    words = optional.load("megatron.args_file").read_words(path)
+    if any(word.startswith("@") for word in words):
+        raise Problems(
+            [
+                f"{path}: includes another file, which no checkpoint of this suite does "
+                "[checkpoint-args-damaged]"
+            ]
+        )
+    parsed = parse(build_parser(Config, prog="args", description=""), words)
+    unknown = [line for line in parsed.problems if line.endswith("[flag-unknown]")]
+    values = _values(path)
+    problems = [line for line in parsed.problems if line not in unknown]
+    if problems:
+        raise Problems([f"{path}: {line}" for line in problems])
+    config = config_from(Config, {**OLD_DEFAULTS, **parsed.typed} if values is None else values)
+    return SavedFlags(config, [line.split()[2].rstrip(";") for line in unknown])
+
+
+def _values(path: Path) -> Mapping[str, Any] | None:
+    """All values, of the flags that this program has; None in a file of an older checkpoint."""
+    text = read_text(path, "utf-8-sig")
+    rows = [row for row in text.splitlines() if row.startswith(_VALUES)]
+    if not rows:
+        return None
+    flags = flags_of(Config)
+    try:
+        table = json.loads(rows[-1].removeprefix(_VALUES))
+        return {name: _value(flags[name], v) for name, v in table.items() if name in flags}
+    except (ValueError, AttributeError, RecursionError, TypeError) as error:
+        raise Problems(
+            [
+                f"{path}: {type(error).__name__} {error}; the checkpoint is damaged: use another "
+                "one [checkpoint-args-damaged]"
+            ]
+        ) from None
+
+
+def _value(flag: Flag, value: Any) -> Any:
+    """A value as JSON has it, as the field has it. Raises ValueError."""
+    if value is None and flag.default is None:
+        return None
+    if flag.kind in ("switch", "off"):
+        if type(value) is not bool:
+            raise ValueError(f"{flag.spelling}: {value!r} is not true or false")
+        return value
+    if flag.kind == "list":
+        words = value if isinstance(value, list) else [value]
+        return flag.convert([str(word) for word in words]) if words else ()
+    return flag.convert([str(value)])
