@@ -147,7 +147,7 @@ def test_train_iters_within_one_epoch_is_the_same_order(trained, tmp_path):
         (["--no-bias-gelu-fusion"], "activation value from checkpoint (gelu (tanh))"),
         (
             ["--position-embedding-type", "rope"],
-            "position_embedding_type value from checkpoint (learned_absolute)",
+            "positions value from checkpoint (learned_absolute)",
         ),
         (["--vocab-size", "223", "--allow-data-order-change"], "tokenizer"),
         (["--lr-decay-style", "linear"], "learning rate decay style"),
