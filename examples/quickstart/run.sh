@@ -53,7 +53,8 @@ mkdir -p "$data"
 text=${QUICKSTART_TEXT:-$data/shakespeare.jsonl}
 if [ -z "${QUICKSTART_TEXT:-}" ]; then
     say "1. Text: 38 plays of Shakespeare, 5 MB"
-    if ! run "$python" tools/fetch_quickstart_data.py "$data" --text-only; then
+    if ! run "$python" tools/fetch_quickstart_data.py --text-only "$data"
+    then
         say "1. NO PLAYS: the text is this project's own source and documents, so losses and generated text differ from README.md"
         text=$data/source.jsonl
         "$python" - "$text" <<'PYTHON'

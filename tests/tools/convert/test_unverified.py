@@ -132,7 +132,7 @@ def test_phi3_has_no_scaled_positions():
     ],
 )
 def test_sinkhorn_that_a_family_cannot_express(family, flags):
-    with pytest.raises(ConversionError, match="moe_router_load_balancing_type is s"):
+    with pytest.raises(ConversionError, match="router_function is s"):
         config_for(FAMILIES[family], model_of(**flags), VOCAB, {})
 
 
