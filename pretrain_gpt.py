@@ -7,11 +7,6 @@ if __name__ == "__main__":
     interrupt.exit_at_once()  # until the watch below takes over
     interrupt.check_output()
 
-from megatron import launcher, optional
-
-if __name__ == "__main__" and launcher.under_torchrun():
-    optional.load("megatron.training.launch.forkserver").enter()
-
 import contextlib
 import gc
 import os
@@ -19,7 +14,7 @@ import sys
 import time
 from dataclasses import replace
 
-from megatron import threads
+from megatron import launcher, optional, threads
 from megatron.training.launch.signals import SignalWatch, leave_with
 
 STARTED = time.time()
@@ -161,14 +156,6 @@ def extra_hooks(run, tokenizer, lines, eval_tasks):
     return hooks
 
 
-def after_start(config):
-    """Of the program, before its loop."""
-    gc.freeze()  # what was imported and built stays until its end
-    gc.enable()
-    if config.parallel.restart_forkserver:
-        optional.load("megatron.training.launch.forkserver").start()
-
-
 def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=None) -> None:
     """Plan, build, load, train; `lock` of --save, `writer` of --async-save."""
     from megatron.device import default_backend
@@ -229,7 +216,8 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
         preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
     lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     if signals:
-        after_start(config)
+        gc.freeze()  # what was imported and built stays until the end
+        gc.enable()
     loop.pretrain(
         run, data, forward_step, lines, STARTED, extra_hooks(run, tokenizer, lines, eval_tasks)
     )

@@ -74,8 +74,6 @@ _RUN = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *_JOB,
 )
-# of a rank that was forked (--restart-forkserver): the process of torchrun, which is not its parent
-FORKED = "MEGATRON_TORCHRUN_PID"
 _FIRST_PORT = 20_000  # below the ports that Linux gives to outgoing connections
 _PORTS = 12_000
 
@@ -266,7 +264,7 @@ def starter() -> str:
     """What restarts the ranks automatically: torchrun's process on this node, or the SLURM job;
     empty without one."""
     if under_torchrun():
-        agent = os.environ.get(FORKED) or os.getppid()
+        agent = os.getppid()
         return f"torchrun {agent} on {socket.gethostname()}"
     job = os.environ.get("SLURM_JOB_ID")
     return f"SLURM job {job}" if job and os.environ.get("SLURM_RESTART_COUNT") else ""

@@ -56,7 +56,6 @@ MODULES = {
     "megatron.data.tokenizers.bpe": "--tokenizer-type GPT2BPE, HuggingFace or TikTokenizer",
     "megatron.data.tokenizers.sentencepiece": "the SentencePiece types of --tokenizer-type",
     "megatron.training.launch.control_file": "--control-file",
-    "megatron.training.launch.forkserver": "torchrun; --restart-forkserver",
     "megatron.training.launch.hang": "pretrain_gpt.py as a program",
     "megatron.training.launch.hang_watch": "pretrain_gpt.py as a program",
     "megatron.training.launch.own_watch": "pretrain_gpt.py as a program, of one rank",

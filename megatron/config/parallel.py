@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron import launcher
 from megatron.arguments import Needs, arg
 
 
@@ -216,10 +215,10 @@ class ParallelConfig:
     )
     restart_forkserver: bool = arg(
         False,
-        needs=Needs("torchrun", lambda v: launcher.under_torchrun()),
+        no_effect="restarted ranks import torch anew, in 2 to 3 seconds",
         dump=False,
-        help="under torchrun: keep a process on each node that has torch imported; ranks that "
-        "torchrun restarts are forked from it",
+        help="accepted for compatibility: restarted ranks were forked from a process that had "
+        "torch imported",
     )
     local_rank: int | None = arg(
         None, per_run=True, help="rank on this node; set by the launcher", alias=("--local_rank",)

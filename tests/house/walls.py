@@ -84,7 +84,6 @@ READ_WHOLE = {
     "megatron/threads.py",
     "megatron/console.py",
     "megatron/training/launch/hang.py",
-    "megatron/training/launch/forkserver.py",
     "megatron/training/launch/network.py",
     "tools/convert/families.py",
     "tools/shared/memory.py",

@@ -5,7 +5,7 @@ undisturbed run, and does the run's ledger say what happened.
 A run trains a tiny model on CPUs with two ranks. --seed draws layout, launcher and a list of
 faults: kind, rank, and the iteration (counted from the start or the fault before), step of a save
 or upload at which the fault comes. After each failure the same command starts again (a shell loop,
-or torchrun's agent with --max-restarts, of odd seeds with --restart-forkserver). Checked at the end
+or torchrun's agent with --max-restarts). Checked at the end
 of a run: its checkpoint of the last iteration equals that of an undisturbed run byte for byte (with
 a fault of an object store: the one in the store); the ledger (run_events.jsonl) has an attempt for
 each start that came as far as iteration 1, and for each fault that ends a rank a failure; of each
@@ -225,11 +225,6 @@ class Case:
         """Is one of the faults of these kinds?"""
         return any(one.kind in kinds for one in self.faults)
 
-    @property
-    def forks(self) -> bool:
-        """Are ranks forked when torchrun restarts them?"""
-        return self.launcher == "torchrun --max-restarts" and self.seed % 2 == 1
-
     def flags(self, folder: Path) -> list[str]:
         """The command line of the script in `folder`."""
         saved = f"file://{folder}/stored" if self.has(*STORE) else "saved"
@@ -238,8 +233,6 @@ class Case:
         words += [] if self.has(*STORE) else ["--load", saved]
         if self.has(FLIP):
             words += ["--verify-step-interval", "1", "--verify-step-action", "majority"]
-        if self.forks:
-            words.append("--restart-forkserver")
         return words
 
 

@@ -170,8 +170,6 @@ def flags_of(saves: str, args: argparse.Namespace, folder: Path) -> tuple[str, .
         found += ["--non-persistent-local-ckpt-dir", str(folder)]
     if args.async_save:
         found.append("--async-save")
-    if args.restart_forkserver:
-        found.append("--restart-forkserver")
     return tuple(found)
 
 
@@ -202,9 +200,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--snapshot-interval", type=int, default=8, help="of local copies too (default: 8)"
     )
     parser.add_argument("--async-save", action="store_true", help="of all that is saved")
-    parser.add_argument(
-        "--restart-forkserver", action="store_true", help="pass it to pretrain_gpt.py"
-    )
     parser.add_argument("--details", action="store_true", help="print where the time went as well")
     return parser.parse_args(argv)
 

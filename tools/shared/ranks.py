@@ -35,8 +35,6 @@ import gc, os, runpy, sys
 gc.disable()  # as the script does before its imports
 sys.path.insert(0, {str(ROOT)!r})
 from megatron import launcher
-from megatron.training.launch import forkserver
-forkserver.enter()
 rank = launcher.info().rank
 """
 TAIL = f"""
