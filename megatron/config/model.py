@@ -495,9 +495,11 @@ class ModelConfig(MoEConfig, TransformerConfig):
         return self.expert_ffn if self.num_experts else None
 
     @property
-    def moe_pattern(self) -> list[int] | None:
-        """The layers with experts; None without experts."""
-        return self.moe_layers if self.num_experts else None
+    def moe_pattern(self) -> list[bool] | None:
+        """Layer by layer, has it experts? None without experts."""
+        if not self.num_experts:
+            return None
+        return [self.is_moe_layer(layer) for layer in range(self.num_layers)]
 
     @property
     def router_function(self) -> str | None:

@@ -48,7 +48,7 @@ def ring_attention(
     scale: float,
     document_ids: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    dropout_seed: int = 0,
+    dropout_seed: int | torch.Tensor = 0,
     comm_type: str = "p2p",
     implementation: str = "auto",
 ) -> torch.Tensor:
@@ -62,7 +62,9 @@ def ring_attention(
     the one before is computed with: a rank never holds more than 2/cp of them. "all_gather" holds
     all.
     """
-    call = _Call(cp, scale, document_ids, dropout_p, dropout_seed, comm_type, implementation)
+    # An integer of any size from here on: what is added to it would not fit int64.
+    seed = int(dropout_seed)
+    call = _Call(cp, scale, document_ids, dropout_p, seed, comm_type, implementation)
     return _RingAttention.apply(q, k, v, call)
 
 

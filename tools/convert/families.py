@@ -151,18 +151,33 @@ def fitting(model: ModelConfig) -> Family:
 # --- what the tests compared with transformers
 
 
+# What verified_exports.json calls what several flags say together.
+_IN_TABLE = {
+    "biases": "add_bias_linear",
+    "ffn": "ffn_hidden_size",
+    "positions": "position_embedding_type",
+    "query_groups": "num_query_groups",
+    "rope_scaling": "rope_scaling_factor",
+    "router_function": "moe_router_score_function, moe_router_pre_softmax, "
+    "moe_router_load_balancing_type",
+}
+
+
 def features(model: ModelConfig) -> dict[str, Any]:
     """What may be other code of transformers, or other keys of config.json: each thing that
     determines the function of a model, numbers as `number` where none is special."""
     heads = model.num_attention_heads
     usual = model.head_dim * heads == model.hidden_size
-    return {name: _kind(value) for name, value in architecture.values(model).items()} | {
+    return {
+        _IN_TABLE.get(name, name): _kind(value)
+        for name, value in architecture.values(model).items()
+    } | {
         "kv_channels": "hidden size / heads" if usual else "number",
         "max_position_embeddings": "number",
         "moe_router_topk": (1 if model.moe_router_topk == 1 else "number")
         if model.num_experts
         else None,
-        "query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
+        "num_query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
         "rotary_percent": 1 if model.rotary_percent == 1 else "number",
     }
 

@@ -21,7 +21,8 @@ def shape(f: Facts) -> Iterator[str]:
                 "[hidden-size-not-divisible-by-heads]"
             )
     if f.ok("hidden_size") and not f.bad & {"ffn_hidden_size", "ffn_multiple_of"}:
-        if f.config.model.ffn < 1:
+        experts_alone = f["num_experts"] is not None and f["moe_layer_freq"] == "1"
+        if f.config.model.ffn < 1 and not experts_alone:
             yield (
                 f"--ffn-hidden-size is missing: 8/3 x {f.say('hidden_size')} rounded down to a "
                 "multiple of 64 is 0; give it [flag-missing]"

@@ -83,7 +83,7 @@ def test_messages_and_memory_are_those_of_the_real_run(tmp_path, monkeypatch, ca
         if "--moe-expert-capacity-factor" in flags:
             real, found = without_sizes(real), without_sizes(found)
         assert found == real, f"rank {rank}"
-        assert abs(trace.peak / peak - 1) < 0.01, f"rank {rank}: {trace.peak} of {peak} bytes"
+        assert abs(trace.peak / peak - 1) < 0.015, f"rank {rank}: {trace.peak} of {peak} bytes"
 
 
 def packed(flags: list[str]) -> list[str]:
