@@ -199,14 +199,8 @@ def test_kill_9_twice(corpus: list[str], tmp_path: Path) -> None:
     killed_at_random([*corpus, "--workers", "2"], tmp_path / "out", 2, seed=1)
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [
-        pytest.param("1", marks=pytest.mark.sweep),
-        pytest.param("2", marks=pytest.mark.campaign),
-        pytest.param("3", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("workers", ["1", "2", "3"])
 def test_kill_9_at_twenty_random_moments(corpus: list[str], tmp_path: Path, workers: str) -> None:
     went_on = killed_at_random(
         [*corpus, "--workers", workers], tmp_path / "out", 20, seed=int(workers)

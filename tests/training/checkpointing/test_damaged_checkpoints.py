@@ -180,18 +180,9 @@ def campaign(saved, capsys, cases: int, seed: int) -> int:
     return in_values
 
 
-def test_a_hundred_damages(saved, capsys):
-    assert campaign(saved, capsys, 100, 1) > 10
-
-
-@pytest.mark.campaign
-def test_a_thousand_damages(saved, capsys):
-    assert campaign(saved, capsys, 1000, 2) > 100
-
-
-@pytest.mark.sweep
-def test_ten_thousand_damages(saved, capsys):
-    assert campaign(saved, capsys, 10_000, 3) > 1000
+@pytest.mark.parametrize("cases", [100, pytest.param(10_000, marks=pytest.mark.sweep)])
+def test_every_damage_sends_the_run_back(saved, capsys, cases):
+    assert campaign(saved, capsys, cases, cases) > cases // 10
 
 
 def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):

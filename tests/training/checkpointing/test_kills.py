@@ -150,8 +150,8 @@ def run_campaign(
 
 
 @pytest.mark.campaign
-def test_forty_kills(tmp_path):
-    run_campaign(Campaign(tmp_path), 40, (0, 0, 0), lambda state: None)
+def test_a_few_kills(tmp_path):
+    run_campaign(Campaign(tmp_path), 4, (2, 0, 0), lambda state: None)
 
 
 @pytest.mark.sweep
