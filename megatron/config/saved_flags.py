@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron import optional
 from megatron.arguments import (
     Flag,
     build_parser,
@@ -60,7 +59,9 @@ def to_text(config: Config, leave_out: Sequence[str] = ()) -> str:
 def read(path: Path) -> SavedFlags:
     """The flags in the file. Raises Problems where it is damaged, or has values that this program
     does not take."""
-    words = optional.load("megatron.args_file").read_words(path)
+    from megatron.args_file import read_words
+
+    words = read_words(path)
     if any(word.startswith("@") for word in words):
         raise Problems(
             [
@@ -74,7 +75,19 @@ def read(path: Path) -> SavedFlags:
     problems = [line for line in parsed.problems if line not in unknown]
     if problems:
         raise Problems([f"{path}: {line}" for line in problems])
-    config = config_from(Config, {**OLD_DEFAULTS, **parsed.typed} if values is None else values)
+    saved = {**OLD_DEFAULTS, **parsed.typed} if values is None else values
+    missing = [
+        flag.spelling
+        for name, flag in flags_of(Config).items()
+        if flag.missing and saved.get(name) is None
+    ]
+    if missing:
+        raise Problems(
+            [
+                f"{path}: has no {', '.join(missing)}; the checkpoint is damaged: use another one [checkpoint-args-damaged]"
+            ]
+        )
+    config = config_from(Config, saved)
     return SavedFlags(config, [line.split()[2].rstrip(";") for line in unknown])
 
 

@@ -755,14 +755,17 @@ def test_a_folder_to_convert_is_the_only_problem(tmp_path, capsys):
 
 def test_args_of_a_checkpoint_that_cannot_be_read_are_problems(tmp_path, capsys):
     where = checkpoint(tmp_path, GOOD)
-    (where / "args").write_text(
-        "--num-layers 2 --hidden-size wide\n@/etc/passwd --from-the-future 3\n"
-    )
-    with pytest.raises(SystemExit):
-        read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
-    lines = capsys.readouterr().err.splitlines()
-    assert codes_of(lines) == ["value-malformed", "flag-unknown"]
-    assert all(f"--use-checkpoint-args: {where / 'args'}: " in line for line in lines)
+    for text, codes in {
+        f"{GOOD} --hidden-size wide --from-the-future 3": ["value-malformed"],
+        f"{GOOD} @/etc/passwd": ["checkpoint-args-damaged"],
+        "--num-layers 2": ["checkpoint-args-damaged"],
+    }.items():
+        (where / "args").write_text(text)
+        with pytest.raises(SystemExit):
+            read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+        lines = capsys.readouterr().err.splitlines()
+        assert codes_of(lines) == codes
+        assert all(f"--use-checkpoint-args: {where / 'args'}: " in line for line in lines)
     (where / "args").unlink()
     with pytest.raises(SystemExit):
         read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
