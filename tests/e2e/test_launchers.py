@@ -529,7 +529,7 @@ def test_a_crash_loop_ends(folder):
         pytest.param(["--standalone"], marks=pytest.mark.campaign, id="standalone"),
         pytest.param(
             "--standalone --nnodes 1:2 --rdzv-conf last_call_timeout=2".split(),
-            marks=pytest.mark.campaign,
+            marks=pytest.mark.sweep,
             id="elastic",
         ),
     ],

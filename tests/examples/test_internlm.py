@@ -92,7 +92,7 @@ def by_forks(name: str, folder: Path, words: list[str]) -> tuple[list[dict], str
     "name",
     [
         pytest.param("7b", marks=pytest.mark.campaign),
-        pytest.param("20b", marks=pytest.mark.campaign),
+        pytest.param("20b", marks=pytest.mark.sweep),
         pytest.param("30b", marks=pytest.mark.sweep),  # the 20B demo's layout
     ],
 )

@@ -51,8 +51,8 @@ def quickstart(tmp_path_factory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
-@pytest.mark.campaign
-def test_it_learns_and_says_how_much_in_bits_per_byte(quickstart):
+def check_learning(quickstart: tuple[Path, str]) -> None:
+    """Validation falls, and bits per byte are those of the text."""
     folder, printed = quickstart
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [line for line in lines if line.get("split") == "validation"]
@@ -71,8 +71,8 @@ def test_it_learns_and_says_how_much_in_bits_per_byte(quickstart):
     assert f"bits per byte {found[-1]['bits_per_byte']:.4f}" in printed.partition("== What next")[2]
 
 
-@pytest.mark.campaign
-def test_a_kill_in_the_middle_costs_the_iterations_since_the_last_checkpoint(quickstart):
+def check_the_kill(quickstart: tuple[Path, str]) -> None:
+    """The iterations since the last checkpoint are trained again."""
     folder, printed = quickstart
     trained = rows(folder)
     cut = resumed_at(trained)
@@ -114,8 +114,8 @@ def train(folder: Path, metrics: Path, *more: str) -> list[dict]:
     return rows(metrics.parent)
 
 
-@pytest.mark.campaign
-def test_the_two_parts_are_bit_for_bit_one_straight_run(quickstart, tmp_path):
+def check_a_straight_run(quickstart: tuple[Path, str], tmp_path: Path) -> None:
+    """The two parts are bit for bit one run."""
     straight = train(
         quickstart[0], tmp_path / "metrics.jsonl", "--save", str(tmp_path / "checkpoints")
     )
@@ -129,7 +129,7 @@ def test_the_two_parts_are_bit_for_bit_one_straight_run(quickstart, tmp_path):
         )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_training_longer_works_as_it_says(quickstart, tmp_path):
     folder, printed = quickstart
     flags = ["--train-iters", "2000", "--override-opt_param-scheduler"]
@@ -147,8 +147,8 @@ def test_training_longer_works_as_it_says(quickstart, tmp_path):
     assert [row["iteration"] for row in more] == [241, 242, 243, 244, 245]
 
 
-@pytest.mark.campaign
-def test_it_shows_samples_on_the_way_and_ends_with_one_a_picture_and_what_next(quickstart):
+def check_what_it_shows(quickstart: tuple[Path, str]) -> None:
+    """Samples on the way, a sample and a picture at the end, and what next."""
     folder, printed = quickstart
     before, _, ending = printed.partition("== What next")
     training, _, sample = before.partition("== 6. ")
@@ -160,7 +160,7 @@ def test_it_shows_samples_on_the_way_and_ends_with_one_a_picture_and_what_next(q
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_it(quickstart):
     environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(quickstart[0])}
     command = ["sh", str(ROOT / "examples" / "quickstart" / "run.sh")]
@@ -174,6 +174,14 @@ def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_i
     )
     assert done.returncode == 2
     assert "unknown flag --no-such-flag" in done.stdout and "== 5." not in done.stdout
+
+
+@pytest.mark.campaign
+def test_it_learns_is_killed_and_resumes_bit_for_bit(quickstart, tmp_path):
+    check_learning(quickstart)
+    check_the_kill(quickstart)
+    check_what_it_shows(quickstart)
+    check_a_straight_run(quickstart, tmp_path)
 
 
 STAND_IN = """#!/bin/sh

@@ -47,6 +47,13 @@ def recipes() -> dict[str, Recipe]:
 
 
 RECIPES = recipes()
+# Those of CI; the others are in the sweep.
+OFTEN = (
+    "CI recipe, interleaved stages with everything overlapped",
+    "CI recipe, context parallel, replicas numbered last",
+    "Llama 3 8B in FP8",
+    "Qwen3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +66,13 @@ def numbers(run: Finished) -> list[float]:
     return [number for row in run.series("lm_loss", "grad_norm") for number in row]
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in OFTEN else pytest.mark.sweep)
+        for name in RECIPES
+    ],
+)
 def test_a_small_recipe_has_the_losses_of_one_process(name, data, tmp_path):
     recipe = RECIPES[name]
     precision = "--bf16" if "--bf16" in recipe.model else "--fp64"

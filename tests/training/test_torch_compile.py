@@ -38,6 +38,7 @@ PRECISIONS = {
     "fp16": ("--fp16 --loss-scale 64", 1e-2),
     "bf16": ("--bf16", 5e-2),
 }
+OFTEN = ("fp64", "bf16")  # in CI
 
 
 def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> torch.Tensor:
@@ -103,8 +104,13 @@ def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None
     assert difference.norm() <= rounding * eager.norm()
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in OFTEN else pytest.mark.sweep)
+        for name in PRECISIONS
+    ],
+)
 @pytest.mark.parametrize("kind", QUICK)
 def test_compiled_gated_layers_have_the_gradients_of_eager_ones(kind, precision):
     assert_as_eager(kind, precision, "inductor")

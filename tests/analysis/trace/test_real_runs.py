@@ -38,11 +38,11 @@ class Gloo(str):
 
 
 def cases() -> list:
-    """All layouts of the parity table; in CI every sixth, of those with ring attention, whose many
+    """All layouts of the parity table; in CI every twelfth, of those with ring attention, whose many
     operations take ten seconds and more, one, and three with experts."""
     found = []
     for i, (name, case) in enumerate(LAYOUTS.items()):
-        often = i % 6 == 0 and "cp" not in name and "--num-experts" not in case.model
+        often = i % 12 == 0 and "cp" not in name and "--num-experts" not in case.model
         often = often or name in (*EXPERTS, RING)
         mark = pytest.mark.campaign if often else pytest.mark.sweep
         found.append(pytest.param(case, id=name, marks=[] if name in QUICK else [mark]))
