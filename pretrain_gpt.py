@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import replace
 
-from megatron import launcher, optional, threads
+from megatron import launcher, threads
 from megatron.training.launch.signals import SignalWatch, leave_with
 
 STARTED = time.time()
@@ -63,10 +63,10 @@ def print_kernels(line):
 def print_trace(line, plan):
     """Of a dry run with --trace: the training step of some ranks, on tensors without values."""
     if line.config.training.trace:
+        from megatron.analysis.trace.dry_run import trace
         from megatron.training.preflight import build_tokenizer
 
-        dry_run = optional.load("megatron.analysis.trace.dry_run")
-        lines = dry_run.trace(line, plan, build_tokenizer(line.config), forward_step)
+        lines = trace(line, plan, build_tokenizer(line.config), forward_step)
         print("\n".join(lines), flush=True)
 
 
@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None, signals: SignalWatch | None = None, serv
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         if line.rank == 0:
-            plan = optional.load("megatron.training.dry_run").print_plan(line)
+            from megatron.training.dry_run import print_plan
+
+            plan = print_plan(line)
             print_kernels(line)
             preflight.check_dry(line, plan)
             print_trace(line, plan)
@@ -105,16 +107,18 @@ def held_lock(directory):
     """A context with the lock of --save; with None where this process saves nothing."""
     if directory is None:
         return contextlib.nullcontext()
-    return optional.load("megatron.checkpoint.lock").held(directory)
+    from megatron.checkpoint.lock import held
+
+    return held(directory)
 
 
 def exchange_with_object_store(line, writes):
     """Fetch what --load names there; a context in which what is saved is uploaded."""
     if not (line.load_url or line.save_url or line.snapshot_url):
         return contextlib.nullcontext()
+    from megatron.checkpoint import object_store
     from megatron.config import command_line
 
-    object_store = optional.load("megatron.checkpoint.object_store")
     c = line.config.checkpoint
     if writes and line.save_url and (c.finetune or not c.load):
         if problems := object_store.overwritten(line.save_url):
@@ -139,20 +143,43 @@ def started_async_writer(line):
     c = line.config.checkpoint
     if not (c.async_save and c.save) or line.config.training.skip_train:
         return contextlib.nullcontext()
-    return optional.load("megatron.checkpoint.async_writer").started()
+    from megatron.checkpoint.async_writer import started
+
+    return started()
 
 
 def opened_eval_tasks(line):
     """--eval-tasks, read and checked; None without it. Raises ValueError where that fails."""
     files = line.config.training.eval_tasks
-    return optional.load("megatron.analysis.open_eval_tasks").opened(files) if files else None
+    if not files:
+        return None
+    try:
+        from megatron.analysis.eval_tasks import EvalTasks
+    except ImportError as error:
+        raise ValueError(
+            f"--eval-tasks needs the package lm-eval ({error}): pip install lm-eval, or omit the "
+            "flag [package-missing]"
+        ) from None
+    return EvalTasks(files)
+
+
+def print_start_lines(line, backend):
+    """What Megatron prints before its table of arguments; not with --log-format short."""
+    if not line.config.logging.is_short:
+        from megatron.config.megatron_compat.argument_dump import start_lines
+        from megatron.log import print_rank_0
+
+        for text in start_lines(line, backend):
+            print_rank_0(text)
 
 
 def extra_hooks(run, tokenizer, lines, eval_tasks):
     """What some runs do beside training: --eval-tasks, and the ledger's shares on TensorBoard."""
     hooks = [eval_tasks.hook(run, tokenizer, lines)] if eval_tasks else []
     if run.config.checkpoint.save and run.config.logging.has_boards:
-        hooks.append(optional.load("megatron.analysis.goodput_points").GoodputPoints(run, lines))
+        from megatron.analysis.goodput_points import GoodputPoints
+
+        hooks.append(GoodputPoints(run, lines))
     return hooks
 
 
@@ -167,7 +194,7 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.kernel_report import check_requested, kernel_lines
     from megatron.training.run import COMPUTE, Services
-    from megatron.training.skipping import skip
+    from megatron.training.skipping import skip_plan
 
     config = line.config
     initialize.set_max_connections(config)
@@ -175,11 +202,7 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
     short = config.logging.is_short
     eval_tasks = opened_eval_tasks(line)
     rendezvous = initialize.connect(config, signals)
-    if not short:
-        for text in optional.load("megatron.config.megatron_compat.argument_dump").start_lines(
-            line, backend
-        ):
-            print_rank_0(text)
+    print_start_lines(line, backend)
     check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
@@ -187,7 +210,7 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
     runtime = initialize.initialize(config, rendezvous)
     for text in preamble.opening(line, plan, runtime, backend) if short else kernel_lines(config):
         print_rank_0(text)
-    plan, skips = skip.resolve_skips(config, plan, runtime)
+    plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = Timers(
         config.logging.timing_log_level,
         initialize.synchronizer(runtime),
@@ -209,7 +232,7 @@ def train(line, tokenizer, lock, writer, signals: SignalWatch | None, services=N
     with timers("train/valid/test-data-iterators-setup"):
         data = build_data.build_data(config, plan, runtime, tokenizer, run)
         data_position.check_data_order(run, data.order)
-        skip.start_skips(run, skips)
+        skip_plan.start_skips(run, skips)
     detail_datetime("after dataloaders are built")
     detail("done with setup ...")
     if short:

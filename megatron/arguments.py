@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, NamedTuple
 
-from megatron import optional
 from megatron.problems import Problems as Problems
 
 _OFF = re.compile("--(no|disable)-")
@@ -240,7 +239,9 @@ class Flag:
         except ValueError as error:
             if self.type not in _CALLED:
                 raise ValueError(f"{word!r}: {error}") from None
-            write = optional.load("megatron.command_help").as_number(word)
+            from megatron.command_help import as_number
+
+            write = as_number(word)
             raise ValueError(
                 f"{word!r} is not {_CALLED[self.type]}{write} [value-malformed]"
             ) from None
@@ -458,11 +459,15 @@ class Parser:
 
     def help(self) -> str:
         """The text for --help: every flag of the sections, with its default."""
-        return optional.load("megatron.command_help").help_text(self)
+        from megatron.command_help import help_text
+
+        return help_text(self)
 
     def usage(self) -> str:
         """The first line of the help."""
-        return optional.load("megatron.command_help").usage(self)
+        from megatron.command_help import usage
+
+        return usage(self)
 
     @property
     def takes_words(self) -> bool:
@@ -623,7 +628,9 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             typed.append(word)
             continue
         try:
-            words = optional.load("megatron.args_file").expand_files([word])
+            from megatron.args_file import expand_files
+
+            words = expand_files([word])
         except Problems as error:
             parsed.problems += error.lines
             parsed.unread_file = True
@@ -674,8 +681,9 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
         if parser.others.ignores(spelling):
             parsed.ignored.append(" ".join(words))
         else:
-            guesses = optional.load("megatron.command_help")
-            problem, meant = guesses.unknown_flag(parser, spelling)
+            from megatron.command_help import unknown_flag
+
+            problem, meant = unknown_flag(parser, spelling)
             parsed.problems.append(problem)
             parsed.broken |= meant
         return

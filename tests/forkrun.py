@@ -25,8 +25,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from megatron import optional
-
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_SHOWN = 4000  # characters of a failing rank's own output
 LOST_CONNECTION = re.compile(r"gloo|connection|\bpeer\b|socket|broken pipe", re.IGNORECASE)
@@ -44,6 +42,16 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
+def _training_modules() -> list[str]:
+    """All modules that a run may import, also those that functions import."""
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "megatron").glob("*/**/*.py"))]
+    return [
+        ".".join(path.with_suffix("").parts)
+        for path in paths
+        if path.parts[1] not in ("core", "analysis", "inference")
+    ]
+
+
 def _context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; the server lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
@@ -56,7 +64,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
         "megatron.training.loop",
         "megatron.training.logging.kernel_report",
         "megatron.config.command_line",
-        *optional.MODULES,
+        *_training_modules(),
         "tests.runs",
         "tests.e2e.programs",
         "tensorboard.backend.event_processing.event_accumulator",

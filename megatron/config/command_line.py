@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from megatron import launcher, log, optional
+from megatron import launcher, log
 from megatron.arguments import (
     OtherFlags,
     Parsed,
@@ -84,7 +84,8 @@ def parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
 
 def _other_flags() -> OtherFlags:
     """The flags of Megatron-LM that have no field here."""
-    compat = optional.load("megatron.config.megatron_compat.flags")
+    from megatron.config.megatron_compat import flags as compat
+
     return OtherFlags(compat.parser_flags(), compat.explain, compat.ignores, compat.SYNONYMS)
 
 
@@ -95,7 +96,8 @@ def _judge_foreign(
     that replace some."""
     if not foreign and not ignored:
         return [], [], []
-    compat = optional.load("megatron.config.megatron_compat.flags")
+    from megatron.config.megatron_compat import flags as compat
+
     replacements = list(compat.replaced(foreign).values())
     return compat.refused(foreign), compat.accepted(foreign, ignored), replacements
 
@@ -162,7 +164,9 @@ def _checked(
     typed, unsupported = _with_deepspeed(flags, typed, foreign.get("deepspeed_config"))
     theirs = FromCheckpoint()
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
-        optional.load("megatron.config.checkpoint_args").take(flags, typed, theirs)
+        from megatron.config.checkpoint_args import take
+
+        take(flags, typed, theirs)
     defaults = flags.extra.defaults if flags.extra else {}
     config = config_from(Config, {**defaults, **theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
@@ -197,9 +201,10 @@ def _with_deepspeed(
     """(typed flags and those of the JSON file of --deepspeed_config, problems)."""
     if path is None:
         return typed, []
-    compat = optional.load("megatron.config.megatron_compat.deepspeed")
+    from megatron.config.megatron_compat.deepspeed import read_deepspeed
+
     try:
-        words, problems = compat.read_deepspeed(path)
+        words, problems = read_deepspeed(path)
     except OSError as error:
         missing = f"--deepspeed_config {path}: {error.strerror or error}; give a JSON file"
         return typed, [] if typed.get("dry_run") else [f"{missing} [file-not-readable]"]

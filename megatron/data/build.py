@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from megatron import log, optional
+from megatron import log
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences
 from megatron.data.plan_table import Row
@@ -68,7 +68,8 @@ def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
         )
     if data.mock_data:
         return None
-    blend = optional.load("megatron.data.blend.blended_dataset")
+    from megatron.data.blend import blended_dataset as blend
+
     if data.data_path:
         return blend.parse_blend(data.data_path)
     if data.data_args_path:

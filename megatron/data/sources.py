@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from megatron import optional
 from megatron.config.data import DataConfig
 from megatron.data.build import Splits, build_mock
 from megatron.data.plan_table import Row
@@ -43,12 +42,15 @@ class MegatronOrder:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        megatron_order = optional.load("megatron.data.megatron_order")
-        return megatron_order.build_in_megatron_order(data, request, rows)
+        from megatron.data.megatron_order import build_in_megatron_order
+
+        return build_in_megatron_order(data, request, rows)
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """See `DataSource`."""
-        return optional.load("megatron.data.dry_run").rows_in_megatron_order(data, request)
+        from megatron.data.dry_run import rows_in_megatron_order
+
+        return rows_in_megatron_order(data, request)
 
 
 class EpochOrder:
@@ -56,12 +58,15 @@ class EpochOrder:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        epoch_order = optional.load("megatron.data.epoch.build")
-        return epoch_order.build_in_epoch_order(data, request, rows)
+        from megatron.data.epoch.build import build_in_epoch_order
+
+        return build_in_epoch_order(data, request, rows)
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """See `DataSource`."""
-        return optional.load("megatron.data.epoch.build").rows_in_epoch_order(data, request)
+        from megatron.data.epoch.build import rows_in_epoch_order
+
+        return rows_in_epoch_order(data, request)
 
 
 class Packed:
@@ -69,8 +74,9 @@ class Packed:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        packed = optional.load("megatron.data.packed.build")
-        return packed.build_packed_datasets(data, request, rows)
+        from megatron.data.packed.build import build_packed_datasets
+
+        return build_packed_datasets(data, request, rows)
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """The data sets are built, which reads lengths only."""

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron import optional
 from megatron.kernels.cuda import availability, fp8_ops  # noqa: F401 (defines operations)
 from megatron.kernels.linear import TpComm
 
@@ -60,7 +59,7 @@ def _kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
     if availability.unavailable_reason(device, dtype) is not None:
         return False
     if device.type == "cuda":
-        optional.load("megatron.kernels.cuda.fp8_triton")
+        from megatron.kernels.cuda import fp8_triton  # noqa: F401
     return True
 
 

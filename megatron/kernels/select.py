@@ -5,7 +5,6 @@ import os
 
 import torch
 
-from megatron import optional
 from megatron.config.tree import Config
 from megatron.kernels import flash_attention
 from megatron.kernels.attention import select_attention, torch_flash_unavailable_reason
@@ -59,9 +58,9 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
     engine = None
     attention = ATTENTION[config.attention_backend]
     if k.transformer_impl == "transformer_engine":
-        engine = optional.load("megatron.kernels.transformer_engine").build(
-            k.gradient_accumulation_fusion, config.precision
-        )
+        from megatron.kernels.transformer_engine import build
+
+        engine = build(k.gradient_accumulation_fusion, config.precision)
     if (
         attention == "auto"
         and _fa4_unavailable_reason(device, dtype, config) is not None
@@ -248,7 +247,9 @@ def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
     FP8 support."""
     if config.precision.fp8 is None:
         return []
-    return optional.load("megatron.kernels.fp8_selection").rows(device, config)
+    from megatron.kernels.fp8_selection import rows
+
+    return rows(device, config)
 
 
 def _attention_rows(

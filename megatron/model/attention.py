@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.attention import torch_flash_unavailable_reason
@@ -44,7 +43,9 @@ class SelfAttention(nn.Module):
         self.cp = ctx.cp
         self.cp_comm_type = ctx.cp_comm_type
         if self.cp.size > 1:
-            self._ring_attention = optional.load("megatron.parallel.ring_attention").ring_attention
+            from megatron.parallel.ring_attention import ring_attention
+
+            self._ring_attention = ring_attention
         self.groups = model.query_groups // ctx.tp.size
         self.queries_per_group = model.num_attention_heads // model.query_groups
         self.scale = model.attention_scale
@@ -61,9 +62,10 @@ class SelfAttention(nn.Module):
         )
         self.q_layernorm = self.k_layernorm = None
         if model.qk_layernorm and model.qk_layernorm_all_heads:
-            norm = optional.load("megatron.model.all_heads_norm").AllHeadsNorm
-            self.q_layernorm = norm(model, params.at("q_layernorm"), ctx.tp)
-            self.k_layernorm = norm(model, params.at("k_layernorm"), ctx.tp)
+            from megatron.model.all_heads_norm import AllHeadsNorm
+
+            self.q_layernorm = AllHeadsNorm(model, params.at("q_layernorm"), ctx.tp)
+            self.k_layernorm = AllHeadsNorm(model, params.at("k_layernorm"), ctx.tp)
         elif model.qk_layernorm:
             self.q_layernorm = Norm(model, params.at("q_layernorm"))
             self.k_layernorm = Norm(model, params.at("k_layernorm"))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
@@ -90,8 +89,11 @@ class GPTModel(nn.Module):
         kernels = kernels or Kernels()
         scaling = None
         if precision.fp8 is not None:
-            make = optional.load("megatron.parallel.fp8").scaling_factory
-            scaling = make(precision, ctx, device, dense=kernels.transformer_engine is None)
+            from megatron.parallel.fp8 import scaling_factory
+
+            scaling = scaling_factory(
+                precision, ctx, device, dense=kernels.transformer_engine is None
+            )
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
         self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None

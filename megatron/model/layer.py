@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.cuda.availability import fused_ops
@@ -99,8 +98,10 @@ class TransformerLayer(nn.Module):
             Norm(model, params.at("post_mlp_layernorm")) if model.post_mlp_layernorm else None
         )
         self.moe = model.is_moe_layer(number)
-        self.mlp = (
-            optional.load("megatron.model.moe").MoELayer(
+        if self.moe:
+            from megatron.model.moe import MoELayer
+
+            self.mlp = MoELayer(
                 model,
                 params.at("mlp"),
                 ctx,
@@ -108,9 +109,8 @@ class TransformerLayer(nn.Module):
                 recompute_activation=again.again("moe_act"),
                 recompute_shared=again.again("shared_experts"),
             )
-            if self.moe
-            else MLP(model, params.at("mlp"), ctx)
-        )
+        else:
+            self.mlp = MLP(model, params.at("mlp"), ctx)
         self.recompute_mlp = again.again("moe" if self.moe else "mlp")
 
     def forward(

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron import optional
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
@@ -42,7 +41,9 @@ class MLP(nn.Module):
         self.gated = model.gated
         self.xielu = None
         if model.xielu:
-            self.xielu = optional.load("megatron.model.xielu").XIELU(params.at("xielu"))
+            from megatron.model.xielu import XIELU
+
+            self.xielu = XIELU(params.at("xielu"))
         self.activation = activation(model, Kernels())
         self.linear_fc1 = ColumnParallelLinear(
             params("linear_fc1.weight"),

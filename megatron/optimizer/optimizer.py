@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron import optional
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
@@ -300,8 +299,9 @@ def _inner(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
         return adam.build_sgd(groups, config)
     if not config.use_precision_aware_optimizer:
         return adam.build_adam(groups, config)
-    kind = optional.load("megatron.optimizer.precision_aware").PrecisionAwareAdamW
-    return adam.build_adam(groups, config, kind)
+    from megatron.optimizer.precision_aware import PrecisionAwareAdamW
+
+    return adam.build_adam(groups, config, PrecisionAwareAdamW)
 
 
 def _main_weight(param: torch.nn.Parameter) -> torch.Tensor:

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.plan.plan import Plan
 from megatron.config.training import TrainingConfig
+from megatron.config.tree import Config
 
 
 class HasParamGroups(Protocol):
@@ -299,3 +301,11 @@ _SAMPLES = {
     "lr_decay_steps": "the learning rate decay",
     "wd_incr_steps": "the weight decay increase",
 }
+
+
+def build_scheduler(
+    config: Config, plan: Plan, optimizer: HasParamGroups
+) -> OptimizerParamScheduler:
+    """Learning rate and weight decay over the run, in samples."""
+    steps = schedule_steps(config.optimizer, config.training, plan.batch.final_global_batch_size)
+    return OptimizerParamScheduler(optimizer, config.optimizer, steps)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron import optional
 from megatron.config.plan import buckets as flat_buckets
 from megatron.parallel.collectives import (
     Pending,
@@ -78,8 +77,9 @@ class GradBuffers:
         sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
         partition = None
         if whole_params and sharded:
-            zero_partition = optional.load("megatron.config.plan.zero_partition")
-            partition = zero_partition.whole_parameters(
+            from megatron.config.plan.zero_partition import whole_parameters
+
+            partition = whole_parameters(
                 [p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size
             )
         layout = flat_buckets.lay_out(

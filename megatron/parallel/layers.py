@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron import optional
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.collectives import (
@@ -228,6 +227,7 @@ def vocab_parallel_cross_entropy(
     if tp.size == 1:
         loss = functional.cross_entropy(rows, ids, vocab_size=vocab_size, **options)
     else:
-        split = optional.load("megatron.parallel.cross_entropy")
-        loss = split.parallel_cross_entropy(rows, ids, vocab_size=vocab_size, tp=tp, **options)
+        from megatron.parallel.cross_entropy import parallel_cross_entropy
+
+        loss = parallel_cross_entropy(rows, ids, vocab_size=vocab_size, tp=tp, **options)
     return loss.view(s, b).t()

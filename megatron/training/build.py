@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron import device as devices
-from megatron import log, optional
+from megatron import log
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
@@ -20,6 +20,8 @@ from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.optimizer.scaler import build_grad_scaler
+from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -30,7 +32,6 @@ from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Run
-from megatron.training.schedule import build_scheduler
 from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
@@ -130,8 +131,9 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
         length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
         return length, rows, m.hidden_size
 
-    pipeline = optional.load("megatron.parallel.pipeline")
-    return pipeline.Pipeline(
+    from megatron.parallel.pipeline import Pipeline
+
+    return Pipeline(
         ctx,
         len(plan.layers_per_stage[ctx.pp.rank]),
         shape(plan.batch.micro_batch_size),
@@ -146,7 +148,9 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
 def _spike_policy(action: str) -> SpikePolicy:
     if action in ("off", "log"):
         return SpikePolicy(action)
-    return optional.load("megatron.training.spikes.actions").SpikeActions(action)
+    from megatron.training.spikes.actions import SpikeActions
+
+    return SpikeActions(action)
 
 
 def build_run(
@@ -155,7 +159,8 @@ def build_run(
     """Model, gradient buffers, optimizer and scheduler."""
     ctx = runtime.ctx
     if ctx.world.size > 1 and runtime.device.type in devices.BACKENDS:
-        make_communicators = optional.load("megatron.parallel.warm_up").make_communicators
+        from megatron.parallel.warm_up import make_communicators
+
         ring = len(plan.layers_per_stage[0]) > 1
         made = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
         log.detail(f"> made {len(made)} communicators on rank 0: {', '.join(made)}")
@@ -176,14 +181,13 @@ def build_run(
     )
     if config.logging.log_format == "internlm" and ctx.shard.size > 1:
         shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"
-        internlm = optional.load("megatron.training.logging.internlm_format")
-        log.print_rank_0(internlm.start_line("_partition_param_list", shares, datetime.now()))
+        from megatron.training.logging.internlm_format import start_line
+
+        log.print_rank_0(start_line("_partition_param_list", shares, datetime.now()))
     optimizer = MixedPrecisionOptimizer(
         buffers.owned,
         config.optimizer,
-        grad_scaler=optional.load("megatron.optimizer.scaler").build_grad_scaler(p)
-        if p.fp16 or p.loss_scale is not None
-        else None,
+        grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         counts=lambda q: counts_in_norm(q.sharding, ctx),
@@ -205,6 +209,11 @@ def build_run(
     )
     scheduler = build_scheduler(config, plan, optimizer)
     log.detail(f"> learning rate decay style: {scheduler.lr_decay_style}")
+    fp8 = None
+    if p.fp8:
+        from megatron.parallel.fp8 import delayed_scaling
+
+        fp8 = delayed_scaling(model, p, ctx)
     return Run(
         config,
         plan,
@@ -219,9 +228,7 @@ def build_run(
         tokenizer.identity(),
         spikes=_spike_policy(config.spikes.spike_action),
         recorder=build_recorder(config, runtime),
-        fp8=optional.load("megatron.parallel.fp8").delayed_scaling(model, p, ctx)
-        if p.fp8
-        else None,
+        fp8=fp8,
     )
 
 
@@ -232,6 +239,8 @@ def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
     ctx = runtime.ctx
     if path is None:
         return None
-    module = optional.load("megatron.data.ledger")
-    ledger = module.Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
-    return module.Recorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))
+    from megatron.data.ledger import Ledger
+    from megatron.data.ledger import Recorder as LedgerRecorder
+
+    ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
+    return LedgerRecorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron import log, optional
+from megatron import log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
@@ -73,8 +73,9 @@ def build_data(
             d.continue_data_mix,
         )
     if not (d.packed_samples or d.mock_data):
-        megatron_order = optional.load("megatron.data.megatron_order")
-        megatron_order.check_tokenizer(d, tokenizer.identity())
+        from megatron.data.megatron_order import check_tokenizer
+
+        check_tokenizer(d, tokenizer.identity())
     request = DataRequest(
         sizes=sizes,
         sequence_length=config.model.seq_length,
@@ -88,8 +89,9 @@ def build_data(
     )
     train, valid, test = source_of(d).build(d, request, rows)
     if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
-        subset_metrics = optional.load("megatron.training.logging.subset_metrics")
-        run.rows = subset_metrics.SubsetMetrics(
+        from megatron.training.logging.subset_metrics import SubsetMetrics
+
+        run.rows = SubsetMetrics(
             subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples
         )
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
@@ -104,8 +106,9 @@ def build_data(
         if d.packed_samples:
             return PackedSampler(len(dataset), *place)
         if cyclic:
-            cyclic_sampler = optional.load("megatron.data.cyclic_sampler")
-            return cyclic_sampler.CyclicSampler(len(dataset), *place, d.data_sharding)
+            from megatron.data.cyclic_sampler import CyclicSampler
+
+            return CyclicSampler(len(dataset), *place, d.data_sharding)
         return SequentialSampler(len(dataset), *place)
 
     cyclic = d.dataloader_type == "cyclic"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from megatron import optional
 from megatron.training.agreement import Requests
 from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
@@ -31,29 +30,40 @@ def build_hooks(
     hooks: list[Hook] = []
     monitor = getattr(run.services.signals, "monitor", None)
     if monitor:
-        watch = optional.load("megatron.training.launch.hang_watch").HangWatch
-        hooks.append(watch(monitor, monitor.limits, run))
+        from megatron.training.launch.hang_watch import HangWatch
+
+        hooks.append(HangWatch(monitor, monitor.limits, run))
     if config.profiling.profile:
-        hooks.append(optional.load("megatron.training.profiler").Profiling(run))
+        from megatron.training.profiler import Profiling
+
+        hooks.append(Profiling(run))
     if config.training.check_weight_hash_across_dp_replicas_interval:
-        hooks.append(optional.load("megatron.training.weight_check").WeightComparison(run))
+        from megatron.training.weight_check import WeightComparison
+
+        hooks.append(WeightComparison(run))
     if config.spikes.spike_action != "off":
         hooks.append(SpikeDetection(run))
     hooks.append(IterationLog(lines))
     if config.logging.log_straggler:
-        hooks.append(optional.load("megatron.training.logging.straggler").Stragglers(run))
+        from megatron.training.logging.straggler import Stragglers
+
+        hooks.append(Stragglers(run))
     if run.config.checkpoint.save:
-        run_events = optional.load("megatron.training.logging.run_events")
-        hooks.append(run_events.RunEvents(run, started))
+        from megatron.training.logging.run_events import RunEvents
+
+        hooks.append(RunEvents(run, started))
     if run.recorder:
         hooks.append(DataLedger(run))
     hooks += [skipping, evaluation, saving]
     if run.spikes.decides:
-        hooks.append(optional.load("megatron.training.rollback").RollbackBuffer(run, saving))
+        from megatron.training.rollback import RollbackBuffer
+
+        hooks.append(RollbackBuffer(run, saving))
     control = config.checkpoint.control_file
     if control and run.runtime.rank == 0:
-        control_file = optional.load("megatron.training.launch.control_file")
-        hooks.append(control_file.ControlFileRequests(control_file.ControlFile(control)))
+        from megatron.training.launch.control_file import ControlFile, ControlFileRequests
+
+        hooks.append(ControlFileRequests(ControlFile(control)))
     if config.training.manual_gc:
         hooks.append(GarbageCollection(run))
     return hooks

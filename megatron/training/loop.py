@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 
-from megatron import log, optional
+from megatron import log
 from megatron.data.samples import Samples
 from megatron.training.agreement import Agreement, Requests
 from megatron.training.batch import MicroBatch, load_samples, training_samples
@@ -44,8 +44,9 @@ class Trainer:
             run.services.signals.remember_requests()
         self.verification = None
         if run.config.training.verify_step_interval:
-            verify_step = optional.load("megatron.training.verify_step")
-            self.verification = verify_step.StepVerification(run, forward_step)
+            from megatron.training.verify_step import StepVerification
+
+            self.verification = StepVerification(run, forward_step)
         self.agreement = Agreement(run, started)
         self.skipping = Skipping(run)
         self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatron import launcher, optional
+from megatron import launcher
 from megatron.arguments import Problems
 from megatron.config import architecture, command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
@@ -25,12 +25,12 @@ from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.optimizer.scheduler import build_scheduler
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
     position_problem,
     vocabulary_problem,
 )
-from megatron.training.schedule import build_scheduler
 
 if TYPE_CHECKING:
     from megatron.data.dry_run import Shortage
@@ -79,7 +79,8 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
     targets = plan.targets
     if d.mock_data or d.dummy_data or d.packed_samples:
         return []
-    dry_run = optional.load("megatron.data.dry_run")
+    from megatron.data import dry_run
+
     splits = dry_run.read_splits(
         d,
         [
@@ -92,7 +93,8 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
     found = [_shortage(config, plan, one) for one in short if _runs_out(config, one.split)]
     try:
         if tokenizer is not None:
-            megatron_order = optional.load("megatron.data.megatron_order")
+            from megatron.data import megatron_order
+
             megatron_order.check_tokenizer(d, tokenizer.identity())
             dry_run.check_ids(splits, tokenizer.vocab_size)
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 
-from megatron import log, optional
+from megatron import log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.agreement import Requests
 from megatron.training.checkpointing import save
@@ -29,8 +29,9 @@ class SavePolicy(Hook):
     def on_start(self) -> None:
         run = self._run
         if run.config.checkpoint.non_persistent_ckpt_type == "local":
-            local_copies = optional.load("megatron.training.checkpointing.local_copies")
-            run.local_copies = local_copies.LocalCopies(run)
+            from megatron.training.checkpointing.local_copies import LocalCopies
+
+            run.local_copies = LocalCopies(run)
         if run.services.writer:
             slices = run.local_copies.slices() if run.local_copies else save.own_slices(run)
             run.services.writer.reserve(slices, run.runtime.device)
@@ -120,8 +121,9 @@ class SavePolicy(Hook):
         self._pending = save.save_checkpoint(self._run)
 
     def _save_snapshot(self) -> None:
-        snapshots = optional.load("megatron.training.checkpointing.snapshots")
-        self._pending = snapshots.save_snapshot(self._run)
+        from megatron.training.checkpointing.snapshots import save_snapshot
+
+        self._pending = save_snapshot(self._run)
 
     def _finish(self) -> None:
         pending = self._pending

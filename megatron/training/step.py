@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from megatron import optional
 from megatron.model.gpt import GPTModel
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
@@ -104,7 +103,8 @@ def train_step(
     _check_norm(run, iteration, result)
     metrics = totals.metrics
     if run.config.model.num_experts:
-        routers = optional.load("megatron.training.routers")
+        from megatron.training import routers
+
         metrics = {**metrics, **routers.metrics(run, totals)}
         if result.ok and run.config.model.moe_router_enable_expert_bias:
             routers.update_bias(run, totals)
@@ -156,7 +156,9 @@ def _weights_cast_once(run: Run) -> AbstractContextManager[None]:
     """With --fp8-format the layers keep their weights' casts inside it."""
     if run.config.precision.fp8 is None:
         return nullcontext()
-    return optional.load("megatron.parallel.fp8").weights_cast_once(run.model)
+    from megatron.parallel.fp8 import weights_cast_once
+
+    return weights_cast_once(run.model)
 
 
 def _add_counts(run: Run, sums: StepSums, requests: Requests) -> None:
@@ -257,7 +259,10 @@ def _forwards(
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
     keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also
     by subset, and with `backward_scale` (that of the loss in training) the losses of routers."""
-    routers = optional.load("megatron.training.routers") if run.config.model.num_experts else None
+    routed = bool(run.config.model.num_experts)
+    if routed:
+        from megatron.training import routers
+
     batches: dict[int, Batch] = {}
     latest: dict[int, torch.Tensor] = {}
     chunks = len(run.model)
@@ -276,7 +281,7 @@ def _forwards(
                     dropout_seeds(micro_batch),
                     rows.token_metrics if rows else (),
                 )
-                if routers:
+                if routed:
                     made = batches[micro_batch]
                     step = routers.RouterStep(
                         made.loss_mask, backward_scale, latest, made.dropout_seeds
@@ -287,7 +292,7 @@ def _forwards(
             output = forward_step(
                 batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
             )
-        if routers and backward_scale is not None:
+        if routed and backward_scale is not None:
             routers.add(run, sums, batch.router_step, run.model[chunk].decoder.moe_layers)
         if not run.pipeline.is_last(chunk):
             return output

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron import log, optional
+from megatron import log
 from megatron.parallel.collectives import gather_objects
 from megatron.training.agreement import Requests
 from megatron.training.batch import MicroBatch
@@ -141,8 +141,9 @@ class StepVerification:
         sums differ, or those of replicas; `earlier`: the step is already a repetition, and its sums
         must be among those of before."""
         world = self._run.runtime.ctx.world
-        repeated_sums = optional.load("megatron.parallel.repeated_sums")
-        mine = repeated_sums.reduce_twice(self._run.buffers, _digest)
+        from megatron.parallel.repeated_sums import reduce_twice
+
+        mine = reduce_twice(self._run.buffers, _digest)
         known = earlier is None or earlier.knows(mine)
         found = gather_objects((mine, known, str(this_process())), world)
         sums = [one for one, _, _ in found]

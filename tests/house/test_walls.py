@@ -17,9 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOUND = {
     "megatron/device.py": '"""Devices."""\nimport torch\n\nHAS = torch.cuda.is_available()\n',
     "megatron/log.py": '"""Lines."""\n',
-    "megatron/optional.py": '"""Choice."""\nMODULES = {"megatron.training.loop": "x"}\n',
-    "megatron/inference/x.py": '"""X."""\nfrom megatron import optional\n\n\n'
-    'def f():\n    optional.load("megatron.training.loop")\n',
     "megatron/config/model.py": '"""Shapes."""\nfrom dataclasses import dataclass\n',
     "megatron/data/cyclic_sampler.py": '"""Order."""\nimport torch\n\nfrom megatron import log\n',
     "megatron/data/tokenizers/bpe.py": '"""Ids."""\nimport tiktoken\n',
@@ -52,12 +49,6 @@ PLANTS = [
     ("floors", "megatron/log.py", "from megatron import device\n", "floor 1 is not below"),
     (
         "floors",
-        "megatron/training/x.py",
-        "\n\ndef f():\n    from megatron.model import gpt\n",
-        "inside a function",
-    ),
-    (
-        "floors",
         "megatron/data/x.py",
         "\n\ndef f():\n    from megatron.model import gpt\n",
         "floor 7 is not below",
@@ -87,36 +78,6 @@ PLANTS = [
         "megatron/training/x.py",
         'import os\nRANK = os.environ["SLURM_PROCID"]\n',
         "SLURM_PROCID",
-    ),
-    (
-        "floors",
-        "megatron/model/x.py",
-        'from megatron import optional\n\noptional.load("megatron.training.loop")\n',
-        "floor 8 is not below",
-    ),
-    (
-        "own_modules_by_name",
-        "megatron/inference/y.py",
-        'from megatron import optional\n\noptional.load("megatron.log")\n',
-        "not in optional.MODULES",
-    ),
-    (
-        "own_modules_by_name",
-        "megatron/inference/y.py",
-        'import importlib\n\nimportlib.import_module(f"megatron.{__name__}")\n',
-        "use optional.load",
-    ),
-    (
-        "own_modules_by_name",
-        "megatron/optional.py",
-        'MODULES = {"megatron.training.loop": "x", "megatron.log": "y"}\n',
-        "megatron.log is loaded nowhere",
-    ),
-    (
-        "own_modules_by_name",
-        "megatron/optional.py",
-        'MODULES = {"megatron.training.loop": "x", "megatron.lag": "y"}\n',
-        "megatron.lag is no module",
     ),
     ("cycles", "megatron/config/model.py", "from megatron.config import model2\n", "import cycle"),
     (

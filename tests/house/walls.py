@@ -14,7 +14,6 @@ from pathlib import Path
 from tests.conftest import is_peer
 
 FLOOR = {
-    "optional": 0,
     "interrupt": 0,
     "args_file": 1,
     "problems": 0,
@@ -160,22 +159,12 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
             module = "." * node.level + (node.module or "")
             for alias in node.names:
                 yield node, f"{module}.{alias.name}"
-        elif (
-            isinstance(node, ast.Call)
-            and dotted(node.func).rpartition(".")[2]
-            in (
-                "import_module",
-                "__import__",
-            )
-            or is_optional_load(node)
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in (
+            "import_module",
+            "__import__",
         ):
             if node.args and isinstance(node.args[0], ast.Constant):
                 yield node, str(node.args[0].value)
-
-
-def is_optional_load(node: ast.AST) -> bool:
-    """Is this a call of megatron/optional.py's load?"""
-    return isinstance(node, ast.Call) and dotted(node.func) == "optional.load"
 
 
 def dotted(node: ast.AST) -> str:
@@ -202,13 +191,11 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef 
 
 
 def floors(root: Path) -> Iterator[str]:
-    """Imports of megatron modules go down; the same floor is not down; nothing is imported late to
-    dodge this."""
+    """Imports of megatron modules go down; the same floor is not down."""
     for module in read(root, "megatron"):
         if module.home not in FLOOR:
             yield say(module, None, f"{module.home} stands on no floor")
             continue
-        late = {id(node) for function in functions(module.tree) for node in ast.walk(function)}
         for node, name in imports(module.tree):
             if name.startswith("."):
                 yield say(module, node, "relative import; write the full name")
@@ -223,10 +210,6 @@ def floors(root: Path) -> Iterator[str]:
                     module,
                     node,
                     f"imports {name}: floor {there} is not below floor {FLOOR[module.home]}",
-                )
-            elif id(node) in late and not is_optional_load(node):
-                yield say(
-                    module, node, f"imports {name} inside a function; imports stand at the top"
                 )
 
 
@@ -252,38 +235,6 @@ def cycles(root: Path) -> Iterator[str]:
             if current not in seen:
                 seen.add(current)
                 stack.extend(graph[current])
-
-
-def own_modules_by_name(root: Path) -> Iterator[str]:
-    """Only optional.load imports modules of megatron/ by name (and native.py its C++). Its table has
-    each name that is loaded and no other, and each is a module."""
-    tables = list(read(root, "megatron/optional.py"))
-    table = {
-        key.value: key
-        for module in tables
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if isinstance(key, ast.Constant)
-    }
-    loaded = set()
-    for module in read(root, "megatron", "pretrain_gpt.py"):
-        for node in ast.walk(module.tree):
-            if not isinstance(node, ast.Call) or module.inside == "optional.py":
-                continue
-            name = next((x.value for x in ast.walk(node) if isinstance(x, ast.Constant)), "")
-            if dotted(node.func) == "optional.load":
-                loaded.add(name)
-                if name not in table:
-                    yield say(module, node, f"loads {name!r}, which is not in optional.MODULES")
-            elif dotted(node.func).rpartition(".")[2] in ("import_module", "__import__"):
-                if str(name).startswith("megatron") and module.inside != "kernels/cpu/native.py":
-                    yield say(module, node, f"imports {name} by name; use optional.load")
-    for name, node in table.items():
-        if not (root / (name.replace(".", "/") + ".py")).is_file():
-            yield say(tables[0], node, f"{name} is no module")
-        elif name not in loaded:
-            yield say(tables[0], node, f"{name} is loaded nowhere")
 
 
 def cuda_in_one_file(root: Path) -> Iterator[str]:
@@ -595,7 +546,6 @@ WALLS: dict[str, Callable[[Path], Iterator[str]]] = {
     for wall in (
         floors,
         cycles,
-        own_modules_by_name,
         cuda_in_one_file,
         distributed_where_allowed,
         launcher_in_one_file,

@@ -11,11 +11,11 @@ import pytest
 from megatron.analysis.log_reader import Record, read_text
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
+from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.training_log import TrainingLog
-from megatron.training.schedule import build_scheduler
 from tests.forkrun import ROOT
 
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()

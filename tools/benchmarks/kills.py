@@ -44,7 +44,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron import launcher, optional
+from megatron import launcher
 from megatron.checkpoint import store
 from megatron.training.logging.run_events_file import NAME, read_events
 from tools.shared import ranks
@@ -301,10 +301,19 @@ def run(case: Case, folder: Path) -> tuple[list[str], int]:
 
 def preload() -> None:
     """Load what every rank needs, before the first fork."""
-    for name in ("torch._dynamo", "torch.distributed.run", "megatron.training.loop"):
-        importlib.import_module(name)
-    importlib.import_module("megatron.config.command_line")
-    for name in optional.MODULES:
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.run",
+        "megatron.training.loop",
+        "megatron.config.command_line",
+        "megatron.checkpoint.async_writer",
+        "megatron.checkpoint.lock",
+        "megatron.checkpoint.retention",
+        "megatron.training.checkpointing.local_copies",
+        "megatron.training.checkpointing.snapshots",
+        "megatron.training.launch.rendezvous",
+        "megatron.training.logging.run_events",
+    ):
         importlib.import_module(name)
     torch.set_num_threads(1)  # the variable of the ranks comes too late
     gc.collect()

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 
-from megatron import optional
 from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.data import DataConfig
 from megatron.small_files import parse_json
@@ -179,8 +178,9 @@ def missing_data(d: DataConfig) -> Iterator[str]:
             for prefix in prefixes:
                 found = None
                 if d.packed_samples:
-                    packed = optional.load("megatron.config.checks.packed")
-                    found = packed.word_problems(flag, prefix)
+                    from megatron.config.checks.packed import word_problems
+
+                    found = word_problems(flag, prefix)
                 yield from _corpus(flag, prefix, len(words)) if found is None else found
 
 

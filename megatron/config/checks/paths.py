@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron import launcher, optional
+from megatron import launcher
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing, text_lines
@@ -33,7 +33,8 @@ def problems(config: Config) -> list[str]:
     found = [*_sources(d), *_order(d), *_validation_sets(d)]
     if not _has_files(d):
         return [*found, *_split(config), *_tokenizer(d)]
-    data_paths = optional.load("megatron.config.checks.data_paths")
+    from megatron.config.checks import data_paths
+
     found += data_paths.validation(d)
     return [*found, *_split(config), *_tokenizer(d), *data_paths.blends(d)]
 
@@ -53,7 +54,9 @@ def missing(config: Config) -> list[str]:
             )
         )
     elif sum(_given(d).values()) == 1 and _has_files(d):
-        found += optional.load("megatron.config.checks.data_paths").missing_data(d)
+        from megatron.config.checks.data_paths import missing_data
+
+        found += missing_data(d)
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
     found += [] if config.training.skip_train else _overwritten(c)
     for flag, path in (

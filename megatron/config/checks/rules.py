@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from megatron import optional
 from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
@@ -51,11 +50,17 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             "effect, and stop ends the run without a checkpoint [control-file-without-save]"
         )
     if _asks_for_layout(facts):
-        found += optional.load("megatron.config.checks.layout").notes(facts)
+        from megatron.config.checks import layout
+
+        found += layout.notes(facts)
     if _chooses_kernels(facts):
-        found += optional.load("megatron.config.checks.kernels").notes(facts)
+        from megatron.config.checks import kernels
+
+        found += kernels.notes(facts)
     if _stores_16_bits(facts):
-        found += optional.load("megatron.config.checks.low_precision").notes(facts)
+        from megatron.config.checks import low_precision
+
+        found += low_precision.notes(facts)
     found += services.read_skips(facts)[1]
     if config.training.dry_run:
         found += [f"a real run would stop: {line}" for line in check_paths.missing(config)]
@@ -64,12 +69,16 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
 
 def _experts(f: Facts) -> Iterator[str]:
     if f["num_experts"] is not None:
-        yield from optional.load("megatron.config.checks.moe").rule(f)
+        from megatron.config.checks.moe import rule
+
+        yield from rule(f)
 
 
 def _fp8(f: Facts) -> Iterator[str]:
     if f["fp8"] is not None:
-        yield from optional.load("megatron.config.checks.fp8").rule(f)
+        from megatron.config.checks.fp8 import rule
+
+        yield from rule(f)
 
 
 def _stores_16_bits(f: Facts) -> bool:
@@ -80,7 +89,9 @@ def _stores_16_bits(f: Facts) -> bool:
 
 def _low_precision(f: Facts) -> Iterator[str]:
     if _stores_16_bits(f):
-        yield from optional.load("megatron.config.checks.low_precision").rule(f)
+        from megatron.config.checks.low_precision import rule
+
+        yield from rule(f)
 
 
 def _asks_for_layout(f: Facts) -> bool:
@@ -91,7 +102,9 @@ def _asks_for_layout(f: Facts) -> bool:
 
 def _layout(f: Facts) -> Iterator[str]:
     if _asks_for_layout(f):
-        yield from optional.load("megatron.config.checks.layout").rule(f)
+        from megatron.config.checks.layout import rule
+
+        yield from rule(f)
 
 
 def _chooses_kernels(f: Facts) -> bool:
@@ -106,17 +119,23 @@ def _chooses_kernels(f: Facts) -> bool:
 
 def _kernels(f: Facts) -> Iterator[str]:
     if _chooses_kernels(f):
-        yield from optional.load("megatron.config.checks.kernels").rule(f)
+        from megatron.config.checks.kernels import rule
+
+        yield from rule(f)
 
 
 def _local_copies(f: Facts) -> Iterator[str]:
     if f["replication"] or f["non_persistent_ckpt_type"] == "local":
-        yield from optional.load("megatron.config.checks.local_copies").rule(f)
+        from megatron.config.checks.local_copies import rule
+
+        yield from rule(f)
 
 
 def _packed(f: Facts) -> Iterator[str]:
     if f["packed_samples"]:
-        yield from optional.load("megatron.config.checks.packed").rule(f)
+        from megatron.config.checks.packed import rule
+
+        yield from rule(f)
 
 
 _RULES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron import optional
 from megatron.config.checks.facts import Facts
 from megatron.config.checks.model import recompute
 from megatron.config.plan.plan import batch_schedule
@@ -96,7 +95,9 @@ def read_skips(f: Facts) -> tuple[list[str], list[str]]:
         # the batch flags have problems of their own, said above
         pass
     try:
-        skips = optional.load("megatron.config.skip_flags").parse_skips(
+        from megatron.config.skip_flags import parse_skips
+
+        skips = parse_skips(
             f["train_range_to_skip"],
             iterations,
             iterations_to_skip=f["iterations_to_skip"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron import optional
 from megatron.arguments import flags_of, values_of
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.plan.report import vocabulary
@@ -49,7 +48,9 @@ def dumped_values(
         for name, value in found.items()
         if name.startswith(("no_load_", "no_save_"))
     }
-    found |= optional.load("megatron.config.megatron_compat.flags").dumped(foreign or {})
+    from megatron.config.megatron_compat.flags import dumped
+
+    found |= dumped(foreign or {})
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
     return found | {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron import optional
+from megatron.config.plan import batch_ramps
 from megatron.config.skip_ranges import SkipRanges
 
 FOREVER = 2**63
@@ -273,8 +273,7 @@ def build_batch_size_schedule(
                     f"{flag} cannot be given with --step-batch-size-schedule, which sets all "
                     "sizes [flags-exclude-each-other]"
                 )
-        ramps = optional.load("megatron.config.plan.batch_ramps")
-        steps = ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
+        steps = batch_ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
         return BatchSizeSchedule(
             steps, **common, flag="--step-batch-size-schedule", reach_target=True
         )
@@ -285,8 +284,7 @@ def build_batch_size_schedule(
     flag = "--global-batch-size"
     headline = f"setting global batch size to {size}" if global_batch_size is None else None
     if rampup_batch_size is not None:
-        ramps = optional.load("megatron.config.plan.batch_ramps")
-        steps = ramps.rampup_steps(rampup_batch_size, size)
+        steps = batch_ramps.rampup_steps(rampup_batch_size, size)
         flag = "--rampup-batch-size"
         start, increment, samples = rampup_batch_size
         headline = (
@@ -299,9 +297,8 @@ def build_batch_size_schedule(
                 "--rampup-micro-batches and --rampup-batch-size are two ramps: give only one of "
                 "them [flags-exclude-each-other]"
             )
-        ramps = optional.load("megatron.config.plan.batch_ramps")
         divisor = micro_batch_size * data_parallel_size
-        steps = ramps.micro_batch_steps(rampup_micro_batches, size, divisor)
+        steps = batch_ramps.micro_batch_steps(rampup_micro_batches, size, divisor)
         flag = "--rampup-micro-batches"
     return BatchSizeSchedule(
         steps,

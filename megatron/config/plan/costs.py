@@ -10,7 +10,6 @@ import math
 from itertools import islice
 from typing import NamedTuple
 
-from megatron import optional
 from megatron.config.plan.plan import BYTES, Plan
 from megatron.config.plan.stages import activations_alive, messages_waiting
 from megatron.config.tree import Config
@@ -108,7 +107,9 @@ class Sizes:
     def _mlp(self, layer: int) -> int:
         """What the MLP of a layer keeps, or router, experts and shared expert."""
         if self.config.model.is_moe_layer(layer):
-            return optional.load("megatron.config.plan.experts").kept(self)
+            from megatron.config.plan.experts import kept
+
+            return kept(self)
         return self.tokens * self.width(self.config.model.ffn // self.tp)
 
     @property
@@ -148,7 +149,9 @@ class Sizes:
         m = self.config.model
         attention = self.linear_backward(self.query + 2 * self.key, self.hidden)
         if m.is_moe_layer(number):
-            return max(attention, optional.load("megatron.config.plan.experts").backward(self))
+            from megatron.config.plan.experts import backward
+
+            return max(attention, backward(self))
         ffn = m.ffn // self.tp
         inner = ffn * (2 if m.gated else 1)
         first = self.linear_backward(inner, self.hidden)

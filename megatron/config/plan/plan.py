@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron import optional
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
 from megatron.config.plan.batch_size import (
@@ -187,7 +186,9 @@ def layer_split(config: Config) -> Split:
     counted = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split)
     _only_one_split(p)
     if p.pipeline_model_parallel_layout is not None:
-        return optional.load("megatron.config.plan.pipeline_layout").parse_layout(
+        from megatron.config.plan.pipeline_layout import parse_layout
+
+        return parse_layout(
             p.pipeline_model_parallel_layout,
             layers,
             stages,
@@ -202,9 +203,9 @@ def layer_split(config: Config) -> Split:
         counted=sum(counted),
     )
     if any(counted):
-        return optional.load("megatron.config.plan.pipeline_layout").split_with_ends(
-            layers, stages, chunks, *counted
-        )
+        from megatron.config.plan.pipeline_layout import split_with_ends
+
+        return split_with_ends(layers, stages, chunks, *counted)
     return split_layers(layers, stages, chunks, *ends)
 
 
@@ -245,8 +246,9 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     parameters = parameter_table(config.model, padded, vocab_size)
     skips = SkipRanges()
     if t.train_range_to_skip is not None or t.iterations_to_skip is not None:
-        skip_flags = optional.load("megatron.config.skip_flags")
-        skips = skip_flags.parse_skips(
+        from megatron.config.skip_flags import parse_skips
+
+        skips = parse_skips(
             t.train_range_to_skip, train_iters, iterations_to_skip=t.iterations_to_skip
         ).ranges
     return Plan(
@@ -312,8 +314,9 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     shapes = [spec.local_shape(axes) for spec in table]
     partition = None
     if p.zero_partition == "whole-params" and parts > 1:
-        zero_partition = optional.load("megatron.config.plan.zero_partition")
-        partition = zero_partition.whole_parameters([spec.name for spec in table], shapes, parts)
+        from megatron.config.plan.zero_partition import whole_parameters
+
+        partition = whole_parameters([spec.name for spec in table], shapes, parts)
     itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
     return buckets.lay_out(
         [math.prod(shape) for shape in shapes],

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron import optional
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
 from megatron.config.tokenizer import SENTENCEPIECE, TOKENIZER_FILES, TokenizerConfig
@@ -100,10 +99,13 @@ def _make(config: TokenizerConfig) -> Tokenizer:
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if TOKENIZER_FILES[kind] is SENTENCEPIECE:
-        make = getattr(optional.load("megatron.data.tokenizers.sentencepiece"), kind)
+        from megatron.data.tokenizers import sentencepiece
+
+        make = getattr(sentencepiece, kind)
         extra = [config.vocab_extra_ids] * (kind == "SentencePieceTokenizer")
         return make(config.tokenizer_model, *extra)
-    bpe = optional.load("megatron.data.tokenizers.bpe")
+    from megatron.data.tokenizers import bpe
+
     if kind == "GPT2BPETokenizer":
         return bpe.GPT2BPETokenizer(config.vocab_file, config.merge_file)
     if kind == "HuggingFaceTokenizer":

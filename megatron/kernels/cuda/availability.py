@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 
-from megatron import optional
 from megatron.kernels.cuda import fused_ops as operations
 from megatron.kernels.libraries import load_problem
 
@@ -39,7 +38,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
 def _launch_problem(device: torch.device) -> str | None:
     """Why a kernel of one block does not run there. Triton compiles C for its first launch, which
     fails without a compiler or Python's headers, in the middle of the first step."""
-    kernels = optional.load("megatron.kernels.cuda.triton_kernels")
+    from megatron.kernels.cuda import triton_kernels as kernels
+
     try:
         kernels.RUNS["swiglu"](torch.zeros(2, 1, device=device)).tolist()
     except Exception as error:

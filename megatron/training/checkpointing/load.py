@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron import log, optional
+from megatron import log
 from megatron.checkpoint import slots, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
@@ -60,8 +60,9 @@ def load_checkpoint(run: Run) -> str | None:
         for text in problems:
             log.print_rank_0(f"WARNING: {text}")
         if c.non_persistent_ckpt_type == "local":
-            local_copies = optional.load("megatron.training.checkpointing.local_copies")
-            tries = local_copies.with_local_copies(run, tries, c)
+            from megatron.training.checkpointing.local_copies import with_local_copies
+
+            tries = with_local_copies(run, tries, c)
         if tries:
             return _take_newest_good(run, tries, c)
         _missing(c.load, c.exit_on_missing_checkpoint)
@@ -77,7 +78,9 @@ def _clear_leftovers(c: CheckpointConfig) -> None:
         except CheckpointError as error:
             log.warn_once(str(error))
     if c.non_persistent_ckpt_type != "local" and Path(c.save, "local_copies.jsonl").exists():
-        optional.load("megatron.checkpoint.local_copies").forget(Path(c.save))
+        from megatron.checkpoint.local_copies import forget
+
+        forget(Path(c.save))
 
 
 def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]:
@@ -308,8 +311,9 @@ def read_into(
     else:
         values = reader.read(source, ((start, stop), *rest))
         if adam.moment_of(source):
-            moments = optional.load("megatron.optimizer.precision_aware")
-            values = moments.convert(source, values, tensor.dtype)
+            from megatron.optimizer.precision_aware import convert
+
+            values = convert(source, values, tensor.dtype)
         tensor.copy_(values)
 
 

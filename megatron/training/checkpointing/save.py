@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron import log, optional
+from megatron import log
 from megatron.checkpoint import slots, store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
@@ -183,9 +183,9 @@ def _clean_up(run: Run) -> None:
     try:
         run.services.fence()
         if c.keep_last:
-            removed = optional.load("megatron.checkpoint.retention").prune(
-                c.save, c.keep_last, c.keep_every
-            )
+            from megatron.checkpoint.retention import prune
+
+            removed = prune(c.save, c.keep_last, c.keep_every)
             if removed:
                 log.print_rank_0(
                     f"  removed checkpoints of iterations {', '.join(map(str, removed))}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import device as devices
-from megatron import launcher, log, optional
+from megatron import launcher, log
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.training.launch.signals import SignalWatch
@@ -35,11 +35,14 @@ def connect(config: Config, watch: SignalWatch | None = None) -> Rendezvous | No
     """The connections of this rank to the others (`rendezvous.Rendezvous`); None with one rank,
     which watches itself."""
     if launcher.world_size() == 1 and watch:
-        own = optional.load("megatron.training.launch.own_watch").OwnWatch
-        watch.monitor = own(config, watch.leave_for)
+        from megatron.training.launch.own_watch import OwnWatch
+
+        watch.monitor = OwnWatch(config, watch.leave_for)
     if launcher.world_size() == 1 or dist.is_initialized():
         return None
-    return optional.load("megatron.training.launch.rendezvous").Rendezvous(config, watch)
+    from megatron.training.launch.rendezvous import Rendezvous
+
+    return Rendezvous(config, watch)
 
 
 def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
@@ -81,7 +84,8 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
         )
     ctx = ParallelContext(parallel, world_size, here.rank)
     if ctx.tp.size > 1:
-        open_shared = optional.load("megatron.parallel.shared_sums").open_shared
+        from megatron.parallel.shared_sums import open_shared
+
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timeout))
     if world_size > 1:

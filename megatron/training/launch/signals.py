@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron import interrupt, launcher, log, optional
+from megatron import interrupt, launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
@@ -64,10 +64,13 @@ class SignalWatch:
         shows where it was; and the deaths of torchrun and of other ranks are noticed."""
         faulthandler.enable(all_threads=False)
         if launcher.world_size() > 1:
-            optional.load("megatron.training.launch.hang").prepare()
+            from megatron.training.launch.hang import prepare
+
+            prepare()
         if launcher.world_size() > 1 or launcher.under_torchrun():
-            start_watch = optional.load("megatron.training.launch.start_watch")
-            self.start = start_watch.StartWatch(self.leave, self.leave_for)
+            from megatron.training.launch.start_watch import StartWatch
+
+            self.start = StartWatch(self.leave, self.leave_for)
         self._listen(signal.SIGINT)
 
     def remember_requests(self) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron import log, optional
+from megatron import log
 from megatron.config.logging import LoggingConfig
 from megatron.config.tree import Config
 from megatron.training.logging.iteration import IterationResult, ResultWriter
@@ -191,12 +191,12 @@ def open_boards(config: Config, world_size: int) -> Boards:
     if logging.tensorboard_dir:
         if log.shows_details():
             log.print_rank_last("> setting tensorboard ...")
-        tensorboard = optional.load("megatron.training.logging.tensorboard")
-        boards.append(
-            tensorboard.TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size)
-        )
+        from megatron.training.logging.tensorboard import TensorBoard
+
+        boards.append(TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size))
     if logging.wandb_project:
-        wandb = optional.load("megatron.training.logging.wandb")
+        from megatron.training.logging import wandb
+
         directory = logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
         boards.append(
             wandb.WandB(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron import device as devices
-from megatron import log, optional, threads
+from megatron import log, threads
 from megatron.config import summary_lines
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan
@@ -45,8 +45,9 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     lines += [entry("kernels", kernels)] * bool(kernels)
     asked = config.logging.printed_arguments
     if asked == "all":
-        argument_dump = optional.load("megatron.config.megatron_compat.argument_dump")
-        lines.append(argument_dump.dump(config, plan, backend, line.foreign, rank=line.rank))
+        from megatron.config.megatron_compat.argument_dump import dump
+
+        lines.append(dump(config, plan, backend, line.foreign, rank=line.rank))
     elif asked == "changed":
         lines += [
             " arguments that differ from their defaults",

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from megatron import device as devices
-from megatron import launcher, log, optional
+from megatron import launcher, log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
@@ -33,12 +33,14 @@ def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
     writers: list[ResultWriter] = []
     if launcher.rank() == launcher.world_size() - 1:
         if logging.metrics_file:
-            metrics = optional.load("megatron.training.logging.metrics_file")
+            from megatron.training.logging.metrics_file import MetricsFile
+
             file = OutputFile(logging.metrics_file, "--metrics-file")
-            writers.append(metrics.MetricsFile(file, config.model.seq_length))
+            writers.append(MetricsFile(file, config.model.seq_length))
         if logging.has_boards:
-            points = optional.load("megatron.training.logging.points")
-            writers.append(points.open_boards(config, world_size))
+            from megatron.training.logging.points import open_boards
+
+            writers.append(open_boards(config, world_size))
     return writers
 
 
@@ -67,18 +69,18 @@ class TrainingLog:
         self._latest: IterationResult | None = None
         self._counts = None
         if config.logging.counts_subsets(config.data.packed_samples):
-            internlm = optional.load("megatron.training.logging.internlm_format")
-            self._counts = internlm.StepCounts(config.model.seq_length, plan.world_size)
+            from megatron.training.logging.internlm_format import StepCounts
+
+            self._counts = StepCounts(config.model.seq_length, plan.world_size)
         self._format = self._log_format()
 
     def _log_format(self) -> LogFormat:
         logging = self._config.logging
         if logging.is_short:
             return ShortLog(self._config, self._plan, launcher.rank() == launcher.world_size() - 1)
-        lines = optional.load("megatron.training.logging.megatron_lines")
-        return lines.FORMATS[logging.log_format](
-            self._config, self._plan, self._counts, self._runtime
-        )
+        from megatron.training.logging.megatron_lines import FORMATS
+
+        return FORMATS[logging.log_format](self._config, self._plan, self._counts, self._runtime)
 
     @property
     def intervals(self) -> tuple[int, ...]:
@@ -100,8 +102,9 @@ class TrainingLog:
             writer.arguments(functools.partial(self._dumped_arguments, backend))
 
     def _dumped_arguments(self, backend: str) -> Mapping[str, object]:
-        argument_dump = optional.load("megatron.config.megatron_compat.argument_dump")
-        return argument_dump.dumped_values(self._config, self._plan, backend)
+        from megatron.config.megatron_compat.argument_dump import dumped_values
+
+        return dumped_values(self._config, self._plan, backend)
 
     def add(self, result: IterationResult) -> None:
         """Take in one iteration; print its line when the interval is full."""
@@ -225,8 +228,9 @@ class TrainingLog:
             return
         ranks = gather_objects(mine, self._world)
         order = list(dict.fromkeys(name for rank in ranks for name in rank))
-        megatron_format = optional.load("megatron.training.logging.megatron_format")
-        text = megatron_format.timers_block(order, ranks, logging.timing_log_option)
+        from megatron.training.logging.megatron_format import timers_block
+
+        text = timers_block(order, ranks, logging.timing_log_option)
         if text:
             log.print_rank_last(text)
         if points_at is not None:

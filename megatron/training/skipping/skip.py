@@ -3,44 +3,10 @@ changes."""
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
-from megatron import log, optional
-from megatron.config import skip_ranges
-from megatron.config.plan.plan import Plan
-from megatron.config.tree import Config
-from megatron.parallel.collectives import gather_objects
+from megatron import log
 from megatron.training.hook import Hook
-from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
-
-if TYPE_CHECKING:
-    from megatron.training.skipping.skip_plan import Skips
-
-
-def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips | None]:
-    """See `skip_plan.resolve_skips`; None where nothing can be skipped: no flag, nothing to load,
-    no records of an earlier run in --save."""
-    c = config.checkpoint
-    records = os.path.join(c.save or "", skip_ranges.FILE_NAME)
-    there = runtime.rank == 0 and bool(c.save) and os.path.exists(records)
-    if not (
-        plan.skips.ranges
-        or config.training.forget_skip
-        or c.load
-        or gather_objects(there, runtime.ctx.world)[0]
-    ):
-        return plan, None
-    skip_plan = optional.load("megatron.training.skipping.skip_plan")
-    return skip_plan.resolve_skips(config, plan, runtime)
-
-
-def start_skips(run: Run, skips: Skips | None) -> None:
-    """See `skip_plan.start_skips`."""
-    if skips:
-        optional.load("megatron.training.skipping.skip_plan").start_skips(run, skips)
 
 
 class Skipping(Hook):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from megatron.checkpoint.skip_log import Entry, SkipRecord
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan.plan import Plan
-from megatron.config.skip_ranges import SkipRanges
+from megatron.config.skip_ranges import FILE_NAME, SkipRanges
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing.save import snapshot_directory
@@ -42,13 +43,22 @@ class Skips:
     resolution: Resolution
 
 
-def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips]:
-    """What a run will skip, by flags, file and the checkpoint of --load.
+def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips | None]:
+    """What a run will skip, by flags, file and the checkpoint of --load; None where nothing can be
+    skipped: no flag, nothing to load, no records of an earlier run in --save.
 
     Raises Refusal on all ranks for ranges that are not possible, CheckpointError for a file that
     cannot be read.
     """
     c = config.checkpoint
+    recorded_before = runtime.rank == 0 and bool(c.save) and os.path.exists(Path(c.save, FILE_NAME))
+    if not (
+        plan.skips.ranges
+        or config.training.forget_skip
+        or c.load
+        or gather_objects(recorded_before, runtime.ctx.world)[0]
+    ):
+        return plan, None
     found = None
     failure = None
     if runtime.rank == 0:
@@ -137,10 +147,10 @@ def _expected(c: CheckpointConfig) -> RunState | None:
     return None
 
 
-def start_skips(run: Run, skips: Skips) -> None:
+def start_skips(run: Run, skips: Skips | None) -> None:
     """After checkpoint and data are loaded: resolve again if it is another checkpoint than
     expected, and record what is new. Raises as `resolve_skips` and `record_skip` do."""
-    if run.config.training.skip_train:
+    if skips is None or run.config.training.skip_train:
         return
     resolution = skips.resolution
     progress = run.progress
