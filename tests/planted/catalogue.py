@@ -195,7 +195,7 @@ BUGS = {
         "campaign",
     ),
     "torch_dist chunks are not compared with their checksums": Bug(
-        "tools.convert.torch_dist.StoredTensor._load",
+        "tools.convert.torch_dist_tensor.StoredTensor._load",
         "zlib.crc32(data) != chunk.crc",
         "False",
         "tests/tools/convert/test_torch_dist.py::test_a_flipped_bit_is_found",

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,10 +28,8 @@ from megatron.config.plan.parameters import (
 )
 from tools.convert.links import ConversionError
 from tools.convert.run_counters import RunCounters, dicts
-
-if TYPE_CHECKING:
-    from tools.convert.torch_dist import StoredTensor
-    from tools.convert.torch_files import TorchFile
+from tools.convert.torch_dist_tensor import StoredTensor
+from tools.convert.torch_files import TorchFile
 
 # Names of the tensors of one parameter, theirs and ours.
 KINDS = {
@@ -87,7 +85,7 @@ class Joined:
         return torch.cat(parts, dim=dims[0]) if dims else parts[0]
 
 
-Buffers = dict[str, dict[tuple[int, int], dict[int, "StoredTensor"]]]
+Buffers = dict[str, dict[tuple[int, int], dict[int, StoredTensor]]]
 
 
 class FlatBuffers:
