@@ -17,6 +17,7 @@ READ_BEFORE_TORCH = ("megatron/config/", "megatron/arguments.py", "megatron/laun
 NO_COMMAND_LINE = {
     "batch-ramp-malformed": "the parser refuses such values before",
     "path-not-writable": "the superuser may write everywhere",
+    "saved-flag-unknown": "needs a checkpoint of another release",
     "rendezvous-address-missing": "comes when several ranks meet",
     "value-without-flag": "must be the first word",
 }
