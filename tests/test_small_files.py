@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megatron import small_files
-from megatron.analysis.run_history import read_history
+from megatron.analysis.run_reader import read_run
 from megatron.analysis.trace_file import read_memory
 from megatron.args_file import read_words
 from megatron.arguments import Problems
@@ -85,7 +85,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "deepspeed config": lambda path: read_deepspeed(str(path)),
     "blend": lambda path: read_blend_file(str(path)),
     "split blends": lambda path: read_split_blends(str(path)),
-    "log": lambda path: read_history([str(path)]),
+    "log": lambda path: read_run(str(path)),
     "config.json": read_json,
     "launch script": _script,
     "data ledger": lambda path: read_ledger(str(path)),
@@ -164,7 +164,7 @@ def test_a_model_configuration_without_finite_numbers_is_refused(tmp_path):
 def test_metrics_that_no_number_holds_are_named(tmp_path, text):
     (tmp_path / "m.jsonl").write_text('{"iteration": 1}\n' + text + "\n")
     with pytest.raises(ValueError, match=r"m\.jsonl, line 1"):
-        read_history([str(tmp_path / "m.jsonl")])
+        read_run(str(tmp_path / "m.jsonl"))
 
 
 def test_an_internlm_config_that_repeats_itself_is_refused(tmp_path):
@@ -332,7 +332,7 @@ def test_counts_that_no_float_holds_are_no_traceback(tmp_path):
         " iteration 1/ 20 | consumed samples: 8 | global batch size: 1e400 | lm loss: 9.0 | "
         "number of skipped iterations: 1e400 |\n"
     )
-    record = read_history([str(tmp_path / "x.log")]).records[0]
+    record = read_run(str(tmp_path / "x.log")).records[0]
     assert record.global_batch_size is None and record.skipped == 0
 
 

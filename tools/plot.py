@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.analysis.plots import draw_curves, draw_memory
-from megatron.analysis.run_curves import read_run
+from megatron.analysis.run_reader import read_run
 from megatron.analysis.text_plot import text_plot
 from megatron.analysis.trace_file import is_trace, read_memory
 from megatron.arguments import arg
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             draw_memory(options.output, [one for path in options.runs for one in read_memory(path)])
             print(f"wrote {options.output}")
             return 0
-        runs = [read_run(path, options.first) for path in options.runs]
+        runs = [read_run(path, first=options.first) for path in options.runs]
         if options.output:
             draw_curves(options.output, runs, options.smooth)
             print(f"wrote {options.output}")

@@ -23,9 +23,9 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from megatron.analysis.log_reader import History, without_nan
+from megatron.analysis.log_reader import without_nan
 from megatron.analysis.plots import draw
-from megatron.analysis.run_history import checkpoints, read_history
+from megatron.analysis.run_reader import Run, checkpoints, read_run
 from megatron.analysis.spike_events import Event, find_events, log_interval, not_judged
 from megatron.training.spikes.detector import LEAST
 from tools.shared.program import Command, run_command
@@ -50,11 +50,11 @@ def restart(events: Sequence[Event], directory: str | None, saved: Sequence[int]
     return f"{skip}    (from the start: {directory} has no checkpoint before iteration {start})"
 
 
-def cost(event: Event, history: History) -> dict[str, float]:
+def cost(event: Event, run: Run) -> dict[str, float]:
     """The cost of skipping an event: iterations and, as far as the log says, samples,
     tokens, percent of the run."""
-    total = next((r.train_iters for r in reversed(history.records) if r.train_iters), None)
-    at = next(r for r in history.records if r.iteration == event.peak)
+    total = next((r.train_iters for r in reversed(run.records) if r.train_iters), None)
+    at = next(r for r in run.records if r.iteration == event.peak)
     count = event.end - event.start + 1
     found: dict[str, float] = {"iterations": count}
     if at.global_batch_size:
@@ -66,11 +66,11 @@ def cost(event: Event, history: History) -> dict[str, float]:
     return found | ({"percent": 100 * count / total} if total else {})
 
 
-def described(event: Event, history: History, directory: str | None, saved: Sequence[int]) -> str:
+def described(event: Event, run: Run, directory: str | None, saved: Sequence[int]) -> str:
     """An event for a reader."""
     size = ", ".join(
         f"{value:.2g} % of the run" if name == "percent" else f"{value:,} {name}"
-        for name, value in cost(event, history).items()
+        for name, value in cost(event, run).items()
     )
     norm = (
         ""
@@ -93,27 +93,27 @@ def described(event: Event, history: History, directory: str | None, saved: Sequ
 def analyze(args: AnalyzeOptions) -> int:
     """Find the spikes of a run. Exit codes: 0 none, 10 found, 2 unreadable."""
     try:
-        history = read_history(args.logs)
+        run = read_run(*args.logs)
         saved = checkpoints(args.load)
-        events = find_events(history.records)
+        events = find_events(run.records)
         if args.plot:
-            draw(args.plot, history, events, saved)
+            draw(args.plot, run, events, saved)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return UNREADABLE
-    interval = log_interval(history.records)
-    blind = not_judged(history.records)
+    interval = log_interval(run.records)
+    blind = not_judged(run.records)
     if args.json:
         rows = [
             {
                 **dataclasses.asdict(e),
-                "cost": cost(e, history),
+                "cost": cost(e, run),
                 "restart": restart([e], args.load, saved),
             }
             for e in events
         ]
         found = {
-            "joins": history.joins,
+            "joins": run.joins,
             "log_interval": interval,
             "not_judged": blind,
             "events": rows,
@@ -122,16 +122,16 @@ def analyze(args: AnalyzeOptions) -> int:
             found["restart"] = restart(events, args.load, saved)
         print(json.dumps(without_nan(found), indent=1))
         return FOUND if events else NONE
-    trained = [r for r in history.records if r.trained]
+    trained = [r for r in run.records if r.trained]
     print(
-        f"{len(trained)} records of iterations {history.records[0].iteration} to "
-        f"{history.records[-1].iteration}"
+        f"{len(trained)} records of iterations {run.records[0].iteration} to "
+        f"{run.records[-1].iteration}"
         + (
             f", one every {interval}: events are localised to +-{interval} iterations"
             if interval > 1
             else ""
         )
-        + (f"; restarted at {', '.join(map(str, history.joins))}" if history.joins else "")
+        + (f"; restarted at {', '.join(map(str, run.joins))}" if run.joins else "")
     )
     if blind:
         shown = ", ".join(f"{first} to {last}" for first, last in blind)
@@ -139,7 +139,7 @@ def analyze(args: AnalyzeOptions) -> int:
             f"not judged: iterations {shown} (a value is compared with at least {LEAST} before it)"
         )
     for event in events:
-        print(described(event, history, args.load, saved))
+        print(described(event, run, args.load, saved))
     if len(events) > 1:
         print(f"all {len(events)} in one restart:\n  {restart(events, args.load, saved)}")
     if not events:

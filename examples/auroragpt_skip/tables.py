@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.analysis.log_reader import Record  # noqa: E402
-from megatron.analysis.run_history import read_history  # noqa: E402
+from megatron.analysis.run_reader import read_run  # noqa: E402
 
 COLUMNS: dict[str, Callable[[Record], str]] = {
     "iteration": lambda r: str(r.iteration),
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__, end="", file=sys.stderr)
         return 2
     try:
-        runs = [read_history([path]).records for path in argv]
+        runs = [read_run(path).records for path in argv]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from megatron.analysis.goodput import KINDS, Goodput
-from megatron.analysis.log_reader import History, Record
-from megatron.analysis.run_curves import PANELS, Curve, Curves, smoothed
+from megatron.analysis.log_reader import Record
+from megatron.analysis.run_reader import PANELS, Curve, Run, smoothed
 from megatron.analysis.spike_events import Event, not_judged
 from megatron.analysis.trace_file import RankMemory
 
@@ -51,15 +51,7 @@ def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
     return bands
 
 
-def curves(records: Sequence[Record]) -> tuple[list[int], list[float], list[float]]:
-    """Iterations, losses and gradient norms; NaN, which interrupts a line, where a record has none
-    of its own."""
-    losses = [math.nan if r.loss is None or not r.trained else r.loss for r in records]
-    norms = [math.nan if r.grad_norm is None or not r.trained else r.grad_norm for r in records]
-    return [r.iteration for r in records], losses, norms
-
-
-def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[int]) -> None:
+def draw(path: str, run: Run, events: Sequence[Event], saved: Sequence[int]) -> None:
     """Draw the run into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
     try:
         from matplotlib.figure import Figure
@@ -70,9 +62,8 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
         ) from None
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    iterations, losses, norms = curves(history.records)
-    top.plot(iterations, losses, color=LOSS, linewidth=1)
-    bottom.semilogy(iterations, norms, color=NORM, linewidth=1)
+    top.plot(*run.panels["loss"], color=LOSS, linewidth=1)
+    bottom.semilogy(*run.panels.get("grad_norm", ([], [])), color=NORM, linewidth=1)
     for which in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
         which(LogFormatter(minor_thresholds=(1.5, 0.6)))
     top.set_ylabel("loss (nats per token)")
@@ -81,10 +72,10 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        _bands(axes, not_judged(history.records), NOT_JUDGED, "not judged")
+        _bands(axes, not_judged(run.records), NOT_JUDGED, "not judged")
         _bands(axes, [(event.start, event.end) for event in events], SPIKE, "spike: skip")
-        _bands(axes, skipped_bands(history.records), SKIPPED, "skipped")
-        for number, join in enumerate(history.joins):
+        _bands(axes, skipped_bands(run.records), SKIPPED, "skipped")
+        for number, join in enumerate(run.joins):
             axes.axvline(
                 join - 0.5,
                 color="black",
@@ -94,7 +85,7 @@ def draw(path: str, history: History, events: Sequence[Event], saved: Sequence[i
             )
     _mark(top, events)
     if saved:
-        shown = [n for n in saved if n <= history.records[-1].iteration]
+        shown = [n for n in saved if n <= run.records[-1].iteration]
         bottom.plot(
             shown,
             [0.03] * len(shown),
@@ -154,7 +145,7 @@ def _mark(axes, events: Sequence[Event]) -> None:
         )
 
 
-def draw_curves(path: str, runs: Sequence[Curves], window: int = 1) -> None:
+def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
     """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with
     `window` above 1 the mean over that many neighbouring points, and the points themselves faintly.
     Raises ValueError where that cannot be."""

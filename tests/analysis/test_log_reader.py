@@ -8,7 +8,8 @@ from datetime import datetime
 
 import pytest
 
-from megatron.analysis.log_reader import joined, read_metrics, read_text
+from megatron.analysis.log_reader import read_metrics, read_text
+from megatron.analysis.run_reader import read_run
 from megatron.training.logging.aurora_format import aurora_line
 from megatron.training.logging.iteration import Interval, IterationRow
 from megatron.training.logging.megatron_format import megatron_line
@@ -43,7 +44,7 @@ def test_our_own_lines(line, noise):
         f"training ...\n{noise}{line(trained)}\n{noise} validation loss at iteration 20 | lm loss "
         f"value: 1.000000E+00 | lm loss PPL: 2.7E+00 | \n{line(skipped)}\n"
     )
-    first, second = read_text(text)
+    first, second = read_text(text).records
     assert (first.iteration, first.loss, first.grad_norm, first.train_iters) == (
         20,
         pytest.approx(6.6),
@@ -62,7 +63,8 @@ def test_our_own_lines(line, noise):
 
 def test_a_loss_that_is_not_a_number():
     assert (
-        str(read_text(" iteration 3/ 9 | lm loss: NAN | grad norm: inf |".lower())[0].loss) == "nan"
+        str(read_text(" iteration 3/ 9 | lm loss: NAN | grad norm: inf |".lower()).records[0].loss)
+        == "nan"
     )
 
 
@@ -89,15 +91,15 @@ def test_metrics_files():
         row(3, lm_loss="inf", skipped=1, skip_reason="overflow"),
         '{"iter',
     ]
-    first, second, third = read_metrics(rows, "m.jsonl")
+    first, second, third = read_metrics(rows, "m.jsonl").records
     assert (first.loss, first.skipped, first.numbers["consumed_tokens"]) == (6.0, 0, 8192)
     assert (second.loss, second.user_skipped, second.skipped) == (None, 1, 0)
     assert (third.loss, third.skipped, third.user_skipped) == (float("inf"), 1, 0)
     with pytest.raises(ValueError, match=r"m.jsonl, line 2: .*not a line of --metrics-file"):
-        list(read_metrics([row(1), '{"iter', row(3)], "m.jsonl"))
+        read_metrics([row(1), '{"iter', row(3)], "m.jsonl")
 
 
-def test_the_last_run_wins_where_runs_overlap():
+def test_the_last_run_wins_where_runs_overlap(tmp_path):
     text = "".join(
         f" iteration {n}/ 9 | lm loss: {loss} |\n"
         for n, loss in [
@@ -111,6 +113,7 @@ def test_the_last_run_wins_where_runs_overlap():
             (2, 222.0),
         ]
     )
-    history = joined(read_text(text))
+    (tmp_path / "log").write_text(text)
+    history = read_run(str(tmp_path / "log"))
     assert [(r.iteration, r.loss) for r in history.records] == [(1, 1.0), (2, 222.0)]
     assert history.joins == [3, 2]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.analysis.log_reader import read_evaluations, read_text
-from megatron.analysis.run_history import read_history
+from megatron.analysis.log_reader import read_text
+from megatron.analysis.run_reader import read_run
 from tests.runs import SMALL, Finished, stop_in, train, with_flags, write_text
 
 LABELS = (
@@ -77,12 +77,12 @@ def test_nothing_is_wide_or_from_another_format(first):
 
 
 def test_first_and_last_iteration_have_a_line(first):
-    records = read_text(first.log)
+    records = read_text(first.log).records
     assert [r.iteration for r in records] == [1, 5, 10, 12]
     losses = [row["lm_loss"] for row in first.rows]
     for record, (start, end) in zip(records, [(0, 1), (1, 5), (5, 10), (10, 12)], strict=True):
         assert record.loss == pytest.approx(sum(losses[start:end]) / (end - start), abs=1e-4)
-    assert [(e.iteration, e.split) for e in read_evaluations(first.log)] == [
+    assert [(e.iteration, e.split) for e in read_text(first.log).evaluations] == [
         (10, "validation"),
         (12, "validation"),
         (12, "test"),
@@ -100,12 +100,12 @@ def test_the_end(first):
 def test_evaluations_stand_in_the_metrics_file_too(first):
     rows = [json.loads(line) for line in (first.folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "split" in row]
-    printed = read_evaluations(first.log)
+    printed = read_text(first.log).evaluations
     assert [(row["iteration"], row["split"]) for row in rows] == [
         (e.iteration, e.split) for e in printed
     ]
     assert [row["lm_loss"] for row in rows] == pytest.approx([e.loss for e in printed], abs=1e-4)
-    assert len(read_history([str(first.folder / "metrics.jsonl")]).records) == 12
+    assert len(read_run(str(first.folder / "metrics.jsonl")).records) == 12
 
 
 def test_a_resumed_run_says_from_where(first, tmp_path):
@@ -113,14 +113,14 @@ def test_a_resumed_run_says_from_where(first, tmp_path):
     load = ["--load", str(first.save), "--ckpt-step", "8", "--exit-interval", "11"]
     done = job(tmp_path / "run", *load, "--data-path", str(first.folder.parent / "text"))
     assert f"resumed from iteration 8 ({first.save})" in " ".join(done.log.split())  # wrapped
-    assert [r.iteration for r in read_text(done.log)] == [9, 10, 11]
+    assert [r.iteration for r in read_text(done.log).records] == [9, 10, 11]
     assert " stopped at iteration 11 | " in done.log and "iteration 11 in" in done.log
 
 
 def test_the_last_iteration_before_a_signal_has_a_line(tmp_path):
     write_text(tmp_path / "text", 260)
     done = job(tmp_path / "run", "--exit-signal-handler", hook=functools.partial(stop_in, 3))
-    assert [r.iteration for r in read_text(done.log)] == [1, 3]
+    assert [r.iteration for r in read_text(done.log).records] == [1, 3]
     ends = [line.split()[0] for line in done.log.split("\n iter  3/12 ")[1].splitlines()[1:]]
     assert ends == ["checkpoint", "stopped", "last"]
 
@@ -130,7 +130,9 @@ def test_two_pipeline_stages_say_everything_once(first, tmp_path):
     write_text(tmp_path / "text", 260)
     done = job(tmp_path / "run", "--pipeline-model-parallel-size", "2", world=2)
     assert "2 ranks = pipeline 2" in done.first_rank_log and " run  " not in done.log
-    assert " iter " not in done.first_rank_log and [r.iteration for r in read_text(done.log)] == [
+    assert " iter " not in done.first_rank_log and [
+        r.iteration for r in read_text(done.log).records
+    ] == [
         1,
         5,
         10,

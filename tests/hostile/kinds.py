@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.analysis.run_history import read_history
+from megatron.analysis.run_reader import read_run
 from megatron.args_file import read_words
 from megatron.arguments import Problems
 from megatron.checkpoint import lock, skip_log, store
@@ -366,7 +366,7 @@ def read_logs(folder: Path) -> Any:
     names = ("x.log", "metrics.jsonl")
     plots = [run_tool(PLOT.main, folder / name) for name in names]
     spikes = [run_tool(SPIKES.main, "analyze", folder / name, good=(0, 10)) for name in names]
-    return plots, spikes, [repr(read_history([str(folder / name)])) for name in names]
+    return plots, spikes, [repr(read_run(str(folder / name))) for name in names]
 
 
 def make_ledger(folder: Path) -> None:

@@ -48,9 +48,9 @@ def test_a_skip_of_more_iterations_than_can_be_counted():
 def test_an_evaluation_without_its_values_is_omitted(changed):
     row = {"split": "valid", "iteration": 5, "lm_loss": 2.0}
     lines = [json.dumps(row | changed), json.dumps(row)]
-    assert [one.loss for one in log_reader.read_metrics_evaluations(lines)] == [2.0]
+    assert [one.loss for one in log_reader.read_metrics(lines, "m.jsonl").evaluations] == [2.0]
     del row["lm_loss"]
-    assert not [*log_reader.read_metrics_evaluations([json.dumps(row)])]
+    assert not log_reader.read_metrics([json.dumps(row)], "m.jsonl").evaluations
 
 
 def test_sizes_near_a_very_large_number_of_ranks():

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from megatron.analysis.loss_outliers import MASKED, scale_of
-from megatron.analysis.run_history import read_history
+from megatron.analysis.run_reader import read_run
 from megatron.analysis.spike_events import find_events
 from megatron.training.logging.tensorboard import TensorBoard
 from tests.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
+from tests.problems import assert_problem
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools import spikes
 from tools.shared.run_data import Reading, open_run
@@ -376,23 +377,21 @@ def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
         "397 records of iterations 1 to 400; restarted at 150",
         "no spike",
     )
-    records = read_history([str(tmp_path / "first"), str(tmp_path / "second")]).records
+    records = read_run(str(tmp_path / "first"), str(tmp_path / "second")).records
     assert [r.iteration for r in records if not r.trained] == [199, 200, 201]
     assert [r.loss for r in records[:149]] == pytest.approx(
         [losses[n] for n in range(1, 150)], rel=1e-6
     )
     (tmp_path / "empty").mkdir()
     assert spikes.main(["analyze", str(tmp_path / "empty")]) == 2
-    assert (
-        "no TensorBoard file with the scalar 'train/loss' or 'lm loss' is in it"
-        in capsys.readouterr().err
-    )
+    assert_problem(capsys.readouterr().err.strip(), "log-without-losses", tmp_path / "empty")
 
 
 def test_tensorboard_files_without_the_package(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    (tmp_path / "events.out.tfevents.1").touch()
     assert spikes.main(["analyze", str(tmp_path)]) == 2
-    assert "need the package tensorboard: pip install tensorboard" in capsys.readouterr().err
+    assert_problem(capsys.readouterr().err.strip(), "package-missing", "pip install tensorboard")
 
 
 def test_one_restart_for_several_spikes(tmp_path, capsys):
@@ -413,4 +412,4 @@ def test_one_restart_for_several_spikes(tmp_path, capsys):
     )
     _, out = said(capsys, "analyze", str(log))
     assert out.splitlines()[-2:] == ["all 2 in one restart:", f"  {found['restart']}"]
-    assert len(find_events(read_history([str(log)]).records)) == 2
+    assert len(find_events(read_run(str(log)).records)) == 2

@@ -32,7 +32,7 @@ FLAGS = """--num-layers 3 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --
 
 
 def test_the_seeds_log_is_read():
-    records = read_text(SEED)
+    records = read_text(SEED).records
     assert [r.iteration for r in records] == [1, 2, 3, 4, 1, 2, 3]
     assert [r.loss for r in records] == [
         11.167250,
@@ -111,7 +111,7 @@ def seed_lines() -> list[str]:
 
 @pytest.mark.parametrize("records", [slice(0, 4), slice(4, 7)], ids=["unskipped", "skipped"])
 def test_the_seeds_lines_are_written_to_the_digit(records, capsys, monkeypatch):
-    ours = printed(capsys, monkeypatch, read_text(SEED)[records], all_trained=True)
+    ours = printed(capsys, monkeypatch, read_text(SEED).records[records], all_trained=True)
     theirs = seed_lines()[records]
     assert len(ours) == len(theirs) == records.stop - records.start
     for mine, seeds in zip(ours, theirs, strict=True):
@@ -124,7 +124,7 @@ def test_the_seeds_lines_are_written_to_the_digit(records, capsys, monkeypatch):
 
 
 def test_a_skipped_line_of_ours_has_no_stale_norm_and_no_rate(capsys, monkeypatch):
-    ours = printed(capsys, monkeypatch, read_text(SEED)[4:], all_trained=False)
+    ours = printed(capsys, monkeypatch, read_text(SEED).records[4:], all_trained=False)
     theirs = seed_lines()[4:]
     for mine, seeds in zip(ours[1:], theirs[1:], strict=True):
         seeds = re.sub(r"grad_norm=\S+ \| | \| samples_per_second.*", "", seeds)
@@ -133,8 +133,10 @@ def test_a_skipped_line_of_ours_has_no_stale_norm_and_no_rate(capsys, monkeypatc
 
 def test_the_seeds_tflops_follow_from_its_rates(capsys, monkeypatch):
     for mine, record in zip(
-        read_text("\n".join(printed(capsys, monkeypatch, read_text(SEED), all_trained=True))),
-        read_text(SEED),
+        read_text(
+            "\n".join(printed(capsys, monkeypatch, read_text(SEED).records, all_trained=True))
+        ).records,
+        read_text(SEED).records,
         strict=True,
     ):
         for name in ("lm_tflops", "ds_tflops"):

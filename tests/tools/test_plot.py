@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.analysis.run_curves import read_run, smoothed
+from megatron.analysis.run_reader import read_run, smoothed
 from megatron.config.logging import LoggingConfig
 from megatron.training.logging.aurora_format import aurora_line
 from megatron.training.logging.internlm_format import StepRow, internlm_line

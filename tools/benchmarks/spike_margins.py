@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.analysis.run_history import read_history  # noqa: E402
+from megatron.analysis.run_reader import read_run  # noqa: E402
 from megatron.training.spikes import detector as spikes  # noqa: E402
 from megatron.training.spikes.detector import Finding, SpikeDetector  # noqa: E402
 
@@ -44,7 +44,7 @@ def flags(
 
 def margins(path: str) -> list[str]:
     """The row of a run. Raises ValueError."""
-    seen = [r for r in read_history([path]).records if r.trained]
+    seen = [r for r in read_run(path).records if r.trained]
     detector = SpikeDetector()
     found = [detector.check(r.loss, r.grad_norm) for r in seen]
     loss = max(found, key=lambda f: f.loss_z)

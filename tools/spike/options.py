@@ -33,7 +33,8 @@ class AnalyzeOptions:
     logs: tuple[str, ...] = arg(
         place="positional",
         metavar="LOG",
-        help="log, metrics file or TensorBoard directory; several of one run in their order",
+        help="run directory, log, metrics file or TensorBoard directory; several of one run in "
+        "their order",
     )
     load: str | None = arg(
         None, metavar="DIR", help="the run's checkpoints, to name the one to restart from"

@@ -24,7 +24,7 @@ import numpy as np
 from megatron import threads
 from megatron.analysis import log_reader
 from megatron.analysis.loss_outliers import Scale, mean_loss, scale_of
-from megatron.analysis.run_history import checkpoints
+from megatron.analysis.run_reader import checkpoints
 from megatron.analysis.text_anomalies import Measures
 from megatron.analysis.token_losses import token_losses
 from megatron.checkpoint.filesystem import CheckpointError

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron.analysis.log_reader import Evaluation, read_evaluations, read_text
+from megatron.analysis.log_reader import Evaluation, read_text
 from megatron.training.logging.iteration import Interval, IterationRow
 from megatron.training.logging.short_format import (
     WIDTH,
@@ -84,7 +84,7 @@ def test_what_is_printed_is_read_back(skips, extras):
     )
     text = f"note\n{iteration_line(of, 100.0, extras)}\n checkpoint of iteration 100 saved to x\n"
     assert max(map(len, text.splitlines())) <= WIDTH
-    [found] = read_text(text)
+    [found] = read_text(text).records
     assert (found.iteration, found.train_iters, found.loss, found.learning_rate) == (
         100,
         1300,
@@ -103,7 +103,7 @@ def test_what_is_printed_is_read_back(skips, extras):
 def test_a_line_without_training():
     line = iteration_line(row(Interval(user_skips=10, reasons={"user"}), grad_norm=None), None)
     assert line == " iter  100/1300 | lr 3.00e-3 | user-skipped 10 (user)"
-    [found] = read_text(line + "\n")
+    [found] = read_text(line + "\n").records
     assert not found.trained and found.user_skipped == 10 and found.grad_norm is None
 
 
@@ -118,7 +118,7 @@ def test_infinite_and_nan():
     line = iteration_line(
         row(Interval([math.nan], 1, 2.0, 8, nan_iterations=1), grad_norm=math.inf), 1.0
     )
-    [found] = read_text(line + "\n")
+    [found] = read_text(line + "\n").records
     assert math.isnan(found.loss) and found.grad_norm == math.inf and "nan 1" in line
 
 
@@ -135,14 +135,14 @@ def test_evaluations_are_read_back():
         lines[0]
         == " validation at iteration 300 | loss 4.0100 | perplexity 55.15 | bits per byte 2.3145"
     )
-    assert read_evaluations("\n".join(lines)) == [
+    assert read_text("\n".join(lines)).evaluations == [
         Evaluation(300, "validation", 4.01, 2.3145),
         Evaluation(300, "validation-1", 3.5),
         Evaluation(400, "test", 11.5),
         Evaluation(7, "validation", 1.5),
         Evaluation(8, "test", 1.25),
     ]
-    assert read_text("\n".join(lines)) == []
+    assert read_text("\n".join(lines)).records == []
 
 
 def test_status_and_summary():

@@ -1,0 +1,189 @@
+"""Reads a run from its directory, or from its log, metrics file or TensorBoard directory."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from megatron.analysis.log_reader import (
+    Evaluation,
+    Log,
+    Record,
+    read_metrics,
+    read_points,
+    read_text,
+)
+from megatron.checkpoint.filesystem import iterations
+from megatron.small_files import read_text as read_file
+from megatron.training.logging.tensorboard import read_scalars
+
+LOG_LIMIT = 4 << 30  # bytes
+# What can be drawn, and the label of its axis.
+PANELS = {
+    "loss": "loss (nats per token)",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens/s",
+    "learning_rate": "learning rate",
+}
+Curve = tuple[list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Records in the order of iterations, the last of each; the iterations with which a restarted
+    run took over; iterations and losses of each evaluated split."""
+
+    name: str
+    records: list[Record]
+    joins: list[int] = field(default_factory=list)
+    evaluations: dict[str, Curve] = field(default_factory=dict)
+
+    @cached_property
+    def panels(self) -> dict[str, Curve]:
+        """Iterations and values of each of PANELS that was written; NaN where one was not."""
+        curves = {}
+        for name in PANELS:
+            values = [
+                r.numbers.get(name) if name == "tokens_per_second" else getattr(r, name)
+                for r in self.records
+            ]
+            if any(value is not None for value in values):
+                steps = [r.iteration for r in self.records]
+                curves[name] = steps, [math.nan if value is None else value for value in values]
+        return curves
+
+
+def read_run(*paths: str, first: int = 1) -> Run:
+    """The run that wrote these, one after the other, from iteration `first` on: run directories,
+    metrics files, logs or TensorBoard directories.
+
+    Raises ValueError that names the path.
+    """
+    logs = [_read(path) for path in paths]
+    records, joins = _joined(record for log in logs for record in log.records)
+    records = [record for record in records if record.iteration >= first]
+    if not records:
+        raise ValueError(f"{paths[0]}: no iteration from --first {first} on")
+    evaluations = (
+        one
+        for log in logs
+        for one in log.evaluations
+        if first <= one.iteration <= records[-1].iteration
+    )
+    return Run(paths[0], records, joins, _splits(evaluations))
+
+
+def _read(path: str) -> Log:
+    """The first file of `path` with iterations."""
+    if Path(path).is_dir():
+        found = next((log for log in _logs_in(Path(path)) if log.records), Log([], []))
+        where = (
+            "holds no metrics file (metrics.jsonl), no TensorBoard file with the scalar "
+            "'train/loss' or 'lm loss', and no log with iterations"
+        )
+    else:
+        found = _read_file(path)
+        where = "no iteration line of a training log is in it ('iteration N/M | ...')"
+    if not found.records:
+        raise ValueError(f"{path}: {where} [log-without-losses]")
+    return found
+
+
+def _logs_in(folder: Path) -> Iterator[Log]:
+    """What a directory holds: metrics before scalars, both with every iteration, before logs."""
+    for file in sorted(
+        folder.glob("*.jsonl"), key=lambda file: (file.name != "metrics.jsonl", file.name)
+    ):
+        if '"lm_loss"' in _text(str(file)).partition("\n")[0]:  # not run_events.jsonl
+            yield _read_file(str(file))
+    if any(folder.rglob("*tfevents*")):
+        yield _read_scalars(str(folder))
+    for pattern in ("log*", "*.txt", "*.log", "*.out"):
+        for file in sorted(folder.glob(pattern)):
+            if file.is_file():
+                yield read_text(_text(str(file)))
+
+
+def _read_file(path: str) -> Log:
+    if "tfevents" in Path(path).name:
+        return _read_scalars(path)
+    text = _text(path)
+    if text.lstrip().startswith('{"'):
+        return read_metrics(text.splitlines(), path)
+    return read_text(text)
+
+
+def _read_scalars(path: str) -> Log:
+    """Without records where no iteration has a loss."""
+    found = read_points(read_scalars(path))
+    return found if any(record.trained for record in found.records) else Log([], [])
+
+
+def _text(path: str) -> str:
+    try:
+        return read_file(path, errors="replace", limit=LOG_LIMIT)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be read ({error.strerror or error}) [file-not-readable]"
+        ) from None
+
+
+def _joined(records: Iterable[Record]) -> tuple[list[Record], list[int]]:
+    """One history of records that may go back in time, as a restarted run does, and where it
+    did."""
+    latest: dict[int, Record] = {}
+    joins = []
+    last = -math.inf
+    for record in records:
+        if record.iteration <= last:
+            joins.append(record.iteration)
+            for later in [iteration for iteration in latest if iteration > record.iteration]:
+                del latest[later]  # the run that was given up
+        latest[record.iteration] = record
+        last = record.iteration
+    return [latest[iteration] for iteration in sorted(latest)], joins
+
+
+def _splits(evaluations: Iterable[Evaluation]) -> dict[str, Curve]:
+    """The curve of each split, `test` last; the last of several losses counts."""
+    latest = {(one.split, one.iteration): one.loss for one in evaluations}
+    splits: dict[str, Curve] = {}
+    for split, iteration in sorted(latest, key=lambda key: (key[0] == "test", key)):
+        steps, losses = splits.setdefault(split, ([], []))
+        steps.append(iteration)
+        losses.append(latest[split, iteration])
+    return splits
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean over `window` neighbouring values, centered; fewer at the ends. What is no number is
+    omitted."""
+    if window <= 1:
+        return list(values)
+    found = []
+    for at, value in enumerate(values):
+        near = [
+            one
+            for one in values[max(0, at - (window - 1) // 2) : at + window // 2 + 1]
+            if math.isfinite(one)
+        ]
+        found.append(sum(near) / len(near) if near and math.isfinite(value) else value)
+    return found
+
+
+def checkpoints(directory: str | None) -> list[int]:
+    """The iterations that a run directory holds whole checkpoints of, in order. Raises
+    ValueError."""
+    if directory is None:
+        return []
+    try:
+        os.listdir(directory)
+    except OSError as error:
+        raise ValueError(
+            f"--load {directory}: cannot be read ({error.strerror or error}) [file-not-readable]"
+        ) from None
+    return iterations(directory)
