@@ -24,13 +24,15 @@ ABSENT = "(absent)"
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, torch, numpy and this suite, for the reader of a checkpoint."""
+def versions() -> dict[str, str | None]:
+    """Versions of Python, torch, numpy and this suite, and its commit, for the reader of a
+    checkpoint."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": numpy.__version__,
         "suite": version.VERSION,
+        "commit": version.commit(),
     }
 
 

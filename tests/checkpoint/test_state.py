@@ -40,7 +40,7 @@ def test_round_trip_of_everything():
     assert again == state and again.dump() == state.dump()
     assert json.loads(state.dump())["num_floating_point_operations"] == 10**30 + 1
     assert RunState.parse(RunState().dump(), "x") == RunState()
-    assert set(RunState().versions) == {"python", "torch", "numpy"}
+    assert set(RunState().versions) == {"python", "torch", "numpy", "suite", "commit"}
 
 
 def test_floats_come_back_bit_for_bit():
