@@ -5,6 +5,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.libraries import load_problem
 
@@ -27,7 +28,12 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, document_ids: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    document_ids: Tensor | None = None,
+    dropout_seed: None = None,
 ) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
     [b, s] if there are any.
@@ -42,11 +48,11 @@ def flash_attention(
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     if document_ids is None:
         return flash_attn_func(
-            q, k, v, softmax_scale=scale, causal=True, deterministic=same
+            q, k, v, softmax_scale=spec.scale, causal=True, deterministic=same
         ).transpose(0, 1)
     ends = cumulative_lengths(document_ids)
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     out = flash_attn_varlen_func(
-        q, k, v, ends, ends, s, s, softmax_scale=scale, causal=True, deterministic=same
+        q, k, v, ends, ends, s, s, softmax_scale=spec.scale, causal=True, deterministic=same
     )
     return out.unflatten(0, (b, s)).transpose(0, 1)

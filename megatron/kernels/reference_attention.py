@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.kernels.dropout import DropoutBits
 
@@ -11,10 +12,9 @@ def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
-    dropout_p: float = 0.0,
-    dropout_seed: int | None = None,
+    spec: AttentionSpec,
     document_ids: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
     """As `megatron.kernels.attention.attention`: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n,
     d].
@@ -30,10 +30,12 @@ def plain_attention(
     # [b, g, 1, s, d]
     keys, values = (t.to(wide).permute(1, 2, 0, 3).unsqueeze(2) for t in (k, v))
     hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
+    if spec.window is not None:
+        hidden |= torch.ones_like(hidden).tril_(-spec.window)
     if document_ids is not None:
         hidden = (hidden | (document_ids[:, :, None] != document_ids[:, None, :]))[:, None, None]
-    probs = (rows @ keys.transpose(-1, -2) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
-    if dropout_p > 0.0:
-        keep = DropoutBits(dropout_seed, dropout_p, q.device).keep(probs.numel(), wide)
-        probs = probs * keep.view_as(probs) / (1.0 - dropout_p)
+    probs = (rows @ keys.transpose(-1, -2) * spec.scale).masked_fill(hidden, -torch.inf).softmax(-1)
+    if spec.dropout > 0.0:
+        keep = DropoutBits(int(dropout_seed), spec.dropout, q.device).keep(probs.numel(), wide)
+        probs = probs * keep.view_as(probs) / (1.0 - spec.dropout)
     return (probs @ values).permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype)

@@ -7,13 +7,15 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.kernels import flash_attention
-from megatron.kernels.attention import select_attention, torch_flash_unavailable_reason
+from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, reasons, select
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.block_attention import flash
-from megatron.kernels.cpu import bf16_attention, fp32_attention, native
+from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import apex
 from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
 from megatron.kernels.cuda.torch_flash import fa4_unavailable_reason
+from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.kernels import KernelRow, Kernels, pair
 from megatron.kernels.libraries import transformer_engine_unavailable_reason
 from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
@@ -25,17 +27,8 @@ ATTENTION = {
     "flash": "flash",
     "auto": "auto",
 }
-NAMES = {
-    "sdpa": "torch's fused attention",
-    "chunked": "chunked attention",
-    "plain": "unfused attention",
-    "cpp_bf16": "bf16 C++",
-    "cpp_fp32": "fp32 C++",
-    "flash": "flash-attn",
-    "torch_flash": "torch's flash kernel",
-    "fa4": "FlashAttention-4",
-    "transformer_engine": "Transformer Engine",
-}
+FA4 = "FlashAttention-4"
+TRANSFORMER_ENGINE = "Transformer Engine"
 SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
 NATIVE = "fused C++"
 ROW_BLOCKED = "row-blocked torch"
@@ -296,48 +289,53 @@ def _plain_attention_rows(
         return [
             KernelRow(
                 operation,
-                NAMES["transformer_engine"],
+                TRANSFORMER_ENGINE,
                 True,
                 "requested" + f", {backend} backend" * (backend != "auto"),
             )
         ]
-    length = {} if config.model.seq_length is None else {"seq_length": config.model.seq_length}
-    compiled = config.training.torch_compile
-    in_graph = compiled and device.type == "cpu"  # the C++ takes no such heads
-    length["head_dim"] = 1 if in_graph else config.model.head_dim or 1
-    chosen, why, why_not = select_attention(
-        device, dtype, dropout, _documents(config), kernels.attention, **length
-    )
-    if chosen == "flash" and backend == "auto":
+    spec = _spec(device, dtype, config, dropout)
+    chosen, why = select(spec, kernels.attention)
+    title = chosen.title
+    off = dict(reasons(spec, chosen))
+    if chosen.name == "flash" and backend == "auto":
         why = "computes only inside documents"
-        why_not = "computes masked blocks too"
-    off = {"sdpa": why_not, "chunked": why_not, "plain": "allocates an s x s tensor"}
-    no_cpp_bf16 = bf16_attention.unavailable_reason(
-        device, dtype, length["head_dim"], length.get("seq_length", 1)
-    )
-    off["cpp_bf16"] = COMPILED if compiled else no_cpp_bf16 or "not selected"
-    no_cpp_fp32 = fp32_attention.unavailable_reason(
-        device, dtype, length["head_dim"], length.get("seq_length", 1)
-    )
-    off["cpp_fp32"] = COMPILED if compiled else no_cpp_fp32 or why_not
-    off["flash"] = _flash_unavailable_reason(device, dtype, config) or "no benefit on this device"
-    off["torch_flash"] = (
-        torch_flash_unavailable_reason(device, dtype, config.model.head_dim or 1) or "not selected"
-    )
+    if chosen.name != "flash":
+        not_flash = _flash_unavailable_reason(device, dtype, config)
+        off["flash-attn"] = not_flash or "no benefit on this device"
+    if config.training.torch_compile:
+        off |= {each.title: COMPILED for each in IMPLEMENTATIONS if each.name.startswith("cpp")}
     if _documents(config):
-        off["fa4"] = _fa4_unavailable_reason(device, dtype, config)
-        if chosen == "torch_flash" and off["fa4"] is None:
-            chosen, off["torch_flash"] = "fa4", "slower"
+        off[FA4] = _fa4_unavailable_reason(device, dtype, config)
+        if chosen.name == "torch_flash" and off[FA4] is None:
+            off = {chosen.title: "slower"} | off
+            title = FA4
+            del off[FA4]
     if kernels.transformer_engine is not None:
-        off["transformer_engine"] = _te_attention_unavailable_reason(dtype, config)
+        off[TRANSFORMER_ENGINE] = _te_attention_unavailable_reason(dtype, config)
     return [
-        KernelRow(operation, NAMES[chosen], True, why),
-        *(
-            KernelRow(operation, NAMES[name], False, reason)
-            for name, reason in off.items()
-            if name != chosen
-        ),
+        KernelRow(operation, title, True, why),
+        *(KernelRow(operation, name, False, reason) for name, reason in off.items()),
     ]
+
+
+def _spec(
+    device: torch.device, dtype: torch.dtype, config: Config, dropout: float
+) -> AttentionSpec:
+    """What a layer asks for. In a graph on a CPU the C++ takes no such heads."""
+    model = config.model
+    in_graph = config.training.torch_compile and device.type == "cpu"
+    return AttentionSpec(
+        device,
+        dtype,
+        model.seq_length or CHUNKS_ON_CPU.start,
+        model.num_attention_heads or 1,
+        model.query_groups or 1,
+        1 if in_graph else model.head_dim or 1,
+        model.attention_scale or 1.0,
+        dropout,
+        _documents(config),
+    )
 
 
 def _elementwise_rows(

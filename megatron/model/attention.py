@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
-from megatron.kernels.attention import torch_flash_unavailable_reason
+from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.kernels import Kernels
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
@@ -129,7 +128,7 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
         if document_ids is None and dropout_seed is None:
-            return self.attend(q, k, v, None)
+            return self.attend(q, k, v, None, None)
         return self.masked_core(q, k, v, document_ids, dropout_seed)
 
     def masked_core(
@@ -141,9 +140,7 @@ class SelfAttention(nn.Module):
         dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
         """`core` inside documents, or with dropout of the probabilities."""
-        if dropout_seed is None:
-            return self.attend(q, k, v, document_ids)
-        return self.attend(q, k, v, document_ids, dropout_p=self.dropout, dropout_seed=dropout_seed)
+        return self.attend(q, k, v, document_ids, dropout_seed)
 
     def compiles_masks(self) -> bool:
         """Whether `masked_core` is one operation, which a graph can hold."""
@@ -157,16 +154,16 @@ class SelfAttention(nn.Module):
         k: torch.Tensor,
         v: torch.Tensor,
         document_ids: torch.Tensor | None,
-        **more: Any,
+        dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
         """To this rank's keys alone, or with those of the other context-parallel ranks."""
         if self.transformer_engine is not None:
             return self.transformer_engine(q, k, v, document_ids)
-        more |= {
-            "scale": self.scale,
-            "document_ids": document_ids,
-            "implementation": self.kernels.attention,
-        }
+        dropout = 0.0 if dropout_seed is None else self.dropout
+        spec = AttentionSpec.of(q, k, v, self.scale, dropout, document_ids is not None)
+        asked = self.kernels.attention
         if self.cp.size > 1:
-            return self._ring_attention(q, k, v, self.cp, comm_type=self.cp_comm_type, **more)
-        return functional.attention(q, k, v, **more)
+            return self._ring_attention(
+                q, k, v, spec, self.cp, document_ids, dropout_seed, self.cp_comm_type, asked
+            )
+        return functional.attention(q, k, v, spec, document_ids, dropout_seed, asked)

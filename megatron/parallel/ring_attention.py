@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.kernels.attention_spec import AttentionSpec, lacking
 from megatron.kernels.block_attention import Block
 from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
@@ -20,6 +21,7 @@ from megatron.parallel.collectives import start_all_gather, start_reduce_scatter
 from megatron.parallel.context import Axis
 from megatron.parallel.zigzag import PARTS, Tile, chunks_of, part_rows, tiles
 
+TAKES = ("dropout", "documents")  # of attention_spec.FEATURES
 SEED_STEP = 0xD1B54A32D192ED03  # between the dropout streams of two tiles
 
 # (source rank, part, keys, values)
@@ -30,30 +32,27 @@ Work = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 class _Call:
     """The arguments of one call of attention, apart from its tensors."""
 
+    spec: AttentionSpec
     cp: Axis
-    scale: float
     document_ids: torch.Tensor | None
-    dropout_p: float
     dropout_seed: int
     comm_type: str
-    implementation: str
+    requested: str
 
 
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    spec: AttentionSpec,
     cp: Axis,
-    *,
-    scale: float,
     document_ids: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | torch.Tensor = 0,
+    dropout_seed: int | torch.Tensor | None = None,
     comm_type: str = "p2p",
-    implementation: str = "auto",
+    requested: str = "auto",
 ) -> torch.Tensor:
-    """softmax(scale q k^T, causal) v of sequences whose positions are distributed zigzag over the
-    ranks of `cp`.
+    """`megatron.kernels.attention.attention` of sequences whose positions are distributed zigzag
+    over the ranks of `cp`.
 
     q [s/cp, b, n, d], k and v [s/cp, b, g, d], n a multiple of g -> [s/cp, b, n, d]. `document_ids`
     [b, s], whole, on every rank: a position sees only its own document. Dropout of the
@@ -62,9 +61,11 @@ def ring_attention(
     the one before is computed with: a rank never holds more than 2/cp of them. "all_gather" holds
     all.
     """
+    if why_not := lacking(spec, TAKES):
+        raise ValueError(f"attention with context parallelism {why_not}")
     # An integer of any size from here on: what is added to it would not fit int64.
-    seed = int(dropout_seed)
-    call = _Call(cp, scale, document_ids, dropout_p, seed, comm_type, implementation)
+    seed = int(dropout_seed or 0)
+    call = _Call(spec, cp, document_ids, seed, comm_type, requested)
     return _RingAttention.apply(q, k, v, call)
 
 
@@ -147,13 +148,13 @@ def _blocks(call: _Call, chunk: int, source: int, part: int) -> list[tuple[Tile,
             (
                 tile,
                 Block(
-                    call.scale,
+                    call.spec.scale,
                     tile.causal,
                     query_ids,
                     key_ids,
-                    call.dropout_p,
+                    call.spec.dropout,
                     seed,
-                    call.implementation,
+                    call.requested,
                 ),
             )
         )

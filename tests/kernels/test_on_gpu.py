@@ -6,9 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels import flash_attention, functional, grouped_linear, transformer_engine
+from megatron.kernels import functional, grouped_linear, transformer_engine
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
+from tests.kernels.attend import attention
 from tests.kernels.attention_formula import cut
 from tests.model.tiny import MODELS, tiny_model, tokens
 
@@ -60,11 +61,11 @@ def test_attention(library, with_documents, groups):
     )
     same(
         lambda: (
-            engine(q, k, v, ids) if engine else flash_attention.flash_attention(q, k, v, 0.125, ids)
+            engine(q, k, v, ids)
+            if engine
+            else attention(q, k, v, scale=0.125, document_ids=ids, implementation="flash")
         ),
-        lambda: functional.attention(
-            q, k, v, scale=0.125, document_ids=ids, implementation="plain"
-        ),
+        lambda: attention(q, k, v, scale=0.125, document_ids=ids, implementation="plain"),
         (q, k, v),
         grad,
     )

@@ -15,6 +15,7 @@ from megatron.kernels.cu_seqlens import with_lengths
 from megatron.kernels.fp8 import native_gemm, quantize
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads
+from tests.kernels.attend import attention
 from tests.kernels.attention_formula import documents, formula, inputs
 from tests.model.tiny import MODELS, SEEDS, tiny_model, tokens
 
@@ -47,7 +48,7 @@ def test_attention_of_split_views(dtype, with_documents):
     grads = torch.autograd.grad(wanted, (q, k, v), grad)
     ours = on_device((q, k, v), dtype)
     device_ids = None if ids is None else with_lengths(ids.to(DEVICE), ids)
-    got = functional.attention(*ours, scale=0.3, document_ids=device_ids)
+    got = attention(*ours, scale=0.3, document_ids=device_ids)
     close(got, wanted, dtype)
     for one, expected in zip(
         torch.autograd.grad(got, ours, grad.to(DEVICE, dtype)), grads, strict=True
@@ -61,7 +62,7 @@ def test_attention_dropout_is_a_function_of_its_seed(dtype):
     ours = on_device((q, k, v), dtype)
 
     def call(seed: int) -> torch.Tensor:
-        return functional.attention(*ours, scale=0.3, dropout_p=0.2, dropout_seed=seed)
+        return attention(*ours, scale=0.3, dropout_p=0.2, dropout_seed=seed)
 
     first, again, other = call(1), call(1), call(2)
     assert torch.equal(first, again) and not torch.equal(first, other)

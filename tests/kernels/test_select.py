@@ -6,11 +6,13 @@ import torch
 from megatron.arguments import config_from
 from megatron.config.tree import Config
 from megatron.kernels import fp8_selection, functional, linear, select
+from megatron.kernels.attention import IMPLEMENTATIONS
 from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.logging import preamble
 
 CPU = torch.device("cpu")
+TITLES = {each.name: each.title for each in IMPLEMENTATIONS}
 
 
 def table(dtype: torch.dtype = torch.float32, **values) -> dict[str, KernelRow]:
@@ -51,7 +53,7 @@ def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
     monkeypatch.setattr(bf16_attention, "instructions", lambda: "AVX512_BF16")
     values = {"attention_dropout": 0.1, "reset_attention_mask": True, "hidden_size": 128}
     on = table(torch.bfloat16, **values)["attention (training)"]
-    assert on.implementation == select.NAMES["cpp_bf16" if built else "chunked"]
+    assert on.implementation == TITLES["cpp_bf16" if built else "chunked"]
     assert on.reason.startswith(
         "this CPU has AVX512_BF16" if built else "needed for attention dropout and document masks"
     )
@@ -63,8 +65,8 @@ def test_bf16_attention_in_cpp_takes_dropout_and_documents(monkeypatch, built):
     reasons = {
         row.implementation: row.reason for row in rows if row.operation == "attention (training)"
     }
-    assert "attention dropout and document masks" in reasons[select.NAMES["sdpa"]] or not built
-    assert built or reasons[select.NAMES["cpp_bf16"]] == "not built"
+    assert "attention dropout and document masks" in reasons[TITLES["sdpa"]] or not built
+    assert built or reasons[TITLES["cpp_bf16"]] == "not built"
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -159,7 +161,7 @@ def test_compiled_layers_have_no_calls_into_cpp(cpp):
         (row.operation, row.implementation): row
         for row in kernel_table(CPU, torch.bfloat16, config)
     }
-    for key in (("gelu (tanh)", select.NATIVE), ("attention", select.NAMES["cpp_bf16"])):
+    for key in (("gelu (tanh)", select.NATIVE), ("attention", TITLES["cpp_bf16"])):
         found = rows.get(key) or rows[f"{key[0]} (training)", key[1]]
         assert not found.on and found.reason
     assert rows["cross entropy", select.NATIVE].on

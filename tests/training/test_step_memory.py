@@ -105,9 +105,9 @@ def test_a_step_holds_the_logits_once(monkeypatch, bf16):
         assert step(**flags)[0].peak > logits + logits // 2 + chunk + layers
 
 
-def plain_attention(q, k, v, *, scale, **_):
+def plain_attention(q, k, v, spec, *_):
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(
+    scores = (q @ k.transpose(-1, -2) * spec.scale).masked_fill(
         torch.ones(len(q[0, 0]), len(q[0, 0])).triu(1).bool(), -1e9
     )
     return (scores.softmax(-1) @ v).permute(2, 0, 1, 3)

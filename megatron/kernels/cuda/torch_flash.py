@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from megatron import device as devices
+from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.block_attention import FLASH_MULTIPLE
 from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.cuda.fused_ops import LIBRARY
 
 INSTALL_FA4 = "pip install 'flash-attn-4[cu13]'"
+DROPOUT_HEAD_DIM = 192  # the widest head that it trains with dropout on every GPU
 FA4_TOLERANCE = 0.05  # between two kernels of 16 bits
 
 # The arguments begin as those of torch's _flash_attention_forward.
@@ -70,17 +73,36 @@ class _FlashAttention(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
+def unavailable_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, compiled: bool = False
+) -> str | None:
+    """Why this kernel cannot take dropout or documents here; None if it can. The meta device
+    (--dry-run --trace) stands for CUDA. In a graph (`compiled`) the layer has asked, and keeps what
+    it cannot take outside."""
+    if compiled and dtype != torch.float64:
+        return None
+    if device.type not in ("cuda", "meta"):
+        return f"needs a CUDA device, but the device is {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"has fp16 and bf16 only, no {dtype}"
+    if not 0 < head_dim <= DROPOUT_HEAD_DIM or head_dim % FLASH_MULTIPLE:
+        return (
+            f"has heads of a multiple of {FLASH_MULTIPLE} and at most {DROPOUT_HEAD_DIM}, "
+            f"not {head_dim}"
+        )
+    return None if devices.has_flash(device) else "needs compute capability 8.0 or newer"
+
+
 def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
+    spec: AttentionSpec,
     document_ids: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
-    [b, s] if there are any. `seed`: as of kernels/dropout.py.
+    [b, s] if there are any. `dropout_seed`: as of kernels/dropout.py.
 
     Dao 2023 (FlashAttention-2). The kernel draws dropout masks from the device's generator, which
     gets `seed` before, and backward draws them again from the state it had: the mask is a pure
@@ -93,8 +115,8 @@ def flash_attention(
     if document_ids is not None:
         ends = cumulative_lengths(document_ids)
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    seed = torch.as_tensor(seed) if dropout_p else None
-    out = _FlashAttention.apply(q, k, v, ends, s, dropout_p, scale, seed)
+    seed = torch.as_tensor(dropout_seed) if spec.dropout else None
+    out = _FlashAttention.apply(q, k, v, ends, s, spec.dropout, spec.scale, seed)
     if ends is not None:
         out = out.unflatten(0, (b, s))
     return out.transpose(0, 1)
@@ -136,5 +158,6 @@ def _sample(
     )
     ids = (torch.arange(128) >= 40).long().unsqueeze(0).to(device)
     with torch.enable_grad():
-        out = flash_attention(q, k, v, head_dim**-0.5, document_ids=ids)
+        spec = AttentionSpec.of(q, k, v, head_dim**-0.5, documents=True)
+        out = flash_attention(q, k, v, spec, ids)
         return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]

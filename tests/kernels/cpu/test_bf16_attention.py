@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.attention import attention, select_attention
 from megatron.kernels.cpu import bf16_attention as module
-from megatron.kernels.reference_attention import plain_attention
+from tests.kernels.attend import attention, plain_attention, select_attention
 from tests.kernels.attention_formula import SCALE, formula
 
 CPU = torch.device("cpu")

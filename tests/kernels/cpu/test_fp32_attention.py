@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 
-from megatron.kernels.attention import attention, select_attention
 from megatron.kernels.cpu import fp32_attention as module
-from megatron.kernels.reference_attention import plain_attention
 from tests.forkrun import ROOT
+from tests.kernels.attend import attention, plain_attention, select_attention
 
 CPU = torch.device("cpu")
 HERE = torch.backends.cpu.get_cpu_capability()

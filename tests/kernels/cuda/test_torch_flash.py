@@ -11,15 +11,21 @@ from torch.utils.checkpoint import checkpoint
 from megatron import device as devices
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import attention, functional, select
 from megatron.kernels import flash_attention as flash_package
-from megatron.kernels.attention import select_attention
+from megatron.kernels import select
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cuda import torch_flash
-from megatron.kernels.cuda.torch_flash import flash_attention
+from tests.kernels.attend import attention as attend
+from tests.kernels.attend import select_attention
 from tests.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
 from tests.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
 
 CUDA = torch.device("cuda", 0)
+
+
+def flash(q, k, v, dropout=0.0, seed=None, document_ids=None):
+    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None)
+    return torch_flash.flash_attention(q, k, v, spec, document_ids, seed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,7 +40,7 @@ def test_it_is_the_formula(groups, masked):
     tensors = inputs(g=groups)
     ids = cut(21) if masked else None
     assert_same(
-        lambda *t: flash_attention(*t, SCALE, document_ids=ids),
+        lambda *t: flash(*t, document_ids=ids),
         lambda *t: formula(*t, ids),
         tensors[:3],
         tensors[3],
@@ -51,7 +57,7 @@ def test_the_mask_is_a_function_of_the_seed(masked):
     torch.manual_seed(5)
 
     def run(seed, disturb):
-        out = flash_attention(*tensors, SCALE, 0.5, seed, ids)
+        out = flash(*tensors, 0.5, seed, ids)
         torch.rand(disturb)
         return out, *torch.autograd.grad(out, tensors, grad)
 
@@ -67,7 +73,7 @@ def test_the_gradient_is_that_of_the_mask():
     *tensors, grad = inputs()
     factors = mask(0.3, 9, (2, 4, 21, 21))
     assert_same(
-        lambda *t: flash_attention(*t, SCALE, 0.3, 9),
+        lambda *t: flash(*t, 0.3, 9),
         lambda *t: formula(*t, None, factors),
         tensors,
         grad,
@@ -78,7 +84,7 @@ def test_the_gradient_is_that_of_the_mask():
 
 def test_recompute_repeats_the_mask():
     *tensors, grad = inputs()
-    call = lambda *t: flash_attention(*t, SCALE, 0.5, 9)  # noqa: E731
+    call = lambda *t: flash(*t, 0.5, 9)  # noqa: E731
     straight = torch.autograd.grad(call(*tensors), tensors, grad)
     again = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
     torch.rand(7)
@@ -111,14 +117,14 @@ def test_selection(monkeypatch, dtype, head_dim, new, chosen, dropout, masked):
 
 
 def test_layers_with_dropout_or_documents_reach_it(monkeypatch):
-    monkeypatch.setattr(attention, "torch_flash_unavailable_reason", lambda *_: None)
+    monkeypatch.setattr(torch_flash, "unavailable_reason", lambda *_: None)
     q, k, v, _ = inputs(dtype=torch.float32)
     CALLS.clear()
-    functional.attention(q, k, v, scale=SCALE, dropout_p=0.1, dropout_seed=1)
-    functional.attention(q, k, v, scale=SCALE, document_ids=cut(21))
-    functional.attention(q, k, v, scale=SCALE)
+    attend(q, k, v, scale=SCALE, dropout_p=0.1, dropout_seed=1)
+    attend(q, k, v, scale=SCALE, document_ids=cut(21))
+    attend(q, k, v, scale=SCALE)
     with pytest.raises(ValueError, match="dropout_seed"):
-        functional.attention(q, k, v, scale=SCALE, dropout_p=0.1)
+        attend(q, k, v, scale=SCALE, dropout_p=0.1)
     assert CALLS == [(4, 0.1), (3, 0.0)]
 
 

@@ -1,0 +1,62 @@
+"""Attention of tensors by keywords, for tests of its implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import attention as kernels
+from megatron.kernels.attention_spec import AttentionSpec
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    document_ids: Tensor | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """`megatron.kernels.attention.attention` of the spec of these."""
+    spec = AttentionSpec.of(q, k, v, scale, dropout_p, document_ids is not None)
+    return kernels.attention(q, k, v, spec, document_ids, dropout_seed, implementation)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    document_ids: Tensor | None = None,
+) -> Tensor:
+    """The definition."""
+    return attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        document_ids=document_ids,
+        implementation="plain",
+    )
+
+
+def select_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    dropout_p: float,
+    documents: bool,
+    implementation: str = "auto",
+    seq_length: int = kernels.CHUNKS_ON_CPU.start,
+    head_dim: int = 1,
+) -> tuple[str, str]:
+    """The name of the implementation that runs, and why."""
+    spec = AttentionSpec(device, dtype, seq_length, 1, 1, head_dim, 1.0, dropout_p, documents)
+    chosen, why = kernels.select(spec, implementation)
+    return chosen.name, why
