@@ -11,6 +11,7 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.kernels import cu_seqlens, flash_attention, functional, transformer_engine
 from megatron.kernels import libraries as load_problems
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
@@ -37,7 +38,7 @@ def test_flash_attn_is_the_formula(libraries, groups, with_documents):
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
     assert_same(
-        lambda *t: flash_attention.flash_attention(*t, SCALE, ids),
+        lambda *t: flash_attention.flash_attention(*t, AttentionSpec.of(*t, SCALE), ids),
         lambda *t: formula(*t, ids=ids),
         tensors,
         grad,
@@ -52,10 +53,10 @@ def test_deterministic_mode_reaches_flash_attn(libraries):
     q, k, v, _ = inputs()
     torch.use_deterministic_algorithms(True)
     try:
-        flash_attention.flash_attention(q, k, v, SCALE)
+        flash_attention.flash_attention(q, k, v, AttentionSpec.of(q, k, v, SCALE))
     finally:
         torch.use_deterministic_algorithms(False)
-    flash_attention.flash_attention(q, k, v, SCALE)
+    flash_attention.flash_attention(q, k, v, AttentionSpec.of(q, k, v, SCALE))
     assert [more["deterministic"] for _, more in libraries] == [True, False]
 
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.parallel import ParallelConfig
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.parallel import ring_attention as module
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import recompute
@@ -34,10 +35,15 @@ def mine(rank, world, *tensors):
     ]
 
 
+def ring(q, k, v, cp, dropout=0.0, document_ids=None, **more):
+    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None)
+    return ring_attention(q, k, v, spec, cp, document_ids, **more)
+
+
 def attend(rank, world, shape, dtype, ids, more):
     """(out, dq, dk, dv) of this rank's chunks."""
     q, k, v, grad = mine(rank, world, *inputs(*shape, dtype=dtype))
-    out = ring_attention(q, k, v, cp_axis(rank, world), scale=SCALE, document_ids=ids, **more)
+    out = ring(q, k, v, cp_axis(rank, world), document_ids=ids, **more)
     return out.detach(), *(t.to(dtype) for t in torch.autograd.grad(out, (q, k, v), grad))
 
 
@@ -106,7 +112,7 @@ def test_other_formats(dtype, rtol):
 
 def test_the_flash_kernel_gives_the_same():
     """torch's own kernel of blocks, which runs on CUDA, has a twin on the CPU."""
-    job = ((48, 2, 4, 2, 8), torch.float64, None, {"implementation": "sdpa"})
+    job = ((48, 2, 4, 2, 8), torch.float64, None, {"requested": "sdpa"})
     results = run_ranks(2, ranks_attend, [job])
     for parts, wanted in zip(
         zip(*(result[0] for result in results), strict=True), expected(job[0], None), strict=True
@@ -145,7 +151,7 @@ def most_keys(rank, world, shape, way):
     q, k, v, grad = mine(rank, world, *inputs(*shape, dtype=torch.bfloat16))
     peaks = []
     with LiveKeys(k) as live:
-        out = ring_attention(q, k, v, cp_axis(rank, world), scale=SCALE, comm_type=way)
+        out = ring(q, k, v, cp_axis(rank, world), comm_type=way)
         peaks.append(live.peak)
         live.peak = 0
         out.backward(grad)
@@ -183,7 +189,7 @@ def turns(rank, world, way):
     ):
         setattr(module, name, noting(getattr(module, name), letter))
     q, k, v, grad = mine(rank, world, *inputs(8 * world))
-    out = ring_attention(q, k, v, cp_axis(rank, world), scale=SCALE, comm_type=way)
+    out = ring(q, k, v, cp_axis(rank, world), comm_type=way)
     forward = "".join(said)
     said.clear()
     out.backward(grad)
@@ -211,17 +217,7 @@ def dropped(rank, world, shape, ids, way, again):
     for values in (*mine(rank, world, eye), v):
 
         def core(q, k, v):
-            return ring_attention(
-                q,
-                k,
-                v,
-                cp,
-                scale=SCALE,
-                document_ids=ids,
-                comm_type=way,
-                dropout_p=P,
-                dropout_seed=100 + rank,
-            )
+            return ring(q, k, v, cp, P, document_ids=ids, comm_type=way, dropout_seed=100 + rank)
 
         out = recompute(core, q, k, values) if again else core(q, k, values)
         found.append(out.detach())

@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 
-from megatron.kernels import attention as attention_kernels
 from megatron.kernels import cu_seqlens, dropout
+from megatron.kernels.cuda import torch_flash
 from megatron.model import attention, layer
 from megatron.training import batch, loop
 from megatron.training.batch import MicroBatch
@@ -131,8 +131,11 @@ def kernels_of_cuda(monkeypatch):
         return *others, cu_seqlens.with_lengths(documents, documents)
 
     monkeypatch.setattr(batch, "_masks", with_lengths)
-    for module in (attention_kernels, attention):
-        monkeypatch.setattr(module, "torch_flash_unavailable_reason", lambda *_: None)
+    for module, name in (
+        (torch_flash, "unavailable_reason"),
+        (attention, "torch_flash_unavailable_reason"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: None)
     for module in (dropout, layer):
         monkeypatch.setattr(module, "fused_ops", lambda *_: True)
     library = torch.library.Library("megatron", "IMPL", "CPU")
