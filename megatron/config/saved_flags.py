@@ -84,7 +84,8 @@ def read(path: Path) -> SavedFlags:
     if missing:
         raise Problems(
             [
-                f"{path}: has no {', '.join(missing)}; the checkpoint is damaged: use another one [checkpoint-args-damaged]"
+                f"{path}: has no {', '.join(missing)}; the checkpoint is damaged: use another one "
+                "[checkpoint-args-damaged]"
             ]
         )
     config = config_from(Config, saved)
