@@ -13,6 +13,7 @@ from tests.forkrun import ROOT
 READ_WHOLE = {
     "megatron/threads.py",
     "megatron/console.py",
+    "megatron/version.py",
     "megatron/training/launch/hang.py",
     "megatron/training/launch/network.py",
     "tools/convert/families.py",
