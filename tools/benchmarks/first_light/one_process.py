@@ -14,6 +14,7 @@ import contextlib
 import gc
 import io
 import json
+import resource
 import statistics
 import sys
 import time
@@ -68,7 +69,7 @@ def measure(cell: str, device: str, folder: Path, steps: int) -> tuple[dict[str,
         "ms": 1e3 * statistics.median(timed),
         "spread ms": 1e3 * (max(timed) - min(timed)),
         "tokens/s": size.tokens / statistics.median(timed),
-        "peak GiB": facts.get("peak GB", 0) * 1e9 / 2**30,
+        "peak GiB": facts.get("peak GB", peak_gb()) * 1e9 / 2**30,
     }
     flops = int((folder / f"{size.name}.flops").read_text())
     row["TFLOP/s"] = flops / statistics.median(timed) / 1e12
@@ -100,6 +101,11 @@ def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
         and not getattr(row, "is_user_annotation", False)
     ] or [(row.key, row.count, row.self_cpu_time_total / 1e6) for row in rows]
     return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+
+
+def peak_gb() -> float:
+    """The most memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
 
 
 def _reset_peak(device: str) -> None:
