@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="another checkout of this repository, C++ built, that takes part; may be repeated",
     )
     add("--rounds", type=int, default=5, help="turns of each side (default: 5)")
+    add("--threads", type=int, help="CPU threads of each process (default: torch's)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the training step")
     add("--small", action="store_true", help="the smallest sizes, to try a benchmark")
     add("--folder", metavar="DIR", help="where files are written (default: the temporary folder)")
@@ -184,7 +185,7 @@ def main(argv: Sequence[str] | None = None, here: bool = False) -> int:
                 for case in cases_of(one, given, setup):
                     print(f"\n{one.name}: {case.name}", flush=True)
                     try:
-                        result = run_case(case, options.rounds, here)
+                        result = run_case(case, options.rounds, here, options.threads)
                     except OutOfMemory as error:
                         print(f"  out of memory: {error}", flush=True)
                         continue

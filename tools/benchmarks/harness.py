@@ -176,6 +176,7 @@ class Running:
     side: Side
     setting: str
     here: bool
+    threads: int | None = None
     seconds: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     _workers: list[Any] = field(default_factory=list)
@@ -191,7 +192,7 @@ class Running:
             self._workers.append(
                 Here(job)
                 if self.here and side.tree == ROOT
-                else Worker(name, job, environment_of(self.setting, side.threads))
+                else Worker(name, job, environment_of(self.setting, side.threads or self.threads))
             )
         for one in self._workers:
             one.receive()
@@ -247,10 +248,11 @@ def agree(side: str, value: Any, expected: Any, tolerance: float) -> None:
 class Race:
     """The sides of a case, and their turns."""
 
-    def __init__(self, case: Case, rounds: int, here: bool = False):
+    def __init__(self, case: Case, rounds: int, here: bool = False, threads: int | None = None):
         self.case = case
         self.rounds = rounds
         self.here = here
+        self.threads = threads
         self._expected: Any = None
 
     def run(self) -> dict[str, Any]:
@@ -280,7 +282,7 @@ class Race:
         """A side at its fastest setting, warm."""
         here = side.here or self.here
         setting = side.settings[0] if here or len(side.settings) == 1 else self._fastest(side)
-        found = Running(side, setting, here)
+        found = Running(side, setting, here, self.threads)
         try:
             agreed = found.start()
             agree(side.name, agreed, self._expected, self.case.tolerance)
@@ -293,7 +295,7 @@ class Race:
     def _fastest(self, side: Side) -> str:
         seconds = {}
         for setting in side.settings:
-            one = Running(side, setting, False)
+            one = Running(side, setting, False, self.threads)
             try:
                 one.start()
                 seconds[setting] = one.turn()
@@ -327,10 +329,13 @@ class Race:
         }
 
 
-def run_case(case: Case, rounds: int, here: bool = False) -> dict[str, Any]:
-    """The figures of a case: seconds of every turn, rates and ratios, by side. Raises Disagreement
-    and WorkerFailed."""
-    return Race(case, rounds, here).run()
+def run_case(
+    case: Case, rounds: int, here: bool = False, threads: int | None = None
+) -> dict[str, Any]:
+    """The figures of a case: seconds of every turn, rates and ratios, by side. `here`: all sides in
+    this process; `threads`: of CPUs, of each other process. Raises Disagreement and
+    WorkerFailed."""
+    return Race(case, rounds, here, threads).run()
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
