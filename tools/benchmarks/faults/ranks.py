@@ -1,10 +1,11 @@
-"""Ranks of pretrain_gpt.py on this machine, for programs that disturb them: a script that changes
-what is imported before the run, launchers, what they leave behind. Needs Linux. Knows no fault."""
+"""Ranks of pretrain_gpt.py on this machine: launchers, a network that can be cut, how an attempt
+ends, what is left behind. Needs Linux; to cut networks root, unshare, nsenter and ip."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "pretrain_gpt.py")
-LAUNCHERS = ("env", "srun", "torchrun")
+RANK = str(Path(__file__).with_name("inject.py"))
+STARTS = ("env", "srun", "mpirun", "mpiexec", "torchrun", "torchrun, 2 nodes")
 PLACES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC"),
     *("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_"),
@@ -29,33 +29,19 @@ NAMES = {
     ),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 }
-# What a rank runs: its number is `rank`.
-HEAD = f"""
-import gc, os, runpy, sys
-gc.disable()  # as the script does before its imports
-sys.path.insert(0, {str(ROOT)!r})
-from megatron import launcher
-rank = launcher.info().rank
-"""
-TAIL = f"""
-sys.argv[0] = {SCRIPT!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the ranks are started. `apart`: each is a node of its own, at `address`; `enter` has the
-    words before a rank's command."""
+    """How the ranks are started. `cut_off`: the rank whose network a fault can cut, with which each
+    rank is a node of its own."""
 
     launcher: str
     world: int
     flags: Sequence[str]
-    max_restarts: int = 0
+    restarts: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
-    apart: bool = False
-    address: str = "127.0.0.1"
-    enter: Callable[[int], list[str]] = lambda rank: []
+    cut_off: int | None = None
 
 
 def tiny_model(layers: int = 2, width: int = 32) -> list[str]:
@@ -67,23 +53,58 @@ def tiny_model(layers: int = 2, width: int = 32) -> list[str]:
     ).split()
 
 
-def write_rank(folder: Path, changes: str) -> None:
-    """The ranks that start in `folder` run `changes`, the text of a program, before the script."""
-    (folder / "rank.py").write_text(HEAD + changes + TAIL)
-
-
-def start(launch: Launch, folder: Path) -> list[subprocess.Popen]:
+def start(launch: Launch, folder: Path, network: Network | None = None) -> list[subprocess.Popen]:
     """The ranks, or torchrun; they work in `folder`, where `log` and `err` get what they print."""
-    words = [sys.executable, "rank.py", *launch.flags]
-    if launch.launcher == "torchrun":
-        agent = "-m torch.distributed.run --standalone".split()
-        agent += [f"--nproc-per-node={launch.world}", f"--max-restarts={launch.max_restarts}"]
-        return [_spawn([sys.executable, *agent, *words[1:]], folder, launch.environ)]
+    words = [RANK, *launch.flags]
     port = free_port()
+    if launch.launcher.startswith("torchrun"):
+        agent = [sys.executable, "-m", "torch.distributed.run"]
+        agent.append(f"--max-restarts={launch.restarts}")
+        if launch.launcher == "torchrun":
+            agent += ["--standalone", f"--nproc-per-node={launch.world}"]
+            return [_spawn([*agent, *words], folder, launch.environ)]
+        agent += "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=run".split()
+        agent += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **launch.environ}
+        return [_spawn([*agent, *words], folder, environ) for _ in range(2)]
+    enter = network.enter if network else lambda is_cut_off: []
     return [
-        _spawn([*launch.enter(rank), *words], folder, variables(launch, rank, port))
+        _spawn(
+            [*enter(rank == launch.cut_off), sys.executable, *words],
+            folder,
+            variables(launch, rank, port),
+        )
         for rank in range(launch.world)
     ]
+
+
+def attempt(
+    launch: Launch,
+    folder: Path,
+    patience: float = float("inf"),
+    grace: float = float("inf"),
+    watch: Callable[[Sequence[subprocess.Popen]], None] = lambda processes: None,
+) -> tuple[list[int], bool]:
+    """Start the ranks, and wait until none lives: (exit codes of what was started, whether all
+    ended by themselves). After `patience` seconds, and `grace` after the first has failed, all are
+    killed."""
+    network = Network() if launch.cut_off is not None else None
+    processes = start(launch, folder, network)
+    latest = time.monotonic() + patience
+    try:
+        while any(one.poll() is None for one in processes) or living(folder):
+            watch(processes)
+            if any(one.poll() for one in processes):
+                latest = min(latest, time.monotonic() + grace)
+                grace = float("inf")
+            if time.monotonic() > latest:
+                return [one.poll() or 1 for one in processes], False
+            time.sleep(0.05)
+        return [one.poll() for one in processes], True
+    finally:
+        end(folder, processes)
+        if network:
+            network.close()
 
 
 def free_port() -> int:
@@ -99,9 +120,12 @@ def free_port() -> int:
 
 def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     """What a launcher gives a rank."""
-    place = {"MASTER_ADDR": launch.address, "MASTER_PORT": str(port), **launch.environ}
+    address = "127.0.0.1"
+    if launch.cut_off is not None:
+        address = Network.ADDRESSES[launch.cut_off == 0]
+    place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **launch.environ}
     world = launch.world
-    local, size = (0, 1) if launch.apart else (rank, world)
+    local, size = (rank, world) if launch.cut_off is None else (0, 1)
     if launch.launcher in NAMES:
         numbers = map(str, (rank, world, local, size))
         return place | dict(zip(NAMES[launch.launcher], numbers, strict=True))
@@ -112,7 +136,7 @@ def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_NODEID": str(rank - local),
-        "SLURM_STEP_TASKS_PER_NODE": f"1(x{world})" if launch.apart else str(world),
+        "SLURM_STEP_TASKS_PER_NODE": str(world) if launch.cut_off is None else f"1(x{world})",
     }
 
 
@@ -191,3 +215,47 @@ def checkpoint(folder: Path, iteration: int, name: str = "saved") -> dict[str, b
     """The files of a checkpoint in `folder`/`name` that hold weights and optimizer states."""
     last = folder / name / f"iter_{iteration:07d}"
     return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
+
+
+def can_cut_networks() -> bool:
+    """Are there network namespaces for this user?"""
+    return os.geteuid() == 0 and all(shutil.which(name) for name in ("unshare", "ip", "nsenter"))
+
+
+class Network:
+    """Two network namespaces with a link between them; the rank that can be cut off is in the
+    second."""
+
+    ADDRESSES = ("10.99.0.1", "10.99.0.2")
+
+    def __init__(self) -> None:
+        self.pids = [subprocess.Popen(["unshare", "--net", "sleep", "1000"]).pid for _ in range(2)]
+        while any(
+            os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+            for pid in self.pids
+        ):
+            time.sleep(0.01)
+        first, second = map(str, self.pids)
+        ip = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "eth0"]
+        _call(*ip, "netns", second)
+        for number, pid in enumerate((first, second)):
+            for words in (
+                ["ip", "addr", "add", f"{self.ADDRESSES[number]}/24", "dev", "eth0"],
+                ["ip", "link", "set", "eth0", "up"],
+                ["ip", "link", "set", "lo", "up"],
+            ):
+                _call("nsenter", "--net", "-t", pid, *words)
+
+    def enter(self, is_cut_off: bool) -> list[str]:
+        """The words before a command that runs in the second namespace, or in the first."""
+        return ["nsenter", "--net", "-t", str(self.pids[is_cut_off])]
+
+    def close(self) -> None:
+        """Both end."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _call(*words: str) -> None:
+    subprocess.run(words, check=True)
