@@ -196,9 +196,9 @@ def change(owner: object, name: str, changed: Callable[[Callable], Callable]) ->
     setattr(owner, name, function)
 
 
-def install(faults: Sequence[Fault], rank: int) -> None:
-    """From now on the faults come to this process, which is `rank`."""
-    injector = Injector(faults, rank, Path.cwd())
+def install(faults: Sequence[Fault], rank: int, folder: Path) -> None:
+    """From now on the faults come to this process, which is `rank`; `folder` has the files."""
+    injector = Injector(faults, rank, folder)
     places = {fault.place for fault in faults}
     for place in places & PLACES.keys():
         module, name, axis = PLACES[place]
@@ -259,7 +259,7 @@ def main() -> None:
     from megatron import launcher
 
     faults = [Fault(**one) for one in json.loads(Path("faults.json").read_text())]
-    install(faults, launcher.info().rank)
+    install(faults, launcher.info().rank, Path.cwd())
     if seconds := os.environ.get("STEP_SECONDS"):
         pad_iterations(float(seconds))
     sys.argv[0] = SCRIPT
