@@ -37,6 +37,7 @@ if __name__ == "__main__":
 
 from cases import checkpoint, convert, data, kernels, program, serving, step  # noqa: E402, F401
 from harness import (  # noqa: E402
+    PEERS,
     REGISTRY,
     Benchmark,
     Case,
@@ -57,7 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("words", nargs="*", metavar="NAME [PARAMETER=VALUE ...]", help="what is measured")
-    add("--peer", action="append", help="only this peer, or none (default: all installed ones)")
+    add(
+        "--peer",
+        action="append",
+        choices=(*PEERS, "none"),
+        help="only this peer; may be repeated (default: all that are installed)",
+    )
     add(
         "--against",
         action="append",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import worker
 from processes import ROOT, Worker, environment_of
 
 COMMAND = "cases.subject:Command"
+PEERS = ("bare", "transformers", "megatron-core", "tokenizers", "gigatoken")
 # A peer takes the fastest of these settings of its CPU threads; ours runs as users start it.
 SETTINGS = (
     "",
@@ -42,8 +44,8 @@ class Disagreement(ValueError):
 @dataclass(frozen=True)
 class Side:
     """One side of a comparison. `prepare`: a method of the subject, with its arguments, that is
-    called before any other side starts. `launchers`: torchrun's variables of each rank. `apart`:
-    the processes do the work of the case each by itself. `here`: in this process."""
+    called before any other side starts. `ranks` get torchrun's variables; `apart`: each does the
+    work of the case by itself. `here`: in this process."""
 
     name: str
     subject: str
@@ -52,7 +54,7 @@ class Side:
     ours: bool = True
     settings: Sequence[str] = ("",)
     prepare: tuple[Any, ...] = ()
-    launchers: Sequence[dict[str, str]] = ({},)
+    ranks: int = 0
     apart: bool = False
     here: bool = False
     threads: int | None = None
@@ -110,7 +112,7 @@ class Setup:
         self, name: str, needs: str, subject: str, arguments: dict[str, Any], **more: Any
     ) -> list[Side]:
         """The side of a peer, where it is asked for and its package is installed."""
-        if self.peers is not None and name not in self.peers:
+        if self.peers is not None and not name.startswith(tuple(self.peers)):
             return []
         with contextlib.suppress(ModuleNotFoundError):
             if not needs or importlib.util.find_spec(needs):
@@ -141,6 +143,20 @@ def benchmark(function: Callable[..., Iterator[Case]]) -> Callable[..., Iterator
     about = " ".join(inspect.getdoc(function).split())
     REGISTRY[function.__name__] = Benchmark(function.__name__, about, function)
     return function
+
+
+def launchers(side: Side) -> list[dict[str, str]]:
+    """The variables that torchrun would set for each process of a side."""
+    if side.apart or not side.ranks:
+        return [{}] * max(1, side.ranks)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    return [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(side.ranks)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(side.ranks)
+    ]
 
 
 class Here:
@@ -184,11 +200,11 @@ class Running:
     def start(self) -> Any:
         """Build the subject and warm it up; what it must agree on."""
         side = self.side
-        for rank, launcher in enumerate(side.launchers):
+        for rank, launcher in enumerate(launchers(side)):
             arguments = side.arguments | ({"launcher": launcher} if launcher else {})
             job = {"subject": side.subject, "arguments": arguments, "tree": str(side.tree)}
             job |= {"launcher": launcher, "waiting": side.waiting and not self.here}
-            name = f"{side.name}, rank {rank}" if len(side.launchers) > 1 else side.name
+            name = f"{side.name}, rank {rank}" if side.ranks > 1 else side.name
             self._workers.append(
                 Here(job)
                 if self.here and side.tree == ROOT

@@ -235,7 +235,7 @@ def read_samples(
     given["cache"] = str(setup.folder / "cache")
     sides = setup.ours("ours", "cases.data:Reader", given)
     other = {**given, "order": "megatron-core"}
-    sides += setup.peer("megatron-core", "megatron.core.datasets", "cases.data:Reader", other)
+    sides += setup.peer("megatron-core", "megatron.core", "cases.data:Reader", other)
     yield Case(f"{order} order", sides, count * seq, "tokens")
 
 
@@ -298,5 +298,5 @@ def open_data(
     sides = setup.commands(lambda tree: words(tree, order))
     if order == "megatron":
         other = words(ROOT, "megatron-core")
-        sides += setup.peer("megatron-core", "megatron.core.datasets", COMMAND, other)
+        sides += setup.peer("megatron-core", "megatron.core", COMMAND, other)
     yield Case(f"{order} order" + ", indices cached" * cached, sides, documents, "documents")

@@ -121,7 +121,10 @@ class Server(Subject):
     def __init__(self, tool: str, model: str, clients: int, requests: int, tokens: int):
         words = ["--port", "0", "--batch-size", "64", "--queue-size", "64"]
         self._process = subprocess.Popen(
-            [sys.executable, tool, model, *words], stderr=subprocess.PIPE, text=True
+            [sys.executable, tool, model, *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         said = ""
         for line in self._process.stderr:
@@ -142,6 +145,7 @@ class Server(Subject):
         answer = connection.getresponse()
         content = answer.read()
         if answer.status != 200:
+            self._process.kill()
             raise RuntimeError(content)
         return json.loads(content)["choices"][0]["text"]
 

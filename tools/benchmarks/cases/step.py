@@ -4,8 +4,7 @@ masks."""
 from __future__ import annotations
 
 import shlex
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -90,24 +89,6 @@ def masks(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]
         yield Case(f"{name} {dtype}", sides, shape.tokens, "tokens")
 
 
-def launchers(ranks: int) -> list[dict[str, str]]:
-    """The variables that torchrun would set for each of so many ranks."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    return [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for rank in range(ranks)
-    ]
-
-
-def layout_sides(setup: Setup, name: str, ranks: int, given: dict[str, Any]) -> Sequence[Side]:
-    """So many ranks of one thread."""
-    more = {"launchers": launchers(ranks), "threads": 1}
-    return setup.ours(name, TRAINING, given, **more)
-
-
 @benchmark
 def layouts(
     setup: Setup,
@@ -126,12 +107,12 @@ def layouts(
     ours = {"kind": "ours", **common}
     given = {**ours, "flags": [*words, *shlex.split(flags)]}
     one = {**ours, "flags": shlex.split(flags)}
-    sides = [*layout_sides(setup, name, int(ranks), given)]
+    sides = setup.ours(name, TRAINING, given, ranks=int(ranks), threads=1)
     sides.append(Side("one rank", TRAINING, one, threads=1))
-    sides.append(Side("two apart", TRAINING, one, threads=1, launchers=({}, {}), apart=True))
+    sides.append(Side("two apart", TRAINING, one, threads=1, ranks=2, apart=True))
     if name == "tp2" and shape.family == "llama" and dtype == "fp32":
         other = {"kind": "megatron-core", "agrees": False, **common}  # its own first weights
         for title, count in (("megatron-core tp2", 2), ("megatron-core one rank", 1)):
-            more = {"launchers": launchers(count), "threads": 1}
-            sides += setup.peer(title, "megatron.core.models.gpt", TRAINING, other, **more)
+            more = {"ranks": count, "threads": 1}
+            sides += setup.peer(title, "megatron.core", TRAINING, other, **more)
     yield Case(name, sides, shape.tokens, "tokens", TOLERANCE[dtype])
