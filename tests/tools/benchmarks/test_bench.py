@@ -4,6 +4,8 @@ mean."""
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,15 +77,63 @@ def test_a_wrong_word_is_named(bench, words, capsys):
     assert words[-1].partition("=")[0] in capsys.readouterr().err
 
 
-def test_sides_that_do_not_agree_are_not_timed(bench):
-    """Numbers within the tolerance, texts equal, another number of numbers never."""
-    harness = bench.run_case.__globals__
-    harness["agree"]("other", [2.0, 1.0], [2.0 + 1e-6, 1.0], 1e-5)
-    for value, expected in (
-        ([2.0], [2.1]),
-        ("a", "b"),
-        ([1.0], [1.0, 2.0]),
-        ([float("nan")], [1.0]),
-    ):
-        with pytest.raises(bench.Disagreement):
-            harness["agree"]("other", value, expected, 1e-3)
+class Fixed:
+    """A subject whose turns take the seconds given; `turns` notes whose turn it was."""
+
+    turns: list[str] = []
+
+    def __init__(self, name, agrees, seconds):
+        self.name = name
+        self.agrees = agrees
+        self.seconds = iter(seconds)
+
+    def warm_up(self):
+        return self.agrees
+
+    def turn(self):
+        self.turns.append(self.name)
+        return next(self.seconds)
+
+    def facts(self):
+        return {"cpu s": 1.5}
+
+
+@pytest.fixture
+def fixed(bench, monkeypatch):
+    """Run a case with these sides: name -> (what it agrees on, seconds of each turn)."""
+    monkeypatch.setitem(sys.modules, "fixed", SimpleNamespace(Fixed=Fixed))
+    monkeypatch.setattr(Fixed, "turns", [])
+    harness = sys.modules["harness"]
+
+    def run(rounds=3, tolerance=1e-5, together=True, **sides):
+        made = [
+            harness.Side(name, "fixed:Fixed", {"name": name, "agrees": agrees, "seconds": seconds})
+            for name, (agrees, seconds) in sides.items()
+        ]
+        case = harness.Case("x", made, 6.0, "MB", tolerance, together)
+        return bench.run_case(case, rounds, here=True)
+
+    return run
+
+
+def test_a_ratio_is_the_median_over_rounds_and_the_order_moves_on(fixed):
+    found = fixed(a=(None, [1.0, 2.0, 8.0]), b=(None, [3.0, 4.0, 8.0]))
+    assert found["ratios"] == {"b": {"median": 2.0, "range": [1.0, 3.0]}}
+    assert found["sides"]["a"]["rate"] == 3.0 and found["sides"]["b"]["cpu s"] == 1.5
+    assert Fixed.turns == ["a", "b", "b", "a", "a", "b"]
+    Fixed.turns.clear()
+    fixed(together=False, a=(None, [1.0] * 3), b=(None, [1.0] * 3))
+    assert Fixed.turns == ["a"] * 3 + ["b"] * 3
+
+
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [([2.0], [2.1]), ("a", "b"), ([1.0, 2.0], [1.0]), ([1.0], [float("nan")])],
+)
+def test_sides_that_do_not_agree_are_not_timed(bench, fixed, ours, other):
+    """Numbers must be within the tolerance, texts equal."""
+    with pytest.raises(bench.Disagreement):
+        fixed(a=(ours, [1.0] * 3), b=(other, [1.0] * 3))
+    assert not Fixed.turns
+    near = [value * (1 + 1e-7) for value in ours] if isinstance(ours, list) else ours
+    assert fixed(a=(ours, [1.0] * 3), b=(near, [1.0] * 3))["ratios"]
