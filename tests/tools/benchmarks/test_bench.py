@@ -35,7 +35,8 @@ def run_here(rank, world, words, file, here):
 
 def figures(tmp_path, *words, here=True):
     """The cases of a run, whose figures are all positive."""
-    results = run_ranks(1, run_here, words, str(tmp_path / "figures.json"), here)[0]
+    file = str(tmp_path / "figures.json")
+    results = run_ranks(1, run_here, words, file, here, seconds=400)[0]
     for case in results:
         for side in case["sides"].values():
             assert min(side["seconds"]) > 0 and side["rate"] > 0
