@@ -54,8 +54,9 @@ class GPT2BPETokenizer(Tokenizer):
         self.special = {"<|endoftext|>": self.eod}
         self._vocabulary = vocabulary
         self._merges = merges
-        # gigatoken takes no merge of a piece without an id
-        self._asked = "tiktoken" if unknown else engine
+        # gigatoken needs an id for each product and byte
+        whole = not unknown and vocabulary.keys() >= set(gpt2_bpe.byte_alphabet())
+        self._asked = engine if whole else "tiktoken"
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""

@@ -204,6 +204,15 @@ class TestFiles:
         assert tokenizer.tokenize("abxy") == [tokenizer.tokenize("ab")[0], 0]
         assert f"{vocab} has no id for 1 of the 2 products" in capsys.readouterr().out
 
+    def test_a_byte_without_an_id_is_id_0(self, tmp_path: Path) -> None:
+        vocab, merges = write_bpe(tmp_path)
+        ids = json.loads(Path(vocab).read_text())
+        ids["another"] = ids.pop("z")
+        Path(vocab).write_text(json.dumps(ids))
+        tokenizer = GPT2BPETokenizer(vocab, merges)
+        assert tokenizer.tokenize("azhe") == PlainBPE(vocab, merges).encode("azhe")
+        assert tokenizer.tokenize("z") == [0]
+
 
 class TestGPT2BPETokenizer:
     def test_sizes_and_special_text(self, tiny: list[str]) -> None:
