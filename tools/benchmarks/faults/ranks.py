@@ -16,19 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RANK = str(Path(__file__).with_name("inject.py"))
-STARTS = ("env", "srun", "mpirun", "mpiexec", "torchrun", "torchrun, 2 nodes")
 PLACES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC"),
     *("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_"),
 )
-# What launchers call a rank's number, the number of ranks, and both on its node.
-NAMES = {
-    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "mpirun": tuple(
-        f"OMPI_COMM_WORLD_{one}" for one in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    ),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-}
 
 
 @dataclass(frozen=True)
@@ -126,9 +117,9 @@ def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **launch.environ}
     world = launch.world
     local, size = (rank, world) if launch.cut_off is None else (0, 1)
-    if launch.launcher in NAMES:
-        numbers = map(str, (rank, world, local, size))
-        return place | dict(zip(NAMES[launch.launcher], numbers, strict=True))
+    if launch.launcher == "env":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return place | dict(zip(names, map(str, (rank, world, local, size)), strict=True))
     return place | {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(world),

@@ -3,8 +3,8 @@ undisturbed run, and does the run's ledger say what happened.
 
 A run of two ranks trains a tiny model. --seed draws layout, launcher, the kind of checkpoints and a
 list of faults: kind, place, rank, and in which call of the place it comes. After each failure the
-same command starts again: by torchrun (one node, or two agents), or by a loop that gives the
-variables of srun, mpirun, mpiexec or none. Wrong is a final checkpoint that is not byte for byte
+same command starts again: by torchrun (one node, or two agents), or by a loop that gives its
+variables or those of srun. Wrong is a final checkpoint that is not byte for byte
 that of an undisturbed run (with a fault of an object store: the one in the store), a checkpoint
 that is refused or older than the one that the tracker named, a failure without a fault, ranks that
 do not end by themselves, an attempt or a failure that run_events.jsonl lacks, a rank whose bit
@@ -66,8 +66,7 @@ LAYOUTS = {
 }
 RESTARTS = " --max-restarts"
 TWO_NODES = "torchrun, 2 nodes"
-LAUNCHERS = ("env", "srun", "mpirun", "mpiexec", "torchrun", "torchrun" + RESTARTS)
-LAUNCHERS += (TWO_NODES + RESTARTS,)
+LAUNCHERS = ("env", "srun", "torchrun", "torchrun" + RESTARTS, TWO_NODES + RESTARTS)
 CHECKPOINTS = {
     "plain": (),
     "async": ("--async-save",),
