@@ -15,6 +15,7 @@ from tests.load_tool import load_tool
 QUICK = ("step", "moe", "masks", "cpu_kernels", "checkpoint", "read_samples")
 # these start processes that import torch
 HEAVY = ("layouts", "tokenize", "open_data", "convert", "startup", "generate", "serve")
+NEEDS = {"serve": "fastapi"}
 
 
 @pytest.fixture
@@ -46,11 +47,16 @@ def figures(tmp_path, *words, here=True):
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.campaign) for name in HEAVY)]
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.campaign) for name in HEAVY if name not in NEEDS),
+        *(pytest.param(name, marks=[pytest.mark.campaign, pytest.mark.peers]) for name in NEEDS),
+    ],
 )
 def test_every_benchmark_runs_in_its_smallest_size(name, tmp_path):
-    if name == "serve":
-        pytest.importorskip("fastapi")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     words = [name, "--small", "--rounds", "1", "--peer", "bare"]
     results = figures(tmp_path, *words, here=name != "layouts")
     assert {case["benchmark"] for case in results} == {name}
