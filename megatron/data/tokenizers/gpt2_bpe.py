@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,21 +156,6 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
     return merges
 
 
-def merge_symbols(symbols: Iterable[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Merge neighbours until no pair has a rank, the best pair first, from left to right."""
-    parts = list(symbols)
-    while True:
-        known = [
-            (ranks[pair], left)
-            for left, pair in enumerate(itertools.pairwise(parts))
-            if pair in ranks
-        ]
-        if not known:
-            return parts
-        left = min(known)[1]
-        parts[left : left + 2] = ["".join(parts[left : left + 2])]
-
-
 def products(path: str, merges: Sequence[tuple[str, str]]) -> list[str]:
     """What the merges make, in their order, without products that their own bytes do not merge
     into: no text has them.
@@ -194,9 +178,47 @@ def products(path: str, merges: Sequence[tuple[str, str]]) -> list[str]:
                 f"most {LONGEST} are possible [tokenizer-file-malformed]"
             )
         known.add(product)
-    ranks = {pair: rank for rank, pair in enumerate(merges)}
+    reached = set(byte_alphabet())
+    order = _Order(merges)
+    for left, right in merges:
+        if left in reached and right in reached and order.meet(left, right):
+            reached.add(left + right)
     made = (left + right for left, right in merges)
-    return [product for product in made if len(merge_symbols(product, ranks)) == 1]
+    return [product for product in made if product in reached]
+
+
+class _Order:
+    """Which pair makes each product, and when."""
+
+    def __init__(self, merges: Sequence[tuple[str, str]]):
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.pairs = {left + right: (left, right) for left, right in merges}
+
+    def made(self, piece: str) -> int:
+        """The rank of the merge that makes a piece; -1 for a byte."""
+        return self.ranks[self.pairs[piece]] if piece in self.pairs else -1
+
+    def meet(self, left: str, right: str) -> bool:
+        """Whether two pieces side by side, each merged from its own bytes, still stand there when
+        their own merge comes: no earlier merge joined the end of one with the start of the other.
+
+        Goes back in time over the pairs of neighbours that met there. A merge takes its places from
+        left to right: of two equal pieces the left one was made first, and the left one is merged
+        with what is before it before a pair of the same rank takes it.
+        """
+        end = begin = self.ranks[left, right]  # when the merges come that take them away
+        while True:
+            if self.made(left) > self.made(right):
+                end = self.made(left)
+                left = self.pairs[left][1]
+            elif self.made(right) >= 0:
+                begin = self.made(right)
+                right = self.pairs[right][0]
+            else:
+                return True
+            rank = self.ranks.get((left, right))
+            if rank is not None and rank < end and rank <= begin:
+                return False
 
 
 @functools.cache

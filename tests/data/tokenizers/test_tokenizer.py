@@ -122,6 +122,23 @@ class TestOracle:
             text = "".join(draw.choices("abc", k=draw.randint(0, 30)))
             assert merge_symbols(text, ranks) == naive_merge(text, ranks), (text, merges)
 
+    def test_products_are_those_that_their_bytes_merge_into(self) -> None:
+        draw = random.Random(2)
+        unreached = 0
+        for _ in range(3000):
+            known = list("ab")
+            merges = []
+            while len(merges) < 12:
+                pair = (draw.choice(known), draw.choice(known))
+                if "".join(pair) not in known and len("".join(pair)) < 20:
+                    merges.append(pair)
+                    known.append("".join(pair))
+            ranks = {pair: rank for rank, pair in enumerate(merges)}
+            whole = [piece for piece in known[2:] if len(merge_symbols(piece, ranks)) == 1]
+            assert gpt2_bpe.products("merges.txt", merges) == whole, merges
+            unreached += len(whole) < len(merges)
+        assert 1000 < unreached < 3000
+
     def test_a_long_run_is_not_quadratic(self) -> None:
         assert merge_symbols("ab" * 50_000, {("a", "b"): 0, ("ab", "ab"): 1}) == ["abab"] * 25_000
 
