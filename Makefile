@@ -49,9 +49,10 @@ test-part: $(VENV)/.dev
 	$(PYTEST) $(PARALLEL) $(LIMIT) tests/test_device.py tests/training/test_step.py tests/parity/test_layouts.py \
 		tests/parallel/test_ddp.py tests/optimizer/test_adam.py tests/kernels/test_attention.py tests/analysis/trace
 
-lint: $(VENV)/.dev  ## ruff check and ruff format --check
+lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 

@@ -33,6 +33,8 @@ SMALL = (
     "1 --num-workers 0 --device cpu --log-format megatron"
 ).split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+# of each row of the metrics file: what is equal to the bit in equal runs
+EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 
 
 def with_flags(words: Sequence[str], *more: str) -> list[str]:

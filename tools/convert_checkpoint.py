@@ -191,43 +191,31 @@ class MegatronImport:
         None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
     )
     no_load_optim: bool = arg(
-        False, help="of torch_dist convert the weights alone, without the optimizer state"
+        False, help="convert the weights alone, without the optimizer state (torch_dist has one)"
     )
+
+    def values(self) -> dict[str, Any]:
+        """What `megatron_import` takes besides source and target."""
+        return {
+            "args_file": self.args,
+            "tokenizer": not self.no_tokenizer,
+            "vocab_size": self.vocab_size,
+            "ignored": self.ignore_config_key,
+            "optimizer": not self.no_load_optim,
+        }
 
     def run(self) -> Answer:
         """Do it."""
         from tools.convert.megatron_layout import megatron_import
 
-        return megatron_import(
-            self.source,
-            self.target,
-            args_file=self.args,
-            tokenizer=not self.no_tokenizer,
-            vocab_size=self.vocab_size,
-            ignored=self.ignore_config_key,
-            optimizer=not self.no_load_optim,
-        )
+        return megatron_import(self.source, self.target, **self.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedImport:
+class DeepSpeedImport(MegatronImport):
     """deepspeed-import."""
 
     source: Path = path_of("SOURCE", "Megatron-DeepSpeed's run directory or global_stepN")
-    target: Path = path_of("DIR", "run directory to create")
-    args: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="FILE",
-        help="file of flags that override the checkpoint's arguments",
-    )
-    ignore_config_key: tuple[str, ...] = ignored_keys("the checkpoint's arguments")
-    no_tokenizer: bool = arg(
-        False, help="do not keep the tokenizer (the run then uses NullTokenizer)"
-    )
-    vocab_size: int | None = arg(
-        None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
-    )
     no_load_optim: bool = arg(
         False, help="convert the weights alone, without the optimizer state in zero_pp_rank_* files"
     )
@@ -236,15 +224,7 @@ class DeepSpeedImport:
         """Do it."""
         from tools.convert.deepspeed_files.checkpoint import deepspeed_import
 
-        return deepspeed_import(
-            self.source,
-            self.target,
-            args_file=self.args,
-            tokenizer=not self.no_tokenizer,
-            vocab_size=self.vocab_size,
-            ignored=self.ignore_config_key,
-            optimizer=not self.no_load_optim,
-        )
+        return deepspeed_import(self.source, self.target, **self.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,31 +22,23 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron import threads
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import CheckpointError
-from megatron.data.preprocess.encode import records
-from megatron.data.preprocess.readers import Place, Reader, input_files
-from megatron.data.preprocess.resumable_writer import BadRecords
-from tools.shared.program import read
+from megatron.data.preprocess.readers import input_files
+from tools.shared.program import run_program
 from tools.shared.progress import Progress
-
-FILES = ("vocab_file", "merge_file", "tokenizer_model")
+from tools.shared.texts import read_texts
+from tools.shared.trained_model import ModelOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(ModelOptions):
     """The command line."""
 
-    checkpoint: str = arg(
-        place="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
-    )
     texts: tuple[str, ...] = arg(
         place="positional",
         metavar="FILE",
@@ -76,19 +68,6 @@ class Options:
         0, help="number of bad lines to report and skip before the program fails"
     )
     micro_batch_size: int = arg(8, help="windows that go through the model at once")
-    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
-    vocab_file: str | None = arg(
-        None, metavar="FILE", help="vocab.json (default: the path of training)"
-    )
-    merge_file: str | None = arg(
-        None, metavar="FILE", help="merges.txt (default: the path of training)"
-    )
-    tokenizer_model: str | None = arg(
-        None, metavar="FILE", help="model file of another tokenizer (default: the path of training)"
-    )
-    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
-        "auto", help="auto: the accelerator, if there is one"
-    )
     json: bool = arg(False, help="print one JSON object, with the score of each document")
 
     def problems(self) -> list[str]:
@@ -105,42 +84,12 @@ class Options:
             for name, low in least.items()
             if (value := getattr(self, name)) is not None and value < low
         ]
-        if not os.path.exists(self.checkpoint):
-            found.append(
-                f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that "
-                "--save named, or an iter_XXXXXXX in it"
-            )
         if self.seq_length and self.stride and self.stride > self.seq_length:
             found.append(
                 f"--stride {self.stride}: must not be above --seq-length {self.seq_length}"
             )
-        for name in FILES:
-            if (path := getattr(self, name)) and not os.path.exists(path):
-                found.append(f"--{name.replace('_', '-')} {path}: no such file")
-        return found + [
-            problem.replace("--input ", "FILE: ", 1) for problem in input_files(self.texts)[1]
-        ]
-
-
-def documents(options: Options) -> Iterator[str]:
-    """The texts of the files. Raises ValueError (file, line, what is wrong) for a bad one."""
-    files, _ = input_files(options.texts)
-    bad = BadRecords(options.max_bad_records)
-    line = 0
-    name = ""
-    for block in Reader(files, options.json_keys, options.txt_lines).blocks(
-        Place(), lambda file: None
-    ):
-        line = line if block.name == name else 0
-        name = block.name
-        for texts_at, _ in records(block, options.json_keys):
-            line += 1
-            try:
-                texts = [text for some in texts_at() or () for text in some if text]
-            except ValueError as error:
-                bad.add(name, line, str(error))
-                continue
-            yield from texts
+        files = [problem.replace("--input ", "FILE: ", 1) for problem in input_files(self.texts)[1]]
+        return super().problems() + found + files
 
 
 def run(options: Options) -> dict[str, object]:
@@ -149,12 +98,8 @@ def run(options: Options) -> dict[str, object]:
     import itertools
 
     from megatron.analysis.perplexity import Reading, TextScore, score_texts
-    from megatron.inference.load_model import open_trained_model
 
-    files = {name: path for name in FILES if (path := getattr(options, name))}
-    with contextlib.redirect_stdout(sys.stderr):
-        trained = open_trained_model(options.checkpoint, options.ckpt_step, files, options.device)
-        print(f"loaded {trained.directory} (iteration {trained.iteration})")
+    trained = options.open()
     length = options.seq_length or trained.config.model.seq_length
     if trained.model.positions != "none" and length > trained.model.max_positions:
         raise ValueError(
@@ -165,7 +110,14 @@ def run(options: Options) -> dict[str, object]:
     if stride > length:
         raise ValueError(f"--stride {stride}: must not be above the window of {length} tokens")
     how = Reading(length, stride, options.micro_batch_size, options.join_documents)
-    texts = itertools.islice(documents(options), options.max_documents)
+    records = read_texts(
+        input_files(options.texts)[0],
+        options.json_keys,
+        options.txt_lines,
+        options.max_bad_records,
+    )
+    documents = (text for record in records for text in record.texts)
+    texts = itertools.islice(documents, options.max_documents)
     scores = []
     total = TextScore()
     progress = Progress(0)
@@ -188,16 +140,9 @@ def _numbers(score: object) -> dict[str, object]:
     return {name: getattr(score, name) for name in names}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit codes as above."""
-    options = read(
-        Options, argv, prog="evaluate.py", description=__doc__ or "", check=Options.problems
-    )
-    try:
-        found = run(options)
-    except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def report(options: Options) -> None:
+    """Evaluate, and print the result. Raises as `run`."""
+    found = run(options)
     if options.json:
         print(json.dumps(found))
     else:
@@ -207,7 +152,13 @@ def main(argv: Sequence[str]) -> int:
             f"loss {found['loss']:.6f} | perplexity {found['perplexity']:.4f} | bits per byte "
             f"{found['bits_per_byte']:.6f}"
         )
-    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes as above."""
+    return run_program(
+        Options, report, argv, prog="evaluate.py", description=__doc__ or "", check=Options.problems
+    )
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import launcher, threads
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import CheckpointError
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 from megatron.small_files import parse_json, read_text
-from tools.shared.program import read
+from tools.shared.program import run_program
 from tools.shared.trained_model import ModelOptions
 
 if TYPE_CHECKING:
@@ -278,15 +277,9 @@ def _ask() -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line, 130 Ctrl-C."""
-    options = read(
-        Options, argv, prog="generate.py", description=__doc__ or "", check=Options.problems
+    return run_program(
+        Options, run, argv, prog="generate.py", description=__doc__ or "", check=Options.problems
     )
-    try:
-        run(options)
-    except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

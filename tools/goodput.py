@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.analysis.goodput import failure_lines, read_goodput, table
-from megatron.analysis.plots import draw_goodput
+from megatron.analysis.plots import draw_goodput, picture_problems
 from megatron.arguments import arg
 from tools.shared.program import read
 
@@ -26,7 +26,6 @@ DESCRIPTION = (
     "the --save-interval that would lose least. RUN is a --save directory (a run writes "
     "run_events.jsonl there)."
 )
-ENDINGS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +51,7 @@ def problems(options: GoodputOptions) -> list[str]:
     """What is wrong with the values."""
     if options.failures and options.output:
         return ["--failures and --output exclude each other"]
-    if options.output is None or options.output.lower().endswith(ENDINGS):
-        return []
-    return [
-        f"--output {options.output}: unknown format; end it with {', '.join(ENDINGS[:-1])} or "
-        f"{ENDINGS[-1]}"
-    ]
+    return picture_problems(options.output)
 
 
 def main(argv: Sequence[str]) -> int:

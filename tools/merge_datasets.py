@@ -42,7 +42,7 @@ from megatron.data.indexed_dataset import (
 from megatron.data.pair_checksums import describe_with_sums, verify_tokens
 from megatron.data.tokenizers.joined_metadata import common_maker, joined_counts
 from megatron.data.tokenizers.metadata import json_path
-from tools.shared.program import read
+from tools.shared.program import run_program
 from tools.shared.progress import Progress
 
 CHUNK = 64 << 20  # bytes copied at a time
@@ -261,15 +261,14 @@ def run(options: Options) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 merged, 1 it could not be done, 2 a wrong command line."""
-    options = read(
-        Options, argv, prog="merge_datasets.py", description=__doc__ or "", check=Options.problems
+    return run_program(
+        Options,
+        lambda options: print(run(options)),
+        argv,
+        prog="merge_datasets.py",
+        description=__doc__ or "",
+        check=Options.problems,
     )
-    try:
-        print(run(options))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

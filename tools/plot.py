@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.plots import draw_curves, draw_memory
+from megatron.analysis.plots import draw_curves, draw_memory, picture_problems
 from megatron.analysis.run_reader import read_run
 from megatron.analysis.text_plot import text_plot
 from megatron.analysis.trace_file import is_trace, read_memory
@@ -30,7 +30,6 @@ DESCRIPTION = (
     "restart the last counts. Of a file of --trace-output (.json) it plots the memory of each rank "
     "over the operations of a step."
 )
-ENDINGS = (".png", ".svg", ".pdf")
 WIDEST = 120
 
 
@@ -54,12 +53,7 @@ class PlotOptions:
 
 def problems(options: PlotOptions) -> list[str]:
     """What is wrong with the values."""
-    found = []
-    if options.output is not None and not options.output.lower().endswith(ENDINGS):
-        found.append(
-            f"--output {options.output}: unknown format; end it with {', '.join(ENDINGS[:-1])} or "
-            f"{ENDINGS[-1]}"
-        )
+    found = picture_problems(options.output)
     if options.output is None and all(map(is_trace, options.runs)):
         found.append("a trace is a picture only; give --output FILE")
     if options.smooth < 1:

@@ -30,8 +30,7 @@ from pathlib import Path
 
 from megatron import launcher, threads
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import CheckpointError
-from tools.shared.program import read
+from tools.shared.program import run_program
 from tools.shared.trained_model import ModelOptions
 
 LIBRARIES = ("fastapi", "uvicorn")
@@ -176,15 +175,9 @@ def run(options: Options) -> None:
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 ended by SIGTERM, 1 it could not be done, 2 a wrong command line, 130
     Ctrl-C."""
-    options = read(
-        Options, argv, prog="serve.py", description=__doc__ or "", check=Options.problems
+    return run_program(
+        Options, run, argv, prog="serve.py", description=__doc__ or "", check=Options.problems
     )
-    try:
-        run(options)
-    except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

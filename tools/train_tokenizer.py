@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.arguments import arg
-from tools.shared.program import read
+from tools.shared.program import run_program
+from tools.shared.progress import Progress
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -123,99 +124,35 @@ def problems(options: Options) -> list[str]:
 
 
 class Texts:
-    """The texts of the input files, read once, in order; `texts`, `bytes` and `share` count
-    them."""
+    """The texts of the input files, read once, in order. `texts` and `bytes` count them, `read` the
+    bytes of the files, `size` in all."""
 
     def __init__(self, options: Options, files: Sequence[str]):
         self._options = options
         self._files = files
-        self._size = max(1, sum(map(os.path.getsize, files)))
-        self.texts = self.bytes = 0
-        self.share = 0.0
+        self.size = sum(map(os.path.getsize, files))
+        self.texts = self.bytes = self.read = 0
         self.done = False
 
     def __iter__(self) -> Iterator[str]:
         """Raises ValueError (file, line, what is wrong) for text that cannot be read."""
-        from megatron.data.preprocess.encode import records
-        from megatron.data.preprocess.readers import Place, Reader
-        from megatron.data.preprocess.resumable_writer import BadRecords
+        from tools.shared.texts import read_texts
 
         options = self._options
-        bad = BadRecords(options.max_bad_records)
-        line = 0
-        name = ""
-        for block in Reader(self._files, options.json_keys, options.txt_lines).blocks(
-            Place(), lambda file: None
+        for record in read_texts(
+            self._files, options.json_keys, options.txt_lines, options.max_bad_records
         ):
-            line = line if block.name == name else 0
-            name = block.name
-            for texts_at, _ in records(block, options.json_keys):
-                line += 1
-                try:
-                    texts = [text for some in texts_at() or () for text in some if text]
-                    sizes = [_utf8_bytes(text) for text in texts]
-                except ValueError as error:
-                    bad.add(name, line, str(error))
-                    continue
-                self.texts += len(texts)
-                self.bytes += sum(sizes)
-                yield from texts
-            self.share = min(1.0, block.read / self._size)
+            self.texts += len(record.texts)
+            self.bytes += record.utf8_bytes
+            self.read = record.read
+            yield from record.texts
         self.done = True
 
 
-def _utf8_bytes(text: str) -> int:
-    try:
-        return len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a "
-            "surrogate pair; write the whole character, or drop it"
-        ) from None
-
-
-class Progress:
-    """One line on a terminal, kept up to date; without a terminal a line every ten seconds."""
-
-    def __init__(self, texts: Texts):
-        self._texts = texts
-        self._start = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._next = self._start + (0.2 if self._terminal else 10.0)
-
-    def show(self) -> None:
-        """Show how far it is, if it is time to."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + (0.2 if self._terminal else 10.0)
-        elapsed = now - self._start
-        share = self._texts.share
-        line = f"computing the merges, {_clock(elapsed)} elapsed"
-        if not self._texts.done:
-            eta = f", ETA {_clock(elapsed / share * (1 - share))}" if share else ""
-            line = f"read {100 * share:.1f} % of the input{eta}"
-        print(
-            f"\r{line}\x1b[K" if self._terminal else line,
-            end="" if self._terminal else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def clear(self) -> None:
-        """Remove the line from the terminal."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
-
-
-def in_thread(work: Callable[[], None], progress: Progress) -> None:
-    """Run `work` in a thread, which Ctrl-C and the progress line do not wait for; raise its
-    error."""
+def in_thread(work: Callable[[], None], texts: Texts) -> None:
+    """Run `work` on the texts in a thread, which Ctrl-C and the progress line do not wait for;
+    raise its error."""
+    progress = Progress(texts.size)
     raised: list[BaseException] = []
 
     def guarded() -> None:
@@ -229,7 +166,9 @@ def in_thread(work: Callable[[], None], progress: Progress) -> None:
     try:
         while thread.is_alive():
             thread.join(0.1)
-            progress.show()
+            if texts.done:
+                progress.total = 0  # unknown is how long the rest takes
+            progress.update(texts.read, "computing the merges" if texts.done else "")
     finally:
         progress.clear()
     if raised:
@@ -251,7 +190,7 @@ def train(options: Options, texts: Texts) -> Any:
         initial_alphabet=list(byte_alphabet()),
         show_progress=False,
     )
-    in_thread(lambda: tokenizer.train_from_iterator(iter(texts), trainer), Progress(texts))
+    in_thread(lambda: tokenizer.train_from_iterator(iter(texts), trainer), texts)
     taken = [name for name in options.special_tokens if tokenizer.token_to_id(name) is not None]
     if taken:
         raise ValueError(
@@ -296,8 +235,8 @@ def write(paths: Sequence[Path], texts: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def run(options: Options) -> list[str]:
-    """Train and write; the lines to print. Raises ValueError and OSError."""
+def run(options: Options) -> None:
+    """Train, write and say what. Raises ValueError and OSError."""
     from megatron.data.preprocess.readers import input_files
 
     start = time.monotonic()
@@ -318,20 +257,15 @@ def run(options: Options) -> list[str]:
         f"s: {size} tokens ({BYTES} bytes, {size - BYTES - len(options.special_tokens)} merges, "
         f"{len(options.special_tokens)} special)"
     )
-    return [*lines, "Wrote " + " and ".join(map(str, options.outputs()))]
+    lines.append("Wrote " + " and ".join(map(str, options.outputs())))
+    print("\n".join(lines), flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 written, 1 wrong text or a disk error, 2 a wrong command line, 130 Ctrl-C."""
-    options = read(
-        Options, argv, prog="train_tokenizer.py", description=__doc__ or "", check=problems
+    return run_program(
+        Options, run, argv, prog="train_tokenizer.py", description=__doc__ or "", check=problems
     )
-    try:
-        print("\n".join(run(options)), flush=True)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

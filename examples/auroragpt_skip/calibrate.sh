@@ -1,5 +1,5 @@
 #!/bin/sh
-# Six healthy runs of 2,000 iterations, two kinds of text, and how near the spike detector came to its limits in them
+# Six healthy runs of 2,000 iterations, two kinds of text, and what the spike detector flags in them
 # (docs/spikes.md). A run takes some two minutes of one core.
 # May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip/healthy). Words given to this script go to every run.
 set -eu
@@ -23,4 +23,6 @@ healthy code-3e-3 code 3e-3 3 "$@"
 healthy plays-3e-3 shakespeare 3e-3 4 "$@"
 healthy code-1e-3 code 1e-3 5 "$@"
 healthy code-6e-3 code 6e-3 6 "$@"
-"$python" tools/benchmarks/spike_margins.py "$runs"/*.jsonl || [ "$?" -eq 10 ]
+for log in "$runs"/*.jsonl; do
+    "$python" tools/spikes.py analyze "$log" || [ "$?" -eq 10 ]
+done

@@ -141,7 +141,7 @@ _DIALECTS = (
 _EVALUATION = re.compile(
     r"(?m)^ (?:final )?(?P<split>validation(?:-\S+)?|test)(?: loss)? at iteration "
     r"(?P<iteration>\d+)(?: on (?P<of>test|validation) set)? \| (?:lm loss value:|loss) "
-    rf"{_NUMBER}(?: \| perplexity \S+ \| bits per byte (?P<bits>[\d.]+))?"
+    rf"{_NUMBER}(?: \| perplexity \S+ \| bits per byte (?P<bits>\d+(?:\.\d+)?))?"
 )
 _SEQ_LENGTH = re.compile(r"(?m)^  seq_length \.+ (\d+)$|\bactual_seqlen= *(\d+)")
 _RANKS = re.compile(

@@ -4,7 +4,8 @@ traced ranks. The only importer of matplotlib."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 from megatron.analysis.goodput import KINDS, Goodput
 from megatron.analysis.log_reader import Record
@@ -15,6 +16,7 @@ from megatron.analysis.trace_file import RankMemory
 LOSS, NORM, SPIKE, SKIPPED, SAVED = "#1f4e79", "#5f6b76", "#d62728", "#2ca02c", "#2ca02c"
 NOT_JUDGED = "#9e9e9e"
 RUNS = ("#1f77b4", "#d95f02", "#2a9d4e", "#8e44ad", "#c0392b", "#16a2b8", "#7f6a00", "#555555")
+ENDINGS = (".png", ".svg", ".pdf")
 VISIBLE = 0.001  # of the height of a picture of memory
 
 KIND_COLORS = dict(
@@ -37,6 +39,13 @@ KIND_COLORS = dict(
 )
 
 
+def picture_problems(output: str | None) -> list[str]:
+    """What is wrong with the name of a picture to write."""
+    if output is None or output.lower().endswith(ENDINGS):
+        return []
+    return [f"--output {output}: unknown format; end it with .png, .svg or .pdf"]
+
+
 def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
     """The (first, last) iterations of each stretch that was not trained."""
     bands: list[tuple[int, int]] = []
@@ -53,19 +62,13 @@ def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
 
 def draw(path: str, run: Run, events: Sequence[Event], saved: Sequence[int]) -> None:
     """Draw the run into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogFormatter
-    except ImportError:
-        raise ValueError(
-            f"--plot {path}: needs the package matplotlib; run: pip install matplotlib"
-        ) from None
-    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    matplotlib = _matplotlib(f"--plot {path}")
+    figure = matplotlib.figure.Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     top.plot(*run.panels["loss"], color=LOSS, linewidth=1)
     bottom.semilogy(*run.panels.get("grad_norm", ([], [])), color=NORM, linewidth=1)
     for which in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
-        which(LogFormatter(minor_thresholds=(1.5, 0.6)))
+        which(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.6)))
     top.set_ylabel("loss (nats per token)")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("iteration")
@@ -149,17 +152,11 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
     """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with
     `window` above 1 the mean over that many neighbouring points, and the points themselves faintly.
     Raises ValueError where that cannot be."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, StrMethodFormatter
-    except ImportError:
-        raise ValueError(
-            f"--output {path}: needs the package matplotlib; run: pip install matplotlib, or omit "
-            "--output to plot in the terminal"
-        ) from None
+    matplotlib = _matplotlib(f"--output {path}")
     shown = [name for name in PANELS if any(run.panels.get(name) for run in runs)]
     heights = [2.0 if name == "loss" else 1.0 for name in shown]
-    figure = Figure(figsize=(10, 1.2 + 1.55 * sum(heights)), layout="constrained")
+    size = (10, 1.2 + 1.55 * sum(heights))
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(shown), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for name, axes in zip(shown, grid, strict=True):
         for run, color in zip(runs, _colors(len(runs)), strict=True):
@@ -190,9 +187,9 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
         ]
         if name == "grad_norm" and values and max(values) > 20 * min(values):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
         if name == "tokens_per_second":
-            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
             axes.set_ylim(bottom=0)
     grid[-1].set_xlabel("iteration")
     grid[0].legend(loc="upper right", frameon=False, fontsize=9)
@@ -203,21 +200,15 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
 def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
     """Draw what each run did on a time axis, one bar per run, into an .svg, .png or .pdf. Raises
     ValueError where that cannot be."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ValueError(
-            f"--output {path}: needs the package matplotlib; run: pip install matplotlib, or omit "
-            "--output"
-        ) from None
+    matplotlib = _matplotlib(f"--output {path}")
     longest = max(run.seconds for run in runs)
     unit, divisor = next(
         one
         for one in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
         if longest >= 2 * one[1] or one[1] == 1.0
     )
-    figure = Figure(figsize=(10, 1.6 + 0.7 * len(runs)), layout="constrained")
+    size = (10, 1.6 + 0.7 * len(runs))
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     for row, run in enumerate(runs):
         for span in run.spans:
@@ -233,27 +224,14 @@ def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
     axes.set_xlabel(f"{unit} since the first start")
     axes.spines[["top", "right"]].set_visible(False)
     shown = [kind for kind in KINDS if any(run.of(kind) for run in runs)]
-    figure.legend(
-        handles=[Patch(color=KIND_COLORS[kind], label=kind) for kind in shown],
-        loc="outside upper center",
-        ncols=min(5, len(shown)),
-        frameon=False,
-        fontsize=9,
-    )
+    _legend(matplotlib, figure, {kind: KIND_COLORS[kind] for kind in shown})
     _save(figure, path, "--output")
 
 
 def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
     """Draw the memory of traced ranks over the operations of a step, by kind, one above the other,
     into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-        from matplotlib.ticker import EngFormatter
-    except ImportError:
-        raise ValueError(
-            f"--output {path}: needs the package matplotlib; run: pip install matplotlib"
-        ) from None
+    matplotlib = _matplotlib(f"--output {path}")
     most = max(sum(point) for one in ranks for point in zip(*one.bytes.values(), strict=True))
     kinds = [
         kind
@@ -261,7 +239,8 @@ def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
         if any(max(one.bytes.get(kind, [0])) > VISIBLE * most for one in ranks)
     ]
     colors = dict(zip(kinds, _colors(len(kinds)), strict=True))
-    figure = Figure(figsize=(10, 0.8 + 2.4 * len(ranks)), layout="constrained")
+    size = (10, 0.8 + 2.4 * len(ranks))
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(ranks), 1, sharey=True, squeeze=False)[:, 0]
     for one, axes in zip(ranks, grid, strict=True):
         points = len(next(iter(one.bytes.values())))
@@ -274,17 +253,36 @@ def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
         )
         axes.set_title(f"rank {one.rank}, pipeline stage {one.stage}", fontsize=10, loc="left")
         axes.set_xlim(0, one.operations * max(1, points - 1))
-        axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(unit="B"))
         axes.spines[["top", "right"]].set_visible(False)
     grid[-1].set_xlabel("operations of the step")
+    _legend(matplotlib, figure, colors)
+    _save(figure, path, "--output")
+
+
+def _matplotlib(flag: str) -> ModuleType:
+    try:
+        import matplotlib.figure
+        import matplotlib.patches
+        import matplotlib.ticker
+    except ImportError:
+        raise ValueError(
+            f"{flag}: needs the package matplotlib; run: pip install matplotlib, or omit the flag "
+            "[package-missing]"
+        ) from None
+    return matplotlib
+
+
+# matplotlib's Figure
+def _legend(matplotlib: ModuleType, figure, colors: Mapping[str, str]) -> None:
+    patches = matplotlib.patches
     figure.legend(
-        handles=[Patch(color=colors[kind], label=kind) for kind in kinds],
+        handles=[patches.Patch(color=color, label=kind) for kind, color in colors.items()],
         loc="outside upper center",
-        ncols=min(5, len(kinds)),
+        ncols=min(5, len(colors)),
         frameon=False,
         fontsize=9,
     )
-    _save(figure, path, "--output")
 
 
 def _colors(count: int) -> list[str]:

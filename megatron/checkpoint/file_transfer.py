@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, entries, explained
 from megatron.checkpoint.manifest import FILE_NAME

@@ -79,7 +79,8 @@ def read(path: Path) -> SavedFlags:
     missing = [
         flag.spelling
         for name, flag in flags_of(Config).items()
-        if flag.missing and saved.get(name) is None
+        # a converted checkpoint has a model, and no --lr
+        if flag.group == "model" and flag.missing and saved.get(name) is None
     ]
     if missing:
         raise Problems(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 
 from megatron.parallel.context import Axis
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 
 from megatron.config.parallel import ParallelConfig
 

@@ -19,7 +19,7 @@ import time
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # Operations of torch.ops.c10d by what they are called everywhere else.

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,54 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.forkrun import ROOT
+from tools.benchmarks.faults.ranks import free_port, living, surroundings
 
 SCRIPT = str(ROOT / "pretrain_gpt.py")
-PLACES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PALS_",
-    "TORCHELASTIC_",
-)
-
-
-DYING = '''"""pretrain_gpt.py of which one rank is killed in each of the first attempts."""
-import glob, os, runpy, signal
-from megatron.training import loop
-from megatron.training.checkpointing import save
-from megatron.training.launch import initialize
-
-def kill_at(module, name, rank, at):
-    real = getattr(module, name)
-    calls = []
-
-    def wrong(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == at and os.environ["RANK"] == str(rank):
-            open(f"killed.{{os.getpid()}}", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **kwargs)
-
-    setattr(module, name, wrong)
-
-kills = {kills!r}
-places = {{
-    "start": (initialize, "connect"),
-    "group": (initialize, "initialize"),
-    "step": (loop, "train_step"),
-    "save": (save, "save_checkpoint"),
-}}
-attempt = len(glob.glob("killed.*"))
-if attempt < len(kills):
-    place, rank, at = kills[attempt]
-    kill_at(*places[place], rank, at)
-runpy.run_path({script!r}, run_name="__main__")
-'''
 
 
 class Program:
@@ -164,32 +118,15 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def write_dying(path: Path, kills: Sequence[tuple[str, int, int]]) -> None:
-    """A program for torchrun --max-restarts: in each of the first attempts the rank of a triple
-    (place, rank, n) is killed, when it comes for the n-th time to the place: `start` (before it
-    has met the others), `group` (before the process groups), `step` or `save`. It leaves a file
-    killed.PID each time. The script's folder belongs on PYTHONPATH."""
-    path.write_text(DYING.format(script=SCRIPT, kills=list(kills)))
-
-
 def left_in(folder: Path) -> list[int]:
     """Living processes that work in `folder`."""
     time.sleep(0.5)
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and process.name != str(os.getpid()):
-            try:
-                if os.readlink(process / "cwd") == str(folder):
-                    found.append(int(process.name))
-            except OSError:
-                continue
-    return found
+    return [pid for pid in living(folder) if pid != os.getpid()]
 
 
 def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     """This process's environment without any launcher's variables, one thread, and the changes."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
-    return {**kept, "OMP_NUM_THREADS": "1", **(changes or {})}
+    return {**surroundings(), **(changes or {})}
 
 
 def fork_program(
@@ -280,10 +217,3 @@ def spawn_program(
         )
     process.returncode = 0  # waited for by Program, not by Popen
     return Program(process.pid, folder, "0")
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,17 +56,6 @@ def trained(
     return code, out, err
 
 
-def swap_dtype(prefix: str) -> None:
-    data = bytearray(Path(prefix + ".idx").read_bytes())
-    data[17] = 4  # int32
-    Path(prefix + ".idx").write_bytes(data)
-
-
-def other_index(prefix: str) -> None:
-    shutil.copy(write(Path(prefix + "-other"), empty=2) + ".idx", prefix + ".idx")
-    os.truncate(prefix + ".bin", os.path.getsize(prefix + ".bin") - 2000)
-
-
 def strange_ids(prefix: str) -> None:
     tokens = np.fromfile(prefix + ".bin", "<u2")
     tokens[1 << 18 :] = 65000
@@ -79,12 +67,6 @@ DAMAGE = {
         lambda prefix: os.truncate(prefix + ".bin", 5000),
         ".bin: has 5000 bytes, its index requires 800000",
     ),
-    "no .bin": (
-        lambda prefix: os.truncate(prefix + ".bin", 0),
-        ".bin: has 0 bytes, its index requires 800000",
-    ),
-    "dtype": (swap_dtype, ".bin: has 800000 bytes, its index requires"),
-    "index of another pair": (other_index, ".bin: has 798000 bytes, its index requires 800000"),
     "ids": (
         strange_ids,
         "is the id 65000, the vocabulary has 211; give the tokenizer it was preprocessed with",

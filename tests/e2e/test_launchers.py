@@ -19,6 +19,7 @@ import pytest
 from megatron import launcher
 from megatron.checkpoint import store
 from megatron.training.launch import rendezvous
+from tests.e2e.launched import argv, forked, rows
 from tests.e2e.programs import (
     SCRIPT,
     Program,
@@ -28,12 +29,12 @@ from tests.e2e.programs import (
     left_in,
     ranks_of,
     spawn_program,
-    write_dying,
 )
 from tests.forkrun import run_ranks
-from tests.runs import SMALL, Finished, same_tensors, train, write_text
+from tests.runs import EXACT, SMALL, Finished, same_tensors
+from tools.benchmarks.faults import inject
+from tools.benchmarks.faults.inject import Fault
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 RUN = "-m torch.distributed.run --nproc-per-node 2 --master-port".split()
 LAUNCH = (
     "-m torch.distributed.launch --nproc_per_node 2 --nnodes 1 --node_rank 0 --master_addr "
@@ -43,54 +44,9 @@ SAYS = "interrupted: "
 OURS = ("megatron/", 'pretrain_gpt.py", line')  # of a traceback's lines
 
 
-def argv(folder: Path, iterations: int = 4, *extra: str) -> list[str]:
-    """Relative paths: they count from where the command is given."""
-    return [
-        *SMALL,
-        "--data-path",
-        "text",
-        "--split",
-        "90,10,0",
-        "--train-iters",
-        str(iterations),
-        "--save",
-        "save",
-        "--load",
-        "save",
-        "--save-interval",
-        "2",
-        *extra,
-    ]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    write_text(tmp_path / "text", 260)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Finished:
-    """What two ranks compute, here forked."""
-    folder = tmp_path_factory.mktemp("two")
-    words = [
-        *argv(folder),
-        "--data-path",
-        write_text(folder / "text", 260),
-        "--save",
-        str(folder / "two/save"),
-    ]
-    del words[words.index("--load") : words.index("--save-interval")]
-    return train(folder / "two", words, 2)
-
-
-def rows(folder: Path) -> list[tuple]:
-    return Finished(folder, 1).series(*EXACT)
-
-
 def spawn(folder: Path, launcher: list[str], iterations: int, *extra: str, environ=None) -> Program:
     """In `folder`, the script by its path."""
-    words = argv(folder, iterations, "--metrics-file", "metrics.jsonl", *extra)
+    words = argv(iterations, *extra)
     return spawn_program([*launcher, SCRIPT, *words], folder, environ, cwd=folder)
 
 
@@ -116,7 +72,7 @@ def test_torch_distributed_launch(folder, two_ranks):
 
 def tasks(rank: int, world: int, folder: Path, environs: list[dict[str, str]]) -> list:
     os.chdir(folder)
-    words = argv(folder, 4, "--metrics-file", "metrics.jsonl")
+    words = argv(4)
     programs = [
         fork_program(words, folder, str(number), environ) for number, environ in enumerate(environs)
     ]
@@ -188,7 +144,7 @@ def alone(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple
     os.chdir(folder)
     started = time.monotonic()
     program = fork_program(
-        argv(folder), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ}, before=impatient
+        argv(), folder, environ={"RANK": "1", "WORLD_SIZE": "2", **environ}, before=impatient
     )
     return program.end(70), program.err, time.monotonic() - started
 
@@ -239,7 +195,7 @@ def test_ranks_that_cannot_meet(folder, environ, code, seconds, named):
 def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
     os.chdir(folder)
     program = fork_program(
-        argv(folder), folder, environ={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+        argv(), folder, environ={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     )
     return program.end(), program.err
 
@@ -253,7 +209,7 @@ def test_ranks_need_a_meeting_point(folder):
 def inside_an_allocation(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
     os.chdir(folder)
     program = fork_program(
-        argv(folder), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", **environ}
+        argv(), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", **environ}
     )
     return program.end(), program.err
 
@@ -270,7 +226,6 @@ def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
     codes = []
     for name, number in (("none", "0"), ("some", "2")):
         words = argv(
-            folder,
             4,
             "--num-workers",
             number,
@@ -368,16 +323,7 @@ def test_ctrl_c_while_it_starts(folder, seconds):
 def test_ctrl_c_under_torchrun(folder):
     """The launcher has its own words (and exit code 1); from our ranks comes one line, and nobody
     is left."""
-    extra = [
-        "--save-interval",
-        "10",
-        "--num-workers",
-        "1",
-        "--eval-interval",
-        "1",
-        "--eval-iters",
-        "9",
-    ]
+    extra = "--save-interval 10 --num-workers 1 --eval-interval 1 --eval-iters 9".split()
     program = spawn(folder, [*RUN, str(free_port())], 40, *extra)
     program.wait_for("iteration       20/", 120)
     program.interrupt()
@@ -391,19 +337,7 @@ def test_ctrl_c_under_torchrun(folder):
         resumed.end(120) == 0
         and "successfully loaded checkpoint from save at iteration" in resumed.out
     )
-    words = [
-        *argv(folder, 40),
-        *extra,
-        "--data-path",
-        str(folder / "text"),
-        "--load",
-        str(folder / "two/save"),
-        "--save",
-        str(folder / "two/save"),
-        "--num-workers",
-        "0",
-    ]
-    straight = train(folder / "two", words, 2)
+    straight = forked(folder, 40, *extra, "--num-workers", "0")
     assert rows(folder) == straight.series(*EXACT)
     same_tensors(Finished(folder, 1).tensors(), straight.tensors())
 
@@ -460,7 +394,7 @@ def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
     wrapper = folder / "wrapper.py"
     wrapper.write_text(FAILING.format(error=error, ranks=repr(ranks), script=SCRIPT))
     program = spawn_program(
-        [*RUN, str(free_port()), str(wrapper), *argv(folder)],
+        [*RUN, str(free_port()), str(wrapper), *argv()],
         folder,
         {"PYTHONPATH": str(Path(SCRIPT).parent)},
     )
@@ -511,15 +445,15 @@ def test_a_rank_killed_under_torchrun(folder, rank):
 @pytest.mark.campaign
 def test_a_crash_loop_ends(folder):
     """A rank fails in the same iteration of each attempt: restarts after the second are refused."""
-    write_dying(folder / "wrapper.py", [("step", 1, 3)] * 9)
+    inject.write(folder, [Fault("SIGKILL", "step", 1, 3)] * 9)
     words = [
         *"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3".split(),
-        str(folder / "wrapper.py"),
-        *argv(folder, 14, "--save-interval", "100", "--crash-loop-limit", "2"),
+        inject.__file__,
+        *argv(14, "--save-interval", "100", "--crash-loop-limit", "2"),
     ]
-    program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
+    program = spawn_program(words, folder)
     assert program.end(400) == 1
-    assert "[crash-loop]" in program.err and len(list(folder.glob("killed.*"))) == 2
+    assert "[crash-loop]" in program.err and len(inject.injected(folder)) == 2
 
 
 @pytest.mark.parametrize(
@@ -540,8 +474,8 @@ def test_torchrun_restarts(folder, how, tmp_path_factory):
 
     The agent's store outlives the attempts, with the addresses of dead processes.
     """
-    kills = [("step", 1, 3), ("start", 0, 1), ("save", 0, 2), ("step", 0, 4)]
-    write_dying(folder / "wrapper.py", kills)
+    kills = [("step", 1, 3), ("meeting", 0, 1), ("save", 0, 2), ("step", 0, 4)]
+    inject.write(folder, [Fault("SIGKILL", *kill) for kill in kills])
     words = [
         "-m",
         "torch.distributed.run",
@@ -550,18 +484,15 @@ def test_torchrun_restarts(folder, how, tmp_path_factory):
         "--max-restarts",
         "4",
         *(str(free_port()) if word == "free" else word for word in how),
-        str(folder / "wrapper.py"),
-        *argv(folder, 14, "--metrics-file", "metrics.jsonl"),
+        inject.__file__,
+        *argv(14),
     ]
-    program = spawn_program(words, folder, {"PYTHONPATH": str(Path(SCRIPT).parent)})
+    program = spawn_program(words, folder)
     assert program.end(400) == 0, program.err
     assert (
         store.latest(folder / "save") == 14
-        and len(list(folder.glob("killed.*"))) == len(kills)
+        and len(inject.injected(folder)) == len(kills)
         and not left_in(folder)
     )
-    undisturbed = tmp_path_factory.mktemp("undisturbed")
-    write_text(undisturbed / "text", 260)
-    one = spawn(undisturbed, [*RUN, str(free_port())], 14)
-    assert one.end(200) == 0, one.err
-    same_tensors(Finished(folder, 1).tensors(), Finished(undisturbed, 1).tensors())
+    undisturbed = forked(tmp_path_factory.mktemp("undisturbed"), 14)
+    same_tensors(Finished(folder, 1).tensors(), undisturbed.tensors())

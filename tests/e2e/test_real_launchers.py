@@ -19,59 +19,21 @@ import pytest
 
 from megatron.checkpoint import store
 from tests.e2e import slurm
-from tests.e2e.programs import SCRIPT, Program, free_port, left_in, spawn_program, write_dying
-from tests.forkrun import ROOT
-from tests.runs import SMALL, Finished, train, write_text
+from tests.e2e.launched import argv, rows
+from tests.e2e.programs import SCRIPT, Program, free_port, left_in, spawn_program
+from tests.runs import EXACT
+from tools.benchmarks.faults import inject
+from tools.benchmarks.faults.inject import Fault
 
 pytestmark = pytest.mark.campaign
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
 # the only network that the namespaces have
 NODES_ONLY = ["--mca", "oob_tcp_if_include", "eth0"]
-
-
-def argv(iterations: int = 4, *extra: str) -> list[str]:
-    """Relative paths: they count from where the command is given."""
-    return [
-        *SMALL,
-        "--data-path",
-        "text",
-        "--split",
-        "90,10,0",
-        "--train-iters",
-        str(iterations),
-        "--save",
-        "save",
-        "--load",
-        "save",
-        "--save-interval",
-        "2",
-        "--metrics-file",
-        "metrics.jsonl",
-        *extra,
-    ]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    write_text(tmp_path / "text", 260)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Finished:
-    """What two ranks compute, here forked."""
-    folder = tmp_path_factory.mktemp("two")
-    words = [
-        *argv(),
-        "--data-path",
-        write_text(folder / "text", 260),
-        "--save",
-        str(folder / "save"),
-    ]
-    del words[words.index("--load") : words.index("--save-interval")]
-    return train(folder / "two", words, 2)
+TORCHRUN = (
+    "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
+    "--rdzv-endpoint node1:29400"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +42,6 @@ def cluster(tmp_path_factory) -> Iterator[slurm.Cluster]:
         pytest.skip(f"needs SLURM installed: no {missing}")
     with slurm.running(tmp_path_factory.mktemp("slurm") / "c") as found:
         yield found
-
-
-def rows(folder: Path) -> list[tuple]:
-    return Finished(folder, 1).series(*EXACT)
 
 
 def on_login_node(cluster: slurm.Cluster, folder: Path, *command: str) -> Program:
@@ -144,20 +102,8 @@ def test_batch_job(cluster, folder, two_ranks, launcher, options):
 
 def test_torchrun_in_srun(cluster, folder, two_ranks):
     """One torchrun on each node."""
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "node1:29400",
-    ]
     program = on_login_node(
-        cluster, folder, "srun", "-N2", "-n2", sys.executable, *torchrun, SCRIPT, *argv()
+        cluster, folder, "srun", "-N2", "-n2", sys.executable, *TORCHRUN, SCRIPT, *argv()
     )
     assert program.end(150) == 0, program.err
     assert rows(folder) == two_ranks.series(*EXACT) and not left_in(folder)
@@ -166,31 +112,27 @@ def test_torchrun_in_srun(cluster, folder, two_ranks):
 def test_torchrun_restarts_on_two_nodes(cluster, folder):
     """A rank is killed twice. The two agents count restarts differently: one sees a failure, the
     other may see that the first waits for it."""
-    write_dying(folder / "wrapper.py", [("step", 1, 3)] * 2)
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "node1:29400",
-        "--max-restarts",
-        "3",
-    ]
+    inject.write(folder, [Fault("SIGKILL", "step", 1, 3)] * 2)
     program = spawn_program(
-        ["srun", "-N2", "-n2", sys.executable, *torchrun, "wrapper.py", *argv(8)],
+        [
+            "srun",
+            "-N2",
+            "-n2",
+            sys.executable,
+            *TORCHRUN,
+            "--max-restarts",
+            "3",
+            inject.__file__,
+            *argv(8),
+        ],
         folder,
-        {**cluster.environ, "PYTHONPATH": str(ROOT)},
+        cluster.environ,
         program=cluster.enter(slurm.LOGIN),
     )
     assert program.end(200) == 0, program.err
     assert (
         store.latest(folder / "save") == 8
-        and len(list(folder.glob("killed.*"))) == 2
+        and len(inject.injected(folder)) == 2
         and not left_in(folder)
     )
 

@@ -17,11 +17,10 @@ from megatron.training import evaluation, loop
 from megatron.training.launch import signals
 from tests.e2e.programs import Program, fork_program, fork_ranks
 from tests.forkrun import run_ranks
-from tests.runs import SMALL, Finished, same_tensors, train, write_text
+from tests.runs import EXACT, SMALL, Finished, same_tensors, train, write_text
 
 ITERATIONS = 12
 SAVE_EVERY = 4
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 SECOND = "second signal: exiting immediately, without a save\n"
 GOES_ON = "interrupted: the same command resumes from the last checkpoint\n"
 

@@ -21,10 +21,18 @@ import pytest
 from megatron.checkpoint import store
 from tests.e2e.programs import Program, free_port, ranks_of, spawn_program
 from tests.forkrun import ROOT
-from tests.runs import NO_DROPOUT, SMALL, Finished, same_tensors, train, with_flags, write_text
+from tests.runs import (
+    EXACT,
+    NO_DROPOUT,
+    SMALL,
+    Finished,
+    same_tensors,
+    train,
+    with_flags,
+    write_text,
+)
 
 SCRIPTS = ROOT / "examples/parallel"
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 LAYOUT = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
     "--use-distributed-optimizer"

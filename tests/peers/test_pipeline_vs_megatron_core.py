@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -87,69 +88,72 @@ def test_layout_strings(layout, num_layers, stages, chunks):
     ]
 
 
+def compared(split, num_layers: int, stages: int, chunks: int, **flags) -> int:
+    """Places of which the layers are those of megatron-core, all of them."""
+    config = SimpleNamespace(
+        num_layers=num_layers,
+        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_layout=None,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        **{
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            **flags,
+        },
+    )
+    for stage in range(stages):
+        for chunk in range(chunks):
+            vp_stage = chunk if chunks > 1 else None
+            start = layer.get_transformer_layer_offset(config, vp_stage, stage)
+            count = block.get_num_layers_to_build(config, vp_stage, stage)
+            assert split[stage][chunk] == range(start, start + count)
+    return stages * chunks
+
+
 def test_layers_where_embedding_and_loss_count():
-    compared = 0
-    for stages in (2, 3, 4):
-        for chunks in (1, 2, 3):
-            for num_layers in range(1, 73):
-                for embedding, loss in ((True, False), (False, True), (True, True)):
-                    if (num_layers + embedding + loss) % (stages * chunks):
-                        continue
-                    config = SimpleNamespace(
-                        num_layers=num_layers,
-                        pipeline_model_parallel_size=stages,
-                        pipeline_model_parallel_layout=None,
-                        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-                        num_layers_in_first_pipeline_stage=None,
-                        num_layers_in_last_pipeline_stage=None,
-                        account_for_embedding_in_pipeline_split=embedding,
-                        account_for_loss_in_pipeline_split=loss,
-                    )
-                    split = split_with_ends(num_layers, stages, chunks, embedding, loss)
-                    for stage in range(stages):
-                        for chunk in range(chunks):
-                            vp_stage = chunk if chunks > 1 else None
-                            start = layer.get_transformer_layer_offset(config, vp_stage, stage)
-                            count = block.get_num_layers_to_build(config, vp_stage, stage)
-                            assert split[stage][chunk] == range(start, start + count)
-                            compared += 1
-    assert compared > 1000
+    places = 0
+    ends = ((True, False), (False, True), (True, True))
+    for stages, chunks, num_layers, (embedding, loss) in product(
+        (2, 3, 4), (1, 2, 3), range(1, 73), ends
+    ):
+        if (num_layers + embedding + loss) % (stages * chunks) == 0:
+            places += compared(
+                split_with_ends(num_layers, stages, chunks, embedding, loss),
+                num_layers,
+                stages,
+                chunks,
+                account_for_embedding_in_pipeline_split=embedding,
+                account_for_loss_in_pipeline_split=loss,
+            )
+    assert places > 1000
 
 
 def test_layers_of_each_stage():
-    compared = 0
-    for stages in (2, 3, 4, 8):
-        for chunks in (1, 2, 3):
-            for num_layers in range(stages * chunks, 73):
-                for first, last in (
-                    (None, None),
-                    (chunks, None),
-                    (None, 2 * chunks),
-                    (2 * chunks, 3 * chunks),
-                ):
-                    middle = num_layers - (first or 0) - (last or 0)
-                    places = (stages - (first is not None) - (last is not None)) * chunks
-                    if middle < places or (middle % places if places else middle):
-                        continue
-                    # megatron-core divides by the number of stages in between
-                    if not places and chunks > 1:
-                        continue
-                    config = SimpleNamespace(
-                        num_layers=num_layers,
-                        pipeline_model_parallel_size=stages,
-                        pipeline_model_parallel_layout=None,
-                        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-                        num_layers_in_first_pipeline_stage=first,
-                        num_layers_in_last_pipeline_stage=last,
-                        account_for_embedding_in_pipeline_split=False,
-                        account_for_loss_in_pipeline_split=False,
-                    )
-                    split = split_layers(num_layers, stages, chunks, first, last)
-                    for stage in range(stages):
-                        for chunk in range(chunks):
-                            vp_stage = chunk if chunks > 1 else None
-                            start = layer.get_transformer_layer_offset(config, vp_stage, stage)
-                            count = block.get_num_layers_to_build(config, vp_stage, stage)
-                            assert split[stage][chunk] == range(start, start + count)
-                            compared += 1
-    assert compared > 3000
+    places = 0
+    for stages, chunks, num_layers in product((2, 3, 4, 8), (1, 2, 3), range(1, 73)):
+        if num_layers < stages * chunks:
+            continue
+        for first, last in (
+            (None, None),
+            (chunks, None),
+            (None, 2 * chunks),
+            (2 * chunks, 3 * chunks),
+        ):
+            middle = num_layers - (first or 0) - (last or 0)
+            between = (stages - (first is not None) - (last is not None)) * chunks
+            if middle < between or (middle % between if between else middle):
+                continue
+            # megatron-core divides by the number of stages in between
+            if not between and chunks > 1:
+                continue
+            places += compared(
+                split_layers(num_layers, stages, chunks, first, last),
+                num_layers,
+                stages,
+                chunks,
+                num_layers_in_first_pipeline_stage=first,
+                num_layers_in_last_pipeline_stage=last,
+            )
+    assert places > 3000

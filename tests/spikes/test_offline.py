@@ -21,8 +21,8 @@ from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools import spikes
 from tools.shared.run_data import Reading, open_run
 from tools.spike import replay as spike_replay
-from tools.spike.docs import Place, neighbours, places
 from tools.spike.replay import Replayed, state_before, verdict
+from tools.spike.suspects import Place, neighbours, places
 
 ITERATIONS = 6
 

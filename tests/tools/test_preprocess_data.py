@@ -27,8 +27,8 @@ from megatron.data.preprocess import encode as preprocess
 from megatron.data.preprocess import readers as inputs
 from megatron.data.preprocess import resumable_writer, trial
 from megatron.data.preprocess import workers as team
-from megatron.data.tokenizers.bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.build import NullTokenizer
+from tests.data.tokenizers.plain_bpe import PlainBPE
 from tests.data.vocabularies import ADVERSARIAL, write_bpe
 from tests.problems import assert_problem, raises
 from tools import preprocess_data
@@ -153,8 +153,9 @@ class TestWhatIsWritten:
             )
             == 0
         )
-        tokenizer = GPT2BPETokenizer(flags[3], flags[5], engine="plain")
-        expected = [[[*tokenizer.tokenize(text), tokenizer.eod]] if text else [] for text in texts]
+        plain = PlainBPE(flags[3], flags[5])
+        eod = plain.vocabulary["<|endoftext|>"]
+        expected = [[[*plain.encode(text), eod]] if text else [] for text in texts]
         assert documents(f"{out}/x_text_document") == expected
 
     @pytest.mark.parametrize("workers", ["1", "2"])

@@ -16,6 +16,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import readers as inputs
 from megatron.data.tokenizers import gigatoken
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
+from tests.data.tokenizers.plain_bpe import PlainBPE
 from tests.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe
 from tools import preprocess_data
 
@@ -248,7 +249,7 @@ def test_pieces_are_cut_where_the_pattern_cuts(
     monkeypatch.setattr(gigatoken, "PIECE", 7)
     files = write_bpe(tmp_path)
     fast = GPT2BPETokenizer(*files, engine="gigatoken")
-    plain = GPT2BPETokenizer(*files, engine="plain")
+    plain = PlainBPE(*files)
     lines = "ab\nc\n\nd \ne\n f\ng\r\nh'll\n's\n" * 40
     texts = [*ADVERSARIAL, *(lines[start : start + 53] for start in range(0, len(lines), 41))]
     assert [list(fast.encode(text)) for text in texts] == [plain.encode(text) for text in texts]

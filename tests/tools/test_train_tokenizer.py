@@ -59,7 +59,9 @@ def test_our_tokenizer_reads_the_files_and_every_text_comes_back(text, tmp_path,
     assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
     vocabulary = gpt2_bpe.read_vocabulary(folder / "vocab.json")
     merges = gpt2_bpe.read_merges(folder / "merges.txt")
-    assert gpt2_bpe.is_canonical(vocabulary, merges) and len(merges) == 43
+    products = gpt2_bpe.products("merges.txt", merges)
+    assert len(products) == len(merges) == 43
+    assert [vocabulary[piece] for piece in products] == sorted(map(vocabulary.get, products))
     assert [vocabulary[byte] for byte in ("!", "~")] == [0, 93] and vocabulary[
         "<|endoftext|>"
     ] == 299

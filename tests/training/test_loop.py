@@ -16,6 +16,7 @@ import torch
 from megatron.checkpoint import store
 from megatron.training import loop
 from tests.runs import (
+    EXACT,
     NO_DROPOUT,
     SMALL,
     Finished,
@@ -26,8 +27,6 @@ from tests.runs import (
     with_flags,
     write_text,
 )
-
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ class HFFolder:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class PendingTensor:
     """A tensor to write: its name, format and shape, and a function that makes it when it is
     written."""
 
@@ -180,10 +180,10 @@ class Outgoing:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def shards_of(tensors: Sequence[Outgoing], limit: int) -> list[list[Outgoing]]:
+def shards_of(tensors: Sequence[PendingTensor], limit: int) -> list[list[PendingTensor]]:
     """The tensors in their order, cut into shards of at most `limit` bytes (a larger tensor has one
     of its own)."""
-    shards: list[list[Outgoing]] = [[]]
+    shards: list[list[PendingTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         if shards[-1] and filled + tensor.bytes > limit:
@@ -231,7 +231,7 @@ def new_target(target: Path | Remote) -> None:
 def write_folder(
     target: Path | Remote,
     config: dict[str, Any],
-    tensors: Sequence[Outgoing],
+    tensors: Sequence[PendingTensor],
     files: Mapping[str, Path],
     limit: int,
     source: str,
@@ -266,7 +266,9 @@ def write_folder(
     return names
 
 
-def _purpose(source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence[Outgoing]]) -> str:
+def _purpose(
+    source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence[PendingTensor]]
+) -> str:
     """What decides every byte of the shards."""
     table = {
         name: [(one.name, str(one.dtype), list(one.shape)) for one in shard]
@@ -296,7 +298,7 @@ def _check_strays(target: Remote, names: Sequence[str]) -> None:
 def _written(
     folder: Path,
     config: dict[str, Any],
-    plan: Mapping[str, Sequence[Outgoing]],
+    plan: Mapping[str, Sequence[PendingTensor]],
     files: Mapping[str, Path],
     kept: KeptShards | None = None,
 ) -> Iterator[Path]:

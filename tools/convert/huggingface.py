@@ -19,14 +19,14 @@ from tools.convert.family_table import FAMILIES, Family
 from tools.convert.hf_files import (
     CONFIG,
     HFFolder,
-    Outgoing,
+    PendingTensor,
     new_folder,
     new_target,
     side_files,
     write_folder,
 )
 from tools.convert.links import ConversionError, Header, Link, check, links_of
-from tools.convert.native import Incoming, Ours, write_checkpoint
+from tools.convert.native import Ours, write_checkpoint
 from tools.convert.stores.remote_folder import RemoteFolder
 
 MOST = 1 << 20  # channels, heads, experts
@@ -138,21 +138,23 @@ class HFModel:
         """One of its tensors by its full name."""
         return self.folder.read(name.removeprefix(self.family.optional) if self.short else name)
 
-    def incoming(self) -> list[Incoming]:
+    def incoming(self) -> list[PendingTensor]:
         """Our tensors, made of its."""
         return [
-            Incoming(link.ours, self.headers[link.theirs[0]][0], link.shape, _Joined(self, link))
+            PendingTensor(
+                link.ours, self.headers[link.theirs[0]][0], link.shape, _Joined(self, link)
+            )
             for link in self.links
         ]
 
-    def outgoing(self) -> list[Outgoing]:
+    def outgoing(self) -> list[PendingTensor]:
         """Its own tensors under their full names, without buffers and copies."""
         return [
-            Outgoing(name, *self.headers[name], _Read(self, name))
+            PendingTensor(name, *self.headers[name], _Read(self, name))
             for link in self.links
             for name in link.theirs
         ] + [
-            Outgoing(name, *self.headers[name], _Read(self, name))
+            PendingTensor(name, *self.headers[name], _Read(self, name))
             for name in self.constants.keys() & self.headers.keys()
         ]
 
@@ -232,7 +234,7 @@ class AsHF:
     them."""
 
     config: dict[str, Any]
-    tensors: list[Outgoing]
+    tensors: list[PendingTensor]
     files: dict[str, Path]
 
 
@@ -247,7 +249,7 @@ def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = N
     tensors = ours.outgoing(links_of(ours.model, rows, family.names), rows)
     dtype = tensors[0].dtype
     tensors += [
-        Outgoing(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
+        PendingTensor(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
         for name, value in family.constant_names(ours.model).items()
     ]
     config = config_for(family, ours.model, rows, base)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.config.model import ModelConfig
-from tools.convert.hf_files import HFFolder, Outgoing
+from tools.convert.hf_files import HFFolder, PendingTensor
 from tools.convert.huggingface import HFModel, as_hf
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.native import Ours
@@ -110,7 +110,7 @@ def diff(
         return _compare(_all_of(one, weights_only), _all_of(other, weights_only))
 
 
-def _all_of(ours: Ours, weights_only: bool) -> list[Outgoing]:
+def _all_of(ours: Ours, weights_only: bool) -> list[PendingTensor]:
     """Every tensor of a checkpoint of ours (or its weights), vocabularies without padding rows."""
     rows = ours.vocab_size()
     found = []
@@ -118,7 +118,7 @@ def _all_of(ours: Ours, weights_only: bool) -> list[Outgoing]:
         shape = ours.reader.shape(name)
         plain = name.split(".", 2)[2] if name.startswith("optimizer.") else name
         shape = (rows, *shape[1:]) if is_vocabulary(plain) else shape
-        found.append(Outgoing(name, ours.reader.dtype(name), shape, _Read(ours, name, shape)))
+        found.append(PendingTensor(name, ours.reader.dtype(name), shape, _Read(ours, name, shape)))
     return found
 
 
@@ -134,7 +134,7 @@ class _Read:
         return self.ours.read(self.name, self.shape)
 
 
-def _compare(a: Sequence[Outgoing], b: Sequence[Outgoing]) -> tuple[str, bool]:
+def _compare(a: Sequence[PendingTensor], b: Sequence[PendingTensor]) -> tuple[str, bool]:
     one, other = ({tensor.name: tensor for tensor in side} for side in (a, b))
     lines = [f"only in the first: {name}" for name in one if name not in other]
     lines += [f"only in the second: {name}" for name in other if name not in one]
@@ -156,7 +156,7 @@ def _compare(a: Sequence[Outgoing], b: Sequence[Outgoing]) -> tuple[str, bool]:
     return "\n".join(lines), not total
 
 
-def _difference(a: Outgoing, b: Outgoing) -> list[str]:
+def _difference(a: PendingTensor, b: PendingTensor) -> list[str]:
     if a.shape != b.shape or a.dtype != b.dtype:
         return [f"{a.name}: {_format(a.dtype, a.shape)} and {_format(b.dtype, b.shape)}"]
     x = a.make().contiguous()

@@ -28,10 +28,10 @@ from megatron.config.plan.parameters import (
 from megatron.config.tree import Config
 from megatron.small_files import read_text
 from tools.convert import torch_dist
-from tools.convert.hf_files import new_folder, work_folder
+from tools.convert.hf_files import PendingTensor, new_folder, work_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
-from tools.convert.native import Incoming, Ours, write_checkpoint
+from tools.convert.native import Ours, write_checkpoint
 from tools.convert.torch_dist_export import write_torch_dist
 from tools.convert.torch_files import TorchFile, Unpickler
 from tools.shared.progress import Progress, counted
@@ -142,7 +142,7 @@ class MegatronCheckpoint:
             f"{self.tp} tensor x {self.pp} pipeline ranks; the optimizer's state is not converted"
         )
 
-    def optimizer(self, *_: object) -> list[Incoming]:
+    def optimizer(self, *_: object) -> list[PendingTensor]:
         """None."""
         return []
 
@@ -153,7 +153,9 @@ class MegatronCheckpoint:
             raise ConversionError(f"{self.source}: {WORD_EMBEDDING} is missing")
         return sum(part.header[1][0] for part in embedding)
 
-    def weights(self, table: Mapping[str, ParameterSpec], model: ModelConfig) -> list[Incoming]:
+    def weights(
+        self, table: Mapping[str, ParameterSpec], model: ModelConfig
+    ) -> list[PendingTensor]:
         """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
         if model.num_experts is not None:
             raise ConversionError(
@@ -163,7 +165,7 @@ class MegatronCheckpoint:
         _check(self, table, model)
         _check_copies(self)
         return [
-            Incoming(
+            PendingTensor(
                 name, self.parts[name][0].header[0], spec.shape, _Merged(spec, self.parts[name])
             )
             for name, spec in table.items()

@@ -35,7 +35,7 @@ from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
 from tools.convert.config_keys import read_json
-from tools.convert.hf_files import CONFIG, Outgoing, new_folder, side_files, work_folder
+from tools.convert.hf_files import CONFIG, PendingTensor, new_folder, side_files, work_folder
 from tools.convert.links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary
 from tools.shared.progress import Progress, counted
 
@@ -131,7 +131,7 @@ class Ours:
         """The first rows of a tensor."""
         return self.reader.read(name, whole(shape))
 
-    def outgoing(self, links: Sequence[Link], vocab_size: int) -> list[Outgoing]:
+    def outgoing(self, links: Sequence[Link], vocab_size: int) -> list[PendingTensor]:
         """Every tensor of the other side, made of ours when it is written. Raises ConversionError
         where ours are not those of the links."""
         check(
@@ -140,7 +140,7 @@ class Ours:
             str(self.found.directory),
         )
         return [
-            Outgoing(name, self.reader.dtype(link.ours), shape, _Part(self, link, index))
+            PendingTensor(name, self.reader.dtype(link.ours), shape, _Part(self, link, index))
             for link in links
             for index, (name, shape) in enumerate(
                 zip(link.theirs, link.their_shapes(), strict=True)
@@ -233,22 +233,6 @@ def divisor(size: int, rows: int) -> int:
     raise AssertionError(f"{size} ids, {rows} rows")
 
 
-@dataclass(frozen=True)
-class Incoming:
-    """A weight to write: our name, format, shape, and a function that makes it when it is
-    written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    make: Callable[[], torch.Tensor]
-
-    @property
-    def bytes(self) -> int:
-        """Length of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
 def check_model(config: Config) -> None:
     """Raise ConversionError for a model that pretrain_gpt.py refuses, with its messages and
     codes."""
@@ -266,7 +250,7 @@ def check_model(config: Config) -> None:
 def write_checkpoint(
     root: Path,
     model: ModelConfig,
-    weights: Sequence[Incoming],
+    weights: Sequence[PendingTensor],
     rows: int,
     model_type: str,
     tokenizer_files: Iterable[Path],

@@ -20,9 +20,9 @@ from megatron.checkpoint.tensor_slices import (
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import EXPERT_BIAS, WORD_EMBEDDING, ParameterSpec
 from tools.convert.config_keys import read_json
+from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
 from tools.convert.megatron_names import our_name
-from tools.convert.native import Incoming
 from tools.convert.torch_dist_optimizer import (
     BUFFER,
     BY_NAME,
@@ -142,8 +142,8 @@ class TorchDistCheckpoint:
         self,
         table: Mapping[str, ParameterSpec],
         model: ModelConfig,
-        weights: Sequence[Incoming],
-    ) -> list[Incoming]:
+        weights: Sequence[PendingTensor],
+    ) -> list[PendingTensor]:
         """The optimizer's tensors under our names, or none. Raises ConversionError unless theirs
         are exactly those of the weights."""
         if not self._has_optimizer:
@@ -151,13 +151,13 @@ class TorchDistCheckpoint:
         check_format(self.source, self._common.values)
         trained = {name: one for name, one in table.items() if not name.endswith(EXPERT_BIAS)}
         by_name = {one.name: one for one in weights if one.name in trained}
-        found: list[Incoming] = []
+        found: list[PendingTensor] = []
         if self._buffers.found:
             if self._states:
                 raise ConversionError(f"{self.source}: has its optimizer's state twice; {REMEDY}")
             for kind, tensors in self._buffers.locate(trained, model, by_name).items():
                 found += [
-                    Incoming(name, torch.float32, trained[name].shape, make)
+                    PendingTensor(name, torch.float32, trained[name].shape, make)
                     for name, make in tensors.items()
                 ]
                 found[-len(tensors) :] = [
@@ -261,13 +261,15 @@ class TorchDistCheckpoint:
         shape = parts[-1, -1].shape
         return shape[0] if shape else 0
 
-    def weights(self, table: Mapping[str, ParameterSpec], model: ModelConfig) -> list[Incoming]:
+    def weights(
+        self, table: Mapping[str, ParameterSpec], model: ModelConfig
+    ) -> list[PendingTensor]:
         """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
         return self._incoming(self.parts, table, model)
 
     def _incoming(
         self, found: Parts, table: Mapping[str, ParameterSpec], model: ModelConfig
-    ) -> list[Incoming]:
+    ) -> list[PendingTensor]:
         lines = [
             f"{next(iter(parts.values())).tensor.name} is not a part of this model"
             for name, parts in found.items()
@@ -281,7 +283,7 @@ class TorchDistCheckpoint:
                 continue
             pieces = [piece for _, piece in sorted(found[name].items())]
             merged = _Merged(spec.shape, pieces)
-            weights.append(Incoming(name, pieces[0].tensor.dtype, spec.shape, merged))
+            weights.append(PendingTensor(name, pieces[0].tensor.dtype, spec.shape, merged))
         if lines:
             more = [f"{self.source}: and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
             raise ConversionError(

@@ -29,7 +29,7 @@ import io
 import json
 import mmap
 import os
-import pickle
+import pickle  # noqa: TID251
 import re
 import signal
 import struct
@@ -572,7 +572,7 @@ def index(folder: Path, target: Path) -> None:
 def _save(value: Any, file: Path | BinaryIO) -> None:
     """torch.save. Raises Refused where the disk does."""
     try:
-        torch.save(value, file)
+        torch.save(value, file)  # noqa: TID251
     except RuntimeError as error:  # torch's writer closes the file that it could not write
         reason = " ".join(str(error.__context__ or error).split())
         raise Refused(f"cannot be written ({reason[:300]})") from None
@@ -614,8 +614,8 @@ def finish(places: Path, index: Path, folder: Path) -> None:
     """Write .metadata, and the objects, of a folder whose tensors were appended. index: {"tensors":
     {key: {"shape", "chunks": [{"name" in `places`, "offsets", "sizes"}]}}, "objects": [key]};
     objects are empty."""
-    from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint import metadata as dcp  # noqa: TID251
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: TID251
 
     table = read_json(index)
     lines = map(json.loads, read_text(places).splitlines())

@@ -17,9 +17,9 @@ from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec, param
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import draw_values, parameter
-from tools.convert.hf_files import new_folder, side_files
+from tools.convert.hf_files import PendingTensor, new_folder, side_files
 from tools.convert.links import ConversionError
-from tools.convert.native import Incoming, Ours, write_checkpoint
+from tools.convert.native import Ours, write_checkpoint
 
 _EXPERTS = ".mlp.experts."
 
@@ -127,11 +127,11 @@ def upcycle(
             if name in held:
                 copies = _Copies(ours, name, model.num_experts, parts)
                 make = copies if _EXPERTS in spec.name else _Read(ours, name)
-                weights.append(Incoming(spec.name, ours.reader.dtype(name), spec.shape, make))
+                weights.append(PendingTensor(spec.name, ours.reader.dtype(name), spec.shape, make))
             else:
                 repeat = parts if ".router." in spec.name else 1
                 drawn = _Drawn(spec, ours.config.training.seed, dtype, repeat)
-                weights.append(Incoming(spec.name, dtype, spec.shape, drawn))
+                weights.append(PendingTensor(spec.name, dtype, spec.shape, drawn))
         tokenizer, files = _tokenizer(ours)
         family = ours.base.get("model_type", "")
         written = write_checkpoint(target, model, weights, rows, family, files, flags=tokenizer)

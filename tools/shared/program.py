@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.arguments import Parser, flags_of_group, parse
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.version import version_line
 from tools.shared.positional import missing, parse_words
 
@@ -56,6 +57,26 @@ def read(
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
     return found
+
+
+def run_program(
+    options: type[Options],
+    run: Callable[[Options], None],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    check: Callable[[Options], list[str]],
+) -> int:
+    """Read the command line and `run` the program; its exit code: 0, or 1 with one line on stderr
+    where it could not be done. Raises SystemExit as `read` does."""
+    found = read(options, argv, prog=prog, description=description, check=check)
+    try:
+        run(found)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.training.batch import BatchRules
 from tools.shared.run_data import Reading, open_run
-from tools.spike.docs import Place, Suspect, height, neighbours, places, suspects, usual
 from tools.spike.options import ReplayOptions
+from tools.spike.suspects import Place, Suspect, height, neighbours, places, suspects, usual
 
 SECONDS = 5.0  # between two lines of progress
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-import importlib.util
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from megatron.small_files import read_bytes, read_json
 
 class GPT2BPETokenizer(Tokenizer):
     """GPT-2's byte-level BPE from vocab.json and merges.txt; `<|endoftext|>` in a text is ordinary
-    text.
+    text, and a piece without an id is id 0.
 
-    The engine is chosen at the first text: gigatoken if installed, else tiktoken, else tokenizers,
-    else `bpe.PlainBPE`; their ids are equal.
+    The engine is chosen at the first text: gigatoken if installed, else tiktoken; their ids are
+    equal. Raises ValueError then for merges that are no BPE (`gpt2_bpe.products`).
     """
 
     def __init__(self, vocab_file: str, merge_file: str, engine: str | None = None):
@@ -53,14 +52,16 @@ class GPT2BPETokenizer(Tokenizer):
         self.vocab_size = len(vocabulary)
         self.eod = self.eos = vocabulary["<|endoftext|>"]
         self.special = {"<|endoftext|>": self.eod}
-        self._made_of = (vocabulary, merges)
-        self._asked = engine
-        self._plain = gpt2_bpe.PlainBPE(vocabulary, merges)
+        self._vocabulary = vocabulary
+        self._merges = merges
+        # gigatoken needs an id for each product and byte
+        whole = not unknown and vocabulary.keys() >= set(gpt2_bpe.byte_alphabet())
+        self._asked = engine if whole else "tiktoken"
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
         if gpt2_bpe.has_newer_characters(text) or gpt2_bpe.has_endless_blank(text):
-            return self._plain.encode(text)
+            return self._tiktoken.encode_by_cuts(text)
         return self._engine[1](text)
 
     def _encode_checked(self, text: str) -> Ids:
@@ -71,69 +72,79 @@ class GPT2BPETokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
-        return self._plain.decode(ids)
+        return b"".join(self._pieces[int(index)] for index in ids).decode("utf-8", errors="replace")
+
+    @functools.cached_property
+    def _pieces(self) -> dict[int, bytes]:
+        return {index: gpt2_bpe.bytes_of(piece) for piece, index in self._vocabulary.items()}
 
     @property
     def engine(self) -> str:
-        """Which engine encodes: gigatoken, tiktoken, tokenizers or plain."""
+        """Which engine encodes: gigatoken or tiktoken."""
         return self._engine[0]
 
     @functools.cached_property
     def _engine(self) -> tuple[str, Callable[[str], Ids]]:
-        """The fastest engine that is installed and can take these files; raises ValueError if there
-        is none."""
-        makers = {
-            "gigatoken": self._gigatoken,
-            "tiktoken": self._tiktoken,
-            "tokenizers": self._tokenizers,
-            "plain": self._regex,
-        }
-        for name in [self._asked] if self._asked else makers:
-            encode = makers[name]()
+        if self._asked != "tiktoken":
+            expected = gigatoken.GPT2_PROBE
+            if not self._published:
+                expected = gigatoken.digest_of_probe(self._tiktoken.encode)
+            encode = gigatoken.engine(self._vocabulary, self._merges, expected)
             if encode is not None:
-                return name, encode
-        raise ValueError(
-            f"GPT2BPETokenizer: the engine {self._asked} is not installed or cannot take these "
-            "files"
-        )
+                return "gigatoken", encode
+        return "tiktoken", self._tiktoken.encode
+
+    @functools.cached_property
+    def _tiktoken(self) -> _Tiktoken:
+        if self._published:
+            products = [left + right for left, right in self._merges]
+        else:
+            products = gpt2_bpe.products(self.files[1], self._merges)
+        return _Tiktoken(self._vocabulary, products)
 
     @functools.cached_property
     def _published(self) -> bool:
-        """Whether these are GPT-2's own files, known to be canonical: spares the check, 1 s."""
+        """Whether these are GPT-2's own files, known to be right: spares the check, 1 s."""
         return tuple(self.identity()["sha256"]) == gpt2_bpe.GPT2_SHA256
 
-    def _gigatoken(self) -> Callable[[str], Ids] | None:
-        if not (self._published or gpt2_bpe.is_well_formed(*self._made_of)):
-            return None
-        return gigatoken.engine(self._plain, self._made_of[1])
 
-    def _tiktoken(self) -> Callable[[str], Ids] | None:
-        if importlib.util.find_spec("tiktoken") is None:
-            return None
-        encoding = library("tiktoken", "GPT2BPETokenizer").Encoding
-        if not (self._published or gpt2_bpe.is_canonical(*self._made_of)):
-            return None
-        ranks = gpt2_bpe.piece_ranks(*self._made_of)
-        engine = encoding(
-            "gpt2-files", pat_str=gpt2_bpe.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={}
-        )
+class _Tiktoken:
+    """GPT-2's merges in tiktoken, which merges the neighbours that together have the lowest rank.
+    `products` in the order of their merges, each of which its own bytes merge into. At any moment,
+    what stands in the place of a product is then what its bytes alone give, so the pair that
+    together is a product is its merge."""
+
+    def __init__(self, vocabulary: Mapping[str, int], products: Sequence[str]):
+        pieces = [*gpt2_bpe.byte_alphabet(), *products]
+        ids = [vocabulary.get(piece, 0) for piece in pieces]
+        rising = ids[256:] == sorted(ids[256:]) and len(set(ids)) == len(ids)
+        self._ids = None if rising else np.array(ids)  # by rank; else the ids are the ranks
+        ranks = zip(map(gpt2_bpe.bytes_of, pieces), ids if rising else range(len(ids)), strict=True)
+        self._ranks = dict(ranks)
         # encode_to_numpy looks for special pieces: slower, although it spares a list
-        return engine.encode_ordinary
+        self._by_pattern = self._encoder(gpt2_bpe.GPT2_PATTERN)
 
-    def _tokenizers(self) -> Callable[[str], Ids] | None:
-        if importlib.util.find_spec("tokenizers") is None or not gpt2_bpe.is_well_formed(
-            *self._made_of
-        ):
-            return None
-        tokenizers = library("tokenizers", "GPT2BPETokenizer")
-        vocabulary, merges = self._made_of
-        engine = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
-        engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return lambda text: engine.encode(text).ids
+    def _encoder(self, pattern: str) -> Callable[[str], list[int]]:
+        encoding = library("tiktoken", "GPT2BPETokenizer").Encoding
+        made = encoding("gpt2", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
+        return made.encode_ordinary
 
-    def _regex(self) -> Callable[[str], Ids]:
-        gpt2_bpe.gpt2_cuts("")  # says what to install if it cannot be
-        return self._plain.encode
+    @functools.cached_property
+    def _by_cut(self) -> Callable[[str], list[int]]:
+        return self._encoder("(?s:.+)")
+
+    def _ids_of(self, ranks: list[int]) -> Ids:
+        return ranks if self._ids is None else self._ids[ranks]
+
+    def encode(self, text: str) -> Ids:
+        """The ids of a text, cut by tiktoken."""
+        return self._ids_of(self._by_pattern(text))
+
+    def encode_by_cuts(self, text: str) -> Ids:
+        """The ids of a text, cut by `regex`, whose tables of Unicode are newer, and which does not
+        give up on an endless run."""
+        cuts = library("regex", "GPT2BPETokenizer").findall(gpt2_bpe.GPT2_PATTERN, text)
+        return self._ids_of([rank for cut in cuts for rank in self._by_cut(cut)])
 
 
 class TikTokenizer(Tokenizer):

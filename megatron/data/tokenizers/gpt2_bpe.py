@@ -1,18 +1,12 @@
-"""GPT-2's byte-level BPE in plain Python: the definition that faster engines must equal.
-
-Source of the algorithm: Sennrich et al. 2016 (arXiv:1508.07909) over bytes, as Radford et al. 2019
-(GPT-2) apply it. Megatron's particulars: `<|endoftext|>` in a text is ordinary text, and a piece
-without an id becomes id 0.
-"""
+"""The files of GPT-2's byte-level BPE, vocab.json and merges.txt: reading and checks."""
 
 from __future__ import annotations
 
 import functools
-import heapq
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +15,18 @@ import numpy as np
 from megatron.data.preprocess.jsonl import json_value
 from megatron.small_files import read_bytes, read_text
 
-try:
-    import regex
-# said where it is needed: another engine may do the work, and a tool's --help needs none
-except ImportError:
-    regex = None
-
 # How GPT-2 cuts text before merging: an English contraction, a run of letters, of digits or of
 # anything else, each with one space before it if there is one; white space keeps its last character
 # back for the run that follows it.
 GPT2_PATTERN = r"'(?:[sdmt]|re|ve|ll)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# The published GPT-2 files, whose merges are known to pass `is_canonical` (a test runs it on them).
+# The published GPT-2 files, whose merges are known to pass `products` (a test runs it on them).
 GPT2_SHA256 = (
     "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",  # vocab.json
     "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",  # merges.txt
 )
 
-
+LONGEST = 1024  # bytes of a piece; those of GPT-2 have at most 128
 _MERGE_LINE = re.compile("^([^ \r\n]+) ([^ \r\n]+)$", re.MULTILINE)
 
 
@@ -70,8 +58,8 @@ def has_newer_characters(text: str) -> bool:
     """Whether engines may disagree on this text: is a character that is newer than their Unicode
     tables a letter?
 
-    Each engine answers by the age of its tables, so such a text (they are rare) is left to the
-    plain implementation.
+    Each engine answers by the age of its tables, so such a text (they are rare) is cut by the
+    package `regex`.
     """
     if text.isascii():
         return False
@@ -168,144 +156,79 @@ def read_merges(path: str | Path) -> list[tuple[str, str]]:
     return merges
 
 
-def merge_symbols(symbols: Sequence[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Merge neighbours until no pair has a rank: always the best pair left, all its occurrences
-    from left to right.
+def products(path: str, merges: Sequence[tuple[str, str]]) -> list[str]:
+    """What the merges make, in their order, without products that their own bytes do not merge
+    into: no text has them.
 
-    O(n log n) in the number of symbols, so that one endless run of letters does not stop a job.
-    """
-    pieces: list[str | None] = list(symbols)
-    before = list(range(-1, len(pieces) - 1))
-    after = list(range(1, len(pieces) + 1))
-    heap = [
-        (ranks[pair], left)
-        for left, pair in enumerate(zip(symbols, symbols[1:], strict=False))
-        if pair in ranks
-    ]
-    heapq.heapify(heap)
-
-    def offer(left: int) -> None:
-        rank = ranks.get((pieces[left], pieces[after[left]]))
-        if rank is not None:
-            heapq.heappush(heap, (rank, left))
-
-    while heap:
-        rank = heap[0][0]
-        places = []
-        while heap and heap[0][0] == rank:
-            places.append(heapq.heappop(heap)[1])
-        for left in places:
-            right = after[left]
-            if (
-                right == len(pieces)
-                or pieces[left] is None
-                or ranks.get((pieces[left], pieces[right])) != rank
-            ):
-                continue  # an earlier merge took one of the two
-            pieces[left], pieces[right] = pieces[left] + pieces[right], None
-            after[left] = after[right]
-            if after[left] < len(pieces):
-                before[after[left]] = left
-                offer(left)
-            if before[left] >= 0:
-                offer(before[left])
-    return [piece for piece in pieces if piece is not None]
-
-
-class PlainBPE:
-    """Text to GPT-2 ids and back by the book: cut with `GPT2_PATTERN`, merge each cut's bytes, look
-    the pieces up.
-
-    Slow (about 1 MB/s) and always right. Raises ValueError where text is to be cut and the `regex`
-    package is missing.
-    """
-
-    def __init__(self, vocabulary: Mapping[str, int], merges: Iterable[tuple[str, str]]):
-        self.vocabulary = vocabulary
-        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
-        self._byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-        self._cut_ids: Callable[[str], list[int]] = functools.lru_cache(maxsize=1 << 17)(
-            self._encode_cut
-        )
-
-    @functools.cached_property
-    def _pieces(self) -> dict[int, str]:
-        return {index: piece for piece, index in self.vocabulary.items()}
-
-    def _encode_cut(self, cut: str) -> list[int]:
-        alphabet = byte_alphabet()
-        pieces = merge_symbols([alphabet[byte] for byte in cut.encode("utf-8")], self.ranks)
-        return [self.vocabulary.get(piece, 0) for piece in pieces]
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text; nothing in it is special."""
-        ids: list[int] = []
-        for cut in gpt2_cuts(text):
-            ids += self._cut_ids(cut)
-        return ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
-        text = bytearray()
-        for index in ids:
-            piece = self._pieces[int(index)]
-            if all(character in self._byte_of for character in piece):
-                text += bytes(self._byte_of[character] for character in piece)
-            else:  # an added piece that was written as plain text
-                text += piece.encode("utf-8")
-        return text.decode("utf-8", errors="replace")
-
-
-def gpt2_cuts(text: str) -> list[str]:
-    """Cut a text by `GPT2_PATTERN`; joined, the cuts are the text. Raises ValueError if `regex` is
-    not installed."""
-    if regex is None:
-        raise ValueError(
-            "--tokenizer-type GPT2BPETokenizer: needs the package regex; run: pip install regex "
-            "[package-missing]"
-        )
-    return regex.findall(GPT2_PATTERN, text)
-
-
-def is_well_formed(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> bool:
-    """Whether every byte and product has an id, and each merge makes something new out of bytes and
-    earlier products.
-
-    Then no piece is unknown, and whether equal pairs are merged one by one or all at once makes no
-    difference.
+    Raises ValueError, naming the file, for a merge of what no earlier merge makes, and for two that
+    make the same.
     """
     known = set(byte_alphabet())
-    if not all(byte in vocabulary for byte in known):
-        return False
-    for left, right in merges:
+    for number, (left, right) in enumerate(merges, start=1):
         product = left + right
-        if product in known or product not in vocabulary or left not in known or right not in known:
-            return False
+        if left not in known or right not in known or product in known:
+            raise ValueError(
+                f"--merge-file {path}, merge {number} ({left} {right}): each merge must join "
+                "pieces that merges above it make, into a new one; give the merges.txt of a "
+                "byte-level BPE [tokenizer-file-malformed]"
+            )
+        if len(product) > LONGEST:
+            raise ValueError(
+                f"--merge-file {path}, merge {number}: makes a piece of {len(product)} bytes; at "
+                f"most {LONGEST} are possible [tokenizer-file-malformed]"
+            )
         known.add(product)
-    return True
+    reached = set(byte_alphabet())
+    order = _Order(merges)
+    for left, right in merges:
+        if left in reached and right in reached and order.meet(left, right):
+            reached.add(left + right)
+    made = (left + right for left, right in merges)
+    return [product for product in made if product in reached]
 
 
-def is_canonical(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> bool:
-    """Whether merging "the neighbours that together have the lowest id", as tiktoken does, is the
-    same as `merges`.
+class _Order:
+    """Which pair makes each product, and when."""
 
-    It is for well-formed merges if ids rise with them and each product's own bytes merge back into
-    it: then, at any moment, what stands in the place of a product is what its bytes alone give, so
-    the pair with its id is its merge.
-    """
-    if not is_well_formed(vocabulary, merges):
-        return False
-    ids = [vocabulary[left + right] for left, right in merges]
-    order = {pair: rank for rank, pair in enumerate(merges)}
-    return ids == sorted(ids) and all(
-        len(merge_symbols(left + right, order)) == 1 for left, right in merges
-    )
+    def __init__(self, merges: Sequence[tuple[str, str]]):
+        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
+        self.pairs = {left + right: (left, right) for left, right in merges}
+
+    def made(self, piece: str) -> int:
+        """The rank of the merge that makes a piece; -1 for a byte."""
+        return self.ranks[self.pairs[piece]] if piece in self.pairs else -1
+
+    def meet(self, left: str, right: str) -> bool:
+        """Whether two pieces side by side, each merged from its own bytes, still stand there when
+        their own merge comes: no earlier merge joined the end of one with the start of the other.
+
+        Goes back in time over the pairs of neighbours that met there. A merge takes its places from
+        left to right: of two equal pieces the left one was made first, and the left one is merged
+        with what is before it before a pair of the same rank takes it.
+        """
+        end = begin = self.ranks[left, right]  # when the merges come that take them away
+        while True:
+            if self.made(left) > self.made(right):
+                end = self.made(left)
+                left = self.pairs[left][1]
+            elif self.made(right) >= 0:
+                begin = self.made(right)
+                right = self.pairs[right][0]
+            else:
+                return True
+            rank = self.ranks.get((left, right))
+            if rank is not None and rank < end and rank <= begin:
+                return False
 
 
-def piece_ranks(
-    vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]
-) -> dict[bytes, int]:
-    """The ids of the 256 bytes and of all products by their bytes; no added piece is among them."""
-    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
-    pieces = [*byte_of, *(left + right for left, right in merges)]
-    return {bytes(byte_of[character] for character in piece): vocabulary[piece] for piece in pieces}
+@functools.cache
+def _byte_of() -> Mapping[str, int]:
+    return {character: byte for byte, character in enumerate(byte_alphabet())}
+
+
+def bytes_of(piece: str) -> bytes:
+    """The bytes of a piece; an added piece, which is not in the byte alphabet, is UTF-8."""
+    try:
+        return bytes(map(_byte_of().__getitem__, piece))
+    except KeyError:
+        return piece.encode("utf-8")

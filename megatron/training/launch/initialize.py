@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 
 from megatron import device as devices
 from megatron import launcher, log

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 
 from megatron import launcher, log
 from megatron.config.tree import Config

@@ -4,35 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.arguments import config_from
 from megatron.config.plan.plan import (
     bytes_per_rank,
-    make_plan,
     padded_vocab_size,
     parameters_per_rank,
 )
-from megatron.config.tree import Config
-
-SEED = dict(
-    num_layers=24,
-    hidden_size=1024,
-    num_attention_heads=16,
-    micro_batch_size=4,
-    global_batch_size=8,
-    seq_length=1024,
-    max_position_embeddings=1024,
-    train_iters=1000,
-    eval_interval=1,
-    eval_iters=10,
-    fp16=True,
-    lr=1.5e-4,
-    split="949,50,1",
-)
-
-
-def plan(world_size: int = 1, vocab_size: int = 50257, **changes):
-    config = config_from(Config, SEED | changes)
-    return config, make_plan(config, world_size, vocab_size)
+from tests.config.plan.seed_plan import plan
 
 
 def test_the_seeds_figures():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import random
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
 
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
@@ -26,6 +28,8 @@ from megatron.data.tokenizers.build import (
     build_tokenizer,
     tokenizer_from,
 )
+from tests import problems
+from tests.data.tokenizers.plain_bpe import PlainBPE, merge_symbols
 from tests.data.vocabularies import (
     ADVERSARIAL,
     MERGES,
@@ -69,7 +73,7 @@ def naive_merge(symbols: Sequence[str], ranks: dict[tuple[str, str], int]) -> li
         pieces = ["".join(piece) if isinstance(piece, tuple) else piece for piece in merged]
 
 
-class TestPlainBPE:
+class TestOracle:
     def test_alphabet(self) -> None:
         alphabet = gpt2_bpe.byte_alphabet()
         assert len(set(alphabet)) == 256
@@ -102,10 +106,7 @@ class TestPlainBPE:
         pairs = [
             tuple(merge.split(" ")) if " " in merge else (merge[0], merge[1]) for merge in merges
         ]
-        assert (
-            gpt2_bpe.merge_symbols(symbols, {pair: rank for rank, pair in enumerate(pairs)})
-            == pieces
-        )
+        assert merge_symbols(symbols, {pair: rank for rank, pair in enumerate(pairs)}) == pieces
 
     def test_merges_like_the_words_say(self) -> None:
         draw = random.Random(1)
@@ -119,16 +120,30 @@ class TestPlainBPE:
             draw.shuffle(merges)
             ranks = {pair: rank for rank, pair in enumerate(merges)}
             text = "".join(draw.choices("abc", k=draw.randint(0, 30)))
-            assert gpt2_bpe.merge_symbols(text, ranks) == naive_merge(text, ranks), (text, merges)
+            assert merge_symbols(text, ranks) == naive_merge(text, ranks), (text, merges)
+
+    def test_products_are_those_that_their_bytes_merge_into(self) -> None:
+        draw = random.Random(2)
+        unreached = 0
+        for _ in range(3000):
+            known = list("ab")
+            merges = []
+            while len(merges) < 12:
+                pair = (draw.choice(known), draw.choice(known))
+                if "".join(pair) not in known and len("".join(pair)) < 20:
+                    merges.append(pair)
+                    known.append("".join(pair))
+            ranks = {pair: rank for rank, pair in enumerate(merges)}
+            whole = [piece for piece in known[2:] if len(merge_symbols(piece, ranks)) == 1]
+            assert gpt2_bpe.products("merges.txt", merges) == whole, merges
+            unreached += len(whole) < len(merges)
+        assert 1000 < unreached < 3000
 
     def test_a_long_run_is_not_quadratic(self) -> None:
-        assert (
-            gpt2_bpe.merge_symbols("ab" * 50_000, {("a", "b"): 0, ("ab", "ab"): 1})
-            == ["abab"] * 25_000
-        )
+        assert merge_symbols("ab" * 50_000, {("a", "b"): 0, ("ab", "ab"): 1}) == ["abab"] * 25_000
 
     def test_cuts(self) -> None:
-        assert gpt2_bpe.gpt2_cuts("I'll say: 'S  x\n\n y 12a!? ") == [
+        assert regex.findall(gpt2_bpe.GPT2_PATTERN, "I'll say: 'S  x\n\n y 12a!? ") == [
             "I",
             "'ll",
             " say",
@@ -147,12 +162,14 @@ class TestPlainBPE:
 
     @pytest.mark.parametrize("text", ADVERSARIAL)
     def test_cuts_and_ids_lose_nothing(self, tiny: list[str], text: str) -> None:
-        assert "".join(gpt2_bpe.gpt2_cuts(text)) == text
-        tokenizer = GPT2BPETokenizer(*tiny, engine="plain")
+        assert "".join(regex.findall(gpt2_bpe.GPT2_PATTERN, text)) == text
+        plain = PlainBPE(*tiny)
+        assert plain.decode(plain.encode(text)) == text
+        tokenizer = GPT2BPETokenizer(*tiny, engine="tiktoken")
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
     def test_half_a_character_decodes_to_the_replacement(self, tiny: list[str]) -> None:
-        tokenizer = GPT2BPETokenizer(*tiny, engine="plain")
+        tokenizer = GPT2BPETokenizer(*tiny, engine="tiktoken")
         assert tokenizer.detokenize(tokenizer.tokenize("é")[:1]) == "\ufffd"
 
 
@@ -200,9 +217,18 @@ class TestFiles:
         vocab, merges = write_bpe(tmp_path)
         Path(merges).write_text("#version: 0.2\na b\nx y\n")  # xy has no id
         tokenizer = GPT2BPETokenizer(vocab, merges)
-        assert tokenizer.engine == "plain"
+        assert PlainBPE(vocab, merges).encode("abxy") == list(tokenizer.encode("abxy"))
         assert tokenizer.tokenize("abxy") == [tokenizer.tokenize("ab")[0], 0]
         assert f"{vocab} has no id for 1 of the 2 products" in capsys.readouterr().out
+
+    def test_a_byte_without_an_id_is_id_0(self, tmp_path: Path) -> None:
+        vocab, merges = write_bpe(tmp_path)
+        ids = json.loads(Path(vocab).read_text())
+        ids["another"] = ids.pop("z")
+        Path(vocab).write_text(json.dumps(ids))
+        tokenizer = GPT2BPETokenizer(vocab, merges)
+        assert tokenizer.tokenize("azhe") == PlainBPE(vocab, merges).encode("azhe")
+        assert tokenizer.tokenize("z") == [0]
 
 
 class TestGPT2BPETokenizer:
@@ -228,9 +254,10 @@ class TestGPT2BPETokenizer:
             2075,
             13,
         ]
-        assert gpt2_bpe.is_canonical(
-            gpt2_bpe.read_vocabulary(files[0]), gpt2_bpe.read_merges(files[1])
-        )
+        merges = gpt2_bpe.read_merges(files[1])
+        assert gpt2_bpe.products(files[1], merges) == [left + right for left, right in merges]
+        ids = gigatoken.digest_of_probe(PlainBPE(*files).encode)
+        assert ids == gigatoken.digest_of_probe(tokenizer.encode) == gigatoken.GPT2_PROBE
 
     def test_batches_are_arrays_of_the_asked_dtype(self, tiny: list[str]) -> None:
         tokenizer = GPT2BPETokenizer(*tiny)
@@ -241,57 +268,64 @@ class TestGPT2BPETokenizer:
         ]
 
     def test_half_a_surrogate_pair_is_refused(self, tiny: list[str]) -> None:
-        for engine in ("plain", None):
+        for engine in ("tiktoken", None):
             with pytest.raises(ValueError, match=r"character 2 of the text is U\+D800"):
                 GPT2BPETokenizer(*tiny, engine=engine).tokenize("ab\ud800")
 
     @pytest.mark.parametrize(
-        ("merges", "extra", "well_formed", "canonical"),
+        ("merges", "products"),
         [
-            (MERGES, [], True, True),
-            (["a b", "ab c", "b c"], [], True, True),
-            (["a b", "b c", "a bc"], [], True, False),  # abc is never reached: a b comes first
-            # bc is used before it is made; abc is made twice
-            (["a b", "ab c", "a bc", "b c"], [], False, False),
-            (["ab c", "a b"], [], False, False),
+            (MERGES, [merge.replace(" ", "") for merge in MERGES]),
+            (["a b", "ab c", "b c"], ["ab", "abc", "bc"]),
+            (["a b", "b c", "a bc"], ["ab", "bc"]),  # abc is never reached: a b comes first
         ],
     )
-    def test_what_engines_can_take(
-        self,
-        tmp_path: Path,
-        merges: list[str],
-        extra: list[str],
-        well_formed: bool,
-        canonical: bool,
+    def test_products_that_no_text_has_are_left_out(
+        self, tmp_path: Path, merges: list[str], products: list[str]
     ) -> None:
-        vocab, merge = write_bpe(tmp_path, merges, extra=extra)
-        made_of = gpt2_bpe.read_vocabulary(vocab), gpt2_bpe.read_merges(merge)
-        assert (gpt2_bpe.is_well_formed(*made_of), gpt2_bpe.is_canonical(*made_of)) == (
-            well_formed,
-            canonical,
-        )
+        files = write_bpe(tmp_path, merges)
+        assert gpt2_bpe.products(files[1], gpt2_bpe.read_merges(files[1])) == products
+        tokenizer = GPT2BPETokenizer(*files)
+        plain = PlainBPE(*files)
+        for text in map("".join, itertools.product("abc ", repeat=5)):
+            assert list(tokenizer.encode(text)) == plain.encode(text), text
 
-    def test_ids_out_of_order_are_not_for_tiktoken(self, tmp_path: Path) -> None:
-        vocab, merge = write_bpe(tmp_path, ["a b", "b c", "c d"])
+    @pytest.mark.parametrize(
+        ("merges", "number"),
+        [
+            (["a b", "ab c", "a bc", "b c"], 3),  # bc is used before it is made
+            (["a b", "b c", "ab c", "a bc"], 4),  # abc is made twice
+            (["ab c", "a b"], 1),
+            ([f"{'a' * 2**k} {'a' * 2**k}" for k in range(12)], 11),  # 2048 bytes
+        ],
+    )
+    def test_merges_that_are_no_bpe_are_one_message(
+        self, tmp_path: Path, merges: list[str], number: int
+    ) -> None:
+        tokenizer = GPT2BPETokenizer(*write_bpe(tmp_path, merges))  # training needs no engine
+        with problems.raises(ValueError, "tokenizer-file-malformed", "--merge-file", str(number)):
+            tokenizer.tokenize("abc")
+
+    @pytest.mark.parametrize("engine", ["tiktoken", None])
+    def test_ids_in_any_order(self, tmp_path: Path, engine: str | None) -> None:
+        """RoBERTa's ids, for one, do not rise with the merges."""
+        vocab, merge = write_bpe(tmp_path, ["a b", "b c", "c d", "ab c"])
         ids = json.loads(Path(vocab).read_text())
-        ids["ab"], ids["cd"] = ids["cd"], ids["ab"]
+        values = list(ids.values())
+        random.Random(1).shuffle(values)
+        ids = dict(zip(ids, values, strict=True))
         Path(vocab).write_text(json.dumps(ids))
-        assert not gpt2_bpe.is_canonical(
-            gpt2_bpe.read_vocabulary(vocab), gpt2_bpe.read_merges(merge)
-        )
-        tokenizer = GPT2BPETokenizer(vocab, merge)
-        assert tokenizer.engine != "tiktoken"
+        tokenizer = GPT2BPETokenizer(vocab, merge, engine=engine)
+        assert tokenizer.tokenize("abcd") == [ids["ab"], ids["cd"]]
         assert tokenizer.detokenize(tokenizer.tokenize("abcd")) == "abcd"
-        assert tokenizer.tokenize("abc") == [ids["ab"], ids["c"]]
+        plain = PlainBPE(vocab, merge)
+        assert [tokenizer.tokenize(text) for text in ADVERSARIAL] == list(
+            map(plain.encode, ADVERSARIAL)
+        )
 
     @pytest.mark.parametrize(
         ("missing", "engine"),
-        [
-            pytest.param((), "gigatoken", marks=pytest.mark.peers),
-            (("gigatoken",), "tiktoken"),
-            (("gigatoken", "tiktoken"), "tokenizers"),
-            (("gigatoken", "tiktoken", "tokenizers"), "plain"),
-        ],
+        [pytest.param((), "gigatoken", marks=pytest.mark.peers), (("gigatoken",), "tiktoken")],
     )
     def test_the_best_engine_there_is(
         self,
@@ -300,17 +334,16 @@ class TestGPT2BPETokenizer:
         missing: tuple[str, ...],
         engine: str,
     ) -> None:
-        if engine != "plain":
-            pytest.importorskip(engine)
+        pytest.importorskip(engine)
         there = importlib.util.find_spec
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: None if name in missing else there(name)
         )
         tokenizer = GPT2BPETokenizer(*tiny)
         assert tokenizer.engine == engine
-        expected = GPT2BPETokenizer(*tiny, engine="plain")
+        expected = PlainBPE(*tiny)
         assert [tokenizer.tokenize(text) for text in ADVERSARIAL] == [
-            expected.tokenize(text) for text in ADVERSARIAL
+            expected.encode(text) for text in ADVERSARIAL
         ]
 
     @pytest.mark.peers
@@ -338,33 +371,29 @@ class TestGPT2BPETokenizer:
 
         monkeypatch.setattr(gigatoken, "_as_json", special)
         tokenizer = GPT2BPETokenizer(*tiny)
-        assert tokenizer.engine != "gigatoken"
-        assert (
-            "gigatoken gives other ids than the vocabulary files on '<|endoftext|> a<|end"
-            in capsys.readouterr().out
-        )
+        assert tokenizer.engine == "tiktoken"
+        assert "gigatoken gives other ids" in capsys.readouterr().out
 
-    def test_without_any_engine_it_says_what_to_install(
-        self, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("package", ["tiktoken", "regex"])
+    def test_without_an_engine_it_says_what_to_install(
+        self, tiny: list[str], monkeypatch: pytest.MonkeyPatch, package: str
     ) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        monkeypatch.setattr(gpt2_bpe, "regex", None)
         tokenizer = GPT2BPETokenizer(*tiny)  # training needs no engine
-        with pytest.raises(ValueError, match="pip install regex"):
-            tokenizer.tokenize("a")
+        monkeypatch.setitem(sys.modules, package, None)
+        with problems.raises(ValueError, "package-missing", "--tokenizer-type", package):
+            tokenizer.tokenize("a\u0378")  # the pattern is left to regex there
 
-    def test_characters_newer_than_the_engines_are_left_to_the_plain_one(
-        self, tiny: list[str]
-    ) -> None:
+    def test_characters_newer_than_the_engines_are_cut_by_regex(self, tiny: list[str]) -> None:
         assert not any(map(gpt2_bpe.has_newer_characters, ["a", "é", "深", "😀", "\ue000", "½"]))
         assert all(map(gpt2_bpe.has_newer_characters, ["a\u0378", "\U0003ffff", "\U00050000"]))
         tokenizer = GPT2BPETokenizer(*tiny)
         tokenizer.__dict__["_engine"] = ("broken", lambda text: 1 / 0)
-        assert tokenizer.detokenize(tokenizer.tokenize("a\u0378b")) == "a\u0378b"
+        for text in ("a\u0378b", "\u0558's \u0c5c1 \ua7ce\U000323b0's"):
+            assert tokenizer.tokenize(text) == PlainBPE(*tiny).encode(text)
         with pytest.raises(ZeroDivisionError):
             tokenizer.tokenize("é")
 
-    def test_endless_blanks_are_left_to_the_plain_one(self, tiny: list[str]) -> None:
+    def test_endless_blanks_are_cut_by_regex(self, tiny: list[str]) -> None:
         tokenizer = GPT2BPETokenizer(*tiny)
         for before in (0, 1, 9_999, 123_456):
             assert gpt2_bpe.has_endless_blank("x" * before + "\t " * 500_000 + "x")
@@ -374,8 +403,8 @@ class TestGPT2BPETokenizer:
             )
         )
         tokenizer.__dict__["_engine"] = ("broken", lambda text: 1 / 0)
-        tokenizer._plain.encode = len  # the ids would take seconds
-        assert tokenizer.encode("a" + " " * 1_000_001 + "b") == 1_000_003
+        text = "a" + " " * 1_000_001 + "b"
+        assert tokenizer.detokenize(tokenizer.encode(text)) == text
 
     def test_identity_follows_the_content(self, tiny: list[str], tmp_path: Path) -> None:
         before = GPT2BPETokenizer(*tiny).identity()

@@ -6,32 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.load_tool import load_tool
 from tests.tools.convert.hf_models import VOCAB, edit_config, make, rewrite_on_ranks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers
 IDS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def tool():
-    """The tool as a module."""
-    return load_tool("convert_checkpoint")
-
-
-@pytest.fixture
-def convert(tool, capfd):
-    """Call the tool as its command line would; it must succeed, or fail and say why."""
-
-    def call(*words, fails: bool = False) -> str:
-        capfd.readouterr()
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == int(fails), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
-
-    return call
 
 
 EXPERT = "experts.3.down_proj.weight"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron.inference.load_model import open_trained_model
-from tests.load_tool import load_tool
 from tests.problems import assert_problem
 from tests.tools.convert.hf_models import (
     IDS,
@@ -27,27 +26,6 @@ from tools.convert.dialect import LLAMA3
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.peers
-
-
-@pytest.fixture(scope="module")
-def tool():
-    """The tool as a module."""
-    return load_tool("convert_checkpoint")
-
-
-@pytest.fixture
-def convert(tool, capfd):
-    """Call the tool as its command line would: it must succeed, or fail with errors or
-    (fails="out") a verdict."""
-
-    def call(*words, fails: bool | str = False) -> str:
-        capfd.readouterr()
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == (1 if fails else 0), f"exit code {code}\n{out}{errors}"
-        return errors if fails is True else out
-
-    return call
 
 
 def logits_of(folder) -> torch.Tensor:

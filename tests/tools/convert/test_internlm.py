@@ -11,7 +11,6 @@ import torch
 
 from megatron.config.checks.paths import of_another_suite
 from megatron.inference.load_model import open_trained_model
-from tests.load_tool import load_tool
 from tests.tools.in_process import use_it
 
 transformers = pytest.importorskip("transformers")
@@ -107,20 +106,6 @@ def write_folder(folder, model, tp, pp, up="w2", split_hidden=False, **changes):
         | changes,
         folder / "model_config.pt",
     )
-
-
-@pytest.fixture
-def convert(capfd):
-    """Call the tool; it must succeed, or fail and say why."""
-    tool = load_tool("convert_checkpoint")
-
-    def call(*words, fails: bool = False) -> str:
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == int(fails), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
-
-    return call
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.forkrun import RanksFailed, run_ranks
 from tests.load_tool import load_tool
 from tests.tools.convert.megatron_files import LLAMA, stacked_tensors, write_torch_dist
 from tests.tools.in_process import use_it
-from tools.benchmarks.convert import make_model
+from tools.benchmarks.cases.llama_files import make_model
 from tools.convert.stores.kept_shards import NAME
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.forkrun import run_ranks
-from tests.load_tool import load_tool
 from tests.model.tiny import tiny_model
 from tests.tools.convert.megatron_files import (
     IDS,
@@ -21,27 +20,6 @@ from tests.tools.convert.megatron_files import (
     on_a_rank,
 )
 from tests.tools.in_process import use_it
-
-
-@pytest.fixture(scope="module")
-def tool():
-    """The tool as a module."""
-    return load_tool("convert_checkpoint")
-
-
-@pytest.fixture
-def convert(tool, capfd):
-    """Call the tool as its command line would; it must succeed, or fail and say why."""
-
-    def call(*words, fails: bool = False) -> str:
-        capfd.readouterr()
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == int(fails), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
-
-    return call
-
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 SAMPLE = {("llama", (2, 2)), ("gpt2", (1, 2))}

@@ -14,7 +14,6 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint.filesystem import Disk
 from tests.forkrun import run_ranks
-from tests.load_tool import load_tool
 from tests.model.tiny import tiny_config, tiny_model
 from tests.problems import assert_problem
 from tests.tools.convert.megatron_files import (
@@ -41,26 +40,6 @@ MOE = LLAMA | dict(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
 )
-
-
-@pytest.fixture(scope="module")
-def tool():
-    """The tool as a module."""
-    return load_tool("convert_checkpoint")
-
-
-@pytest.fixture
-def convert(tool, capfd):
-    """Call the tool as its command line would; it must succeed, or fail and say why."""
-
-    def call(*words, fails: bool = False) -> str:
-        capfd.readouterr()
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == int(fails), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
-
-    return call
 
 
 def model_of(flags):

@@ -11,7 +11,6 @@ import torch
 
 from megatron.checkpoint import store
 from tests.forkrun import run_ranks
-from tests.load_tool import load_tool
 from tests.model.tiny import tiny_model
 from tests.runs import train
 from tests.tools.convert.megatron_files import (
@@ -41,26 +40,6 @@ SCHEDULE = dict(
 )
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 COUNTED = dict(consumed_train_samples=12, consumed_valid_samples=0)
-
-
-@pytest.fixture(scope="module")
-def tool():
-    """The tool as a module."""
-    return load_tool("convert_checkpoint")
-
-
-@pytest.fixture
-def convert(tool, capfd):
-    """Call the tool as its command line would; it must succeed, or fail and say why."""
-
-    def call(*words, fails: bool = False) -> str:
-        capfd.readouterr()
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == int(fails), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
-
-    return call
 
 
 @pytest.mark.peers

@@ -17,8 +17,9 @@ from tests.problems import assert_problem
 from tools.convert import verification
 from tools.convert.families import config_for, unverified
 from tools.convert.family_table import FAMILIES
+from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
-from tools.convert.native import Incoming, write_checkpoint
+from tools.convert.native import write_checkpoint
 
 LLAMA = dict(
     swiglu=True,
@@ -84,7 +85,8 @@ def export(tmp_path, capfd):
         config = model_of(**flags)
         model = tiny_model(vocab=VOCAB, padded=VOCAB, **LLAMA | flags)
         weights = [
-            Incoming(p.sharding.name, p.dtype, tuple(p.shape), p.detach) for p in model.parameters()
+            PendingTensor(p.sharding.name, p.dtype, tuple(p.shape), p.detach)
+            for p in model.parameters()
         ]
         tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1}
         write_checkpoint(tmp_path / "ours", config, weights, VOCAB, "", [], flags=tokenizer)

@@ -12,7 +12,6 @@ from megatron.checkpoint.state import RunState
 from megatron.checkpoint.tensor_slices import whole
 from megatron.config.tree import Config
 from megatron.inference.load_model import open_trained_model
-from tests.load_tool import load_tool
 from tests.model.tiny import tiny_config, tiny_model
 
 VOCAB = 61
@@ -24,26 +23,6 @@ FLAGS = dict(
     normalization="RMSNorm",
 )
 IDS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module")
-def tool():
-    """The tool as a module."""
-    return load_tool("convert_checkpoint")
-
-
-@pytest.fixture
-def convert(tool, capfd):
-    """Call the tool as its command line would; it must succeed, or fail and say why."""
-
-    def call(*words, fails: bool = False) -> str:
-        capfd.readouterr()
-        code = tool.main([str(word) for word in words])
-        out, errors = capfd.readouterr()
-        assert code == int(fails), f"exit code {code}\n{out}{errors}"
-        return errors if fails else out
-
-    return call
 
 
 def write_ours(folder, model, **flags) -> None:

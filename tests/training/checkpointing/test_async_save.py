@@ -17,35 +17,8 @@ from megatron.checkpoint.async_writer import Writer
 from megatron.training import loop
 from megatron.training.checkpointing import save
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, same_tensors, train, write_text
-
-BASE = [
-    *SMALL,
-    "--train-iters",
-    "7",
-    "--split",
-    "100,0,0",
-    "--eval-iters",
-    "0",
-    "--save-interval",
-    "2",
-]
-EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data") / "text", 300)
-
-
-def run(folder: Path, data: str, world: int, *extra: str, hook=None, **more):
-    return train(
-        folder,
-        [*BASE, "--data-path", data, "--save", str(folder / "save"), *extra],
-        world,
-        hook=hook,
-        **more,
-    )
+from tests.runs import EXACT, same_tensors
+from tests.training.checkpointing.saving_runs import run
 
 
 @pytest.fixture(

@@ -21,10 +21,9 @@ from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
 from tests.forkrun import RanksFailed
 from tests.problems import assert_problem
-from tests.runs import SMALL, same_tensors, train, with_flags, write_text
+from tests.runs import EXACT, SMALL, same_tensors, train, with_flags, write_text
 from tests.training.built_runs import built
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 BASE = [
     *SMALL,
     "--train-iters",

@@ -15,42 +15,17 @@ from megatron.training import loop
 from megatron.training.checkpointing import save as saving
 from megatron.training.run import Services
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, late_from, same_tensors, train, with_flags, write_text
+from tests.runs import EXACT, late_from, same_tensors, train, with_flags
 from tests.training.checkpointing.refusing_disk import BROKEN, FULL, LOCKED, refuse
+from tests.training.checkpointing.saving_runs import BASE, run
 
-BASE = [
-    *SMALL,
-    "--train-iters",
-    "7",
-    "--split",
-    "100,0,0",
-    "--eval-iters",
-    "0",
-    "--save-interval",
-    "2",
-]
-EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
 SIZES = (1, 2)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data") / "text", 300)
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=["dp 1", "dp 2"])
 def plain(request, tmp_path_factory, data):
     """(number of ranks, run whose saves succeed)."""
     return request.param, run(tmp_path_factory.mktemp("plain"), data, request.param)
-
-
-def run(folder, data: str, world: int, *extra: str, hook=None):
-    return train(
-        folder,
-        [*BASE, "--data-path", data, "--save", str(folder / "save"), *extra],
-        world,
-        hook=hook,
-    )
 
 
 def names(folder) -> list[str]:

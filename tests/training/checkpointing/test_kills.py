@@ -6,20 +6,18 @@ from __future__ import annotations
 import functools
 import os
 import random
-import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import filesystem, store
-from megatron.training import loop
+from megatron.checkpoint import store
 from tests.forkrun import RanksFailed
 from tests.parity.layouts import DISTRIBUTED, PP, SP, TP
-from tests.runs import SMALL, Finished, same_tensors, train, write_text
+from tests.runs import EXACT, SMALL, Finished, same_tensors, train, write_text
+from tools.benchmarks.faults import inject
+from tools.benchmarks.faults.inject import Fault
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 BASE = [
     *SMALL,
     "--train-iters",
@@ -35,44 +33,13 @@ BASE = [
     "--keep-last",
     "2",
 ]
+PLACES = ("step", "data", "forward", "backward", "reduction", "optimizer")
 LAYOUTS = [(1, ()), (2, DISTRIBUTED), (2, (TP, "2", SP)), (2, (PP, "2"))]
 
 
-def die(marker: str) -> None:
-    """Leave word that this was on purpose, then die."""
-    os.close(os.open(marker, os.O_WRONLY | os.O_CREAT))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_in_a_save(marker: str, rank: int, at: int) -> None:
-    """A hook: this rank dies before the `at`-th change that it makes to the file system."""
-    left = at
-
-    def step(self, action: str, path: Path) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            die(marker)
-
-    if int(os.environ["RANK"]) == rank:
-        filesystem.Disk.step = step
-
-
-def kill_some_time(marker: str, rank: int, at: int, seconds: float) -> None:
-    """A hook: this rank dies so many seconds after its `at`-th iteration has begun, wherever it
-    then is."""
-    step = loop.train_step
-    count = 0
-
-    def counted(*args):
-        nonlocal count
-        count += 1
-        if count == at:
-            threading.Timer(seconds, die, [marker]).start()
-        return step(*args)
-
-    if int(os.environ["RANK"]) == rank:
-        loop.train_step = counted
+def kill(fault: Fault, folder: Path) -> None:
+    """A hook: the fault comes to its rank."""
+    inject.install([fault], int(os.environ["RANK"]), folder)
 
 
 class Campaign:
@@ -97,7 +64,6 @@ class Campaign:
             whole = self.folder / f"straight-{number}"
             self.straight[number] = train(whole, self.argv(whole, layout), world)
         folder = self.folder / f"killed-{seed}"
-        marker = self.folder / "marker"
         kills = 0
         in_saves = 0
         argv = self.argv(
@@ -106,23 +72,20 @@ class Campaign:
         while True:
             rank = rng.randrange(world)
             in_save = 2 * in_saves <= kills
-            hook: Callable[[], None] = functools.partial(
-                kill_some_time, str(marker), rank, rng.randint(1, 12), rng.random() * 0.03
-            )
-            if in_save:
-                hook = functools.partial(
-                    kill_in_a_save, str(marker), rank, rng.randint(1, 120 if rank == 0 else 60)
-                )
+            place = "write" if in_save else rng.choice(PLACES)
+            most = 12 if not in_save else 120 if rank == 0 else 60
+            fault = Fault("SIGKILL", place, rank, rng.randint(1, most))
+            hook = functools.partial(kill, fault, self.folder)
             try:
                 done = train(folder, argv, world, hook=hook)
                 break
             except RanksFailed:
-                if not marker.exists():
+                if not inject.injected(self.folder):
                     raise
-                marker.unlink()
+                (self.folder / "injected.0").unlink()
                 kills = kills + 1
                 in_saves = in_saves + in_save
-        marker.unlink(missing_ok=True)
+        (self.folder / "injected.0").unlink(missing_ok=True)
         assert "cannot load" not in done.first_rank_log, "a damaged checkpoint was met"
         whole = self.straight[number]
         assert done.series(*EXACT) == whole.series(*EXACT), f"seed {seed}"

@@ -24,10 +24,9 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.training import loop
 from megatron.training.checkpointing.local_copies import partners
 from tests.forkrun import RanksFailed, run_ranks
-from tests.runs import SMALL, Finished, same_tensors, train, with_flags, write_text
+from tests.runs import EXACT, SMALL, Finished, same_tensors, train, with_flags
 from tests.training.checkpointing.refusing_disk import FULL
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "consumed_samples", "learning_rate")
 BASE = (
     *SMALL,
     *"--train-iters 7 --split 100,0,0 --eval-iters 0 --save-interval 3".split(),
@@ -45,11 +44,6 @@ LAYOUTS = {
     "dp 4, every rank a whole optimizer": (4, []),
     "dp 2, bf16, an asynchronous save": (2, [SHARDS, "--bf16", "--async-save"]),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data") / "text", 300)
 
 
 class Place:

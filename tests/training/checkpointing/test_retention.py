@@ -11,16 +11,10 @@ import pytest
 from megatron.checkpoint import retention, store
 from megatron.training import loop
 from megatron.training.launch.control_file import ControlFile
-from tests.runs import SMALL, Finished, same_tensors, train, with_flags, write_text
+from tests.runs import EXACT, SMALL, Finished, same_tensors, train, with_flags
 from tests.training.checkpointing.refusing_disk import FULL, refuse
 
-EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
 BASE = [*SMALL, "--train-iters", "12", "--split", "100,0,0", "--eval-iters", "0"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data") / "text", 300)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import re
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -257,6 +258,12 @@ def test_attacks_before_the_ranks_are_complete(capsys):
             assert_closed(stranger)
         assert capsys.readouterr().out.count("closed a connection") <= 1, name
         assert ranks.server._thread.is_alive(), name
+    for _ in range(50):  # reset in the middle of a message
+        with socket.create_connection(("127.0.0.1", ranks.server.port), 5) as stranger:
+            stranger.sendall(b'{"kind": "hello", ')
+            linger = struct.pack("ii", 1, 0)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    assert capsys.readouterr().out.count("closed a connection") <= 1
     # on one from another run, which knows neither token nor secret
     with pytest.raises(OSError):
         MonitorClient(
@@ -481,6 +488,19 @@ def test_ranks_that_wait_for_each_other_and_the_one_at_odds(monkeypatch, capfd):
         line.begin(ITERATION)
     assert named(ranks, 3) == {(2, HUNG)}
     assert "rank 0-1 in all_reduce over dp" in capfd.readouterr().err
+
+
+def test_many_ranks(monkeypatch, capfd):
+    """A rank costs the server the same whatever their number, and one of 150 is named."""
+    begun = time.process_time()
+    ranks = Ranks(150, 150)
+    assert time.process_time() - begun < 150 * 0.02
+    for rank, line in enumerate(ranks.lines):
+        where = "all_reduce over tp" if rank == 100 else "all_reduce over dp"
+        monkeypatch.setattr(line, "_waits", lambda where=where: where)
+        line.begin(ITERATION)
+    assert named(ranks, 150) == {(100, HUNG)}
+    assert "rank 0-99, 101-149 in all_reduce over dp" in capfd.readouterr().err
 
 
 def test_progress_is_no_hang(monkeypatch):

@@ -4,8 +4,6 @@ of their time runs."""
 from __future__ import annotations
 
 import functools
-import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import torch
 
 from megatron.training import loop
 from tests import recorder
-from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 COUNTED = ("--log-subsets", "--log-accuracy")
@@ -108,18 +105,3 @@ def test_no_wait_of_their_own(tmp_path):
         )
         texts.append((tmp_path / name / "waits").read_text())
     assert texts[0] == texts[1] and "tolist" in texts[0]
-
-
-@pytest.mark.campaign
-def test_the_benchmark_of_their_time(capsys):
-    """Its table; of a model so small the share is no figure."""
-    sys.path.insert(0, "tools/benchmarks")
-    tiny = "tiny:layers=1,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64"
-    assert load_tool("benchmarks/metrics").main(["--repeats", "2", "--size", tiny]) in (0, 1)
-    head, *rows, last = capsys.readouterr().out.splitlines()
-    assert head == "tiny: 1 x 2 samples of 16 tokens, one thread, 3 subsets" and len(rows) == 4
-    assert re.fullmatch(
-        r"together [\d.]+ us of a step of \d+ us: [\d.]+ % \(goal: at most 1 %\)", last
-    )
-    assert load_tool("benchmarks/metrics").main(["--size", "none"]) == 2
-    assert "error: --size" in capsys.readouterr().err

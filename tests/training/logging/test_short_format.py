@@ -201,3 +201,8 @@ def test_long_parts_fold_and_nothing_is_wider():
 )
 def test_numbers(function, value, text):
     assert function(value) == text
+
+
+def test_a_damaged_evaluation_does_not_end_the_reading_of_a_log():
+    text = " validation at iteration 4 | loss 2.25 | perplexity 9.4 | bits per byte 1.65.04\n"
+    assert read_text(text).evaluations == [Evaluation(4, "validation", 2.25, 1.65)]

@@ -14,30 +14,26 @@ import contextlib
 import gc
 import io
 import json
+import resource
 import statistics
 import sys
 import time
 import traceback
 import weakref
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import step_profile
 import torch
-from ceiling import peak_of
-from processes import make_job
+from rates import peak_of
 from sizes import parse_size
 from steps import NEXT_PROCESS
-from worker import TrainingSteps, device_of
+from training import Training
 
 from megatron import device as devices
 
 WARM_UP = 3  # the first steps make cuDNN's plans and compile kernels
-CONTESTANTS = {
-    "ours": ("ours", []),
-    "ours-compiled": ("ours", ["--torch-compile"]),
-    "bare-compiled": ("bare", []),
-}
 LEFT_BYTES = 1 << 30  # of device memory that may stay allocated after a contestant
 
 
@@ -45,41 +41,71 @@ def measure(cell: str, device: str, folder: Path, steps: int) -> tuple[dict[str,
     """(the figures of CONTESTANT@SIZE, a weak reference to its first parameter)."""
     name, _, text = cell.partition("@")
     size = parse_size(text)
-    kind, flags = CONTESTANTS[name]
     start = folder / f"{size.name}.pt"
-    compiled = name.endswith("compiled")
-    job = make_job(
-        kind, size, dtype="bf16", device=device, compiled=compiled, flags=flags, start=str(start)
-    )
+    kind, _, compiled = name.partition("-")
     began = time.perf_counter()
-    steps_of = TrainingSteps(job)
+    training = Training(
+        kind,
+        asdict(size),
+        "bf16",
+        device,
+        start=str(start),
+        compiled=bool(compiled),
+        warmup=WARM_UP,
+    )
     built = time.perf_counter() - began
-    alive = weakref.ref(next(iter(steps_of._runner.parameters())))
+    alive = weakref.ref(next(iter(training.runner.parameters())))
     if name == "ours":
-        steps_of.save_start(str(start), WARM_UP + steps)
-        (folder / f"{size.name}.flops").write_text(str(steps_of.facts["flops_per_step"]))
+        training.save_start(str(start), WARM_UP + steps)
+        (folder / f"{size.name}.flops").write_text(str(training.flops))
     _reset_peak(device)
-    warm = steps_of.warm_up(WARM_UP)
-    timed = [steps_of.turn(0, 1)["seconds"] for _ in range(steps)]
+    losses = training.warm_up()
+    timed = [training.turn() for _ in range(steps)]
+    facts = training.facts()
     row = {
         "build s": built,
-        "compile s": warm["compile_seconds"],
-        "losses": warm["losses"],
+        "compile s": facts.get("compile s"),
+        "losses": losses,
         "ms": 1e3 * statistics.median(timed),
         "spread ms": 1e3 * (max(timed) - min(timed)),
         "tokens/s": size.tokens / statistics.median(timed),
-        "peak GiB": steps_of.turn(0, 1)["peak_bytes"] / 2**30,
+        "peak GiB": facts.get("peak GB", peak_gb()) * 1e9 / 2**30,
     }
     flops = int((folder / f"{size.name}.flops").read_text())
     row["TFLOP/s"] = flops / statistics.median(timed) / 1e12
-    peak = peak_of(devices.name(device_of(job)))
+    peak = peak_of(devices.name(training.device))
     if peak:
         row["MFU %"] = 100 * row["TFLOP/s"] / peak
     try:
-        row["kernels"] = step_profile.kernels(steps_of._runner.step)
+        row["kernels"] = kernels(training.runner.step)
     except Exception as error:  # a container may forbid it; the times are there
         row["kernels"] = [[f"no profile: {error}"[:200], 0, 0.0]]
     return row, alive
+
+
+def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
+    """(name, how often, seconds) of each kernel of one step on a device, or of each operation on a
+    CPU, the longest first."""
+    activities = torch.profiler.supported_activities()
+    if not torch.accelerator.is_available():
+        activities = {torch.profiler.ProfilerActivity.CPU}
+    with torch.profiler.profile(activities=activities) as run:
+        step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+    rows = run.key_averages()
+    found = [  # of the device, without ranges of names, which hold kernels
+        (row.key, row.count, row.self_device_time_total / 1e6)
+        for row in rows
+        if not str(row.device_type).endswith("CPU")
+        and not getattr(row, "is_user_annotation", False)
+    ] or [(row.key, row.count, row.self_cpu_time_total / 1e6) for row in rows]
+    return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+
+
+def peak_gb() -> float:
+    """The most memory that this process has had."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
 
 
 def _reset_peak(device: str) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rates import make_clock, matmul_rate, peak_of
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from worker import Machine, make_clock
 
 from megatron import device as devices
 from megatron.kernels.cuda.availability import unavailable_reason
@@ -56,7 +56,7 @@ class Probe:
         self.dtype = torch.bfloat16
         self.figures: dict[str, Any] = {}
         self.failed: set[str] = set()
-        self._clock = make_clock("wall", device)
+        self._clock = make_clock(device)
 
     def note(self, name: str, measure: Callable[[], Any]) -> None:
         """The figure `name`, or why there is none."""
@@ -85,8 +85,15 @@ class Probe:
 
     def machine(self) -> dict[str, Any]:
         """Names and versions."""
-        job = {"device": self.device.type, "clock": "wall", "dtypes": ["bf16"]}
-        facts = {**Machine(job).facts, "python": platform.python_version()}
+        name = devices.name(self.device)
+        facts = {
+            "device_name": name,
+            "peak_tflops": peak_of(name) if self.device.type == "cuda" else None,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "matmul_tflops": {"bf16": matmul_rate(self.device, self.dtype)},
+        }
         for name in ("numpy", "triton", "transformers", "nvidia-cudnn-cu13"):
             with contextlib.suppress(metadata.PackageNotFoundError):
                 facts[name] = metadata.version(name)

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "benchmarks" / "step")]
+BENCHMARKS = ROOT / "tools" / "benchmarks"
+sys.path[:0] = [str(ROOT), str(BENCHMARKS), str(BENCHMARKS / "step")]
 
 import steps  # noqa: E402
-from checkouts import commit_of  # noqa: E402
+from processes import commit_of  # noqa: E402
 from session import Failed, Session  # noqa: E402
 from summary import summary, write_kernels  # noqa: E402
 

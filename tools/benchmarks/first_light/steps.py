@@ -9,8 +9,8 @@ import os
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from race import TOLERANCE
 from session import HERE, ROOT, Failed, Session, problems_of
+from sizes import TOLERANCE
 
 NEXT_PROCESS = 3  # exit code of one_process.py that leaves the next contestants to another one
 LOSS_TOLERANCE = 1e-3  # relative, fp32 on the device and on the CPU

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import aligned
 from steps import short
-from table import aligned
 
 TABLE = 25  # kernels of each contestant that are kept
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from bare_model import BareModel
+from bare_model import BareModel, megatron_to_bare
 from sizes import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Size
 from torch import Tensor, nn
 
@@ -71,9 +71,8 @@ class BareLoop:
         return total.item()
 
 
-def build_bare(size: Size, state: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
-    """The bare model with the weights `state` (as `bare_model.megatron_to_bare` gives them), and
-    its loss."""
+def build(size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
+    """The bare model with our weights (by Megatron's names), and its loss."""
     model = BareModel(size)
-    model.load_state_dict(state, strict=False)
+    model.load_state_dict(megatron_to_bare(weights, size.heads), strict=False)
     return model, lambda m, tokens, labels: m(tokens, labels)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 import torch  # noqa: E402
-from ceiling import PEAKS  # noqa: E402
+from rates import PEAKS  # noqa: E402
 from sizes import Size, command_line  # noqa: E402
 
 from megatron.analysis.trace import recorder, traced_rank  # noqa: E402

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import transformers
 from bare_loop import LossOf
+from bare_model import megatron_to_bare
 from sizes import Size
 from torch import Tensor, nn
 
@@ -26,11 +27,11 @@ LLAMA_NAMES = {
 }
 
 
-def build_transformers(size: Size, state: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
-    """transformers' model of this size with the weights `state` of a BareModel, as fast as its
+def build(size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
+    """transformers' model of this size with our weights (by Megatron's names), as fast as its
     options make it; and its loss."""
     model = _gpt(size) if size.family == "gpt" else _llama(size)
-    model.load_state_dict(bare_to_transformers(state, size))
+    model.load_state_dict(bare_to_transformers(megatron_to_bare(weights, size.heads), size))
 
     def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss

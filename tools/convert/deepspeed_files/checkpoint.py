@@ -16,10 +16,10 @@ from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec
 from megatron.small_files import read_text
 from tools.convert.deepspeed_files.optimizer import ZeroOptimizer
+from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
 from tools.convert.megatron_layout import MegatronCheckpoint, Part, megatron_import
 from tools.convert.megatron_names import our_name
-from tools.convert.native import Incoming
 from tools.convert.torch_files import TorchFile, Unpickler
 
 LATEST = "latest"
@@ -142,15 +142,15 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
         self,
         table: Mapping[str, ParameterSpec],
         model: ModelConfig,
-        weights: Sequence[Incoming],
-    ) -> list[Incoming]:
+        weights: Sequence[PendingTensor],
+    ) -> list[PendingTensor]:
         """The optimizer's tensors under our names, or none."""
         if self._zero is None:
             return []
         by_name = {one.name: one for one in weights}
         made = self._zero.tensors(table, self._names, by_name)
         return [
-            Incoming(f"optimizer.{kind}.{name}", torch.float32, table[name].shape, make)
+            PendingTensor(f"optimizer.{kind}.{name}", torch.float32, table[name].shape, make)
             for kind, tensors in made.items()
             for name, make in tensors.items()
             # of an fp32 model the main weights are the weights

@@ -28,7 +28,7 @@ from megatron.config.plan.parameters import (
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.choices import MLP_ORDERS
 from tools.convert.config_keys import is_unset, names_of, not_known
-from tools.convert.hf_files import new_folder, work_folder
+from tools.convert.hf_files import PendingTensor, new_folder, work_folder
 from tools.convert.internlm_files.optimizer import (
     Ranks,
     has_optimizer,
@@ -37,7 +37,7 @@ from tools.convert.internlm_files.optimizer import (
     run_state,
 )
 from tools.convert.links import QKV, ConversionError
-from tools.convert.native import Incoming, write_checkpoint
+from tools.convert.native import write_checkpoint
 from tools.convert.torch_files import StoredPart, Unpickler
 
 MODEL_CONFIG = "model_config.pt"
@@ -306,7 +306,7 @@ def internlm_import(
             there = [places[name] for name in names]
             problems += _misfits(spec.name, spec.shape, there, names, tp, split, source)
             weights.append(
-                Incoming(
+                PendingTensor(
                     spec.name, there[0].dtype, spec.shape, _Merge(model, spec.name, there, split)
                 )
             )
@@ -320,7 +320,7 @@ def internlm_import(
             shards = optimizer_parts(source, unpickler, ranks)
             state = run_state(source, unpickler, run, model, shards)
             weights += [
-                Incoming(
+                PendingTensor(
                     f"optimizer.{kind}.{one.name}",
                     torch.float32,
                     one.shape,

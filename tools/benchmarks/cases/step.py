@@ -1,0 +1,118 @@
+"""Whole training steps: dense models, models with experts, parallel layouts, dropout and document
+masks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from harness import Case, Setup, Side, benchmark
+from sizes import AUX_COEFF, TOLERANCE, Size, parse_size
+
+TRAINING = "training:Training"
+SMALL = "tiny:layers=1,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64"
+LAYOUT_SIZE = (
+    "peers:layers=4,hidden=256,heads=4,ffn=688,seq=256,micro_batch=4,micro_batches=4,"
+    "vocab=50304,family=llama"
+)
+LAYOUTS = (
+    "tp2=2 --tensor-model-parallel-size 2",
+    "tp2+sp=2 --tensor-model-parallel-size 2 --sequence-parallel",
+    "dp2=2",
+    "pp2=2 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
+)
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+MASKS = "--reset-attention-mask"
+
+
+@benchmark
+def step(
+    setup: Setup,
+    size: str | tuple = ("nano", "gpt10m", "llama30m", "gpt124m"),
+    dtype: str | tuple = ("fp32", "bf16"),
+    compiled: int = 0,
+    flags: str = "",
+) -> Iterator[Case]:
+    """A step of pretrain_gpt.py, data and log line included; peers: a bare torch loop (bare),
+    transformers' model in it, on a CPU each with its fastest setting of threads. compiled=1: all by
+    torch.compile; flags: of pretrain_gpt.py, for ours."""
+    shape = parse_size(SMALL if setup.small else size)
+    start = str(setup.folder / f"{shape.name}-{dtype}.pt")
+    common: dict[str, Any] = {"size": asdict(shape), "dtype": dtype, "device": setup.device}
+    common |= {"compiled": bool(compiled), "warmup": 2 if setup.device == "cpu" else 5}
+    ours = {"kind": "ours", "flags": shlex.split(flags), **common}
+    sides = setup.ours("ours", TRAINING, ours, prepare=("save_start", start))
+    for name, needs in (("bare", ""), ("transformers", "transformers")):
+        other = {"kind": name, "start": start, **common}
+        sides += setup.peer(name, needs, TRAINING, other, settings=setup.settings)
+    together = setup.device == "cpu"
+    yield Case(f"{shape.name} {dtype}", sides, shape.tokens, "tokens", TOLERANCE[dtype], together)
+
+
+@benchmark
+def moe(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]:
+    """A step of a Llama with 64 experts, top 8 (124M parameters, 25M active); peer: transformers'
+    Qwen3-MoE in a bare loop."""
+    shape = Size("moe", 8, 384, 6, 256, 4, 8192, "llama", 192)
+    experts, topk = 64, 8
+    if setup.small:
+        shape = Size("small", 1, 64, 2, 32, 2, 256, "llama", 32)
+        experts, topk = 8, 2
+    flags = (
+        f"--num-experts {experts} --moe-router-topk {topk} --moe-ffn-hidden-size {shape.ffn_size} "
+        f"--qk-layernorm --moe-aux-loss-coeff {AUX_COEFF}"
+    ).split()
+    start = str(setup.folder / f"moe-{dtype}.pt")
+    common = {"size": asdict(shape), "dtype": dtype}
+    ours = {"kind": "ours", "flags": flags, **common}
+    sides = setup.ours("ours", TRAINING, ours, prepare=("save_start", start))
+    other = {"kind": "qwen3-moe", "start": start, "topk": topk, **common}
+    sides += setup.peer("transformers", "transformers", TRAINING, other, settings=setup.settings)
+    yield Case(f"{experts} experts {dtype}", sides, shape.tokens, "tokens", TOLERANCE[dtype])
+
+
+@benchmark
+def masks(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]:
+    """A step of 2 layers of 256 at sequence 2048 with dropout, and with documents of 256 tokens,
+    beside one without."""
+    shape = Size("masks", 2, 256, 4, seq=2048, micro_batch=1, vocab=256)
+    if setup.small:
+        shape = parse_size(SMALL)
+    for name, flags in (("dropout", DROPOUT), ("document masks", MASKS)):
+        sides = []
+        for side, words in ((name, flags), ("without", "")):
+            given = {"kind": "ours", "size": asdict(shape), "dtype": dtype, "flags": words.split()}
+            given["agrees"] = False
+            sides.append(Side(side, TRAINING, given))
+        yield Case(f"{name} {dtype}", sides, shape.tokens, "tokens")
+
+
+@benchmark
+def layouts(
+    setup: Setup,
+    layout: str | tuple = LAYOUTS,
+    size: str = LAYOUT_SIZE,
+    dtype: str = "fp32",
+    flags: str = "",
+) -> Iterator[Case]:
+    """A step of two ranks of one thread beside that of one rank and of two independent runs (two
+    apart: what two cores can give); layout='NAME=RANKS FLAGS'. Peer: megatron-core's model, tensor
+    parallel (sizes with family=llama, fp32)."""
+    shape = parse_size(SMALL + ",family=llama,micro_batches=2" if setup.small else size)
+    name, _, rest = layout.partition("=")
+    ranks, *words = shlex.split(rest)
+    common = {"size": asdict(shape), "dtype": dtype}
+    ours = {"kind": "ours", **common}
+    given = {**ours, "flags": [*words, *shlex.split(flags)]}
+    one = {**ours, "flags": shlex.split(flags)}
+    sides = setup.ours(name, TRAINING, given, ranks=int(ranks), threads=1)
+    sides.append(Side("one rank", TRAINING, one, threads=1))
+    sides.append(Side("two apart", TRAINING, one, threads=1, ranks=2, apart=True))
+    if name == "tp2" and shape.family == "llama" and dtype == "fp32":
+        other = {"kind": "megatron-core", "agrees": False, **common}  # its own first weights
+        for title, count in (("megatron-core tp2", 2), ("megatron-core one rank", 1)):
+            more = {"ranks": count, "threads": 1}
+            sides += setup.peer(title, "megatron.core", TRAINING, other, **more)
+    yield Case(name, sides, shape.tokens, "tokens", TOLERANCE[dtype])

@@ -1,0 +1,252 @@
+"""Ranks of pretrain_gpt.py on this machine: launchers, a network that can be cut, how an attempt
+ends, what is left behind. Needs Linux; to cut networks root, unshare, nsenter and ip."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RANK = str(Path(__file__).with_name("inject.py"))
+PLACES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC"),
+    *("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks are started. `cut_off`: the rank whose network a fault can cut, with which each
+    rank is a node of its own."""
+
+    launcher: str
+    world: int
+    flags: Sequence[str]
+    restarts: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
+    cut_off: int | None = None
+
+
+def tiny_model(layers: int = 2, width: int = 32) -> list[str]:
+    """Flags of a model that trains on CPUs in milliseconds."""
+    return (
+        f"--num-layers {layers} --hidden-size {width} --num-attention-heads 4 --seq-length {width} "
+        f"--max-position-embeddings {width} --tokenizer-type NullTokenizer --vocab-size 211 "
+        "--mock-data --micro-batch-size 1 --log-interval 1 --num-workers 0 --device cpu"
+    ).split()
+
+
+def start(launch: Launch, folder: Path, network: Network | None = None) -> list[subprocess.Popen]:
+    """The ranks, or torchrun; they work in `folder`, where `log` and `err` get what they print."""
+    words = [RANK, *launch.flags]
+    port = free_port()
+    if launch.launcher.startswith("torchrun"):
+        agent = [sys.executable, "-m", "torch.distributed.run"]
+        agent.append(f"--max-restarts={launch.restarts}")
+        if launch.launcher == "torchrun":
+            agent += ["--standalone", f"--nproc-per-node={launch.world}"]
+            return [_spawn([*agent, *words], folder, launch.environ)]
+        agent += "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=run".split()
+        agent += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **launch.environ}
+        return [_spawn([*agent, *words], folder, environ) for _ in range(2)]
+    enter = network.enter if network else lambda is_cut_off: []
+    return [
+        _spawn(
+            [*enter(rank == launch.cut_off), sys.executable, *words],
+            folder,
+            variables(launch, rank, port),
+        )
+        for rank in range(launch.world)
+    ]
+
+
+def attempt(
+    launch: Launch,
+    folder: Path,
+    patience: float = float("inf"),
+    grace: float = float("inf"),
+    watch: Callable[[Sequence[subprocess.Popen]], None] = lambda processes: None,
+) -> tuple[list[int], bool]:
+    """Start the ranks, and wait until none lives: (exit codes of what was started, whether all
+    ended by themselves). After `patience` seconds, and `grace` after the first has failed, all are
+    killed."""
+    network = Network() if launch.cut_off is not None else None
+    processes = start(launch, folder, network)
+    latest = time.monotonic() + patience
+    try:
+        while any(one.poll() is None for one in processes) or living(folder):
+            watch(processes)
+            if any(one.poll() for one in processes):
+                latest = min(latest, time.monotonic() + grace)
+                grace = float("inf")
+            if time.monotonic() > latest:
+                return [one.poll() or 1 for one in processes], False
+            time.sleep(0.05)
+        return [one.poll() for one in processes], True
+    finally:
+        end(folder, processes)
+        if network:
+            network.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, and that no outgoing connection gets."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 20_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
+
+
+def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
+    """What a launcher gives a rank."""
+    address = "127.0.0.1"
+    if launch.cut_off is not None:
+        address = Network.ADDRESSES[launch.cut_off == 0]
+    place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **launch.environ}
+    world = launch.world
+    local, size = (rank, world) if launch.cut_off is None else (0, 1)
+    if launch.launcher == "env":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return place | dict(zip(names, map(str, (rank, world, local, size)), strict=True))
+    return place | {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(world),
+        "SLURM_LOCALID": str(local),
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": str(rank - local),
+        "SLURM_STEP_TASKS_PER_NODE": str(world) if launch.cut_off is None else f"1(x{world})",
+    }
+
+
+def _spawn(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> subprocess.Popen:
+    with open(folder / "err", "ab") as err, open(folder / "log", "ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=surroundings() | environ,
+            stdout=log,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def surroundings() -> dict[str, str]:
+    """This process's environment without what a launcher gave it; one thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def living(folder: Path) -> list[int]:
+    """Processes that work in `folder`, zombies aside."""
+    folder = folder.resolve()
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and os.readlink(process / "cwd") == str(folder):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, if it still lives."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def end(folder: Path, processes: Sequence[subprocess.Popen]) -> None:
+    """Kill what still works in `folder`, and wait for these."""
+    for pid in living(folder):
+        kill(pid)
+    for process in processes:
+        process.wait()
+
+
+def shared_files() -> set[str]:
+    """Shared memory in /dev/shm that can be of ranks and that no living process has mapped. Other
+    programs make and map such files at the same time, too. Semaphores are not counted: Python
+    removes their names as soon as they are made, and a SIGKILL in between leaves 32 bytes."""
+    found = {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_"))}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text()
+        except OSError:
+            continue
+        found -= {one for one in found if f"/dev/shm/{one}" in maps}
+    return found
+
+
+def left_behind(before: set[str], seconds: float = 10) -> list[str]:
+    """Files of `shared_files` that came since `before` and that nobody removes: Python's resource
+    tracker removes those of a killed process a moment after its end."""
+    until = time.monotonic() + seconds
+    while (left := shared_files() - before) and time.monotonic() < until:
+        time.sleep(0.2)
+    return sorted(left)
+
+
+def checkpoint(folder: Path, iteration: int, name: str = "saved") -> dict[str, bytes]:
+    """The files of a checkpoint in `folder`/`name` that hold weights and optimizer states."""
+    last = folder / name / f"iter_{iteration:07d}"
+    return {path.name: path.read_bytes() for path in sorted(last.glob("*.safetensors"))}
+
+
+def can_cut_networks() -> bool:
+    """Are there network namespaces for this user?"""
+    return os.geteuid() == 0 and all(shutil.which(name) for name in ("unshare", "ip", "nsenter"))
+
+
+class Network:
+    """Two network namespaces with a link between them; the rank that can be cut off is in the
+    second."""
+
+    ADDRESSES = ("10.99.0.1", "10.99.0.2")
+
+    def __init__(self) -> None:
+        self.pids = [subprocess.Popen(["unshare", "--net", "sleep", "1000"]).pid for _ in range(2)]
+        while any(
+            os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+            for pid in self.pids
+        ):
+            time.sleep(0.01)
+        first, second = map(str, self.pids)
+        ip = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "eth0"]
+        _call(*ip, "netns", second)
+        for number, pid in enumerate((first, second)):
+            for words in (
+                ["ip", "addr", "add", f"{self.ADDRESSES[number]}/24", "dev", "eth0"],
+                ["ip", "link", "set", "eth0", "up"],
+                ["ip", "link", "set", "lo", "up"],
+            ):
+                _call("nsenter", "--net", "-t", pid, *words)
+
+    def enter(self, is_cut_off: bool) -> list[str]:
+        """The words before a command that runs in the second namespace, or in the first."""
+        return ["nsenter", "--net", "-t", str(self.pids[is_cut_off])]
+
+    def close(self) -> None:
+        """Both end."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _call(*words: str) -> None:
+    subprocess.run(words, check=True)

@@ -1,0 +1,173 @@
+"""What an iteration read, and the runs of tokens in it that stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.analysis import text_anomalies
+from megatron.analysis.loss_outliers import MASKED, mean_loss
+from megatron.data.sample_lookup import Piece
+from tools.shared.run_data import Reading
+
+HEAD = 16  # tokens shown
+ENOUGH = 64  # samples to compare with; neighbouring iterations give what an iteration lacks
+
+
+@dataclass(frozen=True)
+class Place:
+    """A sample of an iteration: its number in the training data, and who reads it in which
+    micro-batch."""
+
+    sample: int
+    dp_rank: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A run of tokens that an iteration reads, and how it stands out. `bytes` are its position in
+    `<dataset>.bin`; `loss` is its mean in nats per token at a checkpoint, where one was asked."""
+
+    score: float
+    reason: str
+    dataset: str
+    document: int
+    offset: int
+    tokens: int
+    bytes: tuple[int, int] | None
+    sample: int
+    dp_rank: int
+    micro_batch: int
+    head: str
+    loss: float | None = None
+
+    def line(self) -> str:
+        """Which it is and its position."""
+        place = "" if self.bytes is None else f", bytes {self.bytes[0]} .. {self.bytes[1]}"
+        return (
+            f"{self.dataset} document {self.document}, tokens {self.offset} .. "
+            f"{self.offset + self.tokens}{place}"
+        )
+
+
+def places(
+    reading: Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
+) -> list[Place]:
+    """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError
+    where there are none."""
+    if not 1 <= iteration <= reading.plan.train_iters:
+        raise ValueError(
+            f"--iteration {iteration}: the run has the iterations 1 to {reading.plan.train_iters}"
+        )
+    for flag, value, count in (
+        ("--microbatch", micro_batch, reading.plan.num_microbatches(iteration)),
+        ("--dp-rank", dp_rank, reading.plan.data_parallel_size),
+    ):
+        if value is not None and not 0 <= value < count:
+            raise ValueError(f"{flag} {value}: iteration {iteration} has 0 to {count - 1}")
+    found = [Place(*one) for one in reading.batch(iteration, reading.samplers())]
+    return [
+        one
+        for one in found
+        if micro_batch in (None, one.micro_batch) and dp_rank in (None, one.dp_rank)
+    ]
+
+
+def neighbours(reading: Reading, first: int, last: int) -> list[int]:
+    """Iterations around a range, as many as give enough samples to compare with."""
+    found: list[int] = []
+    before = first - 1
+    after = last + 1
+    count = sum(reading.plan.global_batch_size(n) for n in range(first, last + 1))
+    while count < ENOUGH and (before >= 1 or after <= reading.plan.train_iters):
+        for n in (before, after):
+            if 1 <= n <= reading.plan.train_iters and count < ENOUGH:
+                found.append(n)
+                count += reading.plan.global_batch_size(n)
+        before = before - 1
+        after = after + 1
+    return sorted(found)
+
+
+def usual(reading: Reading, iterations: Sequence[int]) -> list[text_anomalies.Measures]:
+    """The measures of all that these iterations read, to compare with."""
+    samples = (place.sample for iteration in iterations for place in places(reading, iteration))
+    return [
+        text_anomalies.measure(ids, _text(reading, ids))
+        for sample in samples
+        for _, _, ids in _cut(reading, sample, reading.tokens(sample))
+    ]
+
+
+def _cut(
+    reading: Reading, sample: int, tokens: np.ndarray
+) -> Iterator[tuple[Piece, int, np.ndarray]]:
+    """The pieces of a sample, each with its place in it and its ids."""
+    at = 0
+    for piece in reading.dataset.pieces_of(sample):
+        yield piece, at, tokens[at : at + piece.length]
+        at += piece.length
+
+
+def suspects(
+    reading: Reading,
+    read: Sequence[Place],
+    others: Sequence[text_anomalies.Measures] = (),
+    losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None,
+) -> list[Suspect]:
+    """The pieces of documents in these samples, in their order, compared with each other and with
+    `others`; `losses` gives those of the tokens 1 .. of each sample."""
+    samples = [reading.tokens(place.sample) for place in read]
+    of_tokens = losses(samples) if losses else iter([None] * len(read))
+    found = []
+    measures = []
+    for place, tokens, each in zip(read, samples, of_tokens, strict=True):
+        for piece, at, ids in _cut(reading, place.sample, tokens):
+            # a token's loss stands before it
+            mine = None if each is None else each[max(0, at - 1) : at - 1 + piece.length]
+            text = _text(reading, ids)
+            measures.append(text_anomalies.measure(ids, text))
+            head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
+            found.append((piece, place, head, mine))
+    return [
+        _suspect(one, *rest)
+        for one, rest in zip(text_anomalies.rank(measures, others), found, strict=True)
+    ]
+
+
+def _text(reading: Reading, ids: np.ndarray) -> str | None:
+    known = bool(len(ids)) and 0 <= int(ids.min()) and int(ids.max()) < reading.tokenizer.vocab_size
+    return reading.tokenizer.detokenize(ids.tolist()) if known else None
+
+
+def _suspect(
+    found: text_anomalies.Suspicion,
+    piece: Piece,
+    place: Place,
+    head: str,
+    losses: np.ndarray | None,
+) -> Suspect:
+    counts = losses is not None and bool((losses != MASKED).any())
+    where = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)
+    return Suspect(
+        found.score,
+        found.reason,
+        piece.prefix,
+        piece.document,
+        piece.offset,
+        piece.length,
+        where,
+        place.sample,
+        place.dp_rank,
+        place.micro_batch,
+        head,
+        mean_loss(losses) if counts else None,
+    )
+
+
+def height(loss: float | None) -> float:
+    """A loss, for an order: one that is no number is the highest, none is the lowest."""
+    return -np.inf if loss is None else loss if np.isfinite(loss) else np.inf
