@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from megatron.kernels import functional as kernels
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cpu import bf16_attention, fp32_attention
 
 HIDDEN = 512
@@ -55,7 +56,8 @@ def operation(kind: str, ours: bool, seq: int, tokens: int) -> tuple[Any, tuple[
         dtype = torch.float32 if kind == "attention" else torch.bfloat16
         shape = (seq, max(1, tokens // seq), HIDDEN // HEAD, HEAD)
         inputs = tuple(torch.randn(shape).to(dtype) for _ in range(3))
-        return partial(kernels.attention, scale=HEAD**-0.5, implementation=name), inputs
+        spec = AttentionSpec.of(*inputs, HEAD**-0.5)
+        return partial(kernels.attention, spec=spec, requested=name), inputs
     if kind == "tanh GELU":
         inputs = (torch.randn(tokens, 1, FFN),)
         if ours:
