@@ -111,11 +111,12 @@ def arg(  # noqa: PLR0913
     `--`); these two are for tools, and `metavar` is their name.
 
     A number must be at least `minimum`, more than `above`, at most `maximum`, less than `below`.
-    `missing`: training needs it; what to do about that. Without what it `needs` the flag has no
-    effect, which is said when it is typed; `no_effect` says why it never has one. With another
-    value than its default it `requires` others, and `excludes` the flags of some fields.
-    `trained`: the function of trained weights depends on it, or on the property of that name of its
-    config class. `per_run`: another value on resume is not worth a line.
+    `missing`: training needs it; what to do about that. The checks see to it, so the type is
+    without None, though the default is None. Without what it `needs` the flag has no effect, which
+    is said when it is typed; `no_effect` says why it never has one. With another value than its
+    default it `requires` others, and `excludes` the flags of some fields. `trained`: the function
+    of trained weights depends on it, or on the property of that name of its config class.
+    `per_run`: another value on resume is not worth a line.
     """
     limits = Limits(minimum, above, maximum, below)
     meta = dict(

@@ -26,7 +26,7 @@ _NO_BIASES = Needs(
 class TransformerConfig:
     """Embeddings, attention, norms and dense MLPs."""
 
-    num_layers: int | None = arg(
+    num_layers: int = arg(
         None,
         missing="give the number of transformer layers",
         minimum=1,
@@ -34,7 +34,7 @@ class TransformerConfig:
         alias=("--encoder-num-layers",),
         help="number of transformer layers",
     )
-    hidden_size: int | None = arg(
+    hidden_size: int = arg(
         None,
         missing="give the width of the model",
         minimum=1,
@@ -58,7 +58,7 @@ class TransformerConfig:
         help="with --swiglu / --geglu, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
         "x hidden size rounded UP to a multiple of this (InternLM: 256)",
     )
-    num_attention_heads: int | None = arg(
+    num_attention_heads: int = arg(
         None,
         missing="give the number of query heads",
         minimum=1,
@@ -80,14 +80,14 @@ class TransformerConfig:
         trained="query_groups",
         help="number of key/value heads, with --group-query-attention",
     )
-    seq_length: int | None = arg(
+    seq_length: int = arg(
         None,
         missing="give the tokens of one sample",
         minimum=1,
         alias=("--encoder-seq-length",),
         help="sequence length: tokens per sample",
     )
-    max_position_embeddings: int | None = arg(
+    max_position_embeddings: int = arg(
         None,
         missing="give at least --seq-length",
         minimum=1,

@@ -22,7 +22,7 @@ class OptimizerConfig:
     """Optimizer, learning rate, weight decay."""
 
     optimizer: Literal["adam", "sgd"] = arg("adam", help="adam (AdamW) or sgd")
-    lr: float | None = arg(
+    lr: float = arg(
         None,
         missing="give the peak learning rate, as in --lr 3e-4",
         minimum=0,

@@ -27,7 +27,7 @@ _SELECTIVE = Needs(
 class TrainingConfig:
     """The training loop."""
 
-    micro_batch_size: int | None = arg(
+    micro_batch_size: int = arg(
         None,
         missing="give the samples of one forward pass on one rank",
         minimum=1,
