@@ -79,7 +79,7 @@ def read_words(path: Path) -> list[str]:
                 "[args-file-malformed]"
             ]
         )
-    words = []
+    words: list[str] = []
     at = 0
     while at < len(text):
         token = _TOKEN.match(text, at)

@@ -91,8 +91,8 @@ def arg(  # noqa: PLR0913
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
-    needs: Need | list[Need] = (),
-    requires: Need | list[Need] = (),
+    needs: Need | list[Need] | None = None,
+    requires: Need | list[Need] | None = None,
     excludes: tuple[str, ...] = (),
     no_effect: str | None = None,
     trained: bool | str = False,
@@ -147,7 +147,7 @@ def arg(  # noqa: PLR0913
     )
 
 
-def _list(needs: Need | list[Need]) -> tuple[Need, ...]:
+def _list(needs: Need | list[Need] | None) -> tuple[Need, ...]:
     if isinstance(needs, list):
         return tuple(needs)
     return (needs,) if needs else ()
@@ -510,8 +510,10 @@ class ExtraArguments:
         self._groups = [
             (group, group.required) for group in self._parser._mutually_exclusive_groups
         ]
-        for one in (*self._required, *self._parser._mutually_exclusive_groups):
-            one.required = False
+        for action in self._required:
+            action.required = False
+        for group in self._parser._mutually_exclusive_groups:
+            group.required = False
         self.namespace = argparse.Namespace()
         self._parser.parse_known_args([], self.namespace)
         self._given: list[argparse.Action] = []
@@ -622,8 +624,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     """Read a command line as far as it can be read. What an @FILE says is read first, so that typed
     flags win."""
     parsed = Parsed()
-    from_files = []
-    typed = []
+    from_files: list[str] = []
+    typed: list[str] = []
     for word in argv:
         if word[:1] != "@":
             typed.append(word)
@@ -703,7 +705,7 @@ def is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and not _NUMBER.match(word)
 
 
-def config_from(tree: type, values: dict[str, Any]) -> Any:
+def config_from(tree: type, values: Mapping[str, Any]) -> Any:
     """The frozen dataclass tree from {field name: value}; names that no field has are ignored."""
     parts = {}
     for group, owner in typing.get_type_hints(tree).items():
@@ -714,7 +716,7 @@ def config_from(tree: type, values: dict[str, Any]) -> Any:
 
 def values_of(config: Any) -> dict[str, Any]:
     """{field name: value} of every flag of a config tree."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for group in dataclasses.fields(config):
         part = getattr(config, group.name)
         flat |= {
@@ -729,7 +731,7 @@ def to_args_text(config: Any, leave_out: Iterable[str] = ()) -> str:
     lines = []
     values = values_of(config)
     left = set(leave_out)
-    for name, flag in flags_of(type(config)).items():
+    for name, flag in flags_of(config.__class__).items():
         value = values[name]
         if value == flag.default or name in left:
             continue

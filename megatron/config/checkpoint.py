@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from megatron.arguments import Needs, arg
 
@@ -142,7 +143,7 @@ class CheckpointConfig:
     )
 
 
-def is_url(path: str | None) -> bool:
+def is_url(path: str | None) -> TypeGuard[str]:
     """Does this name an object store, and no directory?"""
     return path is not None and re.match(r"[a-z][a-z0-9+.-]+://", path) is not None
 

@@ -46,17 +46,17 @@ def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None
         return
     folder = newest_with_good_args(load, typed.get("ckpt_step"))
     newest = newest_checkpoint(load, typed.get("ckpt_step"))
-    if folder != newest:
-        found.notes.append(
-            f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; "
-            f"those of {folder.name} are used [checkpoint-args-damaged]"
-        )
     if folder is None:
         found.notes.append(
             f"--use-checkpoint-args: no checkpoint in {load}; the command line's values are used "
             "[checkpoint-args-missing]"
         )
         return
+    if folder != newest:
+        found.notes.append(
+            f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; "
+            f"those of {folder.name} are used [checkpoint-args-damaged]"
+        )
     try:
         if (folder / "args").exists() and not (folder / "args").is_file():
             raise Problems(

@@ -208,6 +208,11 @@ class MoEConfig:
         "TensorBoard, Weights & Biases and --metrics-file",
     )
 
+    @property
+    def experts(self) -> int:
+        """Experts of an MoE layer; 0 in a dense model."""
+        return self.num_experts or 0
+
     def is_moe_layer(self, layer: int) -> bool:
         """Has the layer of this (global) number experts?"""
         if self.num_experts is None:

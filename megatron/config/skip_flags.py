@@ -192,7 +192,7 @@ def _check_bounds(
                 f"{shown}: never reached, training ends with iteration {train_iters}; give "
                 "iterations of the run, or omit it [skip-after-last-iteration]"
             )
-        else:
+        elif train_iters is not None:  # it is less than `last`
             warnings.append(
                 f"{shown}: cut to {first} {train_iters}, the end of training [skip-range-cut]"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ class Facts:
     world_size: int
     typed: Collection[str]
     values: dict[str, Any] = field(init=False)
-    flags: dict[str, Flag] = field(init=False)
+    flags: Mapping[str, Flag] = field(init=False)
     bad: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ def rule(f: Facts) -> Iterator[str]:
         return  # said by other rules
     split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
     chunk = f" with --context-parallel-size {cp}" if cp > 1 else ""
-    sizes_of_experts = ()
+    sizes_of_experts: tuple[tuple[int, str, str], ...] = ()
     if m.num_experts:
         etp = f.config.parallel.expert_tensor_parallel
         shared = m.moe_shared_expert_intermediate_size or 0

@@ -156,12 +156,9 @@ def _split(config: Config) -> Iterator[str]:
             "split; omit it [split-with-data-per-split]"
         )
     words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
-    shares = [as_number(word) for word in words]
-    if (
-        not 1 <= len(shares) <= 3
-        or not all(s is not None and 0 <= s < math.inf for s in shares)
-        or not sum(shares)
-    ):
+    numbers = [as_number(word) for word in words]
+    shares = [n for n in numbers if n is not None and 0 <= n < math.inf]
+    if not 1 <= len(numbers) <= 3 or len(shares) < len(numbers) or not sum(shares):
         yield (
             f"--split {d.split}: give the shares of train, validation and test, as in --split "
             "949,50,1 [split-malformed]"
@@ -233,13 +230,13 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have} "
             "[checkpoint-step-missing]"
         )
-    elif not _may_hold_checkpoint(c):
+    elif not _may_hold_checkpoint(c.load, c):
         if c.exit_on_missing_checkpoint:
             yield (
                 f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
                 "omit that to start from random weights [checkpoint-missing]"
             )
-        elif names := _not_of_first_run(c):
+        elif names := _not_of_first_run(c.load, c):
             yield (
                 f"--load {c.load}: holds {', '.join(names[:4])}{', ...' * (len(names) > 4)} and no "
                 "complete checkpoint; give the directory that --save named, or neither --load nor "
@@ -247,21 +244,21 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             )
 
 
-def _may_hold_checkpoint(c: CheckpointConfig) -> bool:
-    """Whether --load has a complete checkpoint or snapshot, or one that is elsewhere."""
+def _may_hold_checkpoint(load: str, c: CheckpointConfig) -> bool:
+    """Whether `load` has a complete checkpoint or snapshot, or one that is elsewhere."""
     if is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local":
         return True
-    aside = (n for n in listing(c.load) if re.fullmatch(r"\.iter_\d{7,}\.old-[0-9a-f]{8}", n))
+    aside = (n for n in listing(load) if re.fullmatch(r"\.iter_\d{7,}\.old-[0-9a-f]{8}", n))
     return any(
         os.path.isfile(os.path.join(folder, "manifest.json"))
-        for folder in (c.load, *(os.path.join(c.load, name) for name in aside))
-    ) or bool(_iterations(c.load) or _snapshots(c, c.load))
+        for folder in (load, *(os.path.join(load, name) for name in aside))
+    ) or bool(_iterations(load) or _snapshots(c, load))
 
 
-def _not_of_first_run(c: CheckpointConfig) -> list[str]:
-    """What --load holds and no run leaves that ended before its first checkpoint."""
-    names = listing(c.load)
-    if not _same_path(c.load, c.save):
+def _not_of_first_run(load: str, c: CheckpointConfig) -> list[str]:
+    """What `load` holds and no run leaves that ended before its first checkpoint."""
+    names = listing(load)
+    if not _same_path(load, c.save):
         return names
     return [n for n in names if n == TRACKER or re.fullmatch(r"iter_\d{7,}", n)]
 
@@ -284,7 +281,7 @@ def _overwritten(c: CheckpointConfig) -> Iterator[str]:
     """The run would start at iteration 0 and, one by one, overwrite the checkpoints of an earlier
     one."""
     here = staged(c)
-    if c.save is None or (c.ckpt_step is not None and not c.finetune):
+    if here.save is None or (c.ckpt_step is not None and not c.finetune):
         return
     last = max(_iterations(here.save) + _snapshots(here, here.save), default=0)
     if not last:
@@ -293,7 +290,7 @@ def _overwritten(c: CheckpointConfig) -> Iterator[str]:
         why = "without --load this run would start at iteration 0 and overwrite them"
     elif c.finetune:
         why = "with --finetune this run would start at iteration 0 and overwrite them"
-    elif _starts_at_0(c):
+    elif _starts_at_0(c.load, c):
         why = f"this run would start at iteration 0, that of --load {c.load}, and overwrite them"
     else:
         return
@@ -304,14 +301,14 @@ def _overwritten(c: CheckpointConfig) -> Iterator[str]:
     )
 
 
-def _starts_at_0(c: CheckpointConfig) -> bool:
-    """Whether --load, another directory than --save, has nothing but an iteration 0."""
-    elsewhere = is_url(c.load) or is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local"
-    if elsewhere or _same_path(c.load, c.save):
+def _starts_at_0(load: str, c: CheckpointConfig) -> bool:
+    """Whether `load`, another directory than --save, has nothing but an iteration 0."""
+    elsewhere = is_url(load) or is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local"
+    if elsewhere or _same_path(load, c.save):
         return False
-    if os.path.isfile(os.path.join(c.load, "manifest.json")):
-        return os.path.basename(os.path.normpath(c.load)) == "iter_0000000"
-    return not any(_iterations(c.load) + _snapshots(c, c.load))
+    if os.path.isfile(os.path.join(load, "manifest.json")):
+        return os.path.basename(os.path.normpath(load)) == "iter_0000000"
+    return not any(_iterations(load) + _snapshots(c, load))
 
 
 def _same_path(one: str, other: str | None) -> bool:

@@ -8,6 +8,7 @@ skipped or restarted. Constant size, ramp-up and step schedule follow Megatron-L
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from megatron.config.plan import batch_ramps
@@ -260,7 +261,9 @@ def build_batch_size_schedule(
         raise ValueError(
             f"--micro-batch-size {micro_batch_size} must be at least 1 [value-out-of-range]"
         )
-    common = {"micro_batch_size": micro_batch_size, "data_parallel_size": data_parallel_size}
+    schedule = partial(
+        BatchSizeSchedule, micro_batch_size=micro_batch_size, data_parallel_size=data_parallel_size
+    )
     if step_batch_size_schedule is not None:
         for flag, value in (
             ("--global-batch-size", global_batch_size),
@@ -274,9 +277,7 @@ def build_batch_size_schedule(
                     "sizes [flags-exclude-each-other]"
                 )
         steps = batch_ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
-        return BatchSizeSchedule(
-            steps, **common, flag="--step-batch-size-schedule", reach_target=True
-        )
+        return schedule(steps, flag="--step-batch-size-schedule", reach_target=True)
     size = micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
     if size < 1:
         raise ValueError(f"--global-batch-size {size} must be at least 1 [value-out-of-range]")
@@ -300,9 +301,8 @@ def build_batch_size_schedule(
         divisor = micro_batch_size * data_parallel_size
         steps = batch_ramps.micro_batch_steps(rampup_micro_batches, size, divisor)
         flag = "--rampup-micro-batches"
-    return BatchSizeSchedule(
+    return schedule(
         steps,
-        **common,
         flag=flag,
         headline=headline,
         decrease_batch_size_if_needed=decrease_batch_size_if_needed,

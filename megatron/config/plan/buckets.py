@@ -4,7 +4,7 @@ data-parallel rank owns, as integers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,12 +68,13 @@ class Layout:
     def spans(self, rank: int, expert_rank: int = 0) -> list[tuple[int, int]]:
         """By parameter, the range of its own elements that shard `rank`, of experts `expert_rank`,
         updates; (0, 0) for nothing of it."""
-        return self._spans(lambda bucket: expert_rank if bucket.experts else rank)
+        return self._spans(expert_rank if bucket.experts else rank for bucket in self.buckets)
 
-    def _spans(self, rank_of: Callable[[Bucket], int]) -> list[tuple[int, int]]:
+    def _spans(self, ranks: Iterable[int]) -> list[tuple[int, int]]:
+        """`spans` with the rank in each bucket."""
         found = [(0, 0)] * len(self.sizes)
-        for bucket in self.buckets:
-            low, high = bucket.shard(rank_of(bucket))
+        for bucket, rank in zip(self.buckets, ranks, strict=True):
+            low, high = bucket.shard(rank)
             for number in bucket.members:
                 start = max(low - self.starts[number], 0)
                 stop = min(high - self.starts[number], self.sizes[number])
@@ -85,8 +86,13 @@ class Layout:
         """How many elements each shard updates."""
         shards = self.shards
         return [
-            sum(stop - start for start, stop in self._spans(lambda b, r=r: r * b.shards // shards))
-            for r in range(shards)
+            sum(
+                stop - start
+                for start, stop in self._spans(
+                    rank * bucket.shards // shards for bucket in self.buckets
+                )
+            )
+            for rank in range(shards)
         ]
 
 
@@ -120,7 +126,7 @@ def lay_out(
     order = sorted(reversed(range(len(sizes))), key=lambda number: kinds[number])
     starts = [0] * len(sizes)
     buckets = []
-    members = []
+    members: list[int] = []
     begin = 0
     end = 0
 
@@ -180,7 +186,7 @@ def _by_owner(
     end = 0
     for group in reversed(groups):
         begin = end
-        cuts = []
+        cuts: list[int] = []
         for number in reversed(group):
             starts[number] = at = end
             for size, owner in partition.pieces[number]:

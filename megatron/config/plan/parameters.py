@@ -149,17 +149,17 @@ def parameter_table(
     draw = scheme or SCHEMES[model.init_scheme](model)
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
-    vocab = dict(shape=(padded_vocab_size, h), splits=(("tp", 0),), real_rows=real_rows)
     # With tied weights the first and the last pipeline stage each have a copy that sees its own use
     # alone.
-    table = [
-        ParameterSpec(
-            WORD_EMBEDDING,
-            **vocab,
-            **_drawn(draw("word_embedding", 0)),
-            partial=("ends",) if model.tied else (),
-        )
-    ]
+    word_embedding = ParameterSpec(
+        WORD_EMBEDDING,
+        (padded_vocab_size, h),
+        (("tp", 0),),
+        **_drawn(draw("word_embedding", 0)),
+        partial=("ends",) if model.tied else (),
+        real_rows=real_rows,
+    )
+    table = [word_embedding]
     if model.positions == "learned_absolute":
         rows = model.max_position_embeddings or model.seq_length
         table.append(
@@ -173,9 +173,8 @@ def parameter_table(
         table += _layer_table(model, layer, draw)
     table += _norm(model, "decoder.final_layernorm", h)
     if not model.tied:
-        table.append(
-            ParameterSpec(OUTPUT_LAYER, **vocab, **_drawn(draw("output_layer", model.num_layers)))
-        )
+        drawn = _drawn(draw("output_layer", model.num_layers))
+        table.append(replace(word_embedding, name=OUTPUT_LAYER, **drawn))
     return table
 
 
@@ -271,7 +270,7 @@ def _moe_layer(model: ModelConfig, prefix: str, layer: int, draw: Scheme) -> lis
     """Router, experts (each matrix of all of them in one tensor, experts first) and the shared
     expert; experts have no biases."""
     h = model.hidden_size
-    experts = model.num_experts
+    experts = model.experts
     router = _drawn(draw("router", layer))
     table = [ParameterSpec(prefix + "router.weight", (experts, h), **router)]
     if model.moe_router_enable_expert_bias:
@@ -292,7 +291,7 @@ def count_idle(model: ModelConfig, table: Iterable[ParameterSpec]) -> int:
     experts = sum(spec.size for spec in table if ".mlp.experts." in spec.name)
     if not experts:
         return 0
-    return experts // model.num_experts * (model.num_experts - model.moe_router_topk)
+    return experts // model.experts * (model.experts - model.moe_router_topk)
 
 
 def _drawn(draw: Draw) -> dict:

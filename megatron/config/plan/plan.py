@@ -363,7 +363,7 @@ def bytes_per_rank(
             shard = 0  # the others have as much, or less by what is padding
         owned = max(layout.elements()) if shard is None else layout.elements()[shard]
     o = config.optimizer
-    keys = ("exp_avg", "exp_avg_sq") if o.optimizer == "adam" else ("momentum",)
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer == "adam" else ("momentum",)
     if o.optimizer == "sgd" and not o.sgd_momentum:
         keys = ()
     return {

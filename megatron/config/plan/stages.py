@@ -64,6 +64,7 @@ def chunks_per_stage(
                 f"{stages * layers_per_chunk}; give {remedy} [layers-not-divisible-by-stages]"
             )
         chunks = places // (stages * layers_per_chunk)
+    assert chunks is not None, "one of the two is given"
     if chunks > 1 and stages == 1:
         raise ValueError(
             f"{typed}: virtual stages need a pipeline, and --pipeline-model-parallel-size is 1; "
@@ -106,13 +107,13 @@ def split_layers(
     places = free * chunks
     if rest < places or (rest and not places):
         asked = "".join(f", {flag} {n}" for flag, n in given.values())
-        size = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
+        layout = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
             chunks > 1
         )
         layers = f"{rest} of them for the other {free}" if given else f"too few for {places}"
         remedy = "use sizes that add up" if given else "use fewer stages, or more layers"
         raise ValueError(
-            f"--num-layers {num_layers} with {size}{asked}: {layers} stages, and each (virtual) "
+            f"--num-layers {num_layers} with {layout}{asked}: {layers} stages, and each (virtual) "
             f"stage needs at least one; {remedy} [layers-too-few-for-stages]"
         )
     small, larger = divmod(rest, places) if places else (0, 0)

@@ -250,7 +250,7 @@ def _router(config: Config, sizes: Sizes) -> list[Transfer]:
     found = []
     for kind in m.balancing_losses:
         groups = config.training.micro_batch_size if kind == "seq_aux_loss" else 1
-        counts = Transfer("cp", "all-reduce", 1, groups * m.num_experts * sizes.wide)
+        counts = Transfer("cp", "all-reduce", 1, groups * m.experts * sizes.wide)
         found += [counts]
         if sizes.sequence:
             found += [counts._replace(axis="tp")]
@@ -258,7 +258,7 @@ def _router(config: Config, sizes: Sizes) -> list[Transfer]:
             found += [counts._replace(axis="dp")]
     selections = m.sinkhorn + bool(m.moe_expert_capacity_factor)
     if selections:
-        rows = selections * sizes.tokens * m.num_experts * sizes.wide
+        rows = selections * sizes.tokens * m.experts * sizes.wide
         found += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
         found += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
     return found
@@ -291,7 +291,7 @@ def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
     if m.moe_token_dispatcher_type != "alltoall":
         return [*found, Transfer("ep", operation, calls, ep * nbytes)]
     if not backward:
-        found += [Transfer("ep", "all-gather", 1, ep * m.num_experts * IDS)]
+        found += [Transfer("ep", "all-gather", 1, ep * m.experts * IDS)]
     return [*found, Transfer("ep", "all-to-all", 2, m.moe_router_topk * whole + probs)]
 
 
