@@ -75,7 +75,7 @@ class Writer:
         self.process = SideProcess(_serve)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._busy = False
-        self._answers = []
+        self._answers: list[Failure | None] = []
 
     def reserve(self, slices: Sequence[TensorSlice], device: torch.device) -> None:
         """Get the memory for a snapshot of such slices now, so that the first save need not wait

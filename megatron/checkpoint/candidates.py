@@ -39,7 +39,7 @@ def candidates(
     path = Path(path)
     if step is not None or store.is_checkpoint(path):
         return [Candidate(str(path), step)], []
-    found: list[Candidate] = []
+    found: list[tuple[int, Path]] = []
     problems: list[str] = []
     for root in (path, *more):
         here = store.iterations(root)
@@ -57,10 +57,11 @@ def candidates(
                 "checkpoint, is used [checkpoint-tracker-missing]"
             )
         if newest is not None:
-            found += [Candidate(str(root), one) for one in {*here, newest} if one <= newest]
+            found += [(one, root) for one in {*here, newest} if one <= newest]
             if here and here[-1] > newest:
                 problems.append(
                     f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of "
                     f"iteration {here[-1]} exists as well; load it with --ckpt-step {here[-1]}"
                 )
-    return sorted(found, key=lambda one: -one.step), problems
+    found.sort(key=lambda pair: -pair[0])
+    return [Candidate(str(root), one) for one, root in found], problems

@@ -42,8 +42,10 @@ def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
     could not read. Raises CheckpointError when both ways are done."""
     outgoing = _Outgoing(out) if out else None
     incoming = _Incoming(into, disk) if into else None
-    _swap(out, outgoing and outgoing.length(), into, incoming and incoming.length)
-    _swap(out, outgoing and outgoing.head, into, incoming and incoming.head())
+    length = outgoing.length() if outgoing else None
+    _swap(out, length, into, incoming.length if incoming else None)
+    head = outgoing.head if outgoing else None
+    _swap(out, head, into, incoming.head() if incoming else None)
     going = outgoing.pieces() if outgoing else iter(())
     coming = incoming.pieces() if incoming else iter(())
     while True:
@@ -52,7 +54,7 @@ def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
         if sent is None and taken is None:
             break
         _swap(out, sent, into, taken)
-        if taken is not None:
+        if incoming and taken is not None:
             incoming.write(taken)
     for end in (outgoing, incoming):
         if end and end.failure:
@@ -62,10 +64,10 @@ def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
 def _swap(
     out: Route | None, sent: torch.Tensor | None, into: Route | None, taken: torch.Tensor | None
 ) -> None:
-    works = []
-    if sent is not None and sent.numel():
+    works: list[Any] = []  # isend's and irecv's None is for ranks that the group lacks
+    if out and sent is not None and sent.numel():
         works.append(dist.isend(sent, out.rank, group=out.group))
-    if taken is not None and taken.numel():
+    if into and taken is not None and taken.numel():
         works.append(dist.irecv(taken, into.rank, group=into.group))
     for work in works:
         work.wait()
@@ -183,6 +185,7 @@ class _Incoming:
         path = self._folder / part.name
         if part.offset == 0:
             self._file = self._disk.create(path)
+        assert self._file is not None, "the first part of a file comes first"
         self._disk.write(self._file, path, data, part.offset)
         if part.offset + part.size == self._sizes[part.name]:
             self._disk.fsync(self._file, path)

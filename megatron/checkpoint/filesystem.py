@@ -108,7 +108,7 @@ def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
     return data
 
 
-def check_plain(descriptor: int, path: Path) -> None:
+def check_plain(descriptor: int, path: Path | str) -> None:
     """Raise CheckpointError for an open file that is a pipe, a device or a socket."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise CheckpointError(

@@ -22,7 +22,7 @@ class SideProcess:
         ends."""
         self.pipe, theirs = multiprocessing.Pipe()
         parent = os.getpid()
-        self.exit_code = None
+        self.exit_code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             _run(serve, theirs, self.pipe, parent)

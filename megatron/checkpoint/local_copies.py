@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import (
     DISK,
@@ -168,7 +170,7 @@ class PartReader(Reader):
         super().__init__(directory, manifest)
         self._covered = set(manifest.tensors)  # a part covers no tensor
 
-    def read_later(self, name: str, box: Box | None, into: object) -> None:
+    def read_later(self, name: str, box: Box | None, into: torch.Tensor) -> None:
         record = self._record(name)
         boxes = [chunk.box for chunk in record.chunks]
         if box is None or volume(box) and box not in boxes:
@@ -229,11 +231,10 @@ def parts_in(folder: Path) -> tuple[list[Found], list[str]]:
     found = []
     problems = []
     try:
-        for root in _roots(folder):
+        for root, holder in _roots(folder):
             for iteration in store.iterations(root):
                 path = store.iteration_directory(root, iteration)
                 try:
-                    holder = int(_ROOT.fullmatch(root.name)[2])
                     found.append(Found(read_copy(path), holder, str(path)))
                 except CheckpointError as error:
                     problems.append(str(error))
@@ -242,16 +243,19 @@ def parts_in(folder: Path) -> tuple[list[Found], list[str]]:
     return found, problems
 
 
-def _roots(folder: Path) -> Iterator[Path]:
-    return (path for path in entries(folder) if _ROOT.fullmatch(path.name))
+def _roots(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of the parts of a rank, each with its holder."""
+    for path in entries(folder):
+        if match := _ROOT.fullmatch(path.name):
+            yield path, int(match[2])
 
 
 def remove_others(
     folder: Path, is_mine: Callable[[int], bool], iteration: int | None, disk: Disk = DISK
 ) -> None:
     """Remove the parts of other iterations than `iteration` whose holder is mine."""
-    for root in list(_roots(folder)):
-        if not is_mine(int(_ROOT.fullmatch(root.name)[2])):
+    for root, holder in list(_roots(folder)):
+        if not is_mine(holder):
             continue
         for one in store.iterations(root):
             if one != iteration:

@@ -114,7 +114,7 @@ def acquire(root: Path) -> Lock:
     seen = _locks(root)
     for path in seen:
         _refuse_if_alive(path)
-    number = int(_NAME.fullmatch(seen[-1].name)[1]) + 1 if seen else 1
+    number = int(seen[-1].suffix[1:]) + 1 if seen else 1
     mine = root / f".lock.{number:06d}"
     owner = Owner(
         socket.gethostname(),

@@ -441,7 +441,7 @@ class _Watched:
 
     def __init__(self, place: Place):
         self.place = place
-        self.failure = None
+        self.failure: str | None = None
         self._remote = Remote(place.url)
         self._records = b""
         try:

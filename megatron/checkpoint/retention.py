@@ -36,9 +36,11 @@ def prune(
 def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
     """Empty the slot for the snapshot of `iteration` and return it: one of an abandoned history, an
     empty one, or the older one."""
-    held = {root: newest_in(root) for root in slots(directory)}
-    root = min(
-        held, key=lambda one: -1 if held[one] is None or held[one] >= iteration else held[one]
-    )
+
+    def held(slot: Path) -> int:
+        newest = newest_in(slot)
+        return -1 if newest is None or newest >= iteration else newest
+
+    root = min(slots(directory), key=held)
     empty(root, disk)
     return root

@@ -105,7 +105,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, shared, not copied."""
-    return memoryview(flat_bytes(tensor).numpy())
+    return flat_bytes(tensor).numpy().data
 
 
 def section_bytes(block_bytes: int) -> int:
@@ -225,7 +225,7 @@ def _write_data(
                 sums[entry.key] = []
                 for section in _sections(entry, length):
                     if len(section) < _SHORT_BYTES:
-                        future = Future()
+                        future: Future[tuple[str, ...]] = Future()
                         future.set_result(sum_and_write(section, offset))
                     else:
                         future = pool.submit(sum_and_write, section, offset)
@@ -247,7 +247,7 @@ def _write_data(
 
 
 def _parse_header(  # noqa: C901
-    path: Path, text: bytes, data_start: int, file_bytes: int
+    path: Path | str, text: bytes, data_start: int, file_bytes: int
 ) -> tuple[dict[str, Place], dict[str, str]]:
     """Places and metadata from the JSON header, everything checked against the length of the
     file."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -238,8 +239,8 @@ class Reader:
             view = bytes_of(target)
             section = section_bytes(block)
             return [
-                lambda low=low: file.read_into(
-                    chunk.key, view[low : low + section], low, chunk.sums, block
+                partial(
+                    file.read_into, chunk.key, view[low : low + section], low, chunk.sums, block
                 )
                 for low in range(0, len(view), section)
             ]
@@ -247,7 +248,8 @@ class Reader:
         shape = tensor_slices.extent(chunk.box)
         limit = section_bytes(block) // target.dtype.itemsize
         return [
-            lambda piece=piece: _copy_piece(
+            partial(
+                _copy_piece,
                 file,
                 chunk,
                 shape,

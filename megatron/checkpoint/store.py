@@ -384,9 +384,10 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
         return path
     else:
         root = path
-        iteration = latest(path) if step is None else step
-        if iteration is None:
+        asked = latest(path) if step is None else step
+        if asked is None:
             return None
+        iteration = asked
     final = iteration_directory(root, iteration)
     if (final / manifest.FILE_NAME).is_file():
         return final
