@@ -52,7 +52,7 @@ def read_summed(
 
     A block is summed while it is in the caches of its core. Raises OSError.
     """
-    sums = []
+    sums: list[str] = []
     for at in range(0, len(view), block_bytes):
         block = view[at : at + block_bytes]
         done = _fill(file, block, offset + at)

@@ -126,18 +126,19 @@ def choose_device(requested: str, local_rank: int | None) -> torch.device:
             f"{f'first: {reason}' if reason else f'install a {name} build'} [device-not-available]"
         )
     count = backend.device_count()
-    if count > 1 and local_rank is None:
+    number = local_rank if count > 1 else 0
+    if number is None:
         raise ValueError(
             f"{count} {name} devices are visible, and the launcher gives no local rank: set "
             "LOCAL_RANK, or show each rank one device (say with CUDA_VISIBLE_DEVICES) "
             "[local-rank-missing]"
         )
-    if count > 1 and local_rank >= count:
+    if count > 1 and number >= count:
         raise ValueError(
-            f"local rank {local_rank}: {count} {name} devices are visible; start at most that "
+            f"local rank {number}: {count} {name} devices are visible; start at most that "
             "many processes per node [too-few-devices]"
         )
-    device = torch.device(kind, local_rank if count > 1 else 0)
+    device = torch.device(kind, number)
     backend.set_device(device)
     return device
 
@@ -185,7 +186,8 @@ def set_determinism(deterministic: bool, cudnn_benchmark: bool, cudnn_determinis
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("NCCL_ALGO", "Ring,Tree")  # sums in switches have no fixed order
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a pass over each new tensor
+        # a pass over each new tensor; torch gives this module its attribute at run time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.backends.cudnn.deterministic = cudnn_deterministic or deterministic
 

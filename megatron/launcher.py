@@ -102,6 +102,14 @@ class _Given:
     world_size: tuple[str, str] | None
 
 
+@dataclass(frozen=True)
+class _Whole(_Given):
+    """Rank and world size are both set."""
+
+    rank: tuple[str, str]
+    world_size: tuple[str, str]
+
+
 def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     """This process's rank and world size, and problems of the variables (then it is a single
     process)."""
@@ -116,7 +124,7 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     ]
     if problems or not given:
         return LaunchInfo(), problems
-    whole = [one for one in given if one.rank and one.world_size]
+    whole = [one for one in given if isinstance(one, _Whole)]
     problems = _doubts(given, whole)
     known = whole or given
     rank = next((one.rank for one in known if one.rank), None)
@@ -128,14 +136,14 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
             f"{_text(rank)} in the environment: must be less than {_text(size)}; unset both, "
             "or use a launcher [launcher-variables-contradict]"
         ]
-    return _place(int(rank[1]), int(size[1]), given, whole, environ), []
+    return _place(int(rank[1]), int(size[1]), given, environ), []
 
 
 def _given(launcher: _Launcher, environ: Environ) -> _Given:
     rank, size = (_first(names, environ) for names in (launcher.rank, launcher.world_size))
     if launcher.name == "srun" and not size:
         rank = None
-    return _Given(launcher, rank, size)
+    return _Whole(launcher, rank, size) if rank and size else _Given(launcher, rank, size)
 
 
 def _first(names: tuple[str, ...], environ: Environ) -> tuple[str, str] | None:
@@ -146,7 +154,7 @@ def _text(pair: tuple[str, str]) -> str:
     return "=".join(pair)
 
 
-def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
+def _doubts(given: list[_Given], whole: list[_Whole]) -> list[str]:
     """Why the variables do not give rank and world size, or contradict each other."""
     ranks = [one.rank for one in given if one.rank]
     sizes = [one.world_size for one in given if one.world_size]
@@ -182,7 +190,7 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
                 f"{_text(one.world_size)} contradicts {_text(size)} ({whole[0].launcher.name}); "
                 f"unset {one.world_size[0]} [launcher-variables-contradict]"
             ]
-        if one in whole and int(size[1]) == 1 < int(one.world_size[1]):
+        if isinstance(one, _Whole) and int(size[1]) == 1 < int(one.world_size[1]):
             return [
                 f"{_text(size)} ({whole[0].launcher.name}) inside {_text(one.world_size)} "
                 f"({one.launcher.name}): every process would be a run of one rank; use one "
@@ -192,14 +200,12 @@ def _doubts(given: list[_Given], whole: list[_Given]) -> list[str]:
     return []
 
 
-def _place(
-    rank: int, size: int, given: list[_Given], whole: list[_Given], environ: Environ
-) -> LaunchInfo:
+def _place(rank: int, size: int, given: list[_Given], environ: Environ) -> LaunchInfo:
     """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
     same = [
         one.launcher
         for one in given
-        if one not in whole or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)
+        if not isinstance(one, _Whole) or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)
     ]
     local_rank = _number(same, "local_rank", environ)
     local_size = _number(same, "local_world_size", environ)
@@ -355,11 +361,11 @@ def _job_port(environ: Environ) -> str | None:
 
 def first_of_nodelist(text: str) -> str:
     """`node07` of SLURM's `node[07-09,12],login1`."""
-    name = re.match(r"[^,\[]*", text)[0]
+    name = re.split(r"[,\[]", text, maxsplit=1)[0]
     rest = text[len(name) :]
     while rest.startswith("["):
         inside, _, rest = rest[1:].partition("]")
-        tail = re.match(r"[^,\[]*", rest)[0]
-        name += re.match(r"[^-,]*", inside)[0] + tail
+        tail = re.split(r"[,\[]", rest, maxsplit=1)[0]
+        name += re.split("[-,]", inside, maxsplit=1)[0] + tail
         rest = rest[len(tail) :]
     return name

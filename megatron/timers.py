@@ -65,8 +65,11 @@ class Timers:
 
     def _collect(self) -> None:
         """Add up what was marked in the device's time."""
+        if self._stream is None:
+            return
+        _, seconds_between = self._stream
         for name, listed, start, end in self._marked:
-            self._add(name, listed, self._stream[1](start, end))
+            self._add(name, listed, seconds_between(start, end))
         self._marked.clear()
 
     def pop(self, names: list[str] | None = None) -> dict[str, float]:
