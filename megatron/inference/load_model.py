@@ -18,7 +18,7 @@ from megatron.data.tokenizers.build import Tokenizer
 from megatron.device import choose_device, device_notes
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.sharding import local_box
+from megatron.parallel.sharding import local_box, sharding_of
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.load import read_into
 from megatron.training.checkpointing.saved_args import saved_config
@@ -76,7 +76,7 @@ def open_trained_model(
     )
     with found.reader() as reader, torch.no_grad():
         for parameter in model.parameters():
-            sharding = parameter.sharding
+            sharding = sharding_of(parameter)
             read_into(
                 parameter,
                 reader,

@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
         self.transformer_engine = None
         self.linear_qkv = ColumnParallelLinear(
             params("linear_qkv.weight"),
-            params("linear_qkv.bias"),
+            params.optional("linear_qkv.bias"),
             ctx,
             params.scaling("linear_qkv"),
         )
@@ -70,7 +70,7 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(model, params.at("k_layernorm"))
         self.linear_proj = RowParallelLinear(
             params("linear_proj.weight"),
-            params("linear_proj.bias"),
+            params.optional("linear_proj.bias"),
             ctx,
             params.scaling("linear_proj"),
         )

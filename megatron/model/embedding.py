@@ -38,7 +38,7 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
-        positions = params("position_embeddings.weight")
+        positions = params.optional("position_embeddings.weight")
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
         self.multiplier = model.embedding_multiplier
         self.dropout = model.hidden_dropout

@@ -27,7 +27,7 @@ from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.parallel.random import DropoutSeeds
-from megatron.parallel.sharding import ParameterFactory
+from megatron.parallel.sharding import ParameterFactory, sharding_of
 
 if TYPE_CHECKING:
     from megatron.model.moe import RouterStep
@@ -130,7 +130,7 @@ class GPTModel(nn.Module):
 
     def _check(self, size: int, names: set[str]) -> None:
         """Check that the parameters of the table were built, each once."""
-        built = {p.sharding.name for p in self.parameters()}
+        built = {sharding_of(p).name for p in self.parameters()}
         assert built == names, (
             f"built but not in the table, or the reverse: {sorted(built ^ names)}"
         )

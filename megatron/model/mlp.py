@@ -47,13 +47,13 @@ class MLP(nn.Module):
         self.activation = activation(model, Kernels())
         self.linear_fc1 = ColumnParallelLinear(
             params("linear_fc1.weight"),
-            params("linear_fc1.bias"),
+            params.optional("linear_fc1.bias"),
             ctx,
             params.scaling("linear_fc1"),
         )
         self.linear_fc2 = RowParallelLinear(
             params("linear_fc2.weight"),
-            params("linear_fc2.bias"),
+            params.optional("linear_fc2.bias"),
             ctx,
             params.scaling("linear_fc2"),
         )

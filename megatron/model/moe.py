@@ -34,7 +34,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds, recompute, recompute_input
-from megatron.parallel.sharding import ParameterFactory
+from megatron.parallel.sharding import Parameter, ParameterFactory
 from megatron.parallel.zigzag import chunks_of
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class Router(nn.Module):
         self.model = model
         self.number = n
         self.weight = params("weight")
-        self.expert_bias = params("expert_bias")
+        self.expert_bias = params.optional("expert_bias")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: self.weight.dtype}[
             model.moe_router_dtype
         ]
@@ -344,7 +344,7 @@ class GroupedLinear(nn.Module):
     """A linear layer of every expert: weight [experts, out, in] or, gated, [experts, 2, out, in]
     (gate first). `scaling`: of the layer's FP8 GEMMs, None for GEMMs in the parameter dtype."""
 
-    def __init__(self, weight: nn.Parameter, scaling: LayerScaling | None = None):
+    def __init__(self, weight: Parameter, scaling: LayerScaling | None = None):
         super().__init__()
         self.weight = weight
         self.scaling = scaling
@@ -426,7 +426,7 @@ class SharedExpert(MLP):
 
     def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
         super().__init__(model, params, ctx)
-        self.gate_weight = params("gate_weight")
+        self.gate_weight = params.optional("gate_weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""

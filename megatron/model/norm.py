@@ -19,7 +19,7 @@ class Norm(nn.Module):
     def __init__(self, model: ModelConfig, params: ParameterFactory):
         super().__init__()
         self.weight = params("weight")
-        self.bias = params("bias")
+        self.bias = params.optional("bias")
         self.rms = model.normalization == "RMSNorm"
         self.eps = model.norm_epsilon
         self.zero_centered = model.apply_layernorm_1p

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,24 +13,29 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KEYS = {"adam": MOMENTS, "sgd": ("momentum_buffer",)}
 
 
-def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """torch's class without what makes its methods fit for torch.compile, whose first use imports
-    the compiler: more than a second of every start, and updates are never compiled here."""
-    return type(
-        kind.__name__,
-        (kind,),
-        {
-            "add_param_group": inspect.unwrap(kind.add_param_group),
-            "step": torch.no_grad()(inspect.unwrap(kind.step)),
-        },
-    )
+# torch's classes without what makes their methods fit for torch.compile, whose first use imports
+# the compiler: more than a second of every start, and updates are never compiled here.
 
 
-AdamW = _eager(torch.optim.AdamW)
-_SGD = _eager(torch.optim.SGD)
+class AdamW(torch.optim.AdamW):
+    """torch's, never compiled. grad_scale: what the fused kernel divides gradients by."""
+
+    grad_scale: torch.Tensor | None
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-def _fused_or_foreach(build: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+class SGD(torch.optim.SGD):
+    """torch's, never compiled."""
+
+    add_param_group = inspect.unwrap(torch.optim.SGD.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+Built = TypeVar("Built", AdamW, SGD)
+
+
+def _fused_or_foreach(build: Callable[..., Built]) -> Built:
     """The fused kernels where this torch has them for the device and type of the weights, else the
     foreach ones."""
     try:
@@ -50,8 +55,8 @@ def grad_scale(factor: float, device: torch.device) -> torch.Tensor | None:
 def build_adam(
     groups: list[dict[str, Any]],
     config: OptimizerConfig,
-    kind: type[torch.optim.AdamW] | None = None,
-) -> torch.optim.AdamW:
+    kind: type[AdamW] | None = None,
+) -> AdamW:
     """AdamW (decoupled weight decay, bias correction), of class `kind`, over `groups`, whose
     `params` are main weights.
 
@@ -77,13 +82,13 @@ def build_adam(
     return optimizer
 
 
-def build_sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.SGD:
+def build_sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> SGD:
     """SGD over `groups` with weight decay added to the gradient; the momentum buffer (if any)
     starts as zeros."""
     momentum = config.sgd_momentum
     assert 0.0 <= momentum < 1.0, momentum
     optimizer = _fused_or_foreach(
-        lambda **how: _SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
+        lambda **how: SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
     )
     if momentum:
         for group in optimizer.param_groups:

@@ -32,7 +32,8 @@ def sum_of_squares(
         dtype = torch.promote_types(grads[0].dtype, torch.float32)
         return torch.stack(torch._foreach_norm(list(grads), 2, dtype)).double().square().sum()
     if grads[0].dtype == torch.float16:
-        return sum(sum_of_squares([grad.float()]) for grad in grads)
+        zero = torch.zeros((), dtype=torch.float64)
+        return sum((sum_of_squares([grad.float()]) for grad in grads), zero)
     alike = all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads)
     if alike and native.runs(grads[0]):
         return torch.tensor(native.sum_of_squares(grads), dtype=torch.float64)

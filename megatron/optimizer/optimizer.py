@@ -18,6 +18,7 @@ from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
 
 if TYPE_CHECKING:
+    from megatron.optimizer.precision_aware import PrecisionAwareAdamW
     from megatron.optimizer.scaler import GradScaler
 
 # What --embed-grad-scale applies to: the tables behind an embedding's output, and the output layer.
@@ -63,13 +64,13 @@ class MixedPrecisionOptimizer:
 
     def __init__(
         self,
-        params: Sequence[torch.nn.Parameter],
+        params: Sequence[torch.Tensor],
         config: OptimizerConfig,
         *,
         grad_scaler: GradScaler | None = None,
         embed_grad_scale: float = 1.0,
         log_num_zeros_in_grad: bool = False,
-        counts: Callable[[torch.nn.Parameter], bool] | None = None,
+        counts: Callable[[torch.Tensor], bool] | None = None,
         reduce_sum: clip_grads.Reduce = clip_grads.identity,
         reduce_max: clip_grads.Reduce = clip_grads.identity,
         span: Callable[[str], AbstractContextManager[Any]] = _no_span,
@@ -101,8 +102,13 @@ class MixedPrecisionOptimizer:
             group["params"] = [by_param[id(param)] for param in group["params"]]
         self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
         self._has_float64 = any(main.dtype == torch.float64 for main in self._main)
-        self._precision_aware = config.use_precision_aware_optimizer
+        self._precision_aware: PrecisionAwareAdamW | None = None
         self.inner = _inner(groups, config)
+        if config.use_precision_aware_optimizer:
+            from megatron.optimizer.precision_aware import PrecisionAwareAdamW
+
+            assert isinstance(self.inner, PrecisionAwareAdamW), config
+            self._precision_aware = self.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -142,14 +148,15 @@ class MixedPrecisionOptimizer:
         it says no nothing is changed, the scaler neither.
         """
         grads = self._attach_gradients()
-        norm: float | None = None
+        norm = None
         factor = grad_factor / self.loss_scale
         if self.grad_scaler is not None or self.clip_grad > 0.0 or admit:
             with self._span("optimizer-unscale-and-check-inf"):
                 found_inf, raw_norm = self._measure(grads)
+            measured = raw_norm * factor
             if self.clip_grad > 0.0 or admit:
-                norm = raw_norm * factor
-            if not found_inf and admit and not admit(norm):
+                norm = measured
+            if not found_inf and admit and not admit(measured):
                 self._release_gradients()
                 return StepResult(False, norm, None)
             if self.grad_scaler is not None:
@@ -158,7 +165,7 @@ class MixedPrecisionOptimizer:
                     self._release_gradients()
                     return StepResult(False, None, None)
             if self.clip_grad > 0.0:
-                factor *= clip_grads.clip_coefficient(norm, self.clip_grad)
+                factor *= clip_grads.clip_coefficient(measured, self.clip_grad)
         with self._span("optimizer-clip-main-grad"):
             factor = self._scale(grads, factor)
         zeros = None
@@ -171,8 +178,8 @@ class MixedPrecisionOptimizer:
             if self._beta2[1] > 0.0:
                 for group in self.param_groups:
                     group["betas"] = (group["betas"][0], self.adam_beta2)
-            if self._precision_aware:
-                self.inner.update(grads, factor)
+            if self._precision_aware is not None:
+                self._precision_aware.update(grads, factor)
             else:
                 self.inner.step()
         self.step_count += 1
@@ -184,9 +191,13 @@ class MixedPrecisionOptimizer:
     def _scale(self, grads: Sequence[torch.Tensor], factor: float) -> float:
         """Multiply the gradients by `factor` unless the update does it; returns what is left to the
         update. torch's fused Adam does it in fp32."""
-        if self._precision_aware:
+        if self._precision_aware is not None:
             return factor
-        if self.kind == "adam" and self.implementation == "fused" and not self._has_float64:
+        if (
+            isinstance(self.inner, adam.AdamW)
+            and self.implementation == "fused"
+            and not self._has_float64
+        ):
             self.inner.grad_scale = adam.grad_scale(factor, self._device)
             return factor
         clip_grads.scale_gradients(grads, factor)
@@ -255,19 +266,22 @@ class MixedPrecisionOptimizer:
     def _attach_gradients(self) -> list[torch.Tensor]:
         """Each main weight's `.grad`: the parameter's main_grad itself, or its copy in the main
         weight's type. The precision-aware update takes them as they are."""
-        if self._precision_aware:
+        if self._precision_aware is not None:
             grads = [param.main_grad for param in self._params]
             for grad, scale in zip(grads, self._scales, strict=True):
                 clip_grads.scale_gradients([grad], scale)
             return grads
         with self._span("optimizer-copy-to-main-grad"):
-            for param, main in zip(self._params, self._main, strict=True):
-                grad = param.main_grad
-                main.grad = grad if grad.dtype == main.dtype else grad.to(main.dtype)
-        for main, scale in zip(self._main, self._scales, strict=True):
+            grads = [
+                param.main_grad.to(main.dtype)
+                for param, main in zip(self._params, self._main, strict=True)
+            ]
+            for main, grad in zip(self._main, grads, strict=True):
+                main.grad = grad
+        for grad, scale in zip(grads, self._scales, strict=True):
             if scale != 1.0:
-                main.grad.mul_(scale)
-        return [main.grad for main in self._main]
+                grad.mul_(scale)
+        return grads
 
     def _release_gradients(self) -> None:
         """Let go of the gradients, so that converted copies live only during the step."""
@@ -293,7 +307,7 @@ class MixedPrecisionOptimizer:
             torch._foreach_copy_([param for _, param in pairs], [main for main, _ in pairs])
 
 
-def _inner(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _inner(groups: list[dict[str, Any]], config: OptimizerConfig) -> adam.AdamW | adam.SGD:
     """torch's optimizer that updates the main weights."""
     if config.optimizer == "sgd":
         return adam.build_sgd(groups, config)
@@ -304,7 +318,7 @@ def _inner(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     return adam.build_adam(groups, config, PrecisionAwareAdamW)
 
 
-def _main_weight(param: torch.nn.Parameter) -> torch.Tensor:
+def _main_weight(param: torch.Tensor) -> torch.Tensor:
     """A leaf the inner optimizer may update: an fp32 copy of a low-precision parameter, else its
     own storage."""
     main = param.detach()

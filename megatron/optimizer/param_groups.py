@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.parallel.sharding import sharding_of
 
 DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -33,7 +34,7 @@ def has_weight_decay(
 
 
 def build_param_groups(
-    params: Iterable[torch.nn.Parameter],
+    params: Iterable[torch.Tensor],
     config: OptimizerConfig,
 ) -> list[dict[str, Any]]:
     """Groups of `params` in Megatron's order: decayed, not decayed, then the same two with the
@@ -47,8 +48,8 @@ def build_param_groups(
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     seen: set[str] = set()
     for param in params:
-        name = param.sharding.name
-        shape = param.sharding.shape
+        name = sharding_of(param).name
+        shape = sharding_of(param).shape
         if name in seen:
             raise ValueError(
                 f"parameter {name} was given to the optimizer twice; pass each parameter once"

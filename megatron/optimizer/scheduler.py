@@ -44,7 +44,7 @@ def schedule_steps(
     if training.train_samples:
         total = training.train_samples
         decay = total if config.lr_decay_samples is None else config.lr_decay_samples
-        warmup = config.lr_warmup_samples
+        warmup: float = config.lr_warmup_samples
         wsd = config.lr_wsd_decay_samples
     else:
         assert training.train_iters, training
@@ -107,14 +107,14 @@ class OptimizerParamScheduler:
         self.lr_warmup_steps = steps.lr_warmup_steps
         self.lr_decay_steps = steps.lr_decay_steps
         self.wd_incr_steps = steps.wd_incr_steps
-        self.wsd_decay_steps = steps.wsd_decay_steps
+        self.wsd_decay_steps = steps.wsd_decay_steps or 0
         self.zero_lr_steps = steps.zero_lr_steps
         self.lr_warmup_lead = steps.lr_warmup_lead
         self.num_steps = 0
         assert 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps, steps
         assert 0.0 <= self.start_wd <= self.end_wd and self.wd_incr_steps > 0, config
         if self.lr_decay_style == "WSD":
-            assert 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps, steps
+            assert 0 < self.wsd_decay_steps <= self.lr_decay_steps, steps
         self.step(0)
 
     def get_lr(self, group: Mapping[str, Any] | None = None) -> float:

@@ -60,9 +60,9 @@ def block_attention_grads(
         block.implementation,
     ):
         return _flash_grads(q, k, v, grad_out, out, lse, block)
-    grads = tuple(t.new_empty(t.shape, dtype=wide_dtype(q)) for t in tensors)
-    block_backward((q, k, v, grad_out), (lse, delta), block, grads)
-    return grads
+    dq, dk, dv = (t.new_empty(t.shape, dtype=wide_dtype(q)) for t in tensors)
+    block_backward((q, k, v, grad_out), (lse, delta), block, (dq, dk, dv))
+    return dq, dk, dv
 
 
 def join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

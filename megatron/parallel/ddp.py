@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,12 +21,13 @@ from megatron.parallel.collectives import (
     start_reduce_scatter_,
 )
 from megatron.parallel.context import ParallelContext, Replicas
+from megatron.parallel.sharding import Parameter
 
 
 class _Bucket:
     """One bucket of a step: its missing gradients and its communication in progress."""
 
-    def __init__(self, place: flat_buckets.Bucket, params: list[nn.Parameter], replicas: Replicas):
+    def __init__(self, place: flat_buckets.Bucket, params: list[Parameter], replicas: Replicas):
         self.place = place
         self.replicas = replicas
         self.own = slice(*place.shard(replicas.shard.rank))
@@ -62,7 +63,7 @@ class GradBuffers:
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        parameters: Iterable[nn.Parameter],
         ctx: ParallelContext,
         grad_dtype: torch.dtype,
         *,
@@ -72,7 +73,7 @@ class GradBuffers:
         whole_params: bool = False,
         fp32_accumulation: bool = False,
     ):
-        params = [p for p in params if p.requires_grad]
+        params = [cast(Parameter, p) for p in parameters if p.requires_grad]
         self._ctx = ctx
         sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
         partition = None
@@ -114,7 +115,7 @@ class GradBuffers:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self.owned = (
+        self.owned: Sequence[torch.Tensor] = (
             _owned(params, layout.spans(ctx.shard.rank, ctx.experts.shard.rank))
             if sharded
             else params
@@ -122,7 +123,7 @@ class GradBuffers:
         self._overlap_gather = overlap_param_gather
         self._fp32_accumulation = fp32_accumulation
         # gradients still to come, when they are counted
-        self._expected: dict[nn.Parameter, int] = {}
+        self._expected: dict[Parameter, int] = {}
         # the first bucket whose reduction has not started
         self._next = 0
         # called by `reduce` with this rank's gradients; while it is set no sum starts before; true:
@@ -185,7 +186,7 @@ class GradBuffers:
         ]:
             pending()
 
-    def _arrived(self, bucket: _Bucket, p: nn.Parameter) -> None:
+    def _arrived(self, bucket: _Bucket, p: Parameter) -> None:
         """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in
         order on every rank."""
         if self.before_reduce:
@@ -253,7 +254,9 @@ class GradBuffers:
         one for all inside it."""
         if self.weights is None or not self._overlap_gather:
             return
-        home = {p: bucket for bucket in self._buckets for p in bucket.params}
+        home: dict[nn.Parameter, _Bucket] = {
+            p: bucket for bucket in self._buckets for p in bucket.params
+        }
 
         def visit(module: nn.Module) -> None:
             compiled = module._compiled_call_impl is not None
@@ -270,7 +273,7 @@ class GradBuffers:
 
 
 @torch.no_grad()
-def _flatten(params: list[nn.Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
+def _flatten(params: list[Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
     """The weights in one flat buffer, of which the parameters are views from then on; padding is
     0."""
     assert len({p.dtype for p in params}) == 1, "one buffer holds one dtype"
@@ -282,12 +285,12 @@ def _flatten(params: list[nn.Parameter], layout: flat_buckets.Layout) -> torch.T
     return flat
 
 
-def _owned(params: list[nn.Parameter], spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+def _owned(params: list[Parameter], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     """Of each parameter the flat view that this rank updates (perhaps empty), with its part of
     `main_grad`."""
     owned = []
     for p, (start, stop) in zip(params, spans, strict=True):
-        part = p.detach().view(-1)[start:stop]
+        part: Any = p.detach().view(-1)[start:stop]
         part.main_grad = p.main_grad.view(-1)[start:stop]
         part.sharding = p.sharding
         part.span = (start, stop)
@@ -306,7 +309,7 @@ def _before_forward(buckets: list[_Bucket], module: nn.Module, args: Any) -> Non
     _wait_for(buckets)
 
 
-def _add_to_main_grad(p: nn.Parameter) -> None:
+def _add_to_main_grad(p: Parameter) -> None:
     if p.grad is None:  # the kernel added to main_grad itself
         return
     p.main_grad.add_(p.grad)

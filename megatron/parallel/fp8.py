@@ -52,6 +52,7 @@ class LayerScaling:
         experts: bool = False,
     ):
         self.name = name
+        assert precision.fp8 is not None, "no scales without FP8 GEMMs"
         self.formats = FORMATS[precision.fp8]
         self.delayed = precision.fp8_recipe == "delayed"
         self.known = False
@@ -121,13 +122,17 @@ class LayerScaling:
         return scale_pair(amax, given, self.largest[which])
 
 
+def _scalings(model: nn.Module) -> list[LayerScaling]:
+    """The scales of all linear layers that have some."""
+    of_modules = [getattr(module, "scaling", None) for module in model.modules()]
+    return [scaling for scaling in of_modules if scaling is not None]
+
+
 @contextmanager
 def weights_cast_once(model: nn.Module) -> Iterator[None]:
     """Inside, every layer casts its weight the first time and keeps the cast: for the micro-batches
     of a step, which changes no weight before its end."""
-    layers = [
-        module.scaling for module in model.modules() if getattr(module, "scaling", None) is not None
-    ]
+    layers = _scalings(model)
     for layer in layers:
         layer.keeps = True
     try:
@@ -217,9 +222,7 @@ def delayed_scaling(
 ) -> DelayedScaling | None:
     """The delayed scales of a model's linear layers; None where no scale depends on the steps
     before."""
-    layers = [
-        module.scaling for module in model.modules() if getattr(module, "scaling", None) is not None
-    ]
+    layers = _scalings(model)
     if not layers or precision.fp8_recipe != "delayed":
         return None
     return DelayedScaling(layers, precision, ctx)

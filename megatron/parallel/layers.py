@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def _linear(
     x: torch.Tensor,
-    weight: nn.Parameter,
-    bias: nn.Parameter | None = None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
     tp_comm: functional.TpComm | None = None,
     scaling: LayerScaling | None = None,
     *,
@@ -132,7 +132,7 @@ class _ParallelLinear(nn.Module):
         self.ctx = ctx
         self.scaling = scaling
         self.accumulate = True
-        self.transformer_engine = None
+        self.transformer_engine: nn.Module | None = None
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says; Transformer Engine's module does the collectives

@@ -47,6 +47,7 @@ class P2PLinks:
     def send(self, action: Action, x: torch.Tensor) -> None:
         """Start an asynchronous send; the tensor is kept until it is sent, at most
         SENDS_UNDER_WAY of them."""
+        assert action.peer is not None, action
         assert x.shape == self._shape and x.dtype == self._dtype, f"{action}: {x.shape} {x.dtype}"
         self._sends.append(start_send(x, self._axis(action), action.peer))
         while len(self._sends) > (SENDS_UNDER_WAY if self._overlap else 0):
@@ -54,6 +55,7 @@ class P2PLinks:
 
     def receive(self, action: Action) -> Callable[[], torch.Tensor]:
         """Start an asynchronous receive; the function waits for the tensor and returns it."""
+        assert action.peer is not None, action
         x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         wait = start_receive(x, self._axis(action), action.peer)
         if self._overlap:
@@ -81,11 +83,16 @@ class StageRunner:
     def __init__(self, forward: Forward, backward: Backward | None, links: P2PLinks | None):
         self._forward = forward
         self._backward = backward
-        self._links = links
+        self._maybe_links = links
         self.inputs: dict[Key, Callable[[], torch.Tensor]] = {}
         self.alive: dict[Key, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
         self.output_gradients: dict[Key, Callable[[], torch.Tensor]] = {}
         self.input_gradients: dict[Key, torch.Tensor] = {}
+
+    @property
+    def _links(self) -> P2PLinks:
+        assert self._maybe_links is not None, "a schedule with transfers needs links"
+        return self._maybe_links
 
     def forward(self, action: Action) -> None:
         """Wait for the input, if it comes from elsewhere, and compute."""
@@ -98,6 +105,7 @@ class StageRunner:
 
     def backward(self, action: Action) -> None:
         """Wait for the gradient, if it comes from elsewhere, and compute."""
+        assert self._backward is not None, action
         key = action[1:3]
         gradient = None
         hidden, output = self.alive.pop(key)
@@ -105,12 +113,14 @@ class StageRunner:
             gradient = self.output_gradients.pop(key)()
         self._backward(output, gradient)
         if hidden is not None:
+            assert hidden.grad is not None, f"{action}: the input has no gradient"
             self.input_gradients[key] = hidden.grad
 
     def send_activation(self, action: Action) -> None:
         """Send an output; where backward comes, only its edge of the graph stays."""
         key = action[1:3]
         hidden, output = self.alive.pop(key)
+        assert isinstance(output, torch.Tensor), f"{action}: sent before"
         self._links.send(action, output.detach())
         if output.requires_grad:
             self.alive[key] = hidden, get_gradient_edge(output)

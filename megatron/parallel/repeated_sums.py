@@ -4,7 +4,7 @@ another result the second time."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from megatron.parallel.ddp import GradBuffers
 Digest = TypeVar("Digest")
 
 
-class RepeatedSum(NamedTuple):
+class RepeatedSum(NamedTuple, Generic[Digest]):
     """Digests of what this rank has of a bucket's sums, of both computations. `same` are the ranks
     that have the same sums, if there are others."""
 
@@ -24,7 +24,7 @@ class RepeatedSum(NamedTuple):
 
 def reduce_twice(
     buffers: GradBuffers, digest: Callable[[torch.Tensor], Digest]
-) -> list[RepeatedSum]:
+) -> list[RepeatedSum[Digest]]:
     """As `buffers.reduce()`, but bucket by bucket, each twice; needs the memory of a bucket."""
     buckets = buffers._buckets
     before = buffers.before_reduce
@@ -42,7 +42,8 @@ def reduce_twice(
                 sharded = bucket.replicas.shard.size > 1
                 digests.append(digest(buffers.flat[bucket.own] if sharded else gradients))
             same = bucket.replicas.instances
-            found.append(RepeatedSum(*digests, same.ranks if same.size > 1 else ()))
+            ranks = same.ranks if same.size > 1 else ()
+            found.append(RepeatedSum(digests[0], digests[1], ranks))
     finally:
         buffers._buckets = buckets
         buffers.before_reduce = before

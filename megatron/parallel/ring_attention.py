@@ -175,7 +175,8 @@ def _visit_all(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
     for source in range(cp.size):
         if source != cp.rank:
             for part in PARTS:
-                work(source, part, *_pack(*everything[source], part))
+                keys, values = everything[source]
+                work(source, part, *_pack(keys, values, part))
 
 
 def _visit_ring(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
@@ -186,7 +187,10 @@ def _visit_ring(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
         for hop in range(cp.size):
             arriving = start_shift(travelling, cp) if hop < cp.size - 1 else None
             work((cp.rank - hop) % cp.size, part, *(travelling if hop else (k, v)))
-            travelling = None if arriving is None else arriving()
+            if arriving is None:
+                del travelling
+            else:
+                travelling = arriving()
             del arriving
 
 

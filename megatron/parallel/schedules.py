@@ -133,7 +133,7 @@ def schedule(
         compute_order(stage, stages, micro_batches, chunks, forward_only, group)
         for stage in range(stages)
     ]
-    rounds = [[(action,) for action in order] for order in orders]
+    rounds: list[ActionGroups] = [[(action,) for action in order] for order in orders]
     if chunks > 1 and not (overlap or forward_only):
         rounds = [
             _paired(order, warm_up_forwards(stage, stages, micro_batches, chunks, group))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,6 +41,19 @@ class Sharding:
     std: float | tuple[float, ...] = 0.0
     real_rows: int | None = None
 
+
+if TYPE_CHECKING:
+
+    class Parameter(torch.nn.Parameter):
+        """torch's, with what this suite sets on it: here `sharding`, in GradBuffers the others."""
+
+        sharding: Sharding
+        main_grad: torch.Tensor
+        overwrites: bool
+        is_stale: bool
+
+else:
+    Parameter = torch.nn.Parameter
 
 Box = tuple[tuple[int, int], ...]
 
@@ -83,7 +96,7 @@ def parameter(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     partial: tuple[str, ...] = (),
-) -> torch.nn.Parameter:
+) -> Parameter:
     """This rank's part of the parameter, its memory not yet filled, with its record as `.sharding`.
 
     `partial`: axes in addition to the spec's own over which its gradient is summed.
@@ -101,13 +114,18 @@ def parameter(
     )
     shape = [stop - start for start, stop in local_box(sharding, ctx)]
     dtype = dtype if spec.trained else torch.promote_types(dtype, torch.float32)
-    built = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device), spec.trained)
+    built = Parameter(torch.empty(shape, dtype=dtype, device=device), spec.trained)
     built.sharding = sharding
     return built
 
 
+def sharding_of(p: torch.Tensor) -> Sharding:
+    """The record of a parameter, or of the parameter that this is a part of (`GradBuffers`)."""
+    return p.sharding  # type: ignore[attr-defined]  # modules give out torch's type
+
+
 class ParameterFactory:
-    """Makes the parameters of a table by name; what the table lacks (a bias that is off) is None.
+    """Makes the parameters of a table by name.
 
     `make_scaling`: from a linear layer's name to its FP8 scales, or None without FP8
     GEMMs.
@@ -136,11 +154,13 @@ class ParameterFactory:
         inner._prefix = f"{self._prefix}{path}."
         return inner
 
-    def __call__(self, name: str, partial: tuple[str, ...] = ()) -> torch.nn.Parameter | None:
-        """The parameter of this name, or None. `partial`: see `parameter`."""
-        spec = self._specs.get(self._prefix + name)
-        if spec is None:
-            return None
+    def optional(self, name: str) -> Parameter | None:
+        """The parameter of this name, or None where the table lacks it (a bias that is off)."""
+        return self(name) if self._prefix + name in self._specs else None
+
+    def __call__(self, name: str, partial: tuple[str, ...] = ()) -> Parameter:
+        """The parameter of this name. `partial`: see `parameter`."""
+        spec = self._specs[self._prefix + name]
         partial = (*spec.partial_axes(self._ctx.sequence_parallel), *partial)
         return parameter(spec, self._ctx, self._dtype, self._device, partial)
 
@@ -175,10 +195,11 @@ def _drawing_threads() -> int:
 
 @torch.no_grad()
 def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int, draw: bool) -> None:
-    sharding = p.sharding
+    sharding = sharding_of(p)
     if sharding.init == "ones":
         p.fill_(1.0)
     elif sharding.init == "constant":
+        assert not isinstance(sharding.std, tuple), sharding
         p.fill_(sharding.std)
     elif sharding.init == "zeros" or not draw:
         p.zero_()
@@ -197,12 +218,12 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
     # torch's CPU generator keeps only 32 bits of its seed.
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     values = torch.empty((rows, *sharding.shape[1:]), dtype=torch.float32)
-    if sharding.init == "normal" and isinstance(sharding.std, tuple):
+    if sharding.init == "normal":
+        if not isinstance(sharding.std, tuple):
+            return values.normal_(0.0, sharding.std, generator=generator)
         for part, std in zip(values, sharding.std, strict=True):
             part.normal_(0.0, std, generator=generator)
         return values
-    if sharding.init == "normal":
-        return values.normal_(0.0, sharding.std, generator=generator)
     assert sharding.init == "xavier_uniform", (
         f"{sharding.name}: no such initialisation as {sharding.init!r}"
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -41,7 +42,7 @@ def make_communicators(
     for axis in axes:
         if axis.size > 1 and axis.group not in groups:
             groups.append(axis.group)
-            _make(axis.name, axis.ranks, limit_seconds, lambda axis=axis: _sum(axis, device), made)
+            _make(axis.name, axis.ranks, limit_seconds, partial(_sum, axis, device), made)
     for axis, backward in ((ctx.pp, False), (ctx.pp_gradients, True)):
         for first, second in _pairs(axis, ring):
             sender = second if backward else first
@@ -50,9 +51,7 @@ def make_communicators(
                 f"{axis.name} {first}-{second}",
                 (axis.ranks[first], axis.ranks[second]),
                 limit_seconds,
-                lambda axis=axis, peer=peer, sends=axis.rank == sender: _message(
-                    axis, peer, sends, device
-                ),
+                partial(_message, axis, peer, axis.rank == sender, device),
                 made,
             )
     return made
