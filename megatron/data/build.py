@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron import log
+from megatron.config.data import DataConfig
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences
 from megatron.data.plan_table import Row
@@ -20,31 +21,12 @@ if TYPE_CHECKING:
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"
 MOCK_SPLIT = "1,1,1"
-Blends = Blend | list[Blend | None] | None
+Blends = Blend | list[Blend | None]  # for all splits, or for each
 Splits = tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]
 
 
-class DataFlags(Protocol):
-    """The flags this file reads, by Megatron's names (`megatron.config.data.DataConfig` has
-    them)."""
-
-    data_path: Sequence[str] | None
-    train_data_path: Sequence[str] | None
-    valid_data_path: Sequence[str] | None
-    test_data_path: Sequence[str] | None
-    data_args_path: str | None
-    per_split_data_args_path: str | None
-    mock_data: bool
-    split: str | None
-    data_cache_path: str | None
-    data_order: str
-    packed_samples: bool
-    multiple_validation_sets: bool
-    mid_level_dataset_surplus: float
-
-
-def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
-    """The blend for all splits, or one (or None) for each split, or None for mock data.
+def read_blends(data: DataConfig) -> Blends:
+    """The blend for all splits, or one (or None) for each split; mock data have none.
 
     Raises ValueError if the flags name no data, or name it twice.
     """
@@ -67,7 +49,7 @@ def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
             f"{' and '.join(given)}: each names the data; give only one of them [two-data-sources]"
         )
     if data.mock_data:
-        return None
+        return [None] * len(SPLITS)
     from megatron.data.blend import blended_dataset as blend
 
     if data.data_path:
@@ -85,10 +67,10 @@ def read_blends(data: DataFlags) -> Blend | list[Blend | None] | None:
 
 
 def build_splits(
-    data: DataFlags,
+    data: DataConfig,
     request: DataRequest,
     rows: list[Row],
-    make: Callable[[Blends, Sequence[int | None]], tuple[Dataset | None, ...]],
+    make: Callable[[Blends, Sequence[int | None]], Sequence[Dataset | None]],
 ) -> Splits:
     """The data sets of train, valid and test that `make` gives, None where the flags give a split
     nothing or 0 samples are requested. With --multiple-validation-sets, valid is a list: `make` is
@@ -106,25 +88,31 @@ def build_splits(
         )
     blends = read_blends(data)
     if not data.multiple_validation_sets:
-        return make(blends, sizes)
+        train, valid, test = make(blends, sizes)
+        return train, valid, test
     if not isinstance(blends, list) or blends[1] is None or blends[1][1] is not None:
         raise ValueError(
             "--multiple-validation-sets: needs --valid-data-path, or per-split paths, without "
             "weights [validation-sets-not-named]"
         )
     train, _, test = make([blends[0], None, blends[2]], sizes)
-    valid = []
+    if sizes[1] == 0:
+        return train, None, test
+    sets: list[Dataset] = []
     for number, word in enumerate(blends[1][0]):
         start = len(rows)
-        valid.append(make([None, ([word], None), None], sizes)[1])
+        dataset = make([None, ([word], None), None], sizes)[1]
+        assert dataset is not None
+        sets.append(dataset)
         rows[start:] = [replace(row, split=f"valid-{number}") for row in rows[start:]]
-    return train, valid, test
+    return train, sets, test
 
 
-def build_mock(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+def build_mock(data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
     """The data sets of --mock-data."""
 
-    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+    def make(blends: Blends, sizes: Sequence[int | None]) -> Sequence[Dataset | None]:
+        assert request.vocab_size is not None  # of a run: mock data are made of its ids
         return Builder(data, request).mock(sizes, request.vocab_size, request.eod)
 
     return build_splits(data, request, rows, make)
@@ -133,7 +121,7 @@ def build_mock(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits
 class Builder:
     """What all splits in Megatron's order have in common while they are built."""
 
-    def __init__(self, data: DataFlags, request: DataRequest) -> None:
+    def __init__(self, data: DataConfig, request: DataRequest) -> None:
         self.data = data
         self.sequence_length = request.sequence_length
         self.seed = request.seed
@@ -155,7 +143,9 @@ class Builder:
         corpus = MockSequences(vocab_size, eod)
         matrix = self.set_split(MOCK_SPLIT)
         return tuple(
-            None if size == 0 else self.dataset(MockGPTDataset, corpus, part, size, name, None)
+            None
+            if part is None or size == 0
+            else self.dataset(MockGPTDataset, corpus, part, size, name, None)
             for part, size, name in zip(matrix, sizes, SPLITS, strict=True)
         )
 

@@ -4,7 +4,9 @@ records.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
+
+from megatron.data.sample_lookup import Dataset
 
 ORDER_FORMAT = 1
 SHOWN = 300  # characters of a value that differs: there may be thousands of data sets
@@ -36,16 +38,9 @@ ORDER_REMEDIES = {
 }
 
 
-class Ordered(Protocol):
-    """A data set that reports what its order depends on."""
-
-    def order(self) -> dict[str, object]:
-        """In JSON types."""
-
-
 def data_order_fingerprint(
-    train: Ordered | None,
-    valid: Ordered | list[Ordered] | None,
+    train: Dataset | None,
+    valid: Dataset | list[Dataset] | None,
     sampler: dict[str, object] | None = None,
 ) -> dict[str, object]:
     """Everything the order of training and validation samples depends on, in JSON types, for the
@@ -67,7 +62,7 @@ def data_order_fingerprint(
 
 
 def data_order_differences(
-    saved: dict[str, object], now: dict[str, object], other_mix: bool = False
+    saved: dict[str, Any], now: dict[str, Any], other_mix: bool = False
 ) -> list[str]:
     """One line for each key in which two data orders differ, with both values and what to look at;
     [] if they agree.
@@ -77,8 +72,8 @@ def data_order_differences(
     """
     lines = []
     for name in sorted(saved.keys() | now.keys()):
-        before = saved.get(name)
-        after = now.get(name)
+        before: Any = saved.get(name)
+        after: Any = now.get(name)
         if name in ("train", "valid") and (before is None or after is None):
             continue
         if other_mix and name == "train" and before["kind"] == after["kind"] == "EpochBlend":
@@ -87,7 +82,7 @@ def data_order_differences(
     return lines
 
 
-def _differences(key: str, before: object, after: object, remedy: str) -> list[str]:
+def _differences(key: str, before: Any, after: Any, remedy: str) -> list[str]:
     remedy = ORDER_REMEDIES.get(key.rsplit(".", 1)[-1], remedy)
     if isinstance(before, dict) and isinstance(after, dict):
         return [

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron.config.data import DataConfig
 from megatron.data.blend.members import draws, members_of, read_in, samples_of_epoch, weights_of
 from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS, Blend, normalize, parse_split, split_range
-from megatron.data.build import DEFAULT_SPLIT, DataFlags, read_blends
+from megatron.data.build import DEFAULT_SPLIT, read_blends
 from megatron.data.epoch.token_files import (
     Part,
     ScatteredTokens,
@@ -54,7 +55,7 @@ class SplitFiles:
         return self.files[prefix].spans[self.number]
 
 
-def rows_in_megatron_order(data: DataFlags, request: DataRequest) -> list[Row]:
+def rows_in_megatron_order(data: DataConfig, request: DataRequest) -> list[Row]:
     """A row for each data set and each split that is read, as the run prints them; none for
     --mock-data.
 
@@ -68,12 +69,10 @@ def rows_in_megatron_order(data: DataFlags, request: DataRequest) -> list[Row]:
     ]
 
 
-def read_splits(data: DataFlags, sizes: Sequence[int | None]) -> list[SplitFiles]:
+def read_splits(data: DataConfig, sizes: Sequence[int | None]) -> list[SplitFiles]:
     """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few
     numbers of each index are read, once. Raises as `rows_in_megatron_order` does."""
     blends = read_blends(data)
-    if blends is None:
-        return []
     found: list[SplitFiles] = []
     if isinstance(blends, list):
         for name, blend, size in zip(SPLITS, blends, sizes, strict=True):
@@ -103,7 +102,7 @@ def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
         yield replace(split, name=f"valid-{number}", blend=([word], None))
 
 
-def _read(data: DataFlags, blend: Blend, parts: Sequence[Part]) -> dict[str, TokenFile]:
+def _read(data: DataConfig, blend: Blend, parts: Sequence[Part]) -> dict[str, TokenFile]:
     """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that
     it alone can read."""
     prefixes = [prefix for word in blend[0] for prefix in expand(word)]
@@ -124,7 +123,11 @@ def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
         tokens = int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         return Span(sequences, int(ends[1] - ends[0]), 0, tokens)
 
-    spans = tuple(None if part is None else span(split_range(part, len(corpus))) for part in parts)
+    spans = {
+        number: span(split_range(part, len(corpus)))
+        for number, part in enumerate(parts)
+        if part is not None
+    }
     size = span(range(len(corpus))).tokens * corpus.dtype.itemsize
     return TokenFile(
         prefix, corpus.dtype, len(corpus), len(corpus.document_indices) - 1, size, b"", spans

@@ -10,6 +10,7 @@ import os
 import resource
 import stat
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +27,10 @@ REMEDIES = {
 
 def unreadable(path: str, error: OSError) -> ValueError:
     """The error for a file that the system does not give."""
-    remedy = REMEDIES.get(error.errno, "check its permissions")
+    number = error.errno or errno.EIO
+    remedy = REMEDIES.get(number, "check its permissions")
     return ValueError(
-        f"{path}: cannot be read ({os.strerror(error.errno or errno.EIO)}); {remedy} "
-        "[file-not-readable]"
+        f"{path}: cannot be read ({os.strerror(number)}); {remedy} [file-not-readable]"
     )
 
 
@@ -125,7 +126,9 @@ class IndexArrays:
 
     def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
         arrays, files = state
-        self.__init__(arrays | {name: map_array(path) for name, path in files.items()}, files)
+        IndexArrays.__init__(
+            self, arrays | {name: map_array(path) for name, path in files.items()}, files
+        )
 
 
 def map_array(path: str) -> np.ndarray:
@@ -134,7 +137,7 @@ def map_array(path: str) -> np.ndarray:
 
 def _map_of(array: np.ndarray) -> mmap.mmap:
     """The memory map that contains an array."""
-    base = array.base
+    base: Any = array.base
     while not isinstance(base, mmap.mmap):
         base = base.base
     return base

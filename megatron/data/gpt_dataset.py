@@ -30,7 +30,11 @@ class TokenSequences(Protocol):
 
     path_prefix: str
     sequence_lengths: np.ndarray  # int32 [S]
-    identity: dict[str, int | str]
+    document_indices: np.ndarray  # [documents + 1]: the sequence at which each document begins
+
+    @property
+    def identity(self) -> dict[str, int | str]:
+        """What distinguishes it from others, in any directory."""
 
     def __len__(self) -> int: ...
 
@@ -77,6 +81,7 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, requested: int | No
     if num_epochs > 1:
         whole = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
         per_epoch = (tokens_per_epoch - 1) // sequence_length
+        assert requested is not None
         from_last = requested - whole
         assert 0 <= from_last <= per_epoch + 1
         separate = from_last < int(SEPARATE_BELOW * per_epoch)
@@ -419,6 +424,7 @@ class MockSequences:
         self.sequence_lengths = np.random.default_rng(self.SEED).integers(
             1, self.LONGEST, self.SEQUENCES, dtype=np.int32
         )
+        self.document_indices = np.arange(self.SEQUENCES + 1)
         self.identity: dict[str, int | str] = {
             "sequences": self.SEQUENCES,
             "vocab_size": vocab_size,

@@ -82,7 +82,10 @@ class IndexCache:
                 return None  # of another index, or written before there were checksums
             files = {name: self.path(stem, name) for name in names}
             # before numpy parses their headers
-            sums = {name: file_sum(block_sums(map_file(path))) for name, path in files.items()}
+            sums = {
+                name: file_sum(block_sums(memoryview(map_file(path))))
+                for name, path in files.items()
+            }
             if text != _with_checksums(description, sums):
                 raise ValueError("its arrays differ from their checksums")
             return IndexArrays({name: map_array(path) for name, path in files.items()}, files)

@@ -14,17 +14,15 @@ import numpy as np
 INTERFACE = 3  # an installed build of an older helpers.cpp may be found with a newer checkout
 
 try:
-    from megatron.data import helpers_cpp as _cpp
+    import megatron.data.helpers_cpp as _cpp
 except ImportError as error:  # not built: no compiler at install, or run from a plain checkout
     _cpp = None
     REASON = f"megatron.data.helpers_cpp is not built ({error}); pip install . builds it"
 else:
     REASON = ""
     if getattr(_cpp, "INTERFACE", None) != INTERFACE:
-        _cpp, REASON = (
-            None,
-            f"{_cpp.__file__} was built from other source; pip install . rebuilds it",
-        )
+        REASON = f"{_cpp.__file__} was built from other source; pip install . rebuilds it"
+        _cpp = None
 IMPLEMENTATION = "C++" if _cpp else "numpy"
 
 RAW_NUMBERS = 1 << 20  # random numbers drawn at a time for a shuffle

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import mmap
 import os
 import struct
 import weakref
@@ -82,9 +83,11 @@ class IndexedDataset:
                 raise _missing(self.path_prefix, path)
         if announce:
             log.info(LOGGER, f"Load the _IndexReader from {self.idx_file}")
-        self._index = map_file(self.idx_file)
-        index = memoryview(self._index)
+        mapped = map_file(self.idx_file)
+        index = memoryview(mapped)
         self.dtype, sequences, entries = self._read_header(index)
+        assert isinstance(mapped, mmap.mmap)  # else it would be empty, without a header
+        self._index = mapped
         self._read_arrays(index, sequences, entries)
         self._bin = open_to_read(self.bin_file)
         weakref.finalize(self, os.close, self._bin)
@@ -166,9 +169,10 @@ class IndexedDataset:
     def order_sha256(self) -> str:
         """The sha256 of the header and all lengths, which is all that the sample order is made of.
         Raises ValueError if the index differs from its recorded checksum."""
-        return pair_checksums.verify_index(
-            self.path_prefix, self._index
-        ) or pair_checksums.order_sha256(memoryview(self._index))
+        index = memoryview(self._index)
+        return pair_checksums.verify_index(self.path_prefix, index) or pair_checksums.order_sha256(
+            index
+        )
 
     def check(self) -> None:
         """Read the whole index and raise ValueError if it differs from its recorded checksum, if

@@ -32,7 +32,7 @@ WHOLE = 1 << 32
 def tokens_hash(ids: np.ndarray) -> int:
     """64 bits of the token ids [n] alone, whatever integers they are kept in: blake2b of them as
     little-endian int32."""
-    return _hash(np.ascontiguousarray(ids, "<i4"))
+    return _hash(np.ascontiguousarray(ids, "<i4").data)
 
 
 def sample_hash(number: int, tokens: int) -> int:
@@ -42,7 +42,7 @@ def sample_hash(number: int, tokens: int) -> int:
     return _hash(struct.pack("<QQ", number, tokens))
 
 
-def _hash(data: bytes | np.ndarray) -> int:
+def _hash(data: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron import log
+from megatron.config.data import DataConfig
 from megatron.data.blend.blended_dataset import BlendedDataset, blend_sizes
 from megatron.data.blend.members import Member, members_of, read_in, weights_of
 from megatron.data.blend.paths import expand
@@ -16,7 +17,6 @@ from megatron.data.build import (
     DEFAULT_SPLIT,
     Blends,
     Builder,
-    DataFlags,
     Splits,
     build_splits,
     read_blends,
@@ -26,14 +26,15 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest, number_needed
-from megatron.data.sample_lookup import Dataset
 from megatron.data.tokenizers import metadata as provenance
 
+EitherDataset = GPTDataset | BlendedDataset
 
-def build_in_megatron_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+
+def build_in_megatron_order(data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
     """The data sets of `--data-order megatron`."""
 
-    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+    def make(blends: Blends, sizes: Sequence[int | None]) -> Sequence[EitherDataset | None]:
         builder = _FileBuilder(data, request)
         if isinstance(blends, tuple):
             found = builder.one_source(members_of(blends), sizes)
@@ -53,7 +54,7 @@ class _FileBuilder(Builder):
 
     def one_source(
         self, members: Sequence[Member], sizes: Sequence[int | None]
-    ) -> tuple[Dataset | None, ...]:
+    ) -> Sequence[EitherDataset | None]:
         """All splits from the same data, each a part of every corpus."""
         matrix = self.set_split(self.data.split or DEFAULT_SPLIT)
         wanted = [None if size == 0 else part for part, size in zip(matrix, sizes, strict=True)]
@@ -63,9 +64,9 @@ class _FileBuilder(Builder):
 
     def one_source_per_split(
         self, blends: Sequence[Sequence[Member] | None], sizes: Sequence[int | None]
-    ) -> tuple[Dataset | None, ...]:
+    ) -> Sequence[EitherDataset | None]:
         """Each split from its own data, all of it."""
-        found: list[Dataset | None] = []
+        found: list[EitherDataset | None] = []
         for number, (members, size) in enumerate(zip(blends, sizes, strict=True)):
             if members is None or size == 0:
                 found.append(None)
@@ -73,9 +74,13 @@ class _FileBuilder(Builder):
             wanted: SplitMatrix = [
                 (0.0, 1.0) if place == number else None for place in range(len(SPLITS))
             ]
-            make = self._alone if len(members) == 1 else self._blend
-            found.append(make(members[0] if len(members) == 1 else members, wanted, sizes)[number])
-        return tuple(found)
+            splits: Sequence[EitherDataset | None] = (
+                self._alone(members[0], wanted, sizes)
+                if len(members) == 1
+                else self._blend(members, wanted, sizes)
+            )
+            found.append(splits[number])
+        return found
 
     def _alone(
         self, member: Member, wanted: SplitMatrix, sizes: Sequence[int | None]
@@ -90,7 +95,7 @@ class _FileBuilder(Builder):
 
     def _blend(
         self, members: Sequence[Member], wanted: SplitMatrix, sizes: Sequence[int | None]
-    ) -> tuple[Dataset | None, ...]:
+    ) -> tuple[BlendedDataset | None, ...]:
         """Blended datasets of the wanted splits."""
         corpora = [open_corpus(member.prefix, self.vocab_size) for member in members]
         return tuple(
@@ -122,8 +127,8 @@ class _FileBuilder(Builder):
             )
         read = [members[n] for n in numbers]
         surplus = self.data.mid_level_dataset_surplus
-        built = [None] * len(read)
-        weights = None
+        built: Sequence[int | None] = [None] * len(read)
+        weights: Sequence[float] | None = None
         if read[0].weight is not None:
             weights = weights_of(
                 read, [_tokens(corpora[n], range(len(corpora[n]))) for n in numbers]
@@ -135,8 +140,8 @@ class _FileBuilder(Builder):
             for n, member, count in zip(numbers, read, built, strict=True)
         ]
         if weights is None:
-            weights = [len(dataset) for dataset in datasets]
-            size = None if size is None else min(size, sum(weights))
+            weights = lengths = [len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, sum(lengths))
         cache = self.data.data_cache_path and IndexCache(
             self.data.data_cache_path, "--data-cache-path"
         )
@@ -181,7 +186,7 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
     return corpus
 
 
-def check_tokenizer(data: DataFlags, identity: Mapping[str, object]) -> None:
+def check_tokenizer(data: DataConfig, identity: Mapping[str, object]) -> None:
     """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see
     `Tokenizer.identity`)."""
     blends = read_blends(data)

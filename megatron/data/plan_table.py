@@ -43,13 +43,14 @@ def _of_split(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     total = sum(row.samples for row in rows)
     for row in rows[:SHOWN]:
         yield _cells(row, total)
-    sums = [
-        sum(getattr(row, key) for row in rows[SHOWN:]) for key in ("documents", "tokens", "samples")
-    ]
-    if len(rows) > SHOWN:
-        yield _cells(
-            Row(rows[0].split, f"{len(rows) - SHOWN} more", *sums, rows[0].sequence_length), total
-        )
+    rest = rows[SHOWN:]
+    if rest:
+        documents = sum(row.documents for row in rest)
+        tokens = sum(row.tokens for row in rest)
+        samples = sum(row.samples for row in rest)
+        length = rest[0].sequence_length
+        more = Row(rest[0].split, f"{len(rest)} more", documents, tokens, samples, length)
+        yield _cells(more, total)
 
 
 def plan_table(rows: Sequence[Row]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,7 @@ class Before:
     """Where a run is resumed: the data order of the checkpoint's training split, the samples
     consumed, and whether another mix may continue from there."""
 
-    order: dict[str, object]
+    order: dict[str, Any]
     consumed: int
     other_mix: bool = False
 

@@ -53,6 +53,7 @@ def _of_pair(prefix: str) -> float | None:
 
 
 def _mean(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
-    if None in values:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
         return None
-    return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+    return sum(weight * value for weight, value in zip(weights, known, strict=True)) / sum(weights)

@@ -25,7 +25,7 @@ INDEX_NAMES = ("dataset_index", "dataset_sample_index")
 EPOCHS = "epochs:"
 
 
-class EpochCounts(list):
+class EpochCounts(list[float]):
     """How often each data set is read: what a blend has in the place of weights where the user
     wrote `epochs:`."""
 
@@ -43,10 +43,11 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
         )
     if any(item.startswith(EPOCHS) for item in items):
         return _parse_epochs(items, flag)
-    weights = [_as_float(item) for item in items[::2]]
-    if len(items) % 2 == 1 or all(weight is None for weight in weights):
+    numbers = [_as_float(item) for item in items[::2]]
+    if len(items) % 2 == 1 or all(number is None for number in numbers):
         return items, None
-    for item, weight in zip(items[::2], weights, strict=True):
+    weights: list[float] = []
+    for item, weight in zip(items[::2], numbers, strict=True):
         if weight is None:
             raise ValueError(
                 f"{flag}: {item[:200]} stands where a weight is expected; give pairs of weight and "
@@ -57,21 +58,21 @@ def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
                 f"{flag}: weight {item[:200]} must be a positive number; omit data that is not "
                 "wanted [blend-malformed]"
             )
+        weights.append(weight)
     return items[1::2], weights
 
 
-def _parse_epochs(items: Sequence[str], flag: str) -> Blend:
-    counts = [
-        _as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None
-        for item in items[::2]
-    ]
-    for item, count in zip(items[::2], counts, strict=True):
+def _parse_epochs(items: list[str], flag: str) -> Blend:
+    counts = EpochCounts()
+    for item in items[::2]:
+        count = _as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None
         if count is None or not 0 < count < math.inf or len(items) % 2:
             raise ValueError(
                 f"{flag}: {item[:200]} stands where epochs are expected; give pairs such as "
                 "epochs:2 PREFIX [blend-malformed]"
             )
-    return items[1::2], EpochCounts(counts)
+        counts.append(count)
+    return items[1::2], counts
 
 
 def _as_float(word: str) -> float | None:
@@ -193,7 +194,7 @@ class BlendedDataset:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         if self.size is None:
-            indices = build_exhaustive_blending_indices(self.weights)
+            indices = build_exhaustive_blending_indices([len(one) for one in self.datasets])
         else:
             indices = build_blending_indices(self.weights, self.size)
         return dict(zip(INDEX_NAMES, indices, strict=True))

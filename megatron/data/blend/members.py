@@ -84,12 +84,13 @@ def weights_of(members: Sequence[Member], tokens: Sequence[int]) -> list[float]:
     together: Counter[int] = Counter()
     for member, count in zip(members, tokens, strict=True):
         together[member.number] += count
-    return normalize(
-        [
+    weights: list[float] = []
+    for member, count in zip(members, tokens, strict=True):
+        assert member.weight is not None  # a blend has weights for all words or for none
+        weights.append(
             member.weight if member.pairs == 1 else member.weight * count / together[member.number]
-            for member, count in zip(members, tokens, strict=True)
-        ]
-    )
+        )
+    return normalize(weights)
 
 
 def samples_of_epoch(tokens: int, sequence_length: int) -> int:

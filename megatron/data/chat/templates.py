@@ -360,7 +360,7 @@ def _jinja2() -> ModuleType:
     return jinja2
 
 
-def _environment(jinja2: ModuleType) -> Any:
+def _environment(jinja2: Any) -> Any:
     """The environment in which transformers runs templates: the same settings, filters and
     functions."""
 

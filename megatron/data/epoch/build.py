@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron import log
+from megatron.config.data import DataConfig
 from megatron.data.blend.blended_dataset import EpochCounts
 from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, normalize, parse_split
-from megatron.data.build import DEFAULT_SPLIT, LOGGER, Blends, DataFlags, Splits, build_splits
+from megatron.data.build import DEFAULT_SPLIT, LOGGER, Blends, Splits, build_splits
 from megatron.data.dry_run import SplitFiles, read_splits
 from megatron.data.epoch.epoch_dataset import EpochBlend, EpochDataset
 from megatron.data.epoch.proportional_draws import Shares, whole_weights
@@ -21,26 +22,26 @@ from megatron.data.request import Before, DataRequest, number_needed
 from megatron.data.sample_lookup import Dataset
 
 
-def build_in_epoch_order(data: DataFlags, request: DataRequest, rows: list[Row]) -> Splits:
+def build_in_epoch_order(data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
     """The data sets of `--data-order epoch`."""
     builder = EpochBuilder(
         request.sequence_length, request.seed, request.checked_vocab_size, request.before, rows
     )
 
-    def make(blends: Blends, sizes: Sequence[int | None]) -> tuple[Dataset | None, ...]:
+    def make(blends: Blends, sizes: Sequence[int | None]) -> Sequence[Dataset | None]:
         if isinstance(blends, tuple):
             matrix = parse_split(data.split or DEFAULT_SPLIT)
             log.info(LOGGER, f"Let split_matrix = {matrix}")
-            return tuple(builder.one_source(blends, matrix, sizes))
-        return tuple(
+            return builder.one_source(blends, matrix, sizes)
+        return [
             None if blend is None or size == 0 else builder.one_split(blend, number, size)
             for number, (blend, size) in enumerate(zip(blends, sizes, strict=True))
-        )
+        ]
 
     return build_splits(data, request, rows, make)
 
 
-def rows_in_epoch_order(data: DataFlags, request: DataRequest) -> list[Row]:
+def rows_in_epoch_order(data: DataConfig, request: DataRequest) -> list[Row]:
     """As `dry_run.rows_in_megatron_order`, for `--data-order epoch`; a row for each word of the
     data flags, samples to a fraction."""
     return [
@@ -125,7 +126,7 @@ class EpochBuilder:
                         "sample; raise it, or omit it [epochs-too-few]"
                     )
         else:
-            number_needed(size, split)
+            size = number_needed(size, split)
             shares = whole_weights(weights)
         made = self._blend(datasets, shares, size, split, limited=repeats)
         used = made.shares.taken(made.size - made.since)
@@ -189,27 +190,29 @@ class EpochBuilder:
         each data set has given its weight in samples."""
         since, taken = self._position(datasets, weights) if split == "train" else (0, {})
         available = since + sum(weights)
-        if limited and size is not None and size > available:
-            raise ValueError(
-                f"--data-path: the given epochs have {available} samples of --seq-length "
-                f"{self.sequence_length}, the run reads {size}; raise epochs:, or lower "
-                "--train-iters or --train-samples [epochs-too-few]"
-            )
-        return EpochBlend(
-            datasets, weights, available if limited else size, since=since, taken=taken
-        )
+        if limited:
+            if size is not None and size > available:
+                raise ValueError(
+                    f"--data-path: the given epochs have {available} samples of --seq-length "
+                    f"{self.sequence_length}, the run reads {size}; raise epochs:, or lower "
+                    "--train-iters or --train-samples [epochs-too-few]"
+                )
+            size = available
+        assert size is not None  # only a limited mix has an end of its own
+        return EpochBlend(datasets, weights, size, since=since, taken=taken)
 
     def _position(
         self, datasets: list[EpochDataset], weights: list[int]
     ) -> tuple[int, dict[str, int]]:
         """(sample of the run at which this mix begins, samples that each data set gave before)."""
-        saved = self.before.order if self.before else {}
-        if saved.get("kind") != "EpochBlend":
+        before = self.before
+        if before is None or before.order.get("kind") != "EpochBlend":
             return 0, {}
+        saved = before.order
         orders = [dataset.order() for dataset in datasets]
         if (saved["weights"], saved["datasets"]) == (weights, orders):
             return saved["since"], saved["taken"]
-        if not self.before.other_mix:
+        if not before.other_mix:
             return 0, {}
         known = {order["corpus"]["sha256"]: order for order in saved["datasets"]}
         for dataset, order in zip(datasets, orders, strict=True):
@@ -219,11 +222,11 @@ class EpochBuilder:
                     f"of {known[dataset.fingerprint]}; another mix can continue only with the "
                     "same [data-mix-order-differs]"
                 )
-        draws = Shares(saved["weights"]).taken(self.before.consumed - saved["since"])
+        draws = Shares(saved["weights"]).taken(before.consumed - saved["since"])
         drawn = dict(zip(known, draws, strict=True))
-        before = saved["taken"]
-        return self.before.consumed, before | {
-            name: before.get(name, 0) + count for name, count in drawn.items()
+        taken = saved["taken"]
+        return before.consumed, taken | {
+            name: taken.get(name, 0) + count for name, count in drawn.items()
         }
 
 
@@ -270,9 +273,9 @@ def _samples(
             )
         return there
     if weights is None or isinstance(weights, EpochCounts):
-        shares = tokens
-        size = sum(tokens) / sequence_length if size is None else size
+        shares: Sequence[float] = tokens
+        needed = sum(tokens) / sequence_length if size is None else size
     else:
-        size = number_needed(size, split)
         shares = normalize(weights)
-    return [size * share / sum(shares) for share in shares]
+        needed = number_needed(size, split)
+    return [needed * share / sum(shares) for share in shares]

@@ -29,7 +29,7 @@ Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
 
 
 class EpochDataset:
-    """Samples without end of one split (`split`: place in `TokenFile.spans`) of token files:
+    """Samples without end of one split (`split`: its number in `TokenFile.spans`) of token files:
     `ds[i]` is int64 [sequence_length + 1]. The files are those of `reader`, which data sets share,
     with these `numbers`; `name` is what messages call the data. Raises ValueError if they cannot
     fill one sample.

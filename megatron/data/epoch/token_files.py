@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -45,8 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What a start knows of a pair. `spans` has one entry for each split asked for, None where it
-    was not."""
+    """What a start knows of a pair; `spans` by the number of the split, of those requested."""
 
     prefix: str
     dtype: np.dtype
@@ -54,7 +53,7 @@ class TokenFile:
     documents: int
     bin_bytes: int
     head: bytes
-    spans: tuple[Span | None, ...]
+    spans: Mapping[int, Span]
 
     @property
     def tokens(self) -> int:
@@ -89,7 +88,7 @@ class _Index:
     def __init__(self, prefix: str, file: int) -> None:
         self.prefix = prefix
         self._file = file
-        self._blocks = {}
+        self._blocks: dict[int, bytes] = {}
         header = os.pread(file, HEADER.size, 0)
         magic, version, code, sequences, entries = (
             HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0, 0, 0)
@@ -186,7 +185,7 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
             raise _odd(
                 prefix, f"its index ends at byte {index.cut(count)}, its .bin at {bin_bytes}"
             )
-        spans = tuple(None if part is None else _span(index, part) for part in parts)
+        spans = {n: _span(index, part) for n, part in enumerate(parts) if part is not None}
         return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
     except OSError as error:
         if error.errno is None:  # has its own message

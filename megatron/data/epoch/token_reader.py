@@ -26,7 +26,7 @@ class TokenReader:
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self.files = list(files)
-        self._opened = {}
+        self._opened: dict[int, int] = {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = (
             min(hard, len(self.files) + 4096)
@@ -72,7 +72,7 @@ class TokenReader:
         return self.files
 
     def __setstate__(self, files: list[TokenFile]) -> None:
-        self.__init__(files)
+        TokenReader.__init__(self, files)
 
 
 def _close(opened: dict[int, int]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal
 
+from megatron.config.data import DataConfig
 from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS
-from megatron.data.build import DataFlags, read_blends
+from megatron.data.build import Blends, Splits, read_blends
 from megatron.data.indexed_dataset import idx_path
 from megatron.data.packed.documents import Documents
 from megatron.data.packed.internlm_dummy import SUBSETS, VOCABULARY, DummySamples
@@ -23,25 +24,14 @@ from megatron.data.packed.loss_mask import tokens_of
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
+from megatron.data.sample_lookup import Dataset
 from megatron.data.subsets import shortened
 from megatron.data.tokenizers import metadata as provenance
 
 HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start
 
 
-class PackedFlags(DataFlags, Protocol):
-    """Other things that this file reads."""
-
-    pack_into_one: bool
-    pad_samples: bool
-    min_sample_length: int
-    dummy_data: str | None
-    multiple_validation_sets: bool
-
-
-def build_packed_datasets(
-    data: PackedFlags, request: DataRequest, rows: list[Row]
-) -> tuple[PackedDataset | None, PackedDataset | list[PackedDataset] | None, PackedDataset | None]:
+def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
     """The data sets of train, valid and test, None where the flags give a split nothing or 0
     samples are requested. With --multiple-validation-sets valid is a list, one of each directory
     with files (and of each prefix), whose one subset has its name.
@@ -54,13 +44,17 @@ def build_packed_datasets(
     global_batch_size = request.global_batch_size
     vocab_size = request.checked_vocab_size
     identity = request.identity
-    mode = "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
+    mode: Literal["pieces", "blocks", "padded"] = (
+        "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
+    )
     # InternLM's demos ask for samples of 50 tokens and more, but its generated ones are never left
     # out.
     shortest = 0 if data.dummy_data else data.min_sample_length
     rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
-    blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
-    found: list[PackedDataset | list[PackedDataset] | None] = []
+    blends: Blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
+    assert isinstance(blends, list)  # packed samples have a flag of their own for each split
+    found: list[Dataset | None] = []
+    sets: list[Dataset] | None = None
 
     def made(
         split: str,
@@ -86,31 +80,30 @@ def build_packed_datasets(
         return dataset
 
     for split, blend, size in zip(SPLITS, blends, request.sizes, strict=True):
-        dummy = data.dummy_data and split == "train"
-        if size == 0 or not (blend or dummy):
+        if size == 0:
             found.append(None)
-            continue
-        if dummy:
+        elif data.dummy_data and split == "train":
             if vocab_size is not None and vocab_size < VOCABULARY:
                 raise ValueError(
                     f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the vocabulary has "
                     f"{vocab_size}; give --vocab-size {VOCABULARY} or more [token-id-out-of-range]"
                 )
-            files = [(SUBSETS[0], DummySamples(sequence_length))]
+            files: list[tuple[str, SampleFile]] = [(SUBSETS[0], DummySamples(sequence_length))]
             found.append(made(split, DummySamples.prefix, list(SUBSETS), files, size))
+        elif blend is None:
+            found.append(None)
         elif split == "valid" and data.multiple_validation_sets:
-            found.append(
-                [
-                    made(
-                        f"valid-{name}",
-                        f"--valid-data-path {os.path.dirname(paths[0])}",
-                        [name],
-                        [(name, _open(path, identity)) for path in paths],
-                        size,
-                    )
-                    for name, paths in validation_sets(blend[0]).items()
-                ]
-            )
+            found.append(None)
+            sets = [
+                made(
+                    f"valid-{name}",
+                    f"--valid-data-path {os.path.dirname(paths[0])}",
+                    [name],
+                    [(name, _open(path, identity)) for path in paths],
+                    size,
+                )
+                for name, paths in validation_sets(blend[0]).items()
+            ]
         else:
             found.append(
                 made(
@@ -120,7 +113,8 @@ def build_packed_datasets(
                     size,
                 )
             )
-    return tuple(found)
+    train, valid, test = found
+    return train, valid if sets is None else sets, test
 
 
 def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:

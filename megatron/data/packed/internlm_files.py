@@ -137,8 +137,8 @@ class JsonlTokens:
         """(smallest, largest) id of the first lines until they have `limit` tokens (None: all), (0,
         -1) without any."""
         seen = 0
-        lows = []
-        highs = []
+        lows: list[int] = []
+        highs: list[int] = []
         for sample in range(len(self.lengths)):
             if limit is not None and seen >= limit:
                 break

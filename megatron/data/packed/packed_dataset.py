@@ -120,7 +120,7 @@ class PackedFile:
         found: dict[int, int] = {}
         for place in np.flatnonzero(self.order == sample).tolist():
             if self.rule.mode == "padded":
-                rows = [place // self.rule.rows]
+                rows: Sequence[int] = [place // self.rule.rows]
             else:
                 start = int(self.ends[place - 1]) if place else 0
                 end = int(self.ends[place])

@@ -156,7 +156,9 @@ class Encoder:
         mark = self._mark
         mark[0] = block.number
         for texts_at, length in (
-            conversations(block, self._job) if self._chat else records(block, keys)
+            conversations(block, self._job, self._job.chat)
+            if self._job.chat
+            else records(block, keys)
         ):
             lines += 1
             size += length
@@ -263,9 +265,9 @@ def _utf8_bytes(text: str) -> int:
 def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
     """Write arrays one after the other to a place in a file; they are not copied together first."""
     for first in range(0, len(arrays), TOGETHER):
-        some = arrays[first : first + TOGETHER]
+        some = [array.data for array in arrays[first : first + TOGETHER]]
         written = os.pwritev(file, some, offset)
-        size = sum(array.nbytes for array in some)
+        size = sum(view.nbytes for view in some)
         # a disk filled up, or more than 2 GB
         left = memoryview(b"".join(some))[written:] if written < size else b""
         while left:
@@ -282,7 +284,7 @@ def records(
         yield too_long, block.end - block.start
         return
     if block.kind == "rows":
-        for row in zip(*block.data, strict=True):
+        for row in block.rows():
             size = sum(len(value) for value in row if isinstance(value, str))
             yield functools.partial(_row_texts, row, keys), size
         return
@@ -296,7 +298,7 @@ def records(
 
 
 def conversations(
-    block: Block, job: Job
+    block: Block, job: Job, chat: ChatTemplate
 ) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
     """For each line or row what gives [[messages, tools]] of it (None if it is blank; raises
     ValueError), and its bytes."""
@@ -305,29 +307,29 @@ def conversations(
         return
     if block.kind == "rows":
         needed, optional = job.columns
-        for row in zip(*block.data, strict=True):
+        for row in block.rows():
             record = dict(zip((*needed, *optional), row, strict=True))
-            yield functools.partial(_row_conversation, record, job), len(str(row[0]))
+            yield functools.partial(_row_conversation, record, job, chat), len(str(row[0]))
         return
-    yield from _lines(block, functools.partial(_line_conversation, job=job))
+    yield from _lines(block, functools.partial(_line_conversation, job=job, chat=chat))
 
 
-def _line_conversation(line: memoryview, job: Job) -> list[list[Any]] | None:
-    return None if _is_blank(line) else _conversation(bounded_record_of(line), job)
+def _line_conversation(line: memoryview, job: Job, chat: ChatTemplate) -> list[list[Any]] | None:
+    return None if _is_blank(line) else _conversation(bounded_record_of(line), job, chat)
 
 
-def _row_conversation(record: dict[str, Any], job: Job) -> list[list[Any]]:
+def _row_conversation(record: dict[str, Any], job: Job, chat: ChatTemplate) -> list[list[Any]]:
     if record[TOOLS] and not isinstance(record[TOOLS], str):
         raise ValueError(
             'has "tools" in columns of parquet, which add null for the keys of other tools; store '
             "the list as JSON text"
         )
-    return _conversation(record, job)
+    return _conversation(record, job, chat)
 
 
-def _conversation(record: object, job: Job) -> list[list[Any]]:
+def _conversation(record: object, job: Job, chat: ChatTemplate) -> list[list[Any]]:
     messages = conversation_of(record, job.chat_key)
-    return [[messages, tools_of(record, job.chat.reads)]]
+    return [[messages, tools_of(record, chat.reads)]]
 
 
 Line = TypeVar("Line")

@@ -12,7 +12,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron.data.preprocess.unpack import BROKEN, ParquetRows, unpacked
 
@@ -63,6 +63,11 @@ class Block(NamedTuple):
         """Its size, 1 for the usual one or less; of rows nothing is known."""
         return max(1, (self.end - self.start) // BLOCK_BYTES)
 
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """The values of each row of a block of rows."""
+        assert isinstance(self.data, list)
+        return zip(*self.data, strict=True)
+
     def content(self) -> bytes:
         """The bytes of a block that is not of rows, without the file's byte order mark. Raises
         ValueError if the file cannot be read or became shorter."""
@@ -70,7 +75,7 @@ class Block(NamedTuple):
         return data.removeprefix(codecs.BOM_UTF8) if self.start == 0 else data
 
     def _content(self) -> bytes:
-        if self.data is not None:
+        if isinstance(self.data, bytes):
             return self.data
         try:
             with open(self.name, "rb", buffering=0) as file:
@@ -237,13 +242,13 @@ def _plain(
         start = max(end, 1)
 
 
-def _skip(stream: BinaryIO, count: int) -> None:
+def _skip(stream: io.BufferedIOBase, count: int) -> None:
     while count:
         got = len(stream.read(min(count, BLOCK_BYTES)))
         count = count - got if got else 0
 
 
-def _skip_record(stream: BinaryIO, kind: str) -> int:
+def _skip_record(stream: io.BufferedIOBase, kind: str) -> int:
     """Pass by the rest of a text, or of a line; its bytes."""
     count = 0
     part = b""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
@@ -120,8 +121,9 @@ class Unfinished:
         self._bad_size = 0
         self.finishing = False
         self._lasting = lasting
-        self._files = []
-        self._bad_file = None
+        # lengths and counts, by key and part
+        self._files: list[list[list[io.BufferedWriter]]] = []
+        self._bad_file: io.BufferedWriter | None = None
         self._behind: dict[int, dict[str, Any]] = {}
         self._aside = ThreadPoolExecutor(1)  # notes are written while encoding continues
         self._noting: Future[None] | None = None
@@ -164,6 +166,7 @@ class Unfinished:
         bad line too many."""
         first_line = self.first_line(block)
         lines = [bad.add(block.name, first_line + line, what) for line, what in encoded.bad]
+        assert self._bad_file is not None
         self._bad_size += self._bad_file.write("".join(lines).encode())
         offsets = []
         for key, parts in enumerate(self._sizes):

@@ -7,6 +7,7 @@ import functools
 import importlib
 import itertools
 from types import ModuleType
+from typing import Any
 
 PIECE = 1_000_000  # characters: Megatron cuts longer texts there first
 
@@ -47,7 +48,7 @@ def split(text: str, language: str, keep_newlines: bool) -> list[str]:
 
 
 @functools.cache
-def _splitter(language: str) -> object:
+def _splitter(language: str) -> Any:
     punkt = _punkt()
     return punkt.PunktSentenceTokenizer(punkt.load_model(language))
 

@@ -14,7 +14,7 @@ import resource
 import zlib
 from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 # what is unpacked before its size is known may take this: a dictionary of xz, pages of parquet
 MEMORY = 512 << 20
@@ -26,7 +26,7 @@ SCAN = 1 << 16
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
-def unpacked(raw: io.BufferedReader, packed: str) -> BinaryIO:
+def unpacked(raw: io.BufferedReader, packed: str) -> io.BufferedIOBase:
     """What a file holds that is `packed` ("gzip", "xz", "zstd", "" for not at all). Reading raises
     one of BROKEN, and ValueError for a file that takes too much memory."""
     if packed == "gzip":

@@ -131,6 +131,7 @@ def _work(  # noqa: C901
                 ticket.placed = True
         while flying and flying[0].written:
             done = flying.popleft()
+            assert done.encoded is not None  # it was written
             yield done.block, done.encoded
 
 

@@ -166,7 +166,11 @@ class TikTokenizer(Tokenizer):
     ):
         self.files = (tokenizer_model,)
         self.vocab_size = vocab_size
-        self._settings = {"pattern": pattern, "num_special": num_special, "special": list(special)}
+        self._settings: dict[str, Any] = {
+            "pattern": pattern,
+            "num_special": num_special,
+            "special": list(special),
+        }
         self._names = [
             *special,
             *(f"<SPECIAL_{number}>" for number in range(len(special), num_special)),
@@ -272,6 +276,8 @@ class HuggingFaceTokenizer(Tokenizer):
     it. `eod` is tokenizer_config.json's eos.
     """
 
+    _with_offsets: Callable[[str], Any] | None  # of `tokenizers`, which tells where tokens are
+
     def __init__(self, tokenizer_model: str):
         path = Path(tokenizer_model)
         json_file = path if path.is_file() else path / "tokenizer.json"
@@ -305,7 +311,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if token.special
         }
         self._with_offsets = lambda text: engine.encode(text, add_special_tokens=False)
-        self._encode = lambda text: self._with_offsets(text).ids
+        self._encode = lambda text: engine.encode(text, add_special_tokens=False).ids
         self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
 
     def _read_folder(self, path: Path) -> None:

@@ -94,24 +94,27 @@ def tokenizer_from(config: TokenizerConfig) -> Tokenizer:
 
 def _make(config: TokenizerConfig) -> Tokenizer:
     kind = config.tokenizer
+    assert kind is not None  # `check_tokenizer.problems` has it, and what its type needs
     if kind == "NullTokenizer":
+        assert config.vocab_size is not None
         return NullTokenizer(config.vocab_size)
     if kind == "ByteTokenizer":
         return ByteTokenizer()
+    files = [getattr(config, flag) for flag, _ in TOKENIZER_FILES[kind]]
     if TOKENIZER_FILES[kind] is SENTENCEPIECE:
         from megatron.data.tokenizers import sentencepiece
 
         make = getattr(sentencepiece, kind)
         extra = [config.vocab_extra_ids] * (kind == "SentencePieceTokenizer")
-        return make(config.tokenizer_model, *extra)
+        return make(*files, *extra)
     from megatron.data.tokenizers import bpe
 
     if kind == "GPT2BPETokenizer":
-        return bpe.GPT2BPETokenizer(config.vocab_file, config.merge_file)
+        return bpe.GPT2BPETokenizer(*files)
     if kind == "HuggingFaceTokenizer":
-        return bpe.HuggingFaceTokenizer(config.tokenizer_model)
+        return bpe.HuggingFaceTokenizer(*files)
     return bpe.TikTokenizer(
-        config.tokenizer_model,
+        files[0],
         config.tiktoken_pattern or "v2",
         config.vocab_size or TIKTOKEN_VOCAB_SIZE,
         config.tiktoken_num_special_tokens,

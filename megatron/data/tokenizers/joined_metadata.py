@@ -11,12 +11,12 @@ from megatron.data.tokenizers.metadata import NULL, TEXT_BYTES, json_path, maker
 def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
     """Tokens, bytes of text and (of chat data) trained tokens of several pairs together; empty
     where one of them does not say."""
-    sizes = [text_size(prefix) for prefix in prefixes]
-    if None in sizes:
+    sizes = [size for prefix in prefixes if (size := text_size(prefix)) is not None]
+    if len(sizes) < len(prefixes):
         return {}
     tokens, text_bytes = (sum(column) for column in zip(*sizes, strict=True))
-    trained = [(note(prefix) or {}).get("trained_tokens") for prefix in prefixes]
-    more = {} if None in trained else {"trained_tokens": sum(trained)}
+    counts: list[Any] = [(note(prefix) or {}).get("trained_tokens") for prefix in prefixes]
+    more = {} if None in counts else {"trained_tokens": sum(counts)}
     return {"tokens": tokens, TEXT_BYTES: text_bytes, **more}
 
 

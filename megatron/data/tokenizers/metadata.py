@@ -57,8 +57,11 @@ def text_size(path_prefix: str) -> tuple[int, int] | None:
     """(tokens, bytes of UTF-8 text that they stand for) of a pair; None where its file does not say
     (written by an older version, or by another program). Raises ValueError as `maker` does."""
     said = note(path_prefix) or {}
-    sizes = said.get("tokens"), said.get(TEXT_BYTES)
-    return sizes if all(type(size) is int and size > 0 for size in sizes) else None
+    tokens = said.get("tokens")
+    text_bytes = said.get(TEXT_BYTES)
+    if type(tokens) is int and tokens > 0 and type(text_bytes) is int and text_bytes > 0:
+        return tokens, text_bytes
+    return None
 
 
 def maker(path_prefix: str) -> dict[str, Any] | None:

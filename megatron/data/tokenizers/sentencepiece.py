@@ -117,7 +117,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name with a space behind each."""
         text = ""
-        plain = []
+        plain: list[int] = []
         for index in map(int, ids):
             if index in self._name_of:
                 text += f"{self._model.decode(plain)} {self._name_of[index]} "
