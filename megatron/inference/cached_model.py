@@ -64,6 +64,7 @@ class CachedModel:
         for attention in self._attentions:
             attention.view = view
         model = self.model
+        assert model.embedding is not None and model.output_layer is not None, "a whole model"
         x = model.embedding(ids, positions)
         x = model.decoder(x, None if model.rotary is None else model.rotary(s, positions))
         if s == 1:
@@ -123,8 +124,9 @@ class _CachedAttention:
     """In place of SelfAttention.attend: stores keys and values and attends to all that are
     stored."""
 
+    view: _View  # of the call in progress
+
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, attention: SelfAttention):
-        self.view: _View | None = None
         self._keys = keys
         self._values = values
         self._key_places = keys.flatten(0, 1)

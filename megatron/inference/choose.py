@@ -20,11 +20,11 @@ def choose(
     """The next token by `sampling`, from logits [vocab] on any device; of equal ones, greedy takes
     the first. `seen`: the tokens that the repetition penalty is for."""
     if sampling.repetition_penalty != 1.0 and seen:
-        ids = torch.tensor(sorted(set(seen)), device=logits.device)
-        some = logits[ids]
+        repeated = torch.tensor(sorted(set(seen)), device=logits.device)
+        some = logits[repeated]
         penalty = sampling.repetition_penalty
         logits = logits.clone()
-        logits[ids] = torch.where(some > 0, some / penalty, some * penalty)
+        logits[repeated] = torch.where(some > 0, some / penalty, some * penalty)
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     # Of the largest logit 0 is left: no temperature makes the others overflow.

@@ -6,6 +6,7 @@ import atexit
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class TrainedModel:
 def open_trained_model(
     path: str,
     step: int | None = None,
-    tokenizer_files: Mapping[str, str] | None = None,
+    tokenizer_files: Mapping[str, Any] | None = None,
     device: str = "auto",
     tensor_parallel: int = 1,
 ) -> TrainedModel:
@@ -115,7 +116,8 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
             )
     # Gloo's threads may hold Python objects: they must end before the interpreter does.
     atexit.register(finish, None)
-    runtime = initialize(replace(config, training=replace(config.training, device=device)))
+    training = replace(config.training, device=device)  # type: ignore[arg-type]  # `choose_device` checks it
+    runtime = initialize(replace(config, training=training))
     return runtime.ctx, runtime.device
 
 

@@ -52,14 +52,15 @@ class SelfAttention(nn.Module):
         self.interleaved = model.rotary_interleaved
         self.recompute_core = recompute_core
         self.kernels = Kernels()
-        self.transformer_engine = None
+        self.transformer_engine: nn.Module | None = None
         self.linear_qkv = ColumnParallelLinear(
             params("linear_qkv.weight"),
             params.optional("linear_qkv.bias"),
             ctx,
             params.scaling("linear_qkv"),
         )
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
         if model.qk_layernorm and model.qk_layernorm_all_heads:
             from megatron.model.all_heads_norm import AllHeadsNorm
 
@@ -78,7 +79,7 @@ class SelfAttention(nn.Module):
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
         self.kernels = kernels
-        if kernels.attention == "transformer_engine":
+        if kernels.transformer_engine is not None and kernels.attention == "transformer_engine":
             heads = self.groups * self.queries_per_group
             self.transformer_engine = kernels.transformer_engine.attention(
                 heads, self.groups, self.head_dim, self.scale
@@ -94,7 +95,7 @@ class SelfAttention(nn.Module):
         """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another
         document. `dropout_seed`: that of the probabilities' dropout, None without."""
         q, k, v = self.project(x)
-        if self.q_layernorm is not None:
+        if self.q_layernorm is not None and self.k_layernorm is not None:
             q = self.q_layernorm(q)
             k = self.k_layernorm(k)
         if rotary is not None:

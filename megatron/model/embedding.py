@@ -69,6 +69,9 @@ class RotaryTables(nn.Module):
     """Cosines and sines of rotary positions (Su et al. 2021), computed once for every position
     there can be."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
         dim = int(model.head_dim * model.rotary_percent)

@@ -7,7 +7,7 @@ as if there were one device: what is parallel hides in the layers' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing
 CORRECT = "token correct"  # bool: the label has the largest logit
 TOKEN_METRICS = (UNSMOOTHED_LOSS, CORRECT)
+
+
+@runtime_checkable
+class HasKernels(Protocol):
+    """A module that computes with what `Kernels` says."""
+
+    def set_kernels(self, kernels: Kernels) -> None: ...
 
 
 def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +118,7 @@ class GPTModel(nn.Module):
         self, model: ModelConfig, params: ParameterFactory
     ) -> ColumnParallelLinear:
         if not model.tied:
-            weight = params("output_layer.weight")
+            weight: nn.Parameter = params("output_layer.weight")
         elif self.embedding is not None:
             weight = self.embedding.word_embeddings.weight
         else:
@@ -121,10 +128,9 @@ class GPTModel(nn.Module):
     def _use(self, kernels: Kernels) -> None:
         """Set the kernels of every layer; Transformer Engine is used in the transformer layers
         alone."""
-        for module in [
-            module for module in self.decoder.modules() if hasattr(module, "set_kernels")
-        ]:
-            module.set_kernels(kernels)
+        for module in list(self.decoder.modules()):
+            if isinstance(module, HasKernels):
+                module.set_kernels(kernels)
         if self.output_layer is not None:
             self.output_layer.set_kernels(kernels.without_transformer_engine())
 
@@ -166,12 +172,12 @@ class GPTModel(nn.Module):
         assert position_ids is not None or self.ctx.cp.size == 1, (
             "a rank's chunks of a sequence have no plain positions"
         )
-        s = self._length(tokens, hidden, position_ids)
         if self.embedding is None and hidden is None:
             raise ValueError(
                 "this part of the model has no embedding: forward_step must pass "
                 "hidden=batch.hidden to it"
             )
+        s = self._length(tokens, hidden, position_ids)
         x = (
             hidden
             if self.embedding is None
@@ -241,6 +247,7 @@ class GPTModel(nn.Module):
         if tokens is not None:
             s = tokens.shape[1] * self.ctx.cp.size
         else:
+            assert hidden is not None, "a model with an embedding takes tokens"
             s = (
                 hidden.shape[0]
                 * self.ctx.cp.size

@@ -22,6 +22,7 @@ from megatron.parallel.random import DropoutSeeds, recompute
 from megatron.parallel.sharding import ParameterFactory
 
 if TYPE_CHECKING:
+    from megatron.kernels.transformer_engine import TransformerEngine
     from megatron.model.moe import RouterStep
 
 
@@ -47,10 +48,10 @@ class Recompute:
         """(start, stop, recomputed) of each run of a stage's layers, in order."""
         if self.granularity != "full":
             return [(0, layers, False)]
-        if self.method == "block":
-            again = min(self.num_layers, layers)
-            return [*((i, i + 1, True) for i in range(again)), (again, layers, False)]
         step = self.num_layers or 1
+        if self.method == "block":
+            again = min(step, layers)
+            return [*((i, i + 1, True) for i in range(again)), (again, layers, False)]
         return [(i, min(i + step, layers), True) for i in range(0, layers, step)]
 
 
@@ -98,6 +99,7 @@ class TransformerLayer(nn.Module):
             Norm(model, params.at("post_mlp_layernorm")) if model.post_mlp_layernorm else None
         )
         self.moe = model.is_moe_layer(number)
+        self.mlp: nn.Module
         if self.moe:
             from megatron.model.moe import MoELayer
 
@@ -167,12 +169,15 @@ class TransformerLayer(nn.Module):
         operation: in chunks they would be unrolled into thousands, anew for each seed."""
         attention = self.self_attention
         weight = attention.linear_qkv.weight
+        outside: list[tuple[nn.Module, str]] = []
         if fused_ops(weight.device, weight.dtype) is None:
-            self._drop = torch.compiler.disable(self._drop)
+            outside.append((self, "_drop"))
         if not attention.compiles_masks():
-            attention.masked_core = torch.compiler.disable(attention.masked_core)
+            outside.append((attention, "masked_core"))
         if attention.cp.size > 1:
-            attention.attend = torch.compiler.disable(attention.attend)
+            outside.append((attention, "attend"))
+        for module, method in outside:
+            setattr(module, method, torch.compiler.disable(getattr(module, method)))
         # each batch has another number of documents
         torch.compiler.config.dynamic_sources = "L['document_ids'].cu_seqlens"
         super().compile(**options)
@@ -193,7 +198,8 @@ class Decoder(nn.Module):
         recompute: Recompute,
     ):
         super().__init__()
-        self.layers = nn.ModuleDict(
+        # of TransformerLayer, which torch's type forgets
+        self.layers: Any = nn.ModuleDict(
             {
                 str(i): TransformerLayer(
                     model,
@@ -208,7 +214,7 @@ class Decoder(nn.Module):
         self.moe_layers = [i for i in layers if model.is_moe_layer(i)]
         self.chunks = recompute.chunks(len(layers))
         self.group = ctx.tp.group
-        self.transformer_engine = None
+        self.transformer_engine: TransformerEngine | None = None
         self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
         self.logits_scaling = model.logits_scaling
 

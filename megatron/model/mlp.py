@@ -15,20 +15,20 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.sharding import ParameterFactory
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
-def activation(
-    model: ModelConfig, chosen: Kernels
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The function between the two matrices; gated ones take [..., 2, ffn] and return [...,
-    ffn]."""
-    return {
+
+def activation(model: ModelConfig, chosen: Kernels) -> Activation:
+    """The function between the two matrices, other than xIELU, which is a module; gated ones take
+    [..., 2, ffn] and return [..., ffn]."""
+    functions: dict[str, Activation] = {
         "swiglu": partial(functional.swiglu, fused=chosen.fused_swiglu),
         "geglu": functional.geglu,
         "squared_relu": functional.squared_relu,
-        "xielu": None,  # a module, XIELU
         "gelu (tanh)": lambda x: functional.gelu(x, True),
         "gelu (erf)": lambda x: functional.gelu(x, False),
-    }[model.activation]
+    }
+    return functions[model.activation]
 
 
 class MLP(nn.Module):
@@ -39,12 +39,12 @@ class MLP(nn.Module):
         super().__init__()
         self.model = model
         self.gated = model.gated
-        self.xielu = None
+        self.xielu: nn.Module | None = None
         if model.xielu:
             from megatron.model.xielu import XIELU
 
             self.xielu = XIELU(params.at("xielu"))
-        self.activation = activation(model, Kernels())
+        self.set_kernels(Kernels())
         self.linear_fc1 = ColumnParallelLinear(
             params("linear_fc1.weight"),
             params.optional("linear_fc1.bias"),
@@ -60,7 +60,8 @@ class MLP(nn.Module):
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
-        self.activation = activation(self.model, kernels)
+        if self.xielu is None:
+            self.activation = activation(self.model, kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""

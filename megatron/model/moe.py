@@ -86,7 +86,7 @@ def top_experts(scores: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     """Numbers [n, topk] of the experts with the largest scores [n, experts]; with groups only of
     those whose best experts together have the largest (DeepSeek-V2 and V3)."""
     k = model.moe_router_topk
-    if model.moe_router_num_groups:
+    if model.moe_router_num_groups and model.moe_router_group_topk:
         groups = scores.unflatten(1, (model.moe_router_num_groups, -1))
         best = groups.topk(k // model.moe_router_group_topk).values.sum(-1)
         chosen = best.topk(model.moe_router_group_topk).indices
@@ -186,6 +186,7 @@ class Router(nn.Module):
         )
         # the ranks that have other tokens of the same samples
         self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
+        self.capacity_factor = model.moe_expert_capacity_factor or 0.0
         self.cp = ctx.cp
         self.data = ctx.dp
         self.part = ctx.tp.rank if ctx.sequence_parallel else 0
@@ -209,9 +210,9 @@ class Router(nn.Module):
         else:
             probs, experts = select_experts(logits, self.model, self.expert_bias)
         selected = experts
-        if self.model.moe_expert_capacity_factor and step is not None:
+        if self.capacity_factor and step is not None:
             experts = self.drop(probs.detach(), experts, sequences)
-        if training:
+        if step is not None and training:
             probs = self.add_losses(probs, logits, selected, experts, step, sequences)
         return probs, experts
 
@@ -219,12 +220,12 @@ class Router(nn.Module):
         """`experts` [s b, topk] within the capacity, which is one of the tokens of a micro-batch,
         wherever they are; `num_experts` where a token is dropped."""
         m = self.model
-        scores = probs.new_full((len(probs), m.num_experts), -1.0).scatter(1, experts, probs)
+        scores = probs.new_full((len(probs), m.experts), -1.0).scatter(1, experts, probs)
         scores, mine = self.gather(scores, sequences)
-        share = len(scores) * m.moe_router_topk / m.num_experts
-        capacity = math.ceil(share * m.moe_expert_capacity_factor)
+        share = len(scores) * m.moe_router_topk / m.experts
+        capacity = math.ceil(share * self.capacity_factor)
         kept = within_capacity(scores, capacity, m.moe_token_drop_policy)
-        return experts.where(kept[mine].gather(1, experts), m.num_experts)
+        return experts.where(kept[mine].gather(1, experts), m.experts)
 
     def balance(
         self, logits: torch.Tensor, sequences: int, training: bool
@@ -265,6 +266,7 @@ class Router(nn.Module):
     ) -> torch.Tensor:
         """`probs`, with the router's losses in their graph. `experts`: what is left of `selected`
         within the capacity."""
+        assert step.loss_scale is not None, "an evaluation adds no losses"
         mask = None if step.loss_mask is None else self.mask(step.loss_mask)
         m = self.model
         found = {}
@@ -285,7 +287,7 @@ class Router(nn.Module):
             found["router_entropy"] = entropy(balancing_scores(logits.detach(), m), mask)
         zero = logits.new_zeros(())
         losses = torch.stack([found.get(name, zero).detach().double() for name in ROUTER_SUMS])
-        step.sums[self.number] = torch.cat((losses, count(experts, m.num_experts, mask)))
+        step.sums[self.number] = torch.cat((losses, count(experts, m.experts, mask)))
         return probs
 
     def balancing_loss(
@@ -387,6 +389,9 @@ class GroupedLinear(nn.Module):
 class Experts(nn.Module):
     """The MLPs of all experts, each split over etp as a dense one is over tp."""
 
+    linear_fc1: GroupedLinear
+    linear_fc2: GroupedLinear
+
     def __init__(self, model: ModelConfig, params: ParameterFactory, recompute_activation: bool):
         super().__init__()
         self.model = model
@@ -460,7 +465,7 @@ class MoELayer(nn.Module):
         self.recompute_shared = recompute_shared
         self.own_tokens = ctx.sequence_parallel or ctx.tp.size == 1
         self.topk = model.moe_router_topk
-        self.num_experts = model.num_experts
+        self.num_experts = model.experts
         self.exchange = model.moe_token_dispatcher_type == "alltoall" and ctx.ep.size > 1
         self.router = Router(model, params.at("router"), ctx, number)
         self.experts = Experts(model, params.at("experts"), recompute_activation)
@@ -496,8 +501,8 @@ class MoELayer(nn.Module):
         ep = self.ctx.ep
         x = gather_sequence(x, ep)
         probs = gather_sequence(probs, ep)
-        order, counts = self.sort(all_gather(experts, ep))
-        counts = counts.view(ep.size, -1).tolist()
+        order, of_experts = self.sort(all_gather(experts, ep))
+        counts = of_experts.view(ep.size, -1).tolist()
         first = sum(map(sum, counts[: ep.rank]))
         order = order[first : first + sum(counts[ep.rank])]
         y = self.compute(x, probs, order, self.topk, counts[ep.rank])

@@ -24,7 +24,7 @@ class Norm(nn.Module):
         self.eps = model.norm_epsilon
         self.zero_centered = model.apply_layernorm_1p
         self.apex = False
-        self.transformer_engine = None
+        self.transformer_engine: nn.Module | None = None
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
@@ -40,17 +40,16 @@ class Norm(nn.Module):
         in the model's)."""
         if self.transformer_engine is not None:
             return self.transformer_engine(x)
-        weight = self.weight
-        bias = self.bias
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
         if x.dtype != weight.dtype:
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
-        if self.apex:
-            y = (
-                apex.rms_norm(x, weight, self.eps)
-                if self.rms
-                else apex.layer_norm(x, weight, bias, self.eps)
-            )
+        if self.apex and self.rms:
+            y = apex.rms_norm(x, weight, self.eps)
+        elif self.apex:
+            assert bias is not None, "LayerNorm has a bias"
+            y = apex.layer_norm(x, weight, bias, self.eps)
         elif self.rms:
             y = functional.rms_norm(x, weight, self.eps, self.zero_centered)
         else:

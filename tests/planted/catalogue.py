@@ -286,8 +286,8 @@ BUGS = {
     ),
     "token counts of experts doubled by recomputation": Bug(
         "megatron.model.moe.Router.add_losses",
-        "torch.cat((losses, count(experts, m.num_experts, mask)))",
-        "torch.cat((losses, count(experts, m.num_experts, mask))) + step.sums.get(self.number, 0)",
+        "torch.cat((losses, count(experts, m.experts, mask)))",
+        "torch.cat((losses, count(experts, m.experts, mask))) + step.sums.get(self.number, 0)",
         "tests/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
         "",
     ),
