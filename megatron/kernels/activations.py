@@ -35,7 +35,8 @@ class _NativeTanhGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
-        return native.gelu_grad(*ctx.saved_tensors, grad_out)
+        (x,) = ctx.saved_tensors
+        return native.gelu_grad(x, grad_out)
 
 
 class _TanhGelu(torch.autograd.Function):

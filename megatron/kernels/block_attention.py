@@ -51,9 +51,9 @@ def chunked_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of (q, k, v) of `chunked`, in their dtypes; the probabilities are
     recomputed."""
-    grads = tuple(t.new_empty(t.shape) for t in tensors)
-    block_backward((*tensors, grad_out), None, block, grads)
-    return grads
+    dq, dk, dv = (t.new_empty(t.shape) for t in tensors)
+    block_backward((*tensors, grad_out), None, block, (dq, dk, dv))
+    return dq, dk, dv
 
 
 def flash(
@@ -138,11 +138,18 @@ class _Plan:
         """The keys that the block lets these rows see, whatever their documents."""
         return slice(0, rows.stop if self.block.causal else self.keys)
 
+    @property
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """Document ids of the queries and of the keys, of a block that has them."""
+        assert self.block.query_ids is not None and self.block.key_ids is not None
+        return self.block.query_ids, self.block.key_ids
+
     def _visible_keys(self, rows: slice) -> list[slice]:
         """For each sample the range of keys that share a document with any of these rows; causal
         rows see themselves, so it ends with theirs."""
         keys = self.keys_of(rows)
-        same = self.block.query_ids[:, rows, None] == self.block.key_ids[:, None, keys]
+        query_ids, key_ids = self.ids
+        same = query_ids[:, rows, None] == key_ids[:, None, keys]
         positions = [seen.nonzero() for seen in same.any(1)]
         return [slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0) for at in positions]
 
@@ -161,7 +168,8 @@ class _Plan:
 
     def _document_bias(self, sample: int, rows: slice, keys: slice, upper: Tensor | None) -> Tensor:
         """-inf [rows, keys] where the documents differ or the key is later."""
-        other = self.block.query_ids[sample, rows, None] != self.block.key_ids[sample, None, keys]
+        query_ids, key_ids = self.ids
+        other = query_ids[sample, rows, None] != key_ids[sample, None, keys]
         bias = torch.zeros(other.shape, dtype=self.dtype, device=self.device).masked_fill_(
             other, -torch.inf
         )
@@ -256,12 +264,9 @@ def block_backward(
     plan = _Plan(tensors[0], tensors[1], block)
 
     def work(heads: tuple[int, int]) -> None:
-        found = _head_set_grads(
-            plan,
-            heads,
-            *(plan.load(t, heads) for t in tensors),
-            None if sums is None else tuple(plan.load(t, heads) for t in sums),
-        )
+        q, k, v, grad_out = (plan.load(t, heads) for t in tensors)
+        of_heads = None if sums is None else (plan.load(sums[0], heads), plan.load(sums[1], heads))
+        found = _head_set_grads(plan, heads, q, k, v, grad_out, of_heads)
         for target, values in zip(grads, found, strict=True):
             plan.store(target, heads, values)
 

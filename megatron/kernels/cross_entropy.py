@@ -148,8 +148,9 @@ class _CrossEntropy(torch.autograd.Function):
         logits, columns = ctx.saved_tensors
         grad_loss = grad_loss.to(ctx.dtype)
         label = (columns, grad_loss, grad_loss, 1.0 - ctx.smoothing, ctx.smoothing / ctx.valid)
-        if ctx.log_sums is not None:
-            one_pass(logits, ctx.dtype).loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
+        ops = one_pass(logits, ctx.dtype) if ctx.log_sums is not None else None
+        if ops is not None:
+            ops.loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
             increment_version(logits)
         else:
             softmax = lambda part, rows: torch.softmax(part, -1, out=part)  # noqa: E731

@@ -26,7 +26,9 @@ def with_lengths(document_ids: Tensor, on_host: Tensor) -> Tensor:
         lengths = _read_lengths(on_host)
     if document_ids.device.type == "cuda":
         lengths = lengths.pin_memory()
-    document_ids.cu_seqlens = lengths.to(document_ids.device, non_blocking=True)
+    lengths = lengths.to(document_ids.device, non_blocking=True)
+    # an attribute, which a graph can read, of a class that declares none
+    document_ids.cu_seqlens = lengths  # type: ignore[attr-defined]
     return document_ids
 
 

@@ -33,7 +33,7 @@ def flash_attention(
     v: Tensor,
     spec: AttentionSpec,
     document_ids: Tensor | None = None,
-    dropout_seed: None = None,
+    dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
     [b, s] if there are any.

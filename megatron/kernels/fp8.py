@@ -112,7 +112,8 @@ def cast(
     view of the other."""
     scale, inverse = pair
     if _by_triton(x):
-        return Cast(*torch.ops.megatron.fp8_cast(x.detach(), scale, dtype, rows, columns), inverse)
+        q, transposed = torch.ops.megatron.fp8_cast(x.detach(), scale, dtype, rows, columns)
+        return Cast(q, transposed, inverse)
     q = quantize(x.detach(), dtype, scale)
     transposed = q.mT if q.device.type == "cpu" or not columns else q.mT.contiguous()
     return Cast(q, transposed, inverse)

@@ -71,10 +71,9 @@ class _GroupedLinear(torch.autograd.Function):
                 continue
             if not together:
                 parts[number].copy_(input_grad(grads, weight[number]))
-            if total is None:
-                grad_weight[number] = linear_weight_grad(grads, rows)
-            else:
-                linear_weight_grad(grads, rows, total[number])
+            made = linear_weight_grad(grads, rows, None if total is None else total[number])
+            if grad_weight is not None and made is not None:
+                grad_weight[number] = made
         return grad_x, grad_weight, None, None, None
 
 
@@ -168,7 +167,8 @@ class _WeightedSwiGlu(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
-        return experts.swiglu_grad(*ctx.saved_tensors, grad_out)
+        gate_up, weights = ctx.saved_tensors
+        return experts.swiglu_grad(gate_up, weights, grad_out)
 
 
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, fused: bool = True) -> Tensor:

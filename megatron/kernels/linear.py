@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -313,7 +313,7 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     return _added(total, accumulate_into, rows.dtype)
 
 
-def _takes_sums(total: Tensor | None) -> bool:
+def _takes_sums(total: Tensor | None) -> TypeGuard[Tensor]:
     """Whether the C++ can add to this buffer."""
     return total is not None and total.dtype == torch.float32 and total.is_contiguous()
 

@@ -36,6 +36,7 @@ def plain_attention(
         hidden = (hidden | (document_ids[:, :, None] != document_ids[:, None, :]))[:, None, None]
     probs = (rows @ keys.transpose(-1, -2) * spec.scale).masked_fill(hidden, -torch.inf).softmax(-1)
     if spec.dropout > 0.0:
+        assert dropout_seed is not None, "dropout needs a seed"
         keep = DropoutBits(int(dropout_seed), spec.dropout, q.device).keep(probs.numel(), wide)
         probs = probs * keep.view_as(probs) / (1.0 - spec.dropout)
     return (probs @ values).permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype)

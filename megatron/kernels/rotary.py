@@ -106,7 +106,8 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        return _rotate(grad_out, *ctx.saved_tensors, -1, ctx.interleaved), None, None, None
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad_out, cos, sin, -1, ctx.interleaved), None, None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:

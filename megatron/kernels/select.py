@@ -306,13 +306,14 @@ def _plain_attention_rows(
     if config.training.torch_compile:
         off |= {each.title: COMPILED for each in IMPLEMENTATIONS if each.name.startswith("cpp")}
     if _documents(config):
-        off[FA4] = _fa4_unavailable_reason(device, dtype, config)
-        if chosen.name == "torch_flash" and off[FA4] is None:
+        not_fa4 = _fa4_unavailable_reason(device, dtype, config)
+        if chosen.name == "torch_flash" and not_fa4 is None:
             off = {chosen.title: "slower"} | off
             title = FA4
-            del off[FA4]
+        else:
+            off[FA4] = not_fa4 or "not selected"
     if kernels.transformer_engine is not None:
-        off[TRANSFORMER_ENGINE] = _te_attention_unavailable_reason(dtype, config)
+        off[TRANSFORMER_ENGINE] = _te_attention_unavailable_reason(dtype, config) or "not selected"
     return [
         KernelRow(operation, title, True, why),
         *(KernelRow(operation, name, False, reason) for name, reason in off.items()),

@@ -178,7 +178,8 @@ class Linear(nn.Module):
         # model.
         weight = self.weight.flatten(0, -2)
         if weight is not self.weight and hasattr(self.weight, "main_grad"):
-            weight.main_grad = self.weight.main_grad.flatten(0, -2)
+            # where Transformer Engine looks for it
+            weight.main_grad = self.weight.main_grad.flatten(0, -2)  # type: ignore[attr-defined]
         self.linear.weight = weight
         if self.bias is not None:
             self.linear.bias = self.bias.flatten()

@@ -2,6 +2,7 @@
 AVX512_BF16 instructions."""
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def _load() -> _Kernel | str:
     if not (amx or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()):
         return "needs a CPU with AMX or AVX512_BF16"
     try:
-        from megatron.kernels.cpu import bf16_attention_cpp as found
+        found = import_module(NAME)
     except ImportError as error:
         return f"{NAME} is not built ({error}); {BUILD} builds it"
     if getattr(found, "INTERFACE", None) != INTERFACE:
@@ -38,10 +39,16 @@ def _load() -> _Kernel | str:
     return _Kernel(found, amx and found.tiles_are_there())
 
 
+def _loaded() -> _Kernel:
+    found = _load()
+    assert isinstance(found, _Kernel), found
+    return found
+
+
 def instructions() -> str:
     """The instructions used for GEMMs on this processor, if `unavailable_reason` has found
     nothing."""
-    return "AMX" if _load().amx else "AVX512_BF16"
+    return "AMX" if _loaded().amx else "AVX512_BF16"
 
 
 def unavailable_reason(
@@ -87,12 +94,12 @@ def keep_mask(s: int, b: int, n: int, dropout_p: float, dropout_seed: int) -> Te
     """What dropout of `tile_attention` keeps of n heads: bool [b, n, s, s]. For tests: nothing else
     holds it."""
     mask = torch.empty(b, n, s, s, dtype=torch.uint8)
-    _load().library.keep_mask(mask.data_ptr(), (s, b, n), dropout_p, dropout_seed % 2**64)
+    _loaded().library.keep_mask(mask.data_ptr(), (s, b, n), dropout_p, dropout_seed % 2**64)
     return mask.bool()
 
 
 def _steps(t: Tensor) -> tuple[int, int, int]:
-    return t.stride()[:3]
+    return t.stride(0), t.stride(1), t.stride(2)
 
 
 def _address(t: Tensor | None) -> int:
@@ -119,7 +126,7 @@ class _TileAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         s, b, n, _ = q.shape
         log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
-        library, amx = _load()
+        library, amx = _loaded()
         addresses = [_address(t) for t in (q, k, v, out, log_sums, run_starts)]
         steps = [_steps(t) for t in (q, k, v)]
         library.forward(
@@ -137,7 +144,7 @@ class _TileAttention(torch.autograd.Function):
         grads = gradients_like(q, k, v)
         grad_out = contiguous_vectors(grad_out.to(q.dtype))
         tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
-        library, amx = _load()
+        library, amx = _loaded()
         addresses = [_address(t) for t in (*tensors, run_starts)]
         steps = [_steps(t) for t in tensors]
         library.backward(

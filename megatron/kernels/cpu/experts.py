@@ -103,15 +103,14 @@ def weight_grad(
     in `product`."""
     grad, x = grad.to(x.dtype).contiguous(), x.contiguous()
     shape = len(counts), grad.shape[1], x.shape[1]
-    given = out is not None
-    if not given:
-        out = x.new_empty(shape, dtype=torch.float32)
-    assert out.shape == shape and out.dtype == torch.float32, (out.shape, shape, out.dtype)
-    _check(grad, grad_numbers, out, counts)
-    _check(x, numbers, out, counts)
+    sums = x.new_empty(shape, dtype=torch.float32) if out is None else out
+    assert sums.shape == shape and sums.dtype == torch.float32, (sums.shape, shape, sums.dtype)
+    _check(grad, grad_numbers, sums, counts)
+    _check(x, numbers, sums, counts)
+    add = add and out is not None
     sizes = x.shape[1], grad.shape[1]
-    _call("weight_grad", x, grad, grad_numbers, x, numbers, out, counts, *sizes, given and add)
-    return None if given else out.to(x.dtype)
+    _call("weight_grad", x, grad, grad_numbers, x, numbers, sums, counts, *sizes, add)
+    return sums.to(x.dtype) if out is None else None
 
 
 def swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:

@@ -135,8 +135,7 @@ def fa4_unavailable_reason(
         wanted = _sample(*shape)
         activate_flash_attention_impl("FA4")
         pairs = zip(_sample(*shape), wanted, strict=True)
-        near = {"rtol": FA4_TOLERANCE, "atol": FA4_TOLERANCE}
-        if all(torch.allclose(*pair, **near) for pair in pairs):
+        if all(torch.allclose(*pair, FA4_TOLERANCE, FA4_TOLERANCE) for pair in pairs):
             return None
         reason = "fails here (its results are not those of FlashAttention-2)"
     except ImportError as error:

@@ -1,5 +1,8 @@
 """The operations of fused_ops.py and loss_ops.py as Triton kernels, for CUDA."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -259,7 +262,7 @@ def _loss_grad(  # noqa: PLR0913
     return logits
 
 
-RUNS = {
+RUNS: dict[str, Callable[..., Any]] = {
     "swiglu": _swiglu,
     "swiglu_backward": _swiglu_backward,
     "rotate": _rotate,
