@@ -78,7 +78,9 @@ class TaskScores(Hook):
         self._run = run
         self._lines = lines
         self._tasks = tasks
-        self._interval = run.config.training.eval_tasks_interval
+        interval = run.config.training.eval_tasks_interval
+        assert interval is not None, "required with --eval-tasks"
+        self._interval = interval
         self._model = TrainedModel(run, tokenizer)
 
     def intervals(self) -> Sequence[int | None]:

@@ -32,7 +32,7 @@ class EventsTail:
         text = text[: text.rfind(b"\n") + 1]
         self._read += len(text)
         for event in parse_events(text.decode(errors="replace")):
-            last = self.events[-1] if self.events else {"event": None}
+            last: Mapping[str, Any] = self.events[-1] if self.events else {"event": None}
             steps = event["event"] == last["event"] == "steps"
             if steps and event["first"] == last["last"] + 1:
                 seconds = last["seconds"] + event["seconds"]
@@ -48,6 +48,7 @@ class GoodputPoints(Hook):
     def __init__(self, run: Run, lines: TrainingLog):
         self._run = run
         self._boards = [writer for writer in lines.writers if isinstance(writer, Boards)]
+        assert run.config.checkpoint.save is not None, "the events are next to checkpoints"
         self._tail = EventsTail(Path(run.config.checkpoint.save) / NAME)
 
     def after_save(self, iteration: int) -> None:

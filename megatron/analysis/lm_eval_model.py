@@ -87,6 +87,7 @@ class MegatronGPT(TemplateLM):
         self._add_bos = add_bos_token
         if tokenizer.eod is None:
             raise ValueError("the tokenizer has no end-of-document token, which ends an answer")
+        self._eod: int = tokenizer.eod
 
     def _load(self) -> TrainedModel:
         checkpoint, step, files, device = self._where
@@ -95,12 +96,12 @@ class MegatronGPT(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document."""
-        return self._tokens.eod
+        return self._eod
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context: begin of text, else end of document."""
-        return self._tokens.eod if self._tokens.bos is None else self._tokens.bos
+        return self._eod if self._tokens.bos is None else self._tokens.bos
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -115,7 +116,7 @@ class MegatronGPT(TemplateLM):
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
-        **_: Any,
+        **given: Any,
     ) -> list[tuple[float, bool]]:
         found = (
             Window((context + target)[-(self.max_length + 1) :][:-1], target)
@@ -141,7 +142,7 @@ class MegatronGPT(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
         return answers
 
-    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **given: Any) -> list[str]:
         """The continuation of each context, up to its first stop string. Raises ValueError if the
         model has no positions left for a context."""
         asked = [self._request(*one.args) for one in requests]
@@ -180,7 +181,7 @@ class MegatronGPT(TemplateLM):
             top_k=int(given.get("top_k") or 0),
         )
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-        return Request(prompt, count, sampling, (self._tokens.eod,)), stop
+        return Request(prompt, count, sampling, (self._eod,)), stop
 
     # --apply_chat_template
 

@@ -164,11 +164,12 @@ def read_text(text: str) -> Log:
     world_size = math.prod(map(int, ranks.groups())) if ranks else 1
     records = []
     for (_, dialect, head), end in zip(heads, ends, strict=False):
-        body = _DIALECTS[dialect].body.match(text, head.end(), end)[0]
+        body = _DIALECTS[dialect].body.match(text, head.end(), end)
+        assert body is not None, "the bodies of dialects may be empty"
         numbers = {
             name: float(match["number"]) * _UNITS[match.groupdict().get("unit", "")]
             for name, pattern in _DIALECTS[dialect].fields.items()
-            if (match := pattern.search(body))
+            if (match := pattern.search(body[0]))
         }
         record = _record(head.groupdict(), numbers)
         _add_rate(record, seq_length, world_size)

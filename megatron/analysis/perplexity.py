@@ -89,13 +89,13 @@ def score(model: GPTModel, found: Iterable[Window], batch_size: int) -> Iterator
     rest = iter(found)
     while some := list(itertools.islice(rest, TOGETHER * batch_size)):
         order = sorted(range(len(some)), key=lambda number: -len(some[number].inputs))
-        scores: list[Score | None] = [None] * len(some)
+        scores: dict[int, Score] = {}
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
             batch = _score_batch(model, [some[number] for number in numbers])
             for number, one in zip(numbers, batch, strict=True):
                 scores[number] = one
-        yield from scores
+        yield from (scores[number] for number in range(len(some)))
 
 
 def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
@@ -160,8 +160,8 @@ def _score_joined(
     ids: list[int] = []
     documents = text_bytes = 0
     for text in texts:
-        if found := tokenizer.tokenize(text):
-            ids += [*found, tokenizer.eod]
+        if of_text := tokenizer.tokenize(text):
+            ids += [*of_text, tokenizer.eod]
             documents += 1
             text_bytes += len(text.encode("utf-8"))
     found = windows(ids, tokenizer.eod, how.length, how.stride)

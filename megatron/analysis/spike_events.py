@@ -45,7 +45,7 @@ def find_events(records: Sequence[Record]) -> list[Event]:
     interval = log_interval(records)
     seen = _looked_at(records)
     detector = SpikeDetector()
-    findings = [detector.check(r.loss, r.grad_norm) for r in seen]
+    findings = [detector.check(_loss(r), r.grad_norm) for r in seen]
     groups: list[list[int]] = []
     for place, finding in enumerate(findings):
         if finding.spike and groups and place - groups[-1][-1] <= TOGETHER:
@@ -72,7 +72,7 @@ def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
             first = found.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
             found.append((first, record.iteration))
         warming_up = not detector.ready
-        detector.check(record.loss, record.grad_norm)
+        detector.check(_loss(record), record.grad_norm)
     return found
 
 
@@ -80,6 +80,12 @@ def _looked_at(records: Sequence[Record]) -> list[Record]:
     """Those with a loss that changed the weights, as far as the log shows."""
     interval = log_interval(records)
     return [r for r in records if r.trained and not (r.skipped and interval == 1)]
+
+
+def _loss(record: Record) -> float:
+    """That of a record of `_looked_at`."""
+    assert record.loss is not None, record
+    return record.loss
 
 
 def _event(
@@ -105,7 +111,7 @@ def _event(
         seen[last].iteration + interval,
         _kind(seen, findings, group, peak),
         findings[peak],
-        seen[peak].loss,
+        _loss(seen[peak]),
         seen[peak].grad_norm,
     )
 
@@ -119,8 +125,8 @@ def _kind(
     worst = seen[peak].iteration
     f = findings[first]
     deviation = f.excess / f.loss_z / SIGMA if f.loss_z else 0.0
-    limit = seen[first].loss - f.excess + abs(deviation)
+    limit = _loss(seen[first]) - f.excess + abs(deviation)
     for record in seen[peak + 1 :]:
-        if record.loss <= limit:
+        if _loss(record) <= limit:
             return "benign" if record.iteration - worst <= RECOVERY else "slow"
     return "malignant" if seen[-1].iteration - worst > RECOVERY else "open"

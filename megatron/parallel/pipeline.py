@@ -83,16 +83,16 @@ class StageRunner:
     def __init__(self, forward: Forward, backward: Backward | None, links: P2PLinks | None):
         self._forward = forward
         self._backward = backward
-        self._maybe_links = links
+        self._links = links
         self.inputs: dict[Key, Callable[[], torch.Tensor]] = {}
         self.alive: dict[Key, tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
         self.output_gradients: dict[Key, Callable[[], torch.Tensor]] = {}
         self.input_gradients: dict[Key, torch.Tensor] = {}
 
     @property
-    def _links(self) -> P2PLinks:
-        assert self._maybe_links is not None, "a schedule with transfers needs links"
-        return self._maybe_links
+    def links(self) -> P2PLinks:
+        assert self._links is not None, "a schedule with transfers needs links"
+        return self._links
 
     def forward(self, action: Action) -> None:
         """Wait for the input, if it comes from elsewhere, and compute."""
@@ -121,21 +121,21 @@ class StageRunner:
         key = action[1:3]
         hidden, output = self.alive.pop(key)
         assert isinstance(output, torch.Tensor), f"{action}: sent before"
-        self._links.send(action, output.detach())
+        self.links.send(action, output.detach())
         if output.requires_grad:
             self.alive[key] = hidden, get_gradient_edge(output)
 
     def receive_activation(self, action: Action) -> None:
         """Start to receive an input."""
-        self.inputs[action[1:3]] = self._links.receive(action)
+        self.inputs[action[1:3]] = self.links.receive(action)
 
     def send_gradient(self, action: Action) -> None:
         """Send the gradient of an input."""
-        self._links.send(action, self.input_gradients.pop(action[1:3]))
+        self.links.send(action, self.input_gradients.pop(action[1:3]))
 
     def receive_gradient(self, action: Action) -> None:
         """Start to receive the gradient of an output."""
-        self.output_gradients[action[1:3]] = self._links.receive(action)
+        self.output_gradients[action[1:3]] = self.links.receive(action)
 
 
 def run_schedule(

@@ -50,7 +50,7 @@ def simulated_ranks(world_size: int, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def on_wait(call: Callable[[Any], None]) -> Iterator[None]:
+def on_wait(call: Callable[[Any], object]) -> Iterator[None]:
     """In this context `call` gets the handle of a simulated collective when it is waited for."""
     kind: Any = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)
     own = kind.wait

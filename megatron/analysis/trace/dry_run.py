@@ -39,7 +39,7 @@ def trace(
         f"trace of the step of iteration {plan.train_iters} on ranks "
         f"{', '.join(map(str, sorted(ranks)))} (a GPU's kernels, eager, tensors without values):"
     ]
-    traces = []
+    traces: list[RankTrace] = []
     names: tuple[str, ...] | None = None
     # the last stage first: it knows the names of the metrics
     for rank in sorted(ranks, reverse=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,10 +51,13 @@ def fused_kernels() -> Iterator[None]:
     composed = F.rms_norm
 
     def rms_norm(
-        input: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
     ) -> Tensor:
         # arguments are torch's; one of two dtypes is composed on a GPU too
-        if input.is_meta and input.dtype == weight.dtype:
+        if input.is_meta and weight is not None and input.dtype == weight.dtype:
             return _RmsNorm.apply(input, weight)
         return composed(input, normalized_shape, weight, eps)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.kernels.cuda import torch_flash  # noqa: F401 (defines the operation)
 from megatron.parallel.simulated_group import Message, message_of, on_wait, started
+from megatron.timers import Timers
 
 # Functions that may read a number from the device in a step: the sums of the step (loss, requests),
 # the gradient norm, and with --log-num-zeros-in-grad and --log-params-norm these.
@@ -154,7 +156,7 @@ class Timeline:
             self.every *= 2
 
 
-class StepRecorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode, Timers):
     """While it is on, every operation of torch passes through it.
 
     `live` and `at_peak`: bytes by kind now and at the peak, `peak_place`: where that was;
@@ -169,6 +171,7 @@ class StepRecorder(TorchDispatchMode):
     ):
         """`expert_capacity`: --moe-expert-capacity-factor."""
         super().__init__()
+        Timers.__init__(self)
         self.rank = rank
         self.expert_capacity = expert_capacity
         self.allow_float64 = allow_float64
@@ -417,7 +420,7 @@ def _reads(name: str, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> boo
 
 def _span(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
     """(Storage, first and last byte + 1 in it)."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * stride for size, stride in steps)
     item = tensor.element_size()
@@ -443,7 +446,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _place() -> Place:
     """The innermost line of megatron/ (or of the program) that is running."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith((HERE, "<")) and "/torch/" not in path and "/python3" not in path:

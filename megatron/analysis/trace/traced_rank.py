@@ -29,7 +29,19 @@ from megatron.training.step import ForwardStep, train_step
 
 META = torch.device("meta")
 # Of several axes with the same ranks and group the first one counts.
-AXES = ("tp", "etp", "ep", "cp", "pp", "pp_gradients", "ends", "shard", "instances", "dp_cp", "dp")
+AXES: tuple[str, ...] = (
+    "tp",
+    "etp",
+    "ep",
+    "cp",
+    "pp",
+    "pp_gradients",
+    "ends",
+    "shard",
+    "instances",
+    "dp_cp",
+    "dp",
+)
 AXES += ("optimizer", "model", "world")
 # Memory made in a step that may outlive it: names of metrics, scales, a first use's tables.
 KEPT_BYTES = 1 << 20
@@ -193,11 +205,11 @@ def _check_reductions(
     if config.parallel.zero_partition == "whole-params":
         return  # ranks of a group send different amounts
     sizes = axis_sizes(config, plan)
-    planned = Counter()
+    planned: Counter[tuple[str, str]] = Counter()
     for transfer in gradients(config, plan, stage):
         if sizes[transfer.axis] > 1 and transfer.operation != "all-gather":
             planned[_replicas(transfer.axis), transfer.operation] += transfer.nbytes
-    found = Counter()
+    found: Counter[tuple[str, str]] = Counter()
     places = {}
     for message, place in recorder.reductions:
         # gloo scatters sums by an exchange of parts
