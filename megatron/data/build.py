@@ -112,7 +112,8 @@ def build_mock(data: DataConfig, request: DataRequest, rows: list[Row]) -> Split
     """The data sets of --mock-data."""
 
     def make(blends: Blends, sizes: Sequence[int | None]) -> Sequence[Dataset | None]:
-        assert request.vocab_size is not None  # of a run: mock data are made of its ids
+        # of a tokenizer whose ids mock data are made of
+        assert request.vocab_size is not None and request.eod is not None
         return Builder(data, request).mock(sizes, request.vocab_size, request.eod)
 
     return build_splits(data, request, rows, make)

@@ -32,7 +32,7 @@ class DataRequest:
     sequence_length: int
     seed: int = 1234
     vocab_size: int | None = None
-    eod: int = 0
+    eod: int | None = 0
     check_tokens: bool = True
     identity: Mapping[str, object] | None = None
     before: Before | None = None

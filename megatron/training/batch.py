@@ -82,7 +82,7 @@ class MicroBatch(NamedTuple):
         packed = first.labels is not None
         subset = first.subset is not None and not packed
         if packed:
-            parts = [part for one in samples for part in one[:4]]
+            parts: list[Any] = [part for one in samples for part in one[:4]]
             rows = np.stack(parts).reshape(len(samples), 4, -1)
         else:
             rows = np.stack([one.tokens for one in samples])
@@ -143,18 +143,23 @@ def make_batch(
     subset_ids = samples.subset_ids
     loss_mask, position_ids, document_ids = _masks(samples, rules)
     if document_ids is not None and device.type != "cpu":
-        document_ids = with_lengths(document_ids, _masks(on_host, rules)[2])
-    if samples.packed:
+        ids_on_host = _masks(on_host, rules)[2]
+        assert ids_on_host is not None
+        document_ids = with_lengths(document_ids, ids_on_host)
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return my_chunks(x, rules.cp).contiguous()
+
+    if samples.packed and subset_ids is not None:
         labels = labels.clamp(min=0)
-        subset_ids = my_chunks(subset_ids, rules.cp).contiguous()
+        subset_ids = own(subset_ids)
     if rules.cp.size > 1 and position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
-    chunks = (
-        None if x is None else my_chunks(x, rules.cp).contiguous()
-        for x in (tokens, labels, loss_mask, position_ids)
-    )
     return Batch(
-        *chunks,
+        own(tokens),
+        own(labels),
+        None if loss_mask is None else own(loss_mask),
+        None if position_ids is None else own(position_ids),
         document_ids,
         dropout_seeds,
         subset_ids=subset_ids,
@@ -167,8 +172,9 @@ Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _masks(samples: MicroBatch, rules: BatchRules) -> Masks:
-    if samples.packed:
-        return _packed_masks(samples.labels, samples.positions)
+    positions = samples.positions
+    if positions is not None:
+        return _packed_masks(samples.labels, positions)
     return _document_masks(samples.tokens, rules)
 
 
@@ -178,6 +184,7 @@ def _document_masks(tokens: torch.Tensor, rules: BatchRules) -> Masks:
     (predicting the first token of the next document), as Megatron does."""
     loss_mask = position_ids = document_ids = None
     if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
+        assert rules.eod is not None
         ends = tokens == rules.eod
         if rules.eod_mask_loss:
             loss_mask = (~ends).float()

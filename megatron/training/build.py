@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from megatron import device as devices
 from megatron import log
@@ -25,13 +24,13 @@ from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
-from megatron.parallel.sharding import counts_in_norm, init_parameters
+from megatron.parallel.sharding import counts_in_norm, init_parameters, sharding_of
 from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
-from megatron.training.run import Run
+from megatron.training.run import Chunks, Run
 from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
     return plan
 
 
-def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
+def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
     """The chunks of the model that this rank holds, their parameters initialized."""
     t = config.training
     ctx = runtime.ctx
@@ -66,7 +65,7 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> nn.ModuleList:
         if row.on:
             log.detail(f" > {row.operation}: {row.implementation} ({row.reason})")
     chunks = plan.layers_per_stage[ctx.pp.rank]
-    model = nn.ModuleList(
+    model = Chunks(
         GPTModel(
             config.model,
             config.precision,
@@ -103,7 +102,7 @@ def _recompute(t: TrainingConfig, layers: int) -> Recompute:
     return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers, t.recomputed_modules)
 
 
-def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: ParallelContext) -> None:
+def _check_whole(model: Chunks, config: Config, plan: Plan, ctx: ParallelContext) -> None:
     """Check that this rank's stage has the layers and parameters of the plan, and the plan every
     layer once. The plan is the same on all ranks, so no communication is needed."""
     planned = sorted(layer for stage in plan.layers_per_stage for part in stage for layer in part)
@@ -111,7 +110,7 @@ def _check_whole(model: nn.ModuleList, config: Config, plan: Plan, ctx: Parallel
     layers = [int(name) for chunk in model for name in chunk.decoder.layers]
     own = [layer for part in plan.layers_per_stage[ctx.pp.rank] for layer in part]
     assert layers == own, f"layers {layers} were built, {own} planned"
-    shapes = {p.sharding.name: p.sharding.shape for p in model.parameters()}
+    shapes = {p.name: p.shape for p in map(sharding_of, model.parameters())}
     size = sum(map(math.prod, shapes.values()))
     wanted = sum(spec.size for spec in plan.parameters_of(ctx.pp.rank))
     assert size == wanted, f"{size} parameters were built, {wanted} planned"
@@ -190,7 +189,7 @@ def build_run(
         grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        counts=lambda q: counts_in_norm(q.sharding, ctx),
+        counts=lambda q: counts_in_norm(sharding_of(q), ctx),
         reduce_sum=lambda x: all_reduce(x, ctx.optimizer),
         reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1),

@@ -116,7 +116,8 @@ def build_data(
     rows_evaluated = plan.evaluation_batch.micro_batch_size
     order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
     names = [
-        one.subsets[0] if d.packed_samples else str(number) for number, one in enumerate(valids)
+        subset_names(one)[0] if d.packed_samples else str(number)
+        for number, one in enumerate(valids)
     ]
     for name, one in zip(names, valids, strict=True) if d.multiple_validation_sets else ():
         log.print_rank_0(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron.training.agreement import Requests
 from megatron.training.evaluation import Evaluation
@@ -14,6 +15,9 @@ from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping
+
+if TYPE_CHECKING:
+    from megatron.data.ledger import Recorder
 
 
 def build_hooks(
@@ -53,7 +57,7 @@ def build_hooks(
 
         hooks.append(RunEvents(run, started))
     if run.recorder:
-        hooks.append(DataLedger(run))
+        hooks.append(DataLedger(run, run.recorder))
     hooks += [skipping, evaluation, saving]
     if run.spikes.decides:
         from megatron.training.rollback import RollbackBuffer
@@ -76,6 +80,7 @@ class SpikeDetection(Hook):
         self._run = run
 
     def after_step(self, result: IterationResult) -> None:
+        assert result.loss is not None  # the iteration was trained
         result.finding = self._run.spikes.record(
             result.iteration, result.loss, result.grad_norm, result.skipped
         )
@@ -108,9 +113,9 @@ class DataLedger(Hook):
     """--data-ledger. Trained iterations are recorded by `train_step`, with the hash that travels
     with the loss."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, recorder: Recorder):
         self._run = run
-        self._ledger = run.recorder.ledger  # on rank 0, else None
+        self._ledger = recorder.ledger  # on rank 0, else None
 
     def after_skip(self, first: int, result: IterationResult) -> None:
         if self._ledger:

@@ -157,17 +157,17 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     config = line.config
     c = line.config.checkpoint
     fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
-    folder = None if c.load is None or fetched else _newest(c)
+    folder = None if c.load is None or fetched else _newest(c, c.load)
     saved, state = (None, None) if folder is None else (_saved_config(folder), _state(folder))
-    if saved is None or c.finetune:
+    if c.load is None or saved is None or c.finetune:
         return
     wrong = architecture_problem(architecture.differences(saved.model, config.model))
     if wrong:
         yield wrong
     if state is None:
         return
-    iteration = state.get("iteration")
-    consumed = state.get("consumed_train_samples")
+    iteration = state["iteration"]
+    consumed = state["consumed_train_samples"]
     before = state["data"].get("tokenizer") or {} if identity else {}
     # weights of another suite have none
     schedule = {} if c.no_load_optim or not iteration else state["scheduler"]
@@ -179,13 +179,13 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     yield from (text for text in found if text)
 
 
-def _newest(c: CheckpointConfig) -> Path | None:
+def _newest(c: CheckpointConfig, load: str) -> Path | None:
     """The checkpoint that a load tries first, as far as can be seen here: the newest, snapshots
     among them."""
-    roots = [c.load]
-    if c.ckpt_step is None and not Path(c.load).name.startswith("iter_"):
+    roots = [load]
+    if c.ckpt_step is None and not Path(load).name.startswith("iter_"):
         roots += [
-            os.path.join(c.snapshot_dir or os.path.join(c.load, "snapshots"), slot) for slot in "01"
+            os.path.join(c.snapshot_dir or os.path.join(load, "snapshots"), slot) for slot in "01"
         ]
     found = [
         folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None

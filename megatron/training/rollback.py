@@ -165,11 +165,10 @@ class RollbackBuffer(Hook):
 
     def _listed(self) -> Iterator[tuple[int, Candidate]]:
         c = self._run.config.checkpoint
-        yield from (
-            (n, Candidate(c.save, n))
-            for n in (store.iterations(c.save) if c.save else ())
-            if n in self._saved
-        )
+        if c.save:
+            yield from (
+                (n, Candidate(c.save, n)) for n in store.iterations(c.save) if n in self._saved
+            )
         if c.load and self._loaded and not (c.finetune or c.no_load_optim):
             if store.is_checkpoint(Path(c.load)):
                 yield self._loaded, Candidate(c.load, None)

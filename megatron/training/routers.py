@@ -74,7 +74,7 @@ def update_bias(run: Run, totals: Totals) -> None:
     """Raise the bias of experts with fewer tokens than the mean, lower that of the others (Wang et
     al. 2024)."""
     held = {
-        layer: chunk.decoder.layers[str(layer)].mlp.router.expert_bias
+        layer: chunk.decoder.get_parameter(f"layers.{layer}.mlp.router.expert_bias")
         for chunk in run.model
         for layer in chunk.decoder.moe_layers
     }
@@ -89,7 +89,7 @@ def update_bias(run: Run, totals: Totals) -> None:
 def _layers(run: Run, totals: Totals) -> list[LayerSums]:
     m = run.config.model
     names = len(ROUTER_SUMS)
-    size = names + m.num_experts
+    size = names + (m.num_experts or 0)
     found = []
     for number, layer in enumerate(m.moe_layers):
         row = totals.routers[number * size : (number + 1) * size]

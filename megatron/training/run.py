@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +27,20 @@ from megatron.training.spikes.policy import SpikePolicy
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
     from megatron.data.ledger import Recorder
+    from megatron.model.gpt import GPTModel
     from megatron.parallel.fp8 import DelayedScaling
     from megatron.parallel.pipeline import Pipeline
     from megatron.training.logging.subset_metrics import SubsetMetrics
+
+    class Chunks(nn.ModuleList):
+        """The chunks of the model that a rank holds; one without virtual stages."""
+
+        def __iter__(self) -> Iterator[GPTModel]: ...
+
+        def __getitem__(self, chunk: int) -> GPTModel: ...  # type: ignore[override]  # no slices
+
+else:
+    Chunks = nn.ModuleList
 
 # The timers of a step that measure a rank's own work, without waiting for other ranks (but for
 # tensor and context parallelism, whose collectives are part of a layer).
@@ -73,8 +84,7 @@ class Run:
     plan: Plan
     runtime: Runtime
     timers: Timers
-    # of GPTModel: this rank's chunks of it, one without virtual stages
-    model: nn.ModuleList
+    model: Chunks
     pipeline: SingleStage | Pipeline
     buffers: GradBuffers
     optimizer: MixedPrecisionOptimizer

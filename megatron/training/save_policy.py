@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Callable, Sequence
 
 from megatron import log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.agreement import Requests
 from megatron.training.checkpointing import save
+from megatron.training.checkpointing.save import PendingSave
 from megatron.training.hook import Hook
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
@@ -22,7 +24,7 @@ class SavePolicy(Hook):
         self._run = run
         self._lines = lines
         self.hooks: Sequence[Hook] = ()  # called before and after each save
-        self._pending: save.PendingSave | None = None
+        self._pending: PendingSave | None = None
         self._saved_at = self._loaded = run.progress.iteration
         self._advise()
 
@@ -37,8 +39,8 @@ class SavePolicy(Hook):
             run.services.writer.reserve(slices, run.runtime.device)
 
     def requests(self, iteration: int) -> Requests | None:
-        done = self._pending and self._run.services.writer.done()
-        return Requests(written=1) if done else None
+        writer = self._run.services.writer
+        return Requests(written=1) if self._pending and writer and writer.done() else None
 
     def due(self, iteration: int) -> bool:
         """Whether a checkpoint or snapshot is due at `iteration`."""
@@ -109,7 +111,8 @@ class SavePolicy(Hook):
         """Wait for the save that is being written, if there is one, and complete it."""
         pending = self._pending
         if pending:
-            self._attempt(self._finish, pending.iteration, final, pending.is_snapshot)
+            finish = functools.partial(self._finish, pending)
+            self._attempt(finish, pending.iteration, final, pending.is_snapshot)
 
     def _snapshot(self) -> None:
         """Write a snapshot, or start to; a disk error is a warning."""
@@ -125,8 +128,7 @@ class SavePolicy(Hook):
 
         self._pending = save_snapshot(self._run)
 
-    def _finish(self) -> None:
-        pending = self._pending
+    def _finish(self, pending: PendingSave) -> None:
         self._pending = None
         save.finish_save(self._run, pending)
 

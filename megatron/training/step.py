@@ -24,6 +24,7 @@ from megatron.training.run import Run
 from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
 
 if TYPE_CHECKING:
+    from megatron.data.ledger import Recorder
     from megatron.training.logging.subset_metrics import SubsetMetrics
 
 # (loss sum, number of tokens), or with metrics by name (loss sum, number of tokens, metrics); of a
@@ -96,7 +97,7 @@ def train_step(
     totals = sums.totals()
     fwd_bwd_seconds = time.perf_counter() - start
     if run.recorder:
-        _record_samples(run, iteration, totals)
+        _record_samples(run, run.recorder, iteration, totals)
     loss = totals.loss / max(1.0, totals.tokens)
     _check_loss(run, iteration, loss, local_loss)
     result = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
@@ -142,6 +143,7 @@ def forward_backward(
     def backward(output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
         with timers("backward-compute", 2):
             if gradient is None:
+                assert isinstance(output, torch.Tensor)  # the loss
                 (output * backward_scale).backward()
             else:
                 torch.autograd.backward(output, gradient)
@@ -187,18 +189,18 @@ def _agree_on_metrics(run: Run, sums: StepSums) -> None:
                 f"{' / '.join(', '.join(one) or 'none' for one in sorted(names))}; return the "
                 "same names for every micro-batch [metrics-differ]"
             )
-    elif is_last and own != run.metric_names:
+    elif is_last and sums.metric_names != run.metric_names:
         raise ValueError(
-            f"forward_step: returned the metrics {', '.join(own) or 'none'}, in the first step "
-            f"{', '.join(run.metric_names) or 'none'}; return the same names for every "
+            f"forward_step: returned the metrics {', '.join(sums.metric_names) or 'none'}, in the "
+            f"first step {', '.join(run.metric_names) or 'none'}; return the same names for every "
             "micro-batch [metrics-differ]"
         )
     sums.reserve_metrics(run.metric_names)
 
 
-def _record_samples(run: Run, iteration: int, totals: Totals) -> None:
+def _record_samples(run: Run, recorder: Recorder, iteration: int, totals: Totals) -> None:
     """Hand the hash of the samples of all ranks to --data-ledger."""
-    run.recorder.record(
+    recorder.record(
         iteration,
         run.progress.consumed_train_samples,
         run.plan.global_batch_size(iteration),
@@ -292,9 +294,10 @@ def _forwards(
             output = forward_step(
                 batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
             )
-        if routed and backward_scale is not None:
+        if batch.router_step is not None and backward_scale is not None:
             routers.add(run, sums, batch.router_step, run.model[chunk].decoder.moe_layers)
         if not run.pipeline.is_last(chunk):
+            assert isinstance(output, torch.Tensor)  # hidden states
             return output
         loss, tokens, *rest = output
         sums.loss += loss.detach()

@@ -58,6 +58,7 @@ class StepVerification:
         training = run.config.training
         self._run = run
         self._forward_step = forward_step
+        assert training.verify_step_interval is not None
         self._interval = training.verify_step_interval
         self._keeps = training.verify_step_action == "majority"
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
+from megatron.parallel.sharding import sharding_of
 from megatron.training.hook import Hook
 from megatron.training.launch.process import this_process
 from megatron.training.logging.iteration import IterationResult
@@ -67,7 +68,7 @@ def compare_weights(run: Run, iteration: int) -> None:
     """All parameters, over the ranks that hold the same ones. Raises WeightsDiffer."""
     named = [pair for chunk in run.model for pair in chunk.named_parameters()]
     for kind in ("dense", "experts"):
-        same = [pair for pair in named if pair[1].sharding.replicas == kind]
+        same = [pair for pair in named if sharding_of(pair[1]).replicas == kind]
         check_replicas(same, run.runtime.ctx.replicas(kind).data, iteration)
 
 
@@ -76,7 +77,9 @@ class WeightComparison(Hook):
 
     def __init__(self, run: Run):
         self._run = run
-        self._interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+        interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+        assert interval is not None
+        self._interval = interval
 
     def after_step(self, result: IterationResult) -> None:
         if result.iteration % self._interval == 0:

@@ -194,7 +194,7 @@ class BlendedDataset:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         if self.size is None:
-            indices = build_exhaustive_blending_indices([len(one) for one in self.datasets])
+            indices = build_exhaustive_blending_indices([len(dataset) for dataset in self.datasets])
         else:
             indices = build_blending_indices(self.weights, self.size)
         return dict(zip(INDEX_NAMES, indices, strict=True))

@@ -48,12 +48,12 @@ def load_checkpoint(run: Run) -> str | None:
     world = run.runtime.ctx.world
     # then the directory is this job's
     if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:
-        _clear_leftovers(c)
+        _clear_leftovers(c, c.save)
     if not c.load:
         return None
     with run.timers("load-checkpoint"):
         tries, problems, failure = gather_objects(
-            _tries(c) if run.runtime.rank == 0 else None, world
+            _tries(c, c.load) if run.runtime.rank == 0 else None, world
         )[0]
         if failure:
             raise CheckpointError(failure)
@@ -69,25 +69,25 @@ def load_checkpoint(run: Run) -> str | None:
         return None
 
 
-def _clear_leftovers(c: CheckpointConfig) -> None:
+def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
     """Remove what an earlier job left in the directory, so that it can no longer complete a
     save."""
-    for root in (Path(c.save), *slots.slots(snapshot_directory(c, c.save))):
+    for root in (Path(save), *slots.slots(snapshot_directory(c, save))):
         try:
             store.clear_leftovers(root)
         except CheckpointError as error:
             log.warn_once(str(error))
-    if c.non_persistent_ckpt_type != "local" and Path(c.save, "local_copies.jsonl").exists():
+    if c.non_persistent_ckpt_type != "local" and Path(save, "local_copies.jsonl").exists():
         from megatron.checkpoint.local_copies import forget
 
-        forget(Path(c.save))
+        forget(Path(save))
 
 
-def _tries(c: CheckpointConfig) -> tuple[list[Candidate], list[str], str | None]:
+def _tries(c: CheckpointConfig, load: str) -> tuple[list[Candidate], list[str], str | None]:
     """(Checkpoints to try in order, problems with trackers, why none can be tried.)"""
     try:
         return (
-            *candidates(c.load, c.ckpt_step, slots.slots(snapshot_directory(c, c.load))),
+            *candidates(load, c.ckpt_step, slots.slots(snapshot_directory(c, load))),
             None,
         )
     except CheckpointError as error:
@@ -99,8 +99,8 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
     its path."""
     bad: list[str] = []
     for candidate in tries:
-        found = None
-        failure = None
+        found: Checkpoint | None = None
+        failure: CheckpointError | None = None
         try:
             found = candidate.open()
             log.detail(f" loading checkpoint from {candidate.path} at iteration {found.iteration}")
@@ -116,13 +116,14 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
             run.runtime.ctx.world,
         )
         failed = [(rank, text, damage) for rank, (_, text, damage) in enumerate(answers) if text]
-        if not failed and len({crc32 for crc32, _, _ in answers}) > 1:
-            raise CheckpointError(
-                f"--load {candidate.path}: the ranks see different checkpoints of iteration "
-                f"{found.iteration}; give a directory that all of them share "
-                "[checkpoint-differs-between-ranks]"
-            )
         if not failed:
+            assert found is not None
+            if len({crc32 for crc32, _, _ in answers}) > 1:
+                raise CheckpointError(
+                    f"--load {candidate.path}: the ranks see different checkpoints of iteration "
+                    f"{found.iteration}; give a directory that all of them share "
+                    "[checkpoint-differs-between-ranks]"
+                )
             break
         rank, text, damage = failed[0]
         text = f"rank {rank}: {text}" if rank else text
@@ -193,6 +194,7 @@ def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
     saved = saved_config(found)
     check_architecture(saved, config, strict=not c.finetune)
+    assert c.load is not None
     wrong = (
         None
         if c.finetune

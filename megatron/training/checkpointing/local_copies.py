@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from megatron.training.checkpointing.save import (
     layout_of,
     own_tensors,
     ranks_text,
+    save_directory,
     state_of,
 )
 from megatron.training.run import Run
@@ -38,6 +39,7 @@ def node_directory(c: CheckpointConfig) -> Path:
     """--non-persistent-local-ckpt-dir of this node."""
     here = launcher.info()
     node = here.rank // (here.local_world_size or here.world_size)
+    assert c.non_persistent_local_ckpt_dir is not None  # local copies need it
     return Path(c.non_persistent_local_ckpt_dir.replace("%n", str(node)))
 
 
@@ -93,7 +95,7 @@ class LocalCopies:
     def start_line(self) -> None:
         """Training continues from the current iteration: copies of later iterations are no longer
         used."""
-        root = Path(self._run.config.checkpoint.save)
+        root = Path(save_directory(self._run.config.checkpoint))
 
         added: list[local_copies.Line] = []
 
@@ -147,13 +149,14 @@ class LocalCopies:
                 message,
             )
 
+        if writer is None:
+            finish(lambda: store.write_tensors(own, self._rank, slices, iteration))
+            return None
+
         def written() -> Manifest:
             writer.result()
             return local_copies.taken_manifest(own, self._rank)
 
-        if writer is None:
-            finish(lambda: store.write_tensors(own, self._rank, slices, iteration))
-            return None
         writer.start(slices, own, self._rank, iteration, run.runtime.device)
         log.detail(f"  scheduled async local copies at iteration {iteration:7d}")
         state = RunState.parse(dumped, "the run")
@@ -191,7 +194,7 @@ class LocalCopies:
         if self._rank == 0:
             self._run.services.fence()
 
-    def _publish(self, folders: Sequence[Path], iteration: int) -> None:
+    def _publish(self, folders: Iterable[Path], iteration: int) -> None:
         for folder in folders:
             store.publish(folder.parent, folder, iteration)
 
@@ -227,6 +230,7 @@ class LocalCandidate(Candidate):
     """A save of which every part exists somewhere, to be tried like a checkpoint. `places`: for
     each rank (rank that can read the part, path), the best first."""
 
+    step: int
     run: Run
     save: str
     places: dict[int, list[tuple[int, str]]]
@@ -323,6 +327,7 @@ class LocalCandidate(Candidate):
 def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> list[Candidate]:
     """`tries`, and the states in local copies of the run in --load, the newest first; all ranks
     call this."""
+    assert c.load is not None and c.non_persistent_local_ckpt_dir is not None
     if c.ckpt_step is not None or c.finetune or store.is_checkpoint(Path(c.load)):
         return tries
     rank = run.runtime.rank
@@ -353,7 +358,7 @@ def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
         elif copy.iteration > least:
             log.print_rank_0(f" local copies of iteration {copy.iteration} are not used: {text}")
     # of the same iteration the checkpoint first
-    return sorted([*tries, *more], key=lambda one: -one.step)
+    return sorted([*tries, *more], key=lambda one: -(one.step or 0))
 
 
 def _saves(

@@ -17,7 +17,7 @@ from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
-from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box
+from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box, sharding_of
 from megatron.training.checkpointing.hardware import hardware
 from megatron.training.logging.flops import flops_per_iteration, model_shape
 from megatron.training.run import Run
@@ -43,19 +43,21 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     ctx = run.runtime.ctx
     run.buffers.wait_for_weights()
     for p in run.model.parameters():
-        same = ctx.replicas(p.sharding.replicas).data
-        yield p.sharding.name, p.sharding, same, parts(p.sharding, ctx, p.data)
+        sharding = sharding_of(p)
+        same = ctx.replicas(sharding.replicas).data
+        yield sharding.name, sharding, same, parts(sharding, ctx, p.data)
     # before the optimizer's, of which ranks have different numbers: `own_slices` counts
     for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
         yield name, sharding, ctx.dp_cp, parts(sharding, ctx, tensor)
-    owned = {part.sharding.name: part for part in run.buffers.owned}
+    owned = {sharding_of(part).name: part for part in run.buffers.owned}
     for name, tensor in run.optimizer.tensors().items():
         part = owned[name.split(".", 2)[2]]
+        sharding = sharding_of(part)
         yield (
             name,
-            part.sharding,
-            ctx.replicas(part.sharding.replicas).instances,
-            parts(part.sharding, ctx, tensor, getattr(part, "span", None)),
+            sharding,
+            ctx.replicas(sharding.replicas).instances,
+            parts(sharding, ctx, tensor, getattr(part, "span", None)),
         )
 
 
@@ -91,16 +93,22 @@ def save_checkpoint(run: Run) -> PendingSave | None:
     """Save a checkpoint of the current iteration, or start an asynchronous save (--async-save),
     which `finish_save` completes. Raises CheckpointError if it cannot be written.
     """
-    c = run.config.checkpoint
+    directory = save_directory(run.config.checkpoint)
     iteration = run.progress.iteration
-    log.detail(f"saving checkpoint at iteration {iteration:7d} to {c.save}")
+    log.detail(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     return begin_save(
         run,
-        c.save,
-        f" checkpoint of iteration {iteration} saved to {c.save}"
+        directory,
+        f" checkpoint of iteration {iteration} saved to {directory}"
         if run.config.logging.is_short
-        else f"  successfully saved checkpoint at iteration {iteration:7d} to {c.save}",
+        else f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}",
     )
+
+
+def save_directory(c: CheckpointConfig) -> str:
+    """--save, in a run that saves."""
+    assert c.save is not None
+    return c.save
 
 
 def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
@@ -143,6 +151,7 @@ def finish_save(run: Run, pending: PendingSave) -> None:
     """
     if pending.finish:
         return pending.finish()
+    assert run.services.writer is not None  # it writes what is pending
     _finish(run, pending, run.services.writer.result)
 
 
@@ -180,24 +189,25 @@ def own_slices(run: Run) -> list[TensorSlice]:
 def _clean_up(run: Run) -> None:
     """Remove what the checkpoint just written makes superfluous. A failure is a warning."""
     c = run.config.checkpoint
+    directory = save_directory(c)
     try:
         run.services.fence()
         if c.keep_last:
             from megatron.checkpoint.retention import prune
 
-            removed = prune(c.save, c.keep_last, c.keep_every)
+            removed = prune(directory, c.keep_last, c.keep_every)
             if removed:
                 log.print_rank_0(
                     f"  removed checkpoints of iterations {', '.join(map(str, removed))}"
                 )
-        slots.drop_beyond(snapshot_directory(c, c.save), run.progress.iteration)
+        slots.drop_beyond(snapshot_directory(c, directory), run.progress.iteration)
     except CheckpointError as error:
         log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
 
 
 def what_remains(run: Run) -> str:
     """What can be resumed from after a save that failed, for a message."""
-    directory = run.config.checkpoint.save
+    directory = save_directory(run.config.checkpoint)
     try:
         found = store.latest(directory)
     except CheckpointError as error:

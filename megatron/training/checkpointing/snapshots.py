@@ -5,7 +5,12 @@ from __future__ import annotations
 from megatron.checkpoint import retention
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.parallel.collectives import gather_objects
-from megatron.training.checkpointing.save import PendingSave, begin_save, snapshot_directory
+from megatron.training.checkpointing.save import (
+    PendingSave,
+    begin_save,
+    save_directory,
+    snapshot_directory,
+)
 from megatron.training.run import Run
 
 
@@ -15,7 +20,8 @@ def save_snapshot(run: Run) -> PendingSave | None:
         return run.local_copies.save()
     iteration = run.progress.iteration
     ctx = run.runtime.ctx
-    folder = snapshot_directory(run.config.checkpoint, run.config.checkpoint.save)
+    c = run.config.checkpoint
+    folder = snapshot_directory(c, save_directory(c))
     slot = None
     failure = None
     if run.runtime.rank == 0:

@@ -271,7 +271,12 @@ def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
             if b"RANK" not in data and b"PROCID" not in data:  # most processes
                 continue
             rank = launcher.rank_in_same_run(_variables(data))
-            if rank in wanted and pid != os.getpid() and process_state(pid) != "Z":
+            if (
+                rank is not None
+                and rank in wanted
+                and pid != os.getpid()
+                and process_state(pid) != "Z"
+            ):
                 found.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
     return found
 
@@ -320,7 +325,7 @@ def _memory_file(pid: int) -> Path | None:
 def _main_thread(text: str) -> list[tuple[str, str, str]]:
     """(file, line, function) of the main thread's stack, outermost first."""
     block = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
-    return [match.groups() for match in reversed(list(_FRAME.finditer(block)))]
+    return [(match[1], match[2], match[3]) for match in reversed(list(_FRAME.finditer(block)))]
 
 
 def numbers(ranks: Sequence[int]) -> str:

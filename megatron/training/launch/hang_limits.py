@@ -44,8 +44,9 @@ class Limits:
     @property
     def between(self) -> float | None:
         """That of what is done between iterations."""
-        long = (self.evaluation, self.save)
-        return None if self.tasks or None in long else max(long)
+        if self.tasks or self.evaluation is None or self.save is None:
+            return None
+        return max(self.evaluation, self.save)
 
     def __str__(self) -> str:
         iteration = (

@@ -74,6 +74,7 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     if world_size > 1 and not dist.is_initialized():
         backend = parallel.distributed_backend or devices.default_backend(training.device)
         rendezvous = rendezvous or connect(config)
+        assert rendezvous is not None  # it is None for one process alone
         rendezvous.use_interface()
         dist.init_process_group(
             backend,

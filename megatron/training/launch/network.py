@@ -15,7 +15,7 @@ from pathlib import Path
 try:
     import resource
 except ImportError:  # not on Windows
-    resource = None
+    resource = None  # type: ignore[assignment]  # mypy has no optional modules
 
 ROUTES = Path("/proc/net/route")
 CONNECT_SECONDS = 10.0  # for one attempt

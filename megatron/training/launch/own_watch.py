@@ -35,7 +35,7 @@ class OwnWatch:
         self.progress: Callable[[], int] = lambda: 0
         self._leave_for = leave_for
         self._phase = Phase(hang.START_UP, limit=self.limits.startup)
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0  # it has one, since it runs
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
 
     def begin(self, phase: Phase) -> None:

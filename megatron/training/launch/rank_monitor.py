@@ -541,7 +541,9 @@ class MonitorServer:
             self._processes[rank]: self._phases.get(rank, ("", 0.0))[0] or "iteration"
             for rank in silent
         }
-        found = {process.rank: (process, one) for process, one in self._inspect(known).items()}
+        found: dict[int, tuple[ProcessId, Mapping[str, Any]]] = {
+            process.rank: (process, one) for process, one in self._inspect(known).items()
+        }
         for rank, answer in busy.items():
             found[rank] = (self._processes[rank], answer)
         self._report_hang(seconds, found)
@@ -689,7 +691,7 @@ class MonitorClient:
         self.server_process = server
         self._on_failure = on_failure
         self._noticed = noticed
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0  # it has one, since it runs
         self._reported = self._closed = self._ended = False
         # the actions of the pipeline that are done, say
         self.progress: Callable[[], int] = lambda: 0
@@ -708,7 +710,7 @@ class MonitorClient:
         threading.Thread(target=self._run, name="rank monitor", daemon=True).start()
 
     def _connect(self, addresses: Iterable[tuple[str, int]], key: str) -> _Wire:
-        problem = OSError("no address")
+        problem: Exception = OSError("no address")
         for address in addresses:
             try:
                 wire = _Wire(socket.create_connection(address, CONNECT_WITHIN))

@@ -130,8 +130,9 @@ class Rendezvous:
 def _rank_0_is_missing(text: str, startup: float | None) -> ValueError:
     """The error of a rank that rank 0 did not answer: `text`, or what rank 0 is doing if its
     process is on this machine; it is ended then."""
-    answers = {} if startup is None else hang.inspect({}, [0])
-    for process, answer in answers.items():
+    if startup is None:
+        return ValueError(text)
+    for process, answer in hang.inspect({}, [0]).items():
         failure = hang.failure(process, startup, answer)
         print(hang.report(failure, answer), file=sys.stderr, flush=True)
         hang.kill(process, failure.text)

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from megatron import interrupt, launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
@@ -79,19 +79,19 @@ class SignalWatch:
         self._listen(*WATCHED)
 
     def _listen(self, *numbers: signal.Signals) -> None:
-        first = self._listener is None
-        if first:
+        listener = None
+        if self._listener is None:
             read_end, write_end = os.pipe()
             os.set_blocking(write_end, False)
             signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_deafen)
-            self._listener = threading.Thread(
+            self._listener = listener = threading.Thread(
                 target=self._hear, args=(read_end,), name="signals", daemon=True
             )
         for number in numbers:
             signal.signal(number, leave_to_listener)
-        if first:
-            self._listener.start()
+        if listener is not None:
+            listener.start()
 
     def _hear(self, read_end: int) -> None:
         while True:
@@ -184,7 +184,9 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     that failed for reasons of their own. Without it, rank 0 prints first, and the others wait long
     enough for a launcher to end them.
     """
-    monitor = watch.monitor if launcher.world_size() > 1 else None
+    monitor = None
+    if launcher.world_size() > 1:  # `OwnWatch` is of one process alone
+        monitor = cast("rank_monitor.MonitorClient | None", watch.monitor)
     if isinstance(error, SystemExit) and monitor is None:
         raise error  # a bad command line, which has been said
     rank = launcher.rank()

@@ -102,6 +102,6 @@ def flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
     return count_flops(shape).model * batch_size * shape.seq_length
 
 
-def teraflops_per_rank(flops: int, seconds: float, world_size: int) -> float:
+def teraflops_per_rank(flops: float, seconds: float, world_size: int) -> float:
     """TFLOP/s of each of `world_size` ranks that did `flops` together in `seconds`."""
     return flops / (seconds * world_size * 1e12)

@@ -58,6 +58,7 @@ class MegatronLines:
             i = row.interval
             rate = i.samples * row.seq_length / i.seconds if i.seconds else 0.0
             seconds = time.perf_counter() - self._started
+            assert self._first is not None  # `add` comes before
             progress = megatron_format.progress_line(
                 row.iteration, row.train_iters, self._first, seconds, rate
             )
@@ -121,6 +122,7 @@ class InternlmLines(MegatronLines):
         p = self._config.parallel
         plan = self._plan
         runtime = self._runtime
+        assert runtime is not None
         device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
         here = (
             f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: "
@@ -147,6 +149,7 @@ class InternlmLines(MegatronLines):
             )
         full = self._config.training.recompute == "full"
         operations = internlm_format.flops_per_token(self._shape, full)
+        assert self._counts is not None
         step = internlm_format.StepRow(
             r.iteration - 1,
             r.loss,

@@ -50,15 +50,15 @@ class OutputFile:
         """Append `piece`, all of it or nothing."""
         data = piece.encode("utf8") if isinstance(piece, str) else piece
         try:
-            if self._file is None:
-                self._open()
-            before = os.fstat(self._file)
+            file = self._open() if self._file is None else self._file
+            before = os.fstat(file)
             try:
-                self._write(data)
+                while data:
+                    data = data[os.write(file, data) :]
             except OSError:
                 if stat.S_ISREG(before.st_mode):
                     with contextlib.suppress(OSError):
-                        os.ftruncate(self._file, before.st_size)
+                        os.ftruncate(file, before.st_size)
                 raise
         except OSError as error:
             self._failed(error)
@@ -74,15 +74,12 @@ class OutputFile:
         except OSError as error:
             self._failed(error)
 
-    def _open(self) -> None:
+    def _open(self) -> int:
         os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
         self._file = os.open(
             self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
         )
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._file, data) :]
+        return self._file
 
     def _failed(self, error: OSError) -> None:
         if not self._warned:

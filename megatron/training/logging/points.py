@@ -134,7 +134,7 @@ class Boards(ResultWriter):
     def _speed_points(self, r: IterationResult, teraflops: float | None) -> dict[str, float | None]:
         if r.skipped == "user" or r.seconds <= 0:
             return {}
-        points = {}
+        points: dict[str, float | None] = {}
         logging = self._logging
         if logging.is_short:
             points["tokens-per-second"] = r.global_batch_size * self._seq_length / r.seconds

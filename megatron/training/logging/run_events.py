@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron import launcher
 from megatron.training.agreement import Requests
+from megatron.training.checkpointing.save import save_directory
 from megatron.training.hook import Hook
 from megatron.training.launch.process import Failure, this_process
 from megatron.training.logging.iteration import IterationResult
@@ -41,7 +42,7 @@ class RunEvents(Hook):
         self._started = started
         # the clock may be set while the run trains
         self._clock = time.time() - time.monotonic()
-        self._path = Path(run.config.checkpoint.save) / NAME
+        self._path = Path(save_directory(run.config.checkpoint)) / NAME
         self._file: OutputFile | None = None
         self._first: int | None = None  # of the iterations that are not written yet
         self._seconds = 0.0

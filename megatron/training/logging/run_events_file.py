@@ -57,7 +57,7 @@ def _is_event(found: Mapping[str, Any]) -> bool:
     name = found.get("event")
     if not isinstance(name, str) or name not in _NUMBERS:
         return False
-    numbers = [found.get(key) for key in ("time", *_NUMBERS[name])]
+    numbers: list[Any] = [found.get(key) for key in ("time", *_NUMBERS[name])]
     texts = [found.get(key) for key in _TEXTS.get(name, ())]
     return (
         all(type(one) in (int, float) and abs(one) <= _LARGEST for one in numbers)

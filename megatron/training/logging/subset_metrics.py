@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -40,19 +41,20 @@ class SubsetMetrics:
     def see(self, samples: MicroBatch) -> None:
         """Count how a micro-batch of this rank, still on the host, is filled, if its samples are
         packed."""
-        if self._reports and self.filled:
-            positions = samples.positions[0]
-            self._rows.append((int((positions == 0).sum()), int(positions.max()) + 1))
+        if self._reports and self.filled and (positions := samples.positions) is not None:
+            row = positions[0]
+            self._rows.append((int((row == 0).sum()), int(row.max()) + 1))
 
     def add(
         self,
         slots: torch.Tensor,
         batch: Batch,
-        metrics: Mapping[str, torch.Tensor],
+        metrics: Mapping[str, Any],
     ) -> None:
         """Add a micro-batch's losses, tokens and correct labels to those of its subsets. `metrics`
         has the `token_metrics` by name, [b, s] each; all tokens of a row are of one subset,
         `batch.subset_ids` [b, 1 or s]."""
+        assert batch.subset_ids is not None  # this class is there where subsets are counted
         mask = batch.loss_mask
         missing = [name for name in self.token_metrics if name not in metrics]
         if missing:

@@ -51,7 +51,7 @@ def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, S
     cannot be read.
     """
     c = config.checkpoint
-    recorded_before = runtime.rank == 0 and bool(c.save) and os.path.exists(Path(c.save, FILE_NAME))
+    recorded_before = runtime.rank == 0 and bool(c.save and os.path.exists(Path(c.save, FILE_NAME)))
     if not (
         plan.skips.ranges
         or config.training.forget_skip
@@ -208,11 +208,11 @@ def _changes(
         kept.append(new)
         lines += [skip_log.forget_line(name), new]
     lines += [skip_log.forget_line(name) for name in resolution.forgotten]
-    new = [
+    typed = [
         new_record(run, one, "user", "command line", now).line()
         for one in skip_log.grouped(resolution.new)
     ]
-    return kept + new, lines + new, notes
+    return kept + typed, lines + typed, notes
 
 
 def order_hash(run: Run) -> str:
@@ -270,6 +270,7 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     line = gather_objects(new.line(), run.runtime.ctx.world)[0]
     _append(run, [line])
     ((_, record),) = skip_log.parse([line], "the new record")
+    assert record is not None
     run.progress.skip_history.records[record.id] = record
     run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
     log.print_rank_0(

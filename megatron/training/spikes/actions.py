@@ -23,11 +23,6 @@ class SpikeActions(SpikePolicy):
 
     decides = True
 
-    @property
-    def spike_open(self) -> bool:
-        """Whether a spike has not ended yet."""
-        return self._row is not None
-
     def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
         """Check an iteration before its update; whether to make the update."""
         finding = self.check(iteration, loss, grad_norm)

@@ -51,6 +51,19 @@ class SpikePolicy:
 
     decides = False  # must it be asked before an update is made?
 
+    @property
+    def spike_open(self) -> bool:
+        """Whether a spike has not ended yet."""
+        return self._row is not None
+
+    def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
+        """Whether to make the update of an iteration; here always."""
+        return True
+
+    def due(self, train_iters: int, iteration: int) -> Rollback | None:
+        """The rollback to make after `iteration`; here none."""
+        return None
+
     def check(self, iteration: int, loss: float, grad_norm: float | None) -> Finding:
         """Check a trained iteration; returns the finding."""
         self.finding = finding = self._detector.check(loss, grad_norm)
@@ -126,7 +139,7 @@ class SpikePolicy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint; it is empty if that run had no spike detection."""
-        self.__init__(self.action)
+        SpikePolicy.__init__(self, self.action)
         if state and self.action != "off":
             self._detector.load_state_dict(state["detector"])
             self._marks = list(map(int, state["marks"]))
