@@ -116,7 +116,8 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
             )
     # Gloo's threads may hold Python objects: they must end before the interpreter does.
     atexit.register(finish, None)
-    training = replace(config.training, device=device)  # type: ignore[arg-type]  # `choose_device` checks it
+    # `choose_device` refuses any other string
+    training = replace(config.training, device=device)  # type: ignore[arg-type]
     runtime = initialize(replace(config, training=training))
     return runtime.ctx, runtime.device
 
