@@ -184,7 +184,7 @@ def _document_masks(tokens: torch.Tensor, rules: BatchRules) -> Masks:
     (predicting the first token of the next document), as Megatron does."""
     loss_mask = position_ids = document_ids = None
     if rules.reset_position_ids or rules.reset_attention_mask or rules.eod_mask_loss:
-        assert rules.eod is not None
+        assert rules.eod is not None  # `build_tokenizer` refuses a tokenizer without it
         ends = tokens == rules.eod
         if rules.eod_mask_loss:
             loss_mask = (~ends).float()

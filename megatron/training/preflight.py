@@ -38,8 +38,16 @@ if TYPE_CHECKING:
 
 def build_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of the command line; synthetic data without one has a vocabulary of plain
-    numbers. Raises ValueError."""
-    return tokenizer_from(config.data)
+    numbers. Raises ValueError, also for one without the end-of-document token that a flag needs."""
+    tokenizer = tokenizer_from(config.data)
+    for flag in ("mock_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if tokenizer.eod is None and getattr(config.data, flag):
+            raise ValueError(
+                f"--{flag.replace('_', '-')}: this {config.data.tokenizer} has no end-of-document "
+                "token; omit the flag, or name an eos_token in the tokenizer's own files "
+                "[flag-not-with-tokenizer]"
+            )
+    return tokenizer
 
 
 def check(line: CommandLine) -> Tokenizer:

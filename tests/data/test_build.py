@@ -61,6 +61,16 @@ def test_one_corpus(corpora, capsys):
     ]
 
 
+def test_no_validation_set_is_built_where_nothing_is_validated(corpora):
+    for order in ("megatron", "epoch"):
+        flags = {"train_data_path": corpora[:1], "valid_data_path": corpora[1:]}
+        train, valid, _ = build(
+            (50, 0, 0), **flags, multiple_validation_sets=True, data_order=order
+        )
+        assert valid is None
+        assert data_order_fingerprint(train, valid)["valid"] is None
+
+
 def test_the_default_split(corpora, capsys):
     assert build((50, 20, 0), data_path=[corpora[0]])[0].sequences == range(0, 39)
     assert "(0, 0.969)" in capsys.readouterr().out

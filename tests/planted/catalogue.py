@@ -421,8 +421,8 @@ BUGS = {
     ),
     "positions that are not those of the tokens": Bug(
         "megatron.training.batch.make_batch",
-        "(tokens, labels, loss_mask, position_ids)",
-        "(tokens, labels, loss_mask, position_ids.roll(rules.cp.rank, 1))",
+        "own(position_ids)",
+        "own(position_ids.roll(rules.cp.rank, 1))",
         f"{LAYOUTS}[{MASKED}]",
     ),
     "gradients of keys and values not added to their owner's": Bug(
@@ -642,8 +642,8 @@ BUGS = {
     ),
     "a partly loaded model is kept": Bug(
         "megatron.training.checkpointing.load._take_newest_good",
-        "if not failed:\n    break",
-        "if found:\n    break",
+        "not failed",
+        "found",
         "tests/training/checkpointing/test_damaged_checkpoints.py::test_every_damage_sends_the_run_back",
     ),
     "a local copy whose bytes are not checked before it is chosen": Bug(

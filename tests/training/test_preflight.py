@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.config import command_line
+from megatron.config.data import DataConfig
 from megatron.config.plan import report
 from megatron.data.indexed_dataset import idx_path
 from megatron.training import preflight
 from tests.forkrun import ROOT
+from tests.problems import raises
 from tests.runs import SMALL, train, with_flags, write_text
 
 BASE = [*SMALL, "--train-iters", "8", "--lr-decay-iters", "8", "--eval-iters", "0"]
@@ -58,6 +61,16 @@ def resumed(folder: Path, *extra: str) -> list[str]:
     return with_flags(
         [*BASE, "--data-path", str(folder / "a"), "--load", str(folder / "save")], *extra
     )
+
+
+@pytest.mark.parametrize(
+    "flag", ["mock_data", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"]
+)
+def test_a_tokenizer_without_an_end_of_document_token(flag, monkeypatch):
+    monkeypatch.setattr(preflight, "tokenizer_from", lambda data: SimpleNamespace(eod=None))
+    with raises(ValueError, "flag-not-with-tokenizer", f"--{flag.replace('_', '-')}"):
+        preflight.build_tokenizer(SimpleNamespace(data=DataConfig(**{flag: True})))
+    assert preflight.build_tokenizer(SimpleNamespace(data=DataConfig())).eod is None
 
 
 def test_it_runs_before_torch_is_loaded(folder):
