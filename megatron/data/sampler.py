@@ -45,6 +45,10 @@ class Sampler(ABC):
         """The sample numbers [micro_batch_size] of this rank when all ranks together have consumed
         `consumed`."""
 
+    @abstractmethod
+    def order(self) -> dict[str, object]:
+        """What the order of the samples depends on beyond the dataset, in JSON types."""
+
 
 class SequentialSampler(Sampler):
     """`--dataloader-type single`: samples in order, one pass; rank r takes the r-th micro-batch of
@@ -71,7 +75,7 @@ class SequentialSampler(Sampler):
         return list(range(first, first + self.micro_batch_size))
 
     def order(self) -> dict[str, object]:
-        """What the order of the samples depends on beyond the dataset, in JSON types."""
+        """See `Sampler`."""
         return {"dataloader_type": "single"}
 
 

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from megatron import interrupt
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sample_lookup import NO_LABEL
+from megatron.data.sampler import Sampler
 from megatron.data.samples import Sample
 from megatron.kernels.cu_seqlens import with_lengths
 from megatron.parallel.context import Axis
@@ -206,18 +207,6 @@ def _packed_masks(labels: torch.Tensor, positions: torch.Tensor) -> Masks:
     """Masks of packed samples: attention stays inside a sample, and tokens without a label have no
     loss."""
     return (labels != NO_LABEL).float(), positions, (positions == 0).cumsum(1)
-
-
-class Sampler(Protocol):
-    """Which samples a rank reads, as a function of the samples consumed before."""
-
-    step: int
-
-    def micro_batch(self, consumed: int) -> list[int]:
-        """Sample numbers of this rank's next micro-batch."""
-
-    def micro_batches_left(self, consumed: int) -> int:
-        """How many are left."""
 
 
 def training_samples(

@@ -12,7 +12,8 @@ from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
-from megatron.data.sampler import PackedSampler, SequentialSampler
+from megatron.data.sample_lookup import Dataset
+from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
@@ -25,13 +26,13 @@ class Data:
     """The data sets (None or none: not wanted or not there) and their samplers; of validation there
     may be several."""
 
-    train: Any
-    valid: list[Any]
-    test: Any
+    train: Dataset | None
+    valid: list[Dataset]
+    test: Dataset | None
     valid_names: list[str]  # of several validation sets, what their lines call them
-    train_sampler: Any
-    valid_samplers: list[Any]
-    test_sampler: Any
+    train_sampler: Sampler | None
+    valid_samplers: list[Sampler]
+    test_sampler: Sampler | None
     order: dict[str, Any]
     rows: list[Row] = field(default_factory=list)  # of the table of what each split reads
 
@@ -99,9 +100,7 @@ def build_data(
         log.detail(line)
     log.detail("> finished creating GPT datasets ...")
 
-    def sampler(dataset: Any, cyclic: bool, micro_batch_size: int) -> Any:
-        if dataset is None:
-            return None
+    def sampler(dataset: Dataset, cyclic: bool, micro_batch_size: int) -> Sampler:
         place = (micro_batch_size, ctx.dp.rank, ctx.dp.size)
         if d.packed_samples:
             return PackedSampler(len(dataset), *place)
@@ -112,7 +111,7 @@ def build_data(
         return SequentialSampler(len(dataset), *place)
 
     cyclic = d.dataloader_type == "cyclic"
-    of_train = sampler(train, cyclic, plan.batch.micro_batch_size)
+    of_train = None if train is None else sampler(train, cyclic, plan.batch.micro_batch_size)
     rows_evaluated = plan.evaluation_batch.micro_batch_size
     order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
     names = [
@@ -131,7 +130,7 @@ def build_data(
         names,
         of_train,
         [sampler(one, cyclic and not d.full_validation, rows_evaluated) for one in valids],
-        sampler(test, False, rows_evaluated),
+        None if test is None else sampler(test, False, rows_evaluated),
         order,
         rows,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from megatron import log
+from megatron.data.sample_lookup import Dataset
 from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.training.agreement import Agreement
@@ -62,7 +62,7 @@ class Evaluation(Hook):
 
     def _evaluate(
         self,
-        dataset: Any,
+        dataset: Dataset,
         samples: Iterator[MicroBatch],
         count: int,
         prefix: str,
@@ -173,10 +173,11 @@ class Evaluation(Hook):
             f"iteration {iteration} on validation set", log.detail, final=True
         ):
             return
-        if self._data.test is not None and t.eval_iters > 0:
+        sampler = self._data.test_sampler
+        if self._data.test is not None and sampler is not None and t.eval_iters > 0:
             samples = load_samples(
                 Samples(self._data.test, run.plan.vocab_size),
-                evaluation_samples(self._data.test_sampler, 0),
+                evaluation_samples(sampler, 0),
                 run.config.data.num_workers,
             )
             self._evaluate(

@@ -96,6 +96,7 @@ class Trainer:
         shift = run.progress.consumed_train_samples - run.plan.consumed_samples(
             run.progress.iteration
         )
+        assert self.data.train is not None and self.data.train_sampler is not None
         numbers = training_samples(
             self.data.train_sampler,
             run.plan.batch,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPTModel
     from megatron.parallel.fp8 import DelayedScaling
     from megatron.parallel.pipeline import Pipeline
+    from megatron.training.checkpointing.local_copies import LocalCopies
     from megatron.training.logging.subset_metrics import SubsetMetrics
 
     class Chunks(nn.ModuleList):
@@ -98,5 +99,5 @@ class Run:
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
-    local_copies: Any = None  # LocalCopies of --non-persistent-ckpt-type local, while it trains
+    local_copies: LocalCopies | None = None  # of --non-persistent-ckpt-type local, while it trains
     services: Services = field(default_factory=Services)

@@ -277,7 +277,7 @@ class Unfinished:
     def _path(self, key: int, part: int, kind: str) -> str:
         return f"{self.folder}/{key}.{part}.{kind}"
 
-    def _open_files(self) -> list[Any]:
+    def _open_files(self) -> list[io.BufferedWriter]:
         numbers = [file for parts in self._files for files in parts for file in files]
         return [self._bad_file, *numbers] if self._bad_file else numbers
 
@@ -384,7 +384,7 @@ def _numbers(path: str) -> Iterator[np.ndarray]:
             yield numbers
 
 
-def _write_starts(file: Any, path: str, unit: int) -> int:
+def _write_starts(file: io.BufferedWriter, path: str, unit: int) -> int:
     """Where each of these sizes begins if they lie side by side, int64, times `unit`; where the
     last one ends."""
     before = 0
