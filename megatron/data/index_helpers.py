@@ -14,7 +14,7 @@ import numpy as np
 INTERFACE = 3  # an installed build of an older helpers.cpp may be found with a newer checkout
 
 try:
-    import megatron.data.helpers_cpp as _cpp
+    from megatron.data import helpers_cpp as _cpp  # type: ignore[attr-defined]  # C++ has no stubs
 except ImportError as error:  # not built: no compiler at install, or run from a plain checkout
     _cpp = None
     REASON = f"megatron.data.helpers_cpp is not built ({error}); pip install . builds it"
