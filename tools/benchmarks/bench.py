@@ -19,8 +19,8 @@ import json
 import os
 import platform
 import sys
-import textwrap
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
