@@ -297,9 +297,7 @@ def test_slurm(folder, straight, tmp_path, script, tasks):
     for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", scontrol)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    port = free_port()
-    while not 20000 <= port < 40000:
-        port = free_port()
+    port = free_port(range(20_000, 32_000))  # the script's: 20000 + the job's number
     environ = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(port - 20000),

@@ -1,8 +1,7 @@
 """What a small extension costs: the files that a person writes, kept as patches with their test.
 
 A patch that no longer applies is made again: apply what is left of it, edit, and
-`git diff -U2 > tests/trials/NAME.patch`. docs/flags.md and tests/house/flags.txt, which are
-generated, are not in it.
+`git diff -U2 > tests/trials/NAME.patch`. docs/flags.md is generated, not part of it.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import os
 import platform
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -166,7 +167,8 @@ def list_benchmarks() -> None:
             f"{name}={' or '.join(map(str, value)) if isinstance(value, tuple) else value}"
             for name, value in one.parameters.items()
         )
-        print(f"{one.name}: {one.about}\n    {'; '.join(shown)}")
+        print(textwrap.fill(f"{one.name}: {one.about}", 100, subsequent_indent="  "))
+        print(textwrap.fill("; ".join(shown), 100, initial_indent="    ", subsequent_indent="    "))
 
 
 def main(argv: Sequence[str] | None = None, here: bool = False) -> int:

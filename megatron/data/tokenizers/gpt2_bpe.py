@@ -193,10 +193,9 @@ class _Order:
     def __init__(self, merges: Sequence[tuple[str, str]]):
         self.ranks = {pair: rank for rank, pair in enumerate(merges)}
         self.pairs = {left + right: (left, right) for left, right in merges}
-
-    def made(self, piece: str) -> int:
-        """The rank of the merge that makes a piece; -1 for a byte."""
-        return self.ranks[self.pairs[piece]] if piece in self.pairs else -1
+        # of each piece the rank of the merge that makes it
+        self.made = dict.fromkeys(byte_alphabet(), -1)
+        self.made |= {left + right: rank for rank, (left, right) in enumerate(merges)}
 
     def meet(self, left: str, right: str) -> bool:
         """Whether two pieces side by side, each merged from its own bytes, still stand there when
@@ -206,18 +205,25 @@ class _Order:
         left to right: of two equal pieces the left one was made first, and the left one is merged
         with what is before it before a pair of the same rank takes it.
         """
-        end = begin = self.ranks[left, right]  # when the merges come that take them away
+        ranks = self.ranks
+        pairs = self.pairs
+        made = self.made
+        end = begin = ranks[left, right]  # when the merges come that take them away
+        left_made = made[left]
+        right_made = made[right]
         while True:
-            if self.made(left) > self.made(right):
-                end = self.made(left)
-                left = self.pairs[left][1]
-            elif self.made(right) >= 0:
-                begin = self.made(right)
-                right = self.pairs[right][0]
+            if left_made > right_made:
+                end = left_made
+                left = pairs[left][1]
+                left_made = made[left]
+            elif right_made >= 0:
+                begin = right_made
+                right = pairs[right][0]
+                right_made = made[right]
             else:
                 return True
-            rank = self.ranks.get((left, right))
-            if rank is not None and rank < end and rank <= begin:
+            rank = ranks.get((left, right), end)
+            if rank < end and rank <= begin:
                 return False
 
 

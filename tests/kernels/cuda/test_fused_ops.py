@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron.kernels.cuda as cuda_kernels
 from megatron.arguments import config_from
 from megatron.config.tree import Config
 from megatron.kernels import functional, select
@@ -64,7 +65,7 @@ def test_where_they_run(monkeypatch):
     cuda = torch.device("cuda", 0)
     launched = []
     kernels = SimpleNamespace(RUNS={"swiglu": lambda x: launched.append(x) or x})
-    monkeypatch.setattr(availability.optional, "load", lambda _: kernels)
+    monkeypatch.setattr(cuda_kernels, "triton_kernels", kernels, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(2, 1))
     monkeypatch.setattr(availability, "load_problem", lambda *_: "no triton")
     availability._launch_problem.cache_clear()
@@ -92,9 +93,8 @@ def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
 
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(availability, "load_problem", lambda *_: None)
-    monkeypatch.setattr(
-        availability.optional, "load", lambda _: SimpleNamespace(RUNS={"swiglu": launch})
-    )
+    kernels = SimpleNamespace(RUNS={"swiglu": launch})
+    monkeypatch.setattr(cuda_kernels, "triton_kernels", kernels, raising=False)
     monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(2, 1))
     availability._launch_problem.cache_clear()
     reason = availability.unavailable_reason(cuda, torch.bfloat16)

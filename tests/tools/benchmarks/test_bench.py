@@ -76,6 +76,11 @@ def test_the_registry_is_what_is_tested_here(bench):
     assert sorted(bench.REGISTRY) == sorted([*QUICK, *HEAVY])
 
 
+def test_the_list_fits_100_columns(bench, capsys):
+    assert bench.main([]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
 @pytest.mark.parametrize(
     "words", [["stop"], ["size=nano"], ["step", "width=2"], ["step", "size=x"]]
 )

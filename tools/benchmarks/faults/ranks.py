@@ -98,10 +98,10 @@ def attempt(
             network.close()
 
 
-def free_port() -> int:
-    """A port that nobody listens on now, and that no outgoing connection gets."""
+def free_port(ports: range = range(10_000, 20_000)) -> int:
+    """One of `ports` that nobody listens on now, and that no outgoing connection gets."""
     while True:
-        port = random.SystemRandom().randrange(10_000, 20_000)
+        port = random.SystemRandom().choice(ports)
         try:
             with socket.create_server(("127.0.0.1", port)):
                 return port
