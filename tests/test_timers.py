@@ -99,4 +99,4 @@ def test_spans_within_a_step_take_the_devices_time():
     assert timers.pop() == {"step": 2.0} and not waits
     with timers("setup"):
         pass
-    assert len(waits) == 2 and timers.pop()["setup"] < 1.0
+    assert len(waits) == 2 and timers.pop()["setup"] < 60

