@@ -11,7 +11,8 @@ import os
 import stat
 import time
 from collections.abc import Callable
-from typing import Any, BinaryIO, TypeVar
+from io import BufferedReader
+from typing import Any, TypeVar
 
 LIMIT = 1 << 30  # bytes
 _BLOCK = 1 << 16
@@ -46,7 +47,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     return data
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A regular file, open to be read. Raises OSError, also for a pipe and a device, which are not
     waited for."""
     name = os.fspath(path)
@@ -60,7 +61,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     raise OSError(errno.EINVAL, "not a regular file but a pipe, socket or device", name)
 
 
-def read_open(file: BinaryIO, limit: int) -> bytes | None:
+def read_open(file: BufferedReader, limit: int) -> bytes | None:
     """The bytes of an open file, None if they are more than `limit`. Takes no more memory than the
     file has bytes. Raises OSError."""
     size = os.fstat(file.fileno()).st_size

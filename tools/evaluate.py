@@ -128,7 +128,11 @@ def run(options: Options) -> dict[str, object]:
     progress.clear()
     if not total.tokens:
         raise ValueError(f"{' '.join(options.texts)}: no text to evaluate")
-    found = {"iteration": trained.iteration, "seq_length": length, "stride": stride}
+    found: dict[str, object] = {
+        "iteration": trained.iteration,
+        "seq_length": length,
+        "stride": stride,
+    }
     found |= _numbers(total)
     if not options.join_documents:
         found["per_document"] = [_numbers(one) for one in scores]

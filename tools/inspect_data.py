@@ -21,14 +21,14 @@ import contextlib
 import io
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron.arguments import Problems, arg
+from megatron.arguments import Problems, arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
@@ -174,8 +174,9 @@ def check_pair(
             raise ValueError(
                 f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it"
             )
-        if "trained_tokens" in (provenance.note(prefix) or {}):
-            found |= _loss_mask(corpus, all_tokens)
+        note = provenance.note(prefix) or {}
+        if "trained_tokens" in note:
+            found |= _loss_mask(corpus, note["trained_tokens"], all_tokens)
             low, high = found["smallest_id"], found["largest_id"]
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
@@ -199,10 +200,9 @@ def check_pair(
     return found
 
 
-def _loss_mask(corpus: IndexedDataset, all_tokens: bool) -> dict[str, Any]:
+def _loss_mask(corpus: IndexedDataset, said: int, all_tokens: bool) -> dict[str, Any]:
     """Of chat data: the range of the ids that the model reads, and with `all_tokens` how many are
-    trained. Raises ValueError if the .json has another number."""
-    said = provenance.note(corpus.path_prefix)["trained_tokens"]
+    trained. Raises ValueError if `said`, of the .json, is another number."""
     low = None
     high = -1
     trained = 0
@@ -280,7 +280,7 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
                 "pair: copy all three files again, or make them again with tools/preprocess_data.py"
             )
     size = (made_by or {}).get("vocab_size")
-    if size is not None and found["largest_id"] >= size:
+    if made_by and size is not None and found["largest_id"] >= size:
         raise ValueError(
             f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds "
             f"{found['largest_id']}; it is of another pair, or the pair was made by another "
@@ -449,8 +449,8 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
         "hash": f"{total:016x}",
         "batch": sorted(rows, key=lambda row: (row["dp_rank"], row["micro_batch"])),
     }
-    path = ledger or reading.config.logging.data_ledger
-    if ledger or path and os.path.exists(path):
+    path = ledger or values_of(reading.config).get("data_ledger")
+    if path and (ledger or os.path.exists(path)):
         found["ledger"] = compare(path, found, reading.config.model.seq_length)
     return found
 
@@ -548,7 +548,7 @@ def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str,
     samplers = reading.samplers()
     if isinstance(samplers[0], SequentialSampler):
         unit = reading.config.training.micro_batch_size if reading.config.data.packed_samples else 1
-        iterations = sorted(
+        iterations: Iterable[int] = sorted(
             {
                 plan.batch.iterations_within(sample * unit - reading.shift) + 1
                 for sample in shown
@@ -588,21 +588,19 @@ def show_found(found: dict[str, Any]) -> None:
 
 def look(options: AtOptions | FindOptions) -> int:
     """`at` and `find`; the exit code."""
-    at = isinstance(options, AtOptions)
+    iteration = options.iteration if isinstance(options, AtOptions) else None
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
-            reading = open_run(
-                options.run, options.flags, options.iteration if at else None, options.world_size
-            )
+            reading = open_run(options.run, options.flags, iteration, options.world_size)
             found = (
                 describe_iteration(reading, options.iteration, options.data_ledger)
-                if at
+                if isinstance(options, AtOptions)
                 else find_document(reading, options.document, options.prefix)
             )
         if options.json:
             print(json.dumps(found))
         else:
-            (show_iteration if at else show_found)(found)
+            (show_found if iteration is None else show_iteration)(found)
         sys.stdout.flush()
         return int(not found.get("ledger", {}).get("agrees", True))
     except Problems as error:

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 plotted, 2 a wrong command line or what cannot be read or written."""
     options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=problems)
     try:
-        if all(map(is_trace, options.runs)):
+        if options.output and all(map(is_trace, options.runs)):
             draw_memory(options.output, [one for path in options.runs for one in read_memory(path)])
             print(f"wrote {options.output}")
             return 0

@@ -445,7 +445,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             "input_bytes": work.done,
         }
         if job.chat and not work.finishing:
-            counts |= _chat_counts(job, tokenizer, work)
+            counts |= _chat_counts(job, job.chat, tokenizer, work)
         identity = tokenizer.identity()
         size = tokenizer.vocab_size
         described = [
@@ -508,13 +508,15 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
         )
 
 
-def _chat_counts(job: Job, tokenizer: Tokenizer, work: Unfinished) -> dict[str, Any]:
+def _chat_counts(
+    job: Job, chat: ChatTemplate, tokenizer: Tokenizer, work: Unfinished
+) -> dict[str, Any]:
     """What the pair's .json says of a chat data set; the trained tokens are printed, too."""
     trained = sum(count_trained(path, job.dtype(tokenizer)) for path in work.paths()[0])
-    print(f"{trained} of {work.tokens[0]} tokens are trained (chat template {job.chat.name})")
+    print(f"{trained} of {work.tokens[0]} tokens are trained (chat template {chat.name})")
     return {
         "trained_tokens": trained,
-        "chat_template": {"name": job.chat.name, "sha256": job.chat.fingerprint},
+        "chat_template": {"name": chat.name, "sha256": chat.fingerprint},
     }
 
 

@@ -41,7 +41,7 @@ def restart(events: Sequence[Event], directory: str | None, saved: Sequence[int]
     start = events[0].start
     skip = "--train-range-to-skip " + " ".join(f"{event.start} {event.end}" for event in events)
     before = [iteration for iteration in saved if iteration < start]
-    if before:
+    if directory and before:
         return f"--load {shlex.quote(directory)} --ckpt-step {before[-1]} {skip}"
     if start == 1:
         return f"{skip}    (from the start)"

@@ -138,9 +138,14 @@ class Benchmark:
 REGISTRY: dict[str, Benchmark] = {}
 
 
+def each(*values: str | int) -> Any:
+    """The default of a parameter that has several values."""
+    return values
+
+
 def benchmark(function: Callable[..., Iterator[Case]]) -> Callable[..., Iterator[Case]]:
     """Register a function under its name; its docstring says what is measured."""
-    about = " ".join(inspect.getdoc(function).split())
+    about = " ".join((inspect.getdoc(function) or "").split())
     REGISTRY[function.__name__] = Benchmark(function.__name__, about, function)
     return function
 
@@ -202,8 +207,9 @@ class Running:
         side = self.side
         for rank, launcher in enumerate(launchers(side)):
             arguments = side.arguments | ({"launcher": launcher} if launcher else {})
-            job = {"subject": side.subject, "arguments": arguments, "tree": str(side.tree)}
-            job |= {"launcher": launcher, "waiting": side.waiting and not self.here}
+            job: dict[str, Any] = {"subject": side.subject, "arguments": arguments}
+            job |= {"tree": str(side.tree), "launcher": launcher}
+            job |= {"waiting": side.waiting and not self.here}
             name = f"{side.name}, rank {rank}" if side.ranks > 1 else side.name
             self._workers.append(
                 Here(job)
@@ -317,7 +323,7 @@ class Race:
                 seconds[setting] = one.turn()
             finally:
                 one.kill()
-        return min(seconds, key=seconds.get)
+        return min(seconds, key=seconds.__getitem__)
 
     def _figures(self, running: Sequence[Running]) -> dict[str, Any]:
         case = self.case

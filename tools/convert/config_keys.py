@@ -80,7 +80,7 @@ class Keys:
         if (
             not isinstance(value, kinds)
             or (isinstance(value, bool) and bool not in kinds)
-            or (kind is int and value < 1)
+            or (kind is int and isinstance(value, int) and value < 1)
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             found = "is missing" if value is None else f"is {value!r}"

@@ -271,7 +271,7 @@ def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
         keys.table = keys.table | {
             f"{key}.{name}": value for name, value in scaling.items() if name not in _ROTARY_KEYS
         }
-    factor = scaling.get("factor")
+    factor: Any = scaling.get("factor")
     usable = type(factor) in (int, float) and 0 < factor <= MOST_WHOLE
     # Dynamic NTK changes nothing within max_position_embeddings, and longer sequences are refused
     # here.

@@ -80,13 +80,16 @@ class Family:
         }
 
 
-def _llama_names(gated: bool = True, **changes: str | tuple[tuple[str, ...], Transform]) -> Names:
-    """Llama's names, which most families have; `changes` are other names of some of our parameters
-    (a plain name: the same tensor). Without `gated` the MLP has an up and a down matrix."""
+Sources = Mapping[str, str | tuple[tuple[str, ...], Transform]]  # a plain name: the same tensor
+
+
+def _llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names:
+    """Llama's names, which most families have; `changes` are other names of some of our
+    parameters. Without `gated` the MLP has an up and a down matrix."""
     at = "model.layers.{}."
     qkv = tuple(f"{at}self_attn.{x}_proj" for x in "qkv")
     gate_up = ((at + "mlp.gate_proj", at + "mlp.up_proj"), GATE_UP)
-    table = {
+    table: Sources = {
         "embedding.word_embeddings": "model.embed_tokens",
         _INPUT_NORM: at + "input_layernorm",
         _QKV: (qkv, QKV),
@@ -98,7 +101,8 @@ def _llama_names(gated: bool = True, **changes: str | tuple[tuple[str, ...], Tra
         _FC2: at + "mlp.down_proj",
         _FINAL_NORM: "model.norm",
         "output_layer": "lm_head",
-    } | changes
+        **(changes or {}),
+    }
     return {
         ours: ((theirs,), SAME) if isinstance(theirs, str) else theirs
         for ours, theirs in table.items()
@@ -112,7 +116,7 @@ def _moe_names(block: str, gate: str, up: str, down: str) -> Names:
     shared = at + "mlp.shared_expert."
     mlp = _LAYER + "mlp."
     return _llama_names(
-        **{
+        {
             mlp + "router": f"{at}{block}.gate",
             mlp + "experts.linear_fc1": ((expert + gate, expert + up), EXPERTS_GATE_UP),
             mlp + "experts.linear_fc2": ((expert + down,), EXPERTS),
@@ -131,7 +135,7 @@ def _internlm2_names() -> Names:
     matrix."""
     at = "model.layers.{}."
     return _llama_names(
-        **{
+        {
             "embedding.word_embeddings": "model.tok_embeddings",
             "output_layer": "output",
             _INPUT_NORM: at + "attention_norm",
@@ -144,11 +148,11 @@ def _internlm2_names() -> Names:
     )
 
 
-def _neox_names(base: str, attention: str, final_norm: str, **changes: str) -> Names:
+def _neox_names(base: str, attention: str, final_norm: str) -> Names:
     """GPT-NeoX keeps queries, keys and values of each head together, as we do."""
     at = base + "layers.{}."
     return _llama_names(
-        **{
+        {
             _INPUT_NORM: at + "input_layernorm",
             _QKV: f"{at}{attention}.query_key_value",
             _PROJ: f"{at}{attention}.dense",
@@ -159,7 +163,6 @@ def _neox_names(base: str, attention: str, final_norm: str, **changes: str) -> N
             _FC2: at + "mlp.dense_4h_to_h",
             _FINAL_NORM: base + final_norm,
         }
-        | changes
     )
 
 
@@ -469,7 +472,7 @@ _POST_NORMS: Flags = _RMS_NORM | {
     "qk_layernorm": True,
 }
 _POST_NORM_NAMES = _llama_names(
-    **{
+    {
         _LAYER + "post_self_attn_layernorm": "model.layers.{}.post_attention_layernorm",
         _LAYER + "post_mlp_layernorm": "model.layers.{}.post_feedforward_layernorm",
     }
@@ -660,7 +663,7 @@ FAMILIES: Mapping[str, Family] = {
             "phi3",
             "Phi3ForCausalLM",
             _llama_names(
-                **{
+                {
                     _QKV: (("model.layers.{}.self_attn.qkv_proj",), FUSED_QKV_ROWS),
                     _FC1: _GATE_UP_ROWS,
                 }
@@ -693,11 +696,11 @@ FAMILIES: Mapping[str, Family] = {
             "starcoder2",
             "Starcoder2ForCausalLM",
             _llama_names(
-                gated=False,
-                **{
+                {
                     _FC1: "model.layers.{}.mlp.c_fc",
                     _FC2: "model.layers.{}.mlp.c_proj",
                 },
+                gated=False,
             ),
             Dialect(
                 flags=_LAYER_NORM,
@@ -744,7 +747,7 @@ FAMILIES: Mapping[str, Family] = {
         _like_llama(
             "glm",
             "GlmForCausalLM",
-            _llama_names(**{_FC1: _GATE_UP_ROWS}),
+            _llama_names({_FC1: _GATE_UP_ROWS}),
             Dialect(
                 flags=_RMS_NORM | _INTERLEAVED,
                 keys=(Key("attention_bias", False, _QKV_BIAS),),
@@ -897,7 +900,7 @@ FAMILIES: Mapping[str, Family] = {
         _like_llama(
             "gpt_neox",
             "GPTNeoXForCausalLM",
-            _neox_names("gpt_neox.", "attention", "final_layer_norm") | _NEOX_ENDS,
+            {**_neox_names("gpt_neox.", "attention", "final_layer_norm"), **_NEOX_ENDS},
             Dialect(
                 flags=_LAYER_NORM | {"add_mlp_bias": True},
                 keys=(
@@ -937,7 +940,7 @@ FAMILIES: Mapping[str, Family] = {
             "glm4",
             "Glm4ForCausalLM",
             _llama_names(
-                **{
+                {
                     _FC1: _GATE_UP_ROWS,
                     _LAYER + "post_self_attn_layernorm": "model.layers.{}.post_self_attn_layernorm",
                     _LAYER + "post_mlp_layernorm": "model.layers.{}.post_mlp_layernorm",
@@ -958,12 +961,12 @@ FAMILIES: Mapping[str, Family] = {
             "apertus",
             "ApertusForCausalLM",
             _llama_names(
-                gated=False,
-                **{
+                {
                     _INPUT_NORM: "model.layers.{}.attention_layernorm",
                     _MLP_NORM: "model.layers.{}.feedforward_layernorm",
                     _LAYER + "mlp.xielu": "model.layers.{}.mlp.act_fn",
                 },
+                gated=False,
             ),
             Dialect(
                 flags=_RMS_NORM | {"qk_layernorm": True},

@@ -54,7 +54,7 @@ class HFFolder:
     def __init__(self, source: Path | str | RemoteFolder):
         self._remote = source if isinstance(source, RemoteFolder) else None
         # config.json and the other small files are there
-        self.path = self._remote.path if self._remote else Path(source)
+        self.path = source.path if isinstance(source, RemoteFolder) else Path(source)
         if not (self.path / CONFIG).is_file():
             raise ConversionError(
                 f"{self.path}: there is no {CONFIG}; give a folder that save_pretrained wrote"

@@ -26,7 +26,7 @@ def inspect(path: Path | RemoteFolder, step: int | None = None, tensors: bool = 
     """What is in a folder, as lines."""
     if is_hf(path):
         return "\n".join(_inspect_hf(path, tensors))
-    with Ours(path, step) as ours:
+    with _ours(path, step) as ours:
         return "\n".join(_inspect_ours(ours, tensors))
 
 
@@ -49,6 +49,11 @@ def _inspect_ours(ours: Ours, tensors: bool) -> Iterable[str]:
     )
     if tensors:
         yield from (f"  {name} {_format(*table[name])}" for name in names)
+
+
+def _ours(path: Path | RemoteFolder, step: int | None) -> Ours:
+    assert isinstance(path, Path), "opened_folder checks that a URL has a config.json"
+    return Ours(path, step)
 
 
 def _inspect_hf(path: Path | RemoteFolder, tensors: bool) -> Iterable[str]:
@@ -80,7 +85,7 @@ def _format(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def _sums(what: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Iterable[str]:
-    count = Counter()
+    count: Counter[str] = Counter()
     for dtype, shape in headers:
         count[str(dtype).removeprefix("torch.")] += prod(shape)
     formats = ", ".join(f"{number:,} {name}" for name, number in count.items())
@@ -103,10 +108,10 @@ def diff(
         with HFModel(a) as one, HFModel(b) as other:
             return _compare(one.outgoing(), other.outgoing())
     if is_hf(a) or is_hf(b):
-        with HFModel(a if is_hf(a) else b) as model, Ours(b if is_hf(a) else a, step) as ours:
+        with HFModel(a if is_hf(a) else b) as model, _ours(b if is_hf(a) else a, step) as ours:
             sides = as_hf(ours, model.family.model_type, model.rows).tensors, model.outgoing()
             return _compare(*(sides[::-1] if is_hf(a) else sides))
-    with Ours(a, step) as one, Ours(b, step) as other:
+    with _ours(a, step) as one, _ours(b, step) as other:
         return _compare(_all_of(one, weights_only), _all_of(other, weights_only))
 
 

@@ -183,6 +183,7 @@ class TokenizerChoice:
 def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
     """The tokenizer whose files are in `folder`: GPT-2's own, tokenizer.json, or SentencePiece's;
     numbers if none does."""
+    flags: dict[str, Any]
     has = {file.name for file in side_files(folder)}
     if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= has:
         flags = {

@@ -127,8 +127,9 @@ class FlatBuffers:
         if model.num_layers % (pp * buffers):
             raise self._wrong(f"{model.num_layers} layers on {pp} stages are not read")
         for order in _ORDERS:
-            located = {kind: self._walk(kind, table, (tp, pp, buffers), order) for kind in kinds}
-            if all(located.values()) and all(
+            walks = {kind: self._walk(kind, table, (tp, pp, buffers), order) for kind in kinds}
+            located = {kind: walk for kind, walk in walks.items() if walk}
+            if len(located) == len(kinds) and all(
                 torch.equal(located["fp32_param"][name]().to(weight.dtype), weight.make())
                 for name, weight in weights.items()
             ):

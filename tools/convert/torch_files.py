@@ -51,6 +51,9 @@ class Unpickler:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        assert self._process.stdin and self._process.stdout, "both are pipes"
+        self._jobs = self._process.stdin
+        self._answers = self._process.stdout
 
     def _ask(self, source: Path, *job: object) -> None:
         """Run a job; a problem of `source` becomes a ConversionError."""
@@ -61,12 +64,12 @@ class Unpickler:
         """Begin a job."""
         # otherwise the process has ended, which its answer shows
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps([str(word) for word in job]) + "\n")
-            self._process.stdin.flush()
+            self._jobs.write(json.dumps([str(word) for word in job]) + "\n")
+            self._jobs.flush()
 
     def _check(self, source: Path) -> None:
         """Wait for the end of a job; a problem of `source` becomes a ConversionError."""
-        answer = self._process.stdout.readline()
+        answer = self._answers.readline()
         wrong = (
             json.loads(answer)
             if answer
@@ -174,8 +177,8 @@ class Unpickler:
         """End the process, close the files."""
         for file in self._files:
             file.close()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._jobs.close()
+        self._answers.close()
         self._process.wait()
 
     def __enter__(self) -> Unpickler:

@@ -37,6 +37,7 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -354,6 +355,7 @@ class TorchFile:
         data = bytearray(info.file_size)
         try:
             with self._zip.open(info) as member:
+                assert isinstance(member, zipfile.ZipExtFile)
                 done = member.readinto(data)
                 if done != len(data) or member.read(1):
                     raise Refused(f"its member {name} ends early; the file is damaged")
@@ -446,9 +448,7 @@ def read(source: Path, tensors: Path, values: Path, prefixes: list[str]) -> None
             raise Refused(f"{name} has a dtype that is not converted")
         file.check(place)
         found.add(name)
-        entries.append(
-            Entry(name, place.storage.dtype, place.shape, lambda place=place: file.tensor(place))
-        )
+        entries.append(Entry(name, place.storage.dtype, place.shape, partial(file.tensor, place)))
     write_file(tensors, entries)
     root = file.tree if isinstance(file.tree, dict) else {}
     kept = {
@@ -650,7 +650,8 @@ def answer(job: list[str]) -> str | None:
     command, *paths = job
     try:
         if command == "read":
-            read(*map(Path, paths[:3]), paths[3:])
+            source, tensors, values = map(Path, paths[:3])
+            read(source, tensors, values, paths[3:])
         elif command == "append":
             append(*paths)
         elif command == "finish":

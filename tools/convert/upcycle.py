@@ -125,7 +125,7 @@ def upcycle(
         for spec in parameter_table(model, rows, rows):
             name = spec.name.replace(_EXPERTS, ".mlp.")
             if name in held:
-                copies = _Copies(ours, name, model.num_experts, parts)
+                copies = _Copies(ours, name, flags["num_experts"], parts)
                 make = copies if _EXPERTS in spec.name else _Read(ours, name)
                 weights.append(PendingTensor(spec.name, ours.reader.dtype(name), spec.shape, make))
             else:

@@ -21,6 +21,7 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
 from megatron.inference.load_model import TrainedModel, open_trained_model
+from megatron.model.gpt import GPTModel
 from tools.convert.families import unverified
 from tools.convert.hf_files import CONFIG, HFFolder, remove_folder
 from tools.convert.links import SHOWN, ConversionError
@@ -29,6 +30,8 @@ from tools.convert.stores.remote_folder import RemoteFolder
 from tools.shared.memory import free_memory
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from tools.convert.huggingface import AsHF
 
 TOLERANCE = 1e-4  # largest difference, as a share of the largest value
@@ -66,14 +69,14 @@ def verify(
 
 def _open_both(
     ours: Path, theirs: Path | RemoteFolder, step: int | None
-) -> tuple[TrainedModel, torch.nn.Module]:
+) -> tuple[TrainedModel, PreTrainedModel]:
     their_model = _transformers_model(theirs)
     with contextlib.redirect_stdout(sys.stderr):
         return open_trained_model(str(ours), step, device="cpu"), their_model
 
 
 def _compare(
-    trained: TrainedModel, their_model: torch.nn.Module, tolerance: float, length: int
+    trained: TrainedModel, their_model: PreTrainedModel, tolerance: float, length: int
 ) -> tuple[str, bool]:
     rows = min(trained.tokenizer.vocab_size, their_model.config.vocab_size)
     length = min(length, trained.model.max_positions)
@@ -108,7 +111,7 @@ def _compare(
     return "\n".join([*lines, verdict]), good
 
 
-def _our_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+def _our_states(model: GPTModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """The residual stream after the embedding and each block but the last, the last one's normed,
     and the logits."""
     found: list[torch.Tensor] = []
@@ -127,7 +130,7 @@ def _our_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]
     return [*found, logits]
 
 
-def _their_states(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+def _their_states(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     try:
         with torch.no_grad():
             out = model(ids, output_hidden_states=True)
@@ -152,7 +155,7 @@ def _transformers() -> ModuleType:
     return transformers
 
 
-def _transformers_model(folder: Path | RemoteFolder) -> torch.nn.Module:
+def _transformers_model(folder: Path | RemoteFolder) -> PreTrainedModel:
     transformers = _transformers()
     options = {"local_files_only": True, "trust_remote_code": False}
     try:

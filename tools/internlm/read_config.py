@@ -119,13 +119,14 @@ class _Reader:
             pass  # a text alone is a comment
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if node.value is None or not all(isinstance(target, ast.Name) for target in targets):
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            if node.value is None or len(names) < len(targets):
                 raise self.refuse(node, f"cannot assign to {ast.unparse(targets[0])[:60]}")
             value = self.value(node.value)
             if _expanded_size(value, {}) > MAX_VALUES:
                 raise self.refuse(node, f"has more than {MAX_VALUES} values")
-            for target in targets:
-                self.values[target.id], self.lines[target.id] = value, node.lineno
+            for name in names:
+                self.values[name], self.lines[name] = value, node.lineno
         else:
             raise self.refuse(node, f"{ast.unparse(node).splitlines()[0][:60]!r} is not allowed")
 
@@ -198,11 +199,11 @@ class _Reader:
         return values if isinstance(node, ast.List) else tuple(values)
 
     def _dict(self, node: ast.Dict) -> dict[Any, Any]:
-        if None in node.keys:
+        keys = [key for key in node.keys if key is not None]
+        if len(keys) < len(node.keys):
             raise self.refuse(node, "** within {} is not allowed")
         return {
-            self.value(key): self.value(one)
-            for key, one in zip(node.keys, node.values, strict=True)
+            self.value(key): self.value(one) for key, one in zip(keys, node.values, strict=True)
         }
 
     def _subscript(self, node: ast.Subscript) -> Any:
@@ -229,13 +230,15 @@ class _Reader:
         ):
             raise self.refuse(node, f"* and ** in {ast.unparse(node)[:60]!r} are not allowed")
         function = node.func
-        joins = (
-            isinstance(function, ast.Attribute)
+        joiner = (
+            function.value
+            if isinstance(function, ast.Attribute)
             and function.attr == "join"
             and isinstance(function.value, ast.Constant)
             and isinstance(function.value.value, str)
+            else None
         )
-        if called not in _CALLS and called not in ("os.environ.get", "os.getenv") and not joins:
+        if called not in _CALLS and called not in ("os.environ.get", "os.getenv") and not joiner:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
         values = [self.value(one) for one in node.args]
         named = {one.arg: self.value(one.value) for one in node.keywords}
@@ -245,9 +248,9 @@ class _Reader:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
         if called in ("os.environ.get", "os.getenv"):
             return self._environment(node, *(values if len(values) > 1 else [*values, None]))
-        if joins:
+        if joiner:
             [parts] = values
-            return self.value(function.value).join(parts)
+            return self.value(joiner).join(parts)
         return _CALLS[called](*values)
 
     def _joined(self, node: ast.JoinedStr) -> str:

@@ -116,7 +116,7 @@ class Form:
             "top_logprobs": [self._named(*other) for other in token.alternatives],
         }
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self.detokenize([token])
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from starlette.requests import ClientDisconnect
 
 from megatron.inference.chat import Chat
+from megatron.inference.engine import NewToken
 from megatron.inference.engine import Request as EngineRequest
 from megatron.inference.sampling import Sampling
 from tools.serving.access import Access, check_content_type
@@ -158,8 +159,9 @@ def _check_count(served: Served, n: object, prompt: object = None) -> None:
     """Raises ApiError where a body asks for more answers than the server ever takes at once, before
     anything is made of the prompts: 1 MB holds 250,000. Other values than integers are left to
     `parse`."""
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    prompts = len(prompt) if several else 1
+    prompts = 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompts = len(prompt)
     each = n if isinstance(n, int) and 1 <= n <= MOST_ANSWERS else 1
     most = served.worker.places
     if prompts * each > most:
@@ -337,7 +339,7 @@ async def _stream(
                 yield _event(form.role(number))
             elif echo:
                 yield _event(form.chunk(number, echo[number], [], None))
-        held = [[] for _ in jobs]
+        held: list[list[NewToken]] = [[] for _ in jobs]
         count = 0
         left = len(jobs)
         while left:

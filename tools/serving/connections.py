@@ -56,7 +56,7 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self._shared = shared
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:
         """There is a new connection."""
         super().connection_made(transport)
         self._watch()

@@ -4,7 +4,7 @@ not known are ignored, as clients send many; those that would change the answer 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -101,7 +101,8 @@ class CompletionBody(_Body):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
-        return self.prompt
+        # by its first item
+        return cast(list[str] | list[list[int]], self.prompt)
 
     @property
     def alternatives(self) -> int | None:

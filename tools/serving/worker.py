@@ -155,17 +155,20 @@ class Worker:
         self.counters.prompt_tokens += len(job.request.prompt)
 
     def _deliver(self, job: Job, token: NewToken | None) -> None:
+        stream = job.stream
+        generation = job.generation
+        assert stream is not None and generation is not None, "_admit sets both"
         text = ""
         if token is not None:
             self.counters.generated_tokens += 1
-            text = job.stream.push(token.id)
-        if job.stream.stopped:
-            self.engine.stop(job.generation)
-        reason = job.generation.finish_reason
+            text = stream.push(token.id)
+        if stream.stopped:
+            self.engine.stop(generation)
+        reason = generation.finish_reason
         if reason:
-            text += job.stream.finish()
-            reason = "stop" if job.stream.stopped else reason
+            text += stream.finish()
+            reason = "stop" if stream.stopped else reason
             with self._changed:
-                del self._running[id(job.generation)]
+                del self._running[id(generation)]
             self.counters.finished += 1
         job.emit(Piece(text, token, reason))

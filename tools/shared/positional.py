@@ -17,7 +17,7 @@ def parse_words(parser: Parser, argv: Sequence[str]) -> Parsed:
     rest = argv[end + 1 :]
     loose = []
     at = 0
-    seen = {}
+    seen: dict[str, list[str]] = {}
     while at < len(words):
         stop = at + 1
         if not is_flag(words[at]):

@@ -66,14 +66,16 @@ def docs(args: DocsOptions) -> int:
 
 def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     """The suspects in the order asked for, and the checkpoint that was."""
-    read = places(reading, args.iteration, args.microbatch, args.dp_rank)
-    others = usual(reading, neighbours(reading, args.iteration, args.iteration))
-    if args.order == "suspicion":
+    iteration = args.iteration
+    assert iteration is not None, "problems() refuses neither --iteration nor --doc"
+    read = places(reading, iteration, args.microbatch, args.dp_rank)
+    others = usual(reading, neighbours(reading, iteration, iteration))
+    if args.run is None or args.order == "suspicion":
         return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
     # torch, which takes longer to load than all the rest
     from tools.spike.replay import check_replayable, state_before
 
     check_replayable(reading)
-    state = state_before(args.run, args.iteration, args.ckpt_step)
+    state = state_before(args.run, iteration, args.ckpt_step)
     found = suspects(reading, read, others, state.losses)
     return sorted(found, key=lambda one: -height(one.loss)), state.directory

@@ -144,7 +144,7 @@ def replay_iteration(
 def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
     """What a sample that stands out at the checkpoint is, by its loss at the other one, of
     `iteration`."""
-    if other is None:
+    if other is None or one.other is None:
         return "stands out here; --other-ckpt shows whether that is the data alone"
     z = other.z(one.other)
     if other.stands_out(one.other):
@@ -164,6 +164,7 @@ def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
     first = int(match[1])
     last = int(match[2] or match[1])
     run = args.ckpt or args.load
+    assert run is not None, "problems() refuses neither --ckpt nor --load"
     reading = open_run(run, None, first, args.world_size)
     if not 1 <= first <= last <= reading.plan.train_iters:
         raise ValueError(
@@ -173,15 +174,16 @@ def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
     state = (
         open_state(args.ckpt, args.ckpt_step, args.device)
         if args.ckpt
-        else state_before(args.load, first, args.ckpt_step, args.device)
+        else state_before(run, first, args.ckpt_step, args.device)
     )
     other = None
     if args.other_ckpt is not None:
         root = str(Path(state.directory).parent)
-        named = (
-            (root, int(args.other_ckpt)) if args.other_ckpt.isdecimal() else (args.other_ckpt, None)
+        other = (
+            open_state(root, int(args.other_ckpt), args.device)
+            if args.other_ckpt.isdecimal()
+            else open_state(args.other_ckpt, None, args.device)
         )
-        other = open_state(*named, args.device)
     return reading, range(first, last + 1), state, other
 
 
@@ -281,7 +283,7 @@ def _show(
 ) -> None:
     """Which samples stand out, for a reader."""
     scale = scale_of([one.loss for one in samples])
-    there = scale_of([one.other for one in samples]) if other else None
+    there = scale_of([one.other for one in samples if one.other is not None]) if other else None
     inside = [one for one in samples if one.iteration in wanted]
     out = sum(scale.stands_out(one.loss) for one in inside)
     print(

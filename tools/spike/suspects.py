@@ -150,8 +150,7 @@ def _suspect(
     head: str,
     losses: np.ndarray | None,
 ) -> Suspect:
-    counts = losses is not None and bool((losses != MASKED).any())
-    where = None if piece.first_byte is None else (piece.first_byte, piece.end_byte)
+    begin, end = piece.first_byte, piece.end_byte
     return Suspect(
         found.score,
         found.reason,
@@ -159,12 +158,12 @@ def _suspect(
         piece.document,
         piece.offset,
         piece.length,
-        where,
+        None if begin is None or end is None else (begin, end),
         place.sample,
         place.dp_rank,
         place.micro_batch,
         head,
-        mean_loss(losses) if counts else None,
+        mean_loss(losses) if losses is not None and (losses != MASKED).any() else None,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.arguments import Problems
+from megatron.arguments import Problems, values_of
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
@@ -99,8 +99,7 @@ class Data:
 
     def __init__(self, args: VerifyOptions) -> None:
         self._args = args
-        self._opened = {}
-        self._has_history = args.flags is None
+        self._opened: dict[str, Opened] = {}
         self._last = self._open(args.run, args.flags)
         self.last = self._last[0]
 
@@ -111,9 +110,10 @@ class Data:
 
     def at(self, iteration: int, place: tuple[int, int]) -> Opened:
         """The data as an iteration at `place` (first sample, samples) read them."""
-        if not self._has_history or _place(self.last, iteration) == place:
+        run = self._args.run
+        if run is None or _place(self.last, iteration) == place:
             return self._last
-        folder = str(checkpoint_after(self._args.run, iteration))
+        folder = str(checkpoint_after(run, iteration))
         if folder not in self._opened:
             self._opened[folder] = self._open(folder)
         return self._opened[folder]
@@ -136,7 +136,7 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
             continue
         value = hash_of(reading, n, samplers)
         other = reference.rows.get(n) if reference else None
-        if other and not other[2] and other[3] != value:
+        if reference and other and not other[2] and other[3] != value:
             yield (
                 f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} "
                 f"in {reference.path}"
@@ -171,7 +171,7 @@ def verify(args: VerifyOptions) -> int:
         data = Data(args)
         reading = data.last
         length = reading.config.model.seq_length
-        path = args.ledger or reading.config.logging.data_ledger
+        path = args.ledger or values_of(reading.config).get("data_ledger")
         if path is None:
             raise ValueError(
                 "--ledger is missing: the run's flags name no --data-ledger; give the file"

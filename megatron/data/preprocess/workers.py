@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -41,7 +41,7 @@ def encode_all(
     place: Place,
     first_line: Callable[[Block], int],
     seconds: float = SECONDS,
-) -> Iterator[tuple[Block, Encoded]]:
+) -> Generator[tuple[Block, Encoded], None, None]:
     """Each block with what became of it, in order, once its ids are in the files; by `workers`
     processes.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from cases.subject import Subject
-from harness import Case, Setup, Side, benchmark
+from harness import Case, Setup, Side, benchmark, each
 
 from megatron.checkpoint import store
 from megatron.checkpoint.async_writer import Writer
@@ -80,6 +80,12 @@ class State(Subject):
         return found
 
 
+def remove_saved(folder: Path) -> None:
+    """The checkpoint of iteration 1."""
+    shutil.rmtree(store.iteration_directory(folder, 1))
+    (folder / store.TRACKER).unlink()
+
+
 class Save(State):
     """store.save, with checksums and fsync."""
 
@@ -87,8 +93,7 @@ class Save(State):
         store.save(self.folder, 1, self.slices, RunState(iteration=1), "")
 
     def after(self) -> None:
-        shutil.rmtree(store.iteration_directory(self.folder, 1))
-        (self.folder / store.TRACKER).unlink()
+        remove_saved(self.folder)
 
 
 class RawWrite(State):
@@ -128,7 +133,7 @@ class Stall(State):
 
     def after(self) -> None:
         store.commit(self._temporary, 1, self.writer.result, RunState(iteration=1), "")
-        Save.after(self)
+        remove_saved(self.folder)
 
 
 class Copy(State):
@@ -153,7 +158,9 @@ class Load(State):
             self.forget(self.file)
 
     def timed(self) -> None:
-        with store.load(self.folder, 1).reader() as reader:
+        saved = store.load(self.folder, 1)
+        assert saved is not None
+        with saved.reader() as reader:
             for name, tensor in zip(self.names, self.copies, strict=True):
                 reader.read_later(name, None, tensor)
             reader.wait()
@@ -183,7 +190,7 @@ PAIRS = {
 
 
 @benchmark
-def checkpoint(setup: Setup, what: str | tuple = tuple(PAIRS), gb: float = 1.0) -> Iterator[Case]:
+def checkpoint(setup: Setup, what: str = each(*PAIRS), gb: float = 1.0) -> Iterator[Case]:
     """A checkpoint of gb GB saved and loaded, checksums and fsync included, beside plain writes and
     reads of as many bytes with as many threads (load: from the page cache, load-cold: from the
     disk), and how long --async-save holds up training beside one copy in memory. Needs

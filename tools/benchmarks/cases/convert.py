@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cases.llama_files import make_model
 from cases.subject import Command, Subject
-from harness import Case, Setup, Side, benchmark
+from harness import Case, Setup, Side, benchmark, each
 from processes import ROOT
 
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsFile, write_file
@@ -49,7 +50,7 @@ class Copy(Subject):
         return time.perf_counter() - start
 
 
-def command(tree: Path, name: str, folder: Path) -> dict[str, object]:
+def command(tree: Path, name: str, folder: Path) -> dict[str, Any]:
     """The arguments of the Command that does this conversion."""
     words, writes = CONVERSIONS[name]
     places = {one: folder / one for one in ("hf", "ours", "back", "megatron", "again")}
@@ -61,9 +62,7 @@ def command(tree: Path, name: str, folder: Path) -> dict[str, object]:
 
 
 @benchmark
-def convert(
-    setup: Setup, what: str | tuple = tuple(CONVERSIONS), gb: float = 2.0
-) -> Iterator[Case]:
+def convert(setup: Setup, what: str = each(*CONVERSIONS), gb: float = 2.0) -> Iterator[Case]:
     """A conversion of a Llama-style model of gb GB in bf16 by tools/convert_checkpoint.py, its
     start-up included, beside copying its safetensors. Needs 5 x gb GB of disk."""
     folder = setup.folder

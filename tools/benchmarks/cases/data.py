@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from cases.subject import Subject
-from harness import COMMAND, Case, Setup, benchmark
+from harness import COMMAND, Case, Setup, benchmark, each
 from processes import ROOT
 
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
@@ -89,7 +89,7 @@ def make_text(folder: Path, megabytes: float) -> tuple[str, str, str]:
 @benchmark
 def tokenize(
     setup: Setup,
-    workers: int | tuple = (1, 2),
+    workers: int = each(1, 2),
     mb: float = 100.0,
     input: str = "",
     vocab: str = "",
@@ -157,7 +157,8 @@ def our_dataset(paths: list[str], order: str, seq: int, samples: int, cache: str
         "split": "1,0,0",
     }
     given = {"data_path": paths, "data_order": order, "data_cache_path": cache}
-    flags = SimpleNamespace(**dict.fromkeys(names) | fixed | given)
+    # of another checkout DataConfig may have other fields
+    flags: Any = SimpleNamespace(**dict.fromkeys(names) | fixed | given)
     request = DataRequest(
         sizes=(samples, 0, 0), sequence_length=seq, seed=1, vocab_size=VOCAB, eod=VOCAB - 1
     )
@@ -216,7 +217,7 @@ class Reader(Subject):
 @benchmark
 def read_samples(
     setup: Setup,
-    order: str | tuple = ORDERS,
+    order: str = each(*ORDERS),
     seq: int = 2048,
     tokens: int = 100_000_000,
     count: int = 20_000,
@@ -265,8 +266,8 @@ open_and_report(sys.argv[4:])
 @benchmark
 def open_data(
     setup: Setup,
-    order: str | tuple = ORDERS,
-    cached: int | tuple = (0, 1),
+    order: str = each(*ORDERS),
+    cached: int = each(0, 1),
     documents: int = 10_000_000,
     files: int = 2419,
     seq: int = 2048,

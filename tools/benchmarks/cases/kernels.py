@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases.subject import Subject
-from harness import Case, Setup, Side, benchmark
+from harness import Case, Setup, Side, benchmark, each
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -55,11 +55,11 @@ def operation(kind: str, ours: bool, seq: int, tokens: int) -> tuple[Any, tuple[
         name = implementation(kind, seq) or "chunked" if ours else "sdpa"
         dtype = torch.float32 if kind == "attention" else torch.bfloat16
         shape = (seq, max(1, tokens // seq), HIDDEN // HEAD, HEAD)
-        inputs = tuple(torch.randn(shape).to(dtype) for _ in range(3))
-        spec = AttentionSpec.of(*inputs, HEAD**-0.5)
-        return partial(kernels.attention, spec=spec, requested=name), inputs
+        q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+        spec = AttentionSpec.of(q, k, v, HEAD**-0.5)
+        return partial(kernels.attention, spec=spec, requested=name), (q, k, v)
     if kind == "tanh GELU":
-        inputs = (torch.randn(tokens, 1, FFN),)
+        inputs: tuple[Tensor, ...] = (torch.randn(tokens, 1, FFN),)
         if ours:
             return lambda x: kernels.gelu(x, True), inputs
         return lambda x: F.gelu(x, approximate="tanh"), inputs
@@ -105,7 +105,7 @@ class Kernel(Subject):
 
 @benchmark
 def cpu_kernels(
-    setup: Setup, kind: str | tuple = KINDS, seq: int | tuple = (512,), tokens: int = 4096
+    setup: Setup, kind: str = each(*KINDS), seq: int = each(512), tokens: int = 4096
 ) -> Iterator[Case]:
     """Our kernels for CPUs beside torch's operations, forward and backward, of 4096 tokens; seq: of
     attention. Both sides are in one process."""

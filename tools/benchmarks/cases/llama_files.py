@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def make_model(folder: Path, size: float, width: int = 2048, vocab: int = 32000)
     per_layer = sum(numbers[name] for name in layer)
     layers = max(1, round((size / 2 - sum(numbers[name] for name in ends)) / per_layer))
     folder.mkdir()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     groups = [ends]
     for number in range(layers):
         groups.append({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
@@ -40,7 +41,7 @@ def make_model(folder: Path, size: float, width: int = 2048, vocab: int = 32000)
         write_file(
             folder / file,
             [
-                Entry(name, torch.bfloat16, shape, lambda shape=shape: _random(shape))
+                Entry(name, torch.bfloat16, shape, partial(_random, shape))
                 for name, shape in group.items()
             ],
         )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness import COMMAND, Case, Setup, Side, benchmark
+from harness import COMMAND, Case, Setup, Side, benchmark, each
 from sizes import command_line, parse_size
 
 WHAT = ("help", "dry-run", "first-step")
@@ -26,7 +26,7 @@ def words_of(tree: Path, what: str) -> list[str]:
 
 
 @benchmark
-def startup(setup: Setup, what: str | tuple = WHAT) -> Iterator[Case]:
+def startup(setup: Setup, what: str = each(*WHAT)) -> Iterator[Case]:
     """pretrain_gpt.py as a whole process: --help, a dry run, a run of one step of a tiny model;
     beside it the interpreter, for first-step with `import torch`."""
     sides = setup.commands(lambda tree: {"words": words_of(tree, what)})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cases.subject import Command, Subject
-from harness import Case, Setup, Side, benchmark
+from harness import Case, Setup, Side, benchmark, each
 from processes import ROOT
 from sizes import Size, command_line
 
@@ -63,7 +63,7 @@ class Ours(Subject):
 
     def _first(self) -> list[int]:
         tokens = self._engine.run(self._requests)
-        return [token.id for number, _, token in tokens if number == 0]
+        return [token.id for number, _, token in tokens if number == 0 and token]
 
     def warm_up(self) -> str:
         """The new tokens of the first prompt."""
@@ -100,7 +100,7 @@ class Transformers(Ours):
 
 @benchmark
 def generate(
-    setup: Setup, batch: int | tuple = (1, 8), new: int = 256, model: str = "", hf: str = ""
+    setup: Setup, batch: int = each(1, 8), new: int = 256, model: str = "", hf: str = ""
 ) -> Iterator[Case]:
     """Greedy decoding with the cache in fp32 on the CPU; peer: transformers' generate, which must
     give the same tokens. model: a run directory, hf: its export (default: a model of SmolLM2-135M's
@@ -127,7 +127,7 @@ class Server(Subject):
             text=True,
         )
         said = ""
-        for line in self._process.stderr:
+        for line in self._process.stderr or ():
             said += line
             if found := re.search(r"at http://([\d.]+):(\d+)", line):
                 self._address = found[1], int(found[2])
@@ -176,7 +176,8 @@ class Server(Subject):
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         self._process.terminate()
         self._process.wait(60)
-        return {"server GB": int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024 / 1e9}
+        [kilobytes] = re.findall(r"VmRSS:\s+(\d+)", status)
+        return {"server GB": int(kilobytes) * 1024 / 1e9}
 
 
 @benchmark

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from harness import Case, Setup, Side, benchmark
+from harness import Case, Setup, Side, benchmark, each
 from sizes import AUX_COEFF, TOLERANCE, Size, parse_size
 
 TRAINING = "training:Training"
@@ -30,8 +30,8 @@ MASKS = "--reset-attention-mask"
 @benchmark
 def step(
     setup: Setup,
-    size: str | tuple = ("nano", "gpt10m", "llama30m", "gpt124m"),
-    dtype: str | tuple = ("fp32", "bf16"),
+    size: str = each("nano", "gpt10m", "llama30m", "gpt124m"),
+    dtype: str = each("fp32", "bf16"),
     compiled: int = 0,
     flags: str = "",
 ) -> Iterator[Case]:
@@ -52,7 +52,7 @@ def step(
 
 
 @benchmark
-def moe(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]:
+def moe(setup: Setup, dtype: str = each("fp32", "bf16")) -> Iterator[Case]:
     """A step of a Llama with 64 experts, top 8 (124M parameters, 25M active); peer: transformers'
     Qwen3-MoE in a bare loop."""
     shape = Size("moe", 8, 384, 6, 256, 4, 8192, "llama", 192)
@@ -74,7 +74,7 @@ def moe(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]:
 
 
 @benchmark
-def masks(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]:
+def masks(setup: Setup, dtype: str = each("fp32", "bf16")) -> Iterator[Case]:
     """A step of 2 layers of 256 at sequence 2048 with dropout, and with documents of 256 tokens,
     beside one without."""
     shape = Size("masks", 2, 256, 4, seq=2048, micro_batch=1, vocab=256)
@@ -83,8 +83,8 @@ def masks(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]
     for name, flags in (("dropout", DROPOUT), ("document masks", MASKS)):
         sides = []
         for side, words in ((name, flags), ("without", "")):
-            given = {"kind": "ours", "size": asdict(shape), "dtype": dtype, "flags": words.split()}
-            given["agrees"] = False
+            given: dict[str, Any] = {"kind": "ours", "size": asdict(shape), "dtype": dtype}
+            given |= {"flags": words.split(), "agrees": False}
             sides.append(Side(side, TRAINING, given))
         yield Case(f"{name} {dtype}", sides, shape.tokens, "tokens")
 
@@ -92,7 +92,7 @@ def masks(setup: Setup, dtype: str | tuple = ("fp32", "bf16")) -> Iterator[Case]
 @benchmark
 def layouts(
     setup: Setup,
-    layout: str | tuple = LAYOUTS,
+    layout: str = each(*LAYOUTS),
     size: str = LAYOUT_SIZE,
     dtype: str = "fp32",
     flags: str = "",

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = str(ROOT / "pretrain_gpt.py")
@@ -81,7 +82,7 @@ def write(folder: Path, faults: Sequence[Fault]) -> None:
     (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
 
 
-def injected(folder: Path) -> list[dict[str, float]]:
+def injected(folder: Path) -> list[dict[str, Any]]:
     """Process, time and iteration (of a flip) of each fault that has come so far."""
     number = len(list(folder.glob("injected.*")))
     return [json.loads((folder / f"injected.{one}").read_text()) for one in range(number)]
@@ -221,7 +222,7 @@ def _bucket(right: Callable) -> Callable:
 
 
 def _around(injector: Injector, place: str, axis: str, right: Callable) -> Callable:
-    def changed(*args: object, **kwargs: object) -> object:
+    def changed(*args: Any, **kwargs: object) -> Any:
         is_here = not axis or any(getattr(one, "name", "") == axis for one in args)
         fault = injector.due(place) if is_here else None
         kind = fault.kind if fault else ""

@@ -91,7 +91,7 @@ def attempt(
             if time.monotonic() > latest:
                 return [one.poll() or 1 for one in processes], False
             time.sleep(0.05)
-        return [one.poll() for one in processes], True
+        return [one.wait() for one in processes], True
     finally:
         end(folder, processes)
         if network:
@@ -136,7 +136,7 @@ def _spawn(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> 
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=surroundings() | environ,
+            env={**surroundings(), **environ},
             stdout=log,
             stderr=err,
             stdin=subprocess.DEVNULL,

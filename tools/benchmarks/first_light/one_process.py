@@ -62,7 +62,7 @@ def measure(cell: str, device: str, folder: Path, steps: int) -> tuple[dict[str,
     losses = training.warm_up()
     timed = [training.turn() for _ in range(steps)]
     facts = training.facts()
-    row = {
+    row: dict[str, Any] = {
         "build s": built,
         "compile s": facts.get("compile s"),
         "losses": losses,
@@ -72,10 +72,11 @@ def measure(cell: str, device: str, folder: Path, steps: int) -> tuple[dict[str,
         "peak GiB": facts.get("peak GB", peak_gb()) * 1e9 / 2**30,
     }
     flops = int((folder / f"{size.name}.flops").read_text())
-    row["TFLOP/s"] = flops / statistics.median(timed) / 1e12
+    rate = flops / statistics.median(timed) / 1e12
+    row["TFLOP/s"] = rate
     peak = peak_of(devices.name(training.device))
     if peak:
-        row["MFU %"] = 100 * row["TFLOP/s"] / peak
+        row["MFU %"] = 100 * rate / peak
     try:
         row["kernels"] = kernels(training.runner.step)
     except Exception as error:  # a container may forbid it; the times are there

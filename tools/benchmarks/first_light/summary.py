@@ -46,7 +46,7 @@ def probe_lines(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"{width}: {', '.join(rates)} TFLOP/s forward / both; default is {kernel}")
     gemms = of("GEMMs TFLOP/s")
     if isinstance(gemms, dict):
-        rates = (f"{name} {number(rate, small)}" for name, rate in gemms.items())
+        rates = [f"{name} {number(rate, small)}" for name, rate in gemms.items()]
         lines.append(f"GEMMs: {', '.join(rates)}")
     return lines
 

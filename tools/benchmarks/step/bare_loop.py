@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from bare_model import BareModel, megatron_to_bare
@@ -34,7 +35,7 @@ class BareLoop:
         compiled: bool = False,
     ):
         model.to(device).train()
-        self.model = torch.compile(model) if compiled else model
+        self.model: Any = torch.compile(model) if compiled else model
         self.loss_of = loss_of
         self.device = device
         self.micro_batches = size.micro_batches

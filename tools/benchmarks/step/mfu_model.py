@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -109,7 +110,7 @@ class Launches(recorder.StepRecorder):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.runs: list[Run] = []
-        self.compute: Counter[str] = Counter()  # seconds of GEMMs and attention
+        self.compute: dict[str, float] = defaultdict(float)  # seconds of GEMMs and attention
         Launches.last = self
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
@@ -143,7 +144,7 @@ class Launches(recorder.StepRecorder):
             return "attention" if "attention" in name else "GEMM"
         if self._spans[-1] not in ("forward-compute", "backward-compute"):
             return "optimizer"
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_filename.endswith("cross_entropy.py"):
                 return "cross entropy"

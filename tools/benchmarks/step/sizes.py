@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
@@ -74,7 +75,7 @@ def parse_size(text: str) -> Size:
     """
     name, _, rest = text.partition(":")
     kinds = {f.name: str if f.name == "family" else int for f in fields(Size) if f.name != "name"}
-    given = {}
+    given: dict[str, Any] = {}
     for word in filter(None, rest.split(",")):
         key, _, value = word.partition("=")
         if key not in kinds or not value:

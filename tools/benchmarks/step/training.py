@@ -87,8 +87,7 @@ class Training:
         elif kind == "megatron-core":
             self.runner = importlib.import_module("peer").MegatronCore(self.size, launcher)
         else:
-            words = dtype, self.device, start, compiled, topk
-            self.runner = make_bare_loop(kind, self.size, *words)
+            self.runner = make_bare_loop(kind, self.size, dtype, self.device, start, compiled, topk)
         self._agrees = agrees
 
     def save_start(self, path: str, steps: int = 20) -> None:

@@ -129,9 +129,10 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
     def layout(self) -> str:
         """What it is, for the report."""
         ranks = f"{self.tp} tensor x {self.pp} pipeline ranks"
-        if self._zero is None:
+        state = self.state
+        if state is None:
             return f"{ranks}; weights only, without the optimizer's state"
-        return f"{ranks} with the optimizer's state, iteration {self.state.iteration}"
+        return f"{ranks} with the optimizer's state, iteration {state.iteration}"
 
     @property
     def state(self) -> RunState | None:

@@ -153,10 +153,9 @@ class ZeroOptimizer:
                 },
             }
             for name, place in group.items():
-                start, size = (
-                    place.get(word) if isinstance(place, dict) else None
-                    for word in ("start", "numel")
-                )
+                place = place if isinstance(place, dict) else {}
+                start: Any = place.get("start")
+                size: Any = place.get("numel")
                 for kind, path in paths.items():
                     dtype, shape = headers.get(path, (None, ()))
                     if dtype != torch.float32 or len(shape) != 1:
@@ -236,7 +235,7 @@ class ZeroOptimizer:
         scaler = self._state(self.files[0, 0]).get("loss_scaler")
         if not isinstance(scaler, dict) or not scaler.get("dynamic"):
             return None
-        numbers = {
+        numbers: dict[str, Any] = {
             name: scaler.get(name)
             for name in ("cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
         }

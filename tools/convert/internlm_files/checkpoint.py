@@ -216,7 +216,7 @@ def _model(
     ignored: Collection[str],
 ) -> ModelConfig:
     """The architecture. Raises ConversionError for what cannot be represented."""
-    neutral = _NEUTRAL | {"num_kv_attention_heads": (config.get("num_attention_heads"),)}
+    neutral = {**_NEUTRAL, "num_kv_attention_heads": (config.get("num_attention_heads"),)}
     problems = [
         f"{where}: {name} {config[name]!r} cannot be represented here: models of type INTERNLM "
         f"have {values[0]!r} [config-key-not-supported]"
@@ -294,6 +294,7 @@ def internlm_import(
         rows = config["vocab_size"]
         split = bool(config.get("embed_split_hidden"))
         weights = []
+        merges: dict[str, _Merge] = {}
         used = set()
         problems = []
         for spec in parameter_table(model, rows, rows):
@@ -305,11 +306,8 @@ def internlm_import(
                 continue
             there = [places[name] for name in names]
             problems += _misfits(spec.name, spec.shape, there, names, tp, split, source)
-            weights.append(
-                PendingTensor(
-                    spec.name, there[0].dtype, spec.shape, _Merge(model, spec.name, there, split)
-                )
-            )
+            merges[spec.name] = _Merge(model, spec.name, there, split)
+            weights.append(PendingTensor(spec.name, there[0].dtype, spec.shape, merges[spec.name]))
         problems += [
             f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)
         ]
@@ -325,7 +323,8 @@ def internlm_import(
                     torch.float32,
                     one.shape,
                     replace(
-                        one.make, places=[_Place(parts[name]) for name in _sources(one.name, order)]
+                        merges[one.name],
+                        places=[_Place(parts[name]) for name in _sources(one.name, order)],
                     ),
                 )
                 for kind, parts in shards.parts.items()

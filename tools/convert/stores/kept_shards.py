@@ -8,8 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron import small_files
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.safetensors_file import SafetensorsFile, Written
@@ -47,8 +45,8 @@ class KeptShards:
                 ):
                     for key, sums in note["sums"].items():
                         place = file.places[key]
-                        data = torch.empty(place.stop - place.start, dtype=torch.uint8)
-                        file.read_into(key, memoryview(data.numpy()), sums=sums)
+                        data = bytearray(place.stop - place.start)
+                        file.read_into(key, memoryview(data), sums=sums)
                     return True
         except (CheckpointError, TypeError, KeyError, IndexError, AttributeError):
             pass  # damaged, or the notes are
