@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 from megatron import log
 from megatron.checkpoint import manifest, sharded
@@ -41,8 +41,14 @@ _TEMPORARY = re.compile(r"\.(iter_\d{7,}|" + re.escape(TRACKER) + r")\.tmp-[0-9a
 _ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _FOREIGN = ("mp_rank_00", "mp_rank_00_000", "metadata.json", ".metadata")
 
-Gather = Callable[[Any], Sequence[Any]]
+Value = TypeVar("Value")
 Fence = Callable[[], None]
+
+
+class Gather(Protocol):
+    """What every rank holds, in rank order; all ranks call it."""
+
+    def __call__(self, value: Value, /) -> Sequence[Value]: ...
 
 
 def iteration_directory(root: Path | str, iteration: int) -> Path:
@@ -50,7 +56,7 @@ def iteration_directory(root: Path | str, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
-def alone(value: Any) -> list[Any]:
+def alone(value: Value) -> list[Value]:
     """The gather of a single process."""
     return [value]
 

@@ -3,8 +3,9 @@ parts of it that the data sets share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 
@@ -49,6 +50,20 @@ class Dataset(Protocol):
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
         """{sample: how many tokens of this document of `prefix` it holds}, in rising order. Raises
         ValueError for a document that does not exist."""
+
+
+class Blend(Dataset, Protocol):
+    """The samples of several data sets."""
+
+    datasets: Sequence[Dataset]
+
+    def source(self, index: int) -> tuple[int, int]:
+        """(number of the data set, number of the sample in it) of sample `index`."""
+
+
+def is_blend(dataset: Dataset) -> TypeGuard[Blend]:
+    """Whether it is of several data sets."""
+    return hasattr(dataset, "datasets")
 
 
 def check_document(document: int, prefix: str, count: int) -> None:

@@ -6,18 +6,21 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.data.sample_lookup import Dataset, is_blend
 
-def subset_names(dataset: Any) -> list[str]:
+
+def subset_names(dataset: Dataset) -> list[str]:
     """The subsets of packed samples; the data sets of a blend, each by what its prefix has beyond
     the folder that all are in; of no blend the one."""
     if hasattr(dataset, "subsets"):
         return list(dataset.subsets)
-    return shortened([_called(member) for member in getattr(dataset, "datasets", [dataset])])
+    members = dataset.datasets if is_blend(dataset) else [dataset]
+    return shortened([_called(member) for member in members])
 
 
-def subset_of(dataset: Any, index: int) -> int:
+def subset_of(dataset: Dataset, index: int) -> int:
     """The number of the data set that sample `index` of a blend is of; 0 without a blend."""
-    return dataset.source(index)[0] if hasattr(dataset, "datasets") else 0
+    return dataset.source(index)[0] if is_blend(dataset) else 0
 
 
 def _called(member: Any) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from megatron.data.sample_lookup import Dataset, is_blend
 from megatron.data.tokenizers import metadata as provenance
 
 
@@ -21,24 +21,24 @@ def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | 
     return None if loss is None or bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 
-def bytes_per_token(dataset: Any) -> float | None:
+def bytes_per_token(dataset: Dataset) -> float | None:
     """Bytes of text per token of what `dataset` shows; None where a data set that it reads has
     none.
 
     In a blend each data set counts by its share of the samples. Mock data and packed samples have
     no count of bytes.
     """
-    members = getattr(dataset, "datasets", [dataset])
+    members = dataset.datasets if is_blend(dataset) else [dataset]
     return _mean(_shares(dataset), [_of_member(member) for member in members])
 
 
-def _shares(dataset: Any) -> Sequence[float]:
-    if hasattr(dataset, "dataset_index"):
+def _shares(dataset: Dataset) -> Sequence[float]:
+    if is_blend(dataset) and hasattr(dataset, "dataset_index"):
         return np.bincount(dataset.dataset_index, minlength=len(dataset.datasets)).tolist()
     return dataset.shares.weights if hasattr(dataset, "shares") else [1]
 
 
-def _of_member(member: Any) -> float | None:
+def _of_member(member: Dataset) -> float | None:
     if hasattr(member, "corpus"):
         return _of_pair(member.corpus.path_prefix)
     if hasattr(member, "token_counts"):

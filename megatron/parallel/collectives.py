@@ -4,13 +4,14 @@ send and receive. On an axis of size 1 each returns its input."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist  # noqa: TID251
 
 from megatron.parallel.context import Axis
 
+Value = TypeVar("Value")
 # torch 2.13 renames these two; torch 2.11 has only the old names.
 _NEW_NAMES = hasattr(dist, "all_gather_single") and hasattr(dist, "reduce_scatter_single")
 _gather_into = dist.all_gather_single if _NEW_NAMES else dist.all_gather_into_tensor
@@ -229,7 +230,7 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     return x
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
+def gather_objects(value: Value, axis: Axis) -> list[Value]:
     """What every rank of the axis holds, in rank order. For start-up and checkpoints, never in the
     step. Of a simulated group (simulated_group.py): this rank's value for every rank."""
     if axis.size == 1 or "fake" in dist.get_backend(axis.group):
@@ -239,7 +240,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return out
 
 
-def broadcast_object(value: Any, axis: Axis) -> Any:
+def broadcast_object(value: Value, axis: Axis) -> Value:
     """What rank 0 of the axis holds, as `gather_objects`."""
     held = [value]
     if axis.size > 1:

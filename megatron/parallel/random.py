@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels import functional as kernels
+
+Result = TypeVar("Result")
 
 
 def dropout_seed(
@@ -52,7 +54,9 @@ def dropout(
 
 
 def recompute_input(
-    layer: Callable[[torch.Tensor], torch.Tensor], function: Callable[..., Any], *args: Any
+    layer: Callable[[torch.Tensor], torch.Tensor],
+    function: Callable[..., torch.Tensor],
+    *args: object,
 ) -> torch.Tensor:
     """`layer(function(*args))`. Of the function only `args` are kept, and not the result, which
     `layer` would save for backward: there it is computed again."""
@@ -72,7 +76,7 @@ def recompute_input(
         return layer(y)
 
 
-def recompute(function: Callable[..., Any], *args: Any) -> Any:
+def recompute(function: Callable[..., Result], *args: object) -> Result:
     """`function(*args)`, whose activations are not kept but computed again in backward. Masks
     repeat by themselves."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

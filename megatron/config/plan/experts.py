@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
+
+from megatron.config.tree import Config
 
 NUMBER = 8  # bytes of the number of a copy
-Sizes = Any  # that of costs.py
+
+
+class Sizes(Protocol):
+    """Of `costs.Sizes`, what experts need."""
+
+    config: Config
+    tp: int
+    etp: int
+    tokens: int
+    rows: int
+    expert_tokens: int
+    hidden: int
+    item: int
+    wide: int
+    native: bool
+
+    @property
+    def fuses_swiglu(self) -> bool: ...
+
+    def width(self, ffn: int) -> int: ...
+
+    def linear_backward(self, outputs: int, inputs: int) -> int: ...
 
 
 def _copies(sizes: Sizes) -> int:

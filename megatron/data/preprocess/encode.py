@@ -123,7 +123,7 @@ class Encoder:
     they go. `mark` says, meanwhile, at which record it is: number of the block, of the record from
     1 (0: at none), its bytes."""
 
-    def __init__(self, job: Job, paths: Sequence[Sequence[str]], mark: Any):
+    def __init__(self, job: Job, paths: Sequence[Sequence[str]], mark: memoryview[int]):
         self._job = job
         self._mark = mark
         self._tokenizer = tokenizer_of(job.tokenizer)

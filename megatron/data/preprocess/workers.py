@@ -228,7 +228,11 @@ class _Worker:
 
 
 def _serve(
-    pipe: connection.Connection, job: Job, paths: Sequence[Sequence[str]], mark: Any, parent: int
+    pipe: connection.Connection,
+    job: Job,
+    paths: Sequence[Sequence[str]],
+    mark: memoryview[int],
+    parent: int,
 ) -> None:
     """The life of a worker: orders and blocks in, what became of them out."""
     _serve_quietly(parent)

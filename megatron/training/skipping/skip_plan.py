@@ -79,6 +79,7 @@ def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, S
     found, failure = gather_objects((found, failure), runtime.ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
+    assert found is not None, "rank 0 has made it"
     if not config.training.skip_train:
         _tell(found.resolution)
     return replace(plan, skips=found.resolution.skips), found
@@ -167,7 +168,9 @@ def start_skips(run: Run, skips: Skips | None) -> None:
     made = None
     if run.runtime.rank == 0:
         made = _changes(run, skips, resolution)
-    kept, lines, notes = gather_objects(made, world)[0]
+    made = gather_objects(made, world)[0]
+    assert made is not None, "rank 0 has made it"
+    kept, lines, notes = made
     run.progress.skip_history.records = skip_log.active(
         skip_log.parse(kept, "the records that count")
     )
