@@ -17,8 +17,8 @@ import sys
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from tests.hostile.mutations import SPECIAL, mutated, put_special
 
 HANG_SECONDS = 10
 SPARE_BYTES = 500 << 20
-FEW = 1000  # bad outcomes kept in full
+REFUSED = object()  # what a reader says of a file that it refuses
 
 
 class Refused(Exception):
@@ -43,6 +43,8 @@ class Kind:
     """Files of one kind: `make` writes good ones in a folder, `read` reads them and returns what it
     understood, and raises one of `errors` for what it refuses. `damage` names the files that are
     damaged, one in each input; with `checksummed` a value other than the good one is wrong.
+    `oracle` is a second reader: its value is the right one, and what it raises ValueError for is to
+    be refused. `forged` inputs, made by hand, are refused: their checksums are right.
     `needs`: modules without which the kind is not run."""
 
     name: str
@@ -54,7 +56,9 @@ class Kind:
     needs: tuple[str, ...] = ()
     stream: bool = False  # of any length, also from a pipe, which is waited for
     message: bool = False  # no file: nothing else stands in its place
-    cost: int = 1  # how many inputs of a common kind one of these takes
+    cost: float = 1  # how many inputs of a common kind one of these takes
+    oracle: Callable[[Path], Any] | None = None
+    forged: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
 
     def runs_here(self) -> bool:
         """Whether its modules are installed."""
@@ -94,8 +98,8 @@ def _late(*_: object) -> None:
     raise Hang
 
 
-def _judge(kind: Kind, folder: Path, good: Any, spare: int) -> tuple[str, str]:
-    """(outcome, details) of reading a damaged folder."""
+def _judge(kind: Kind, folder: Path, good: Any, right: list[Any], spare: int) -> tuple[str, str]:
+    """(outcome, details) of reading a folder; `right`: what may be said of it, empty for all."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (used + spare, hard))
@@ -103,18 +107,20 @@ def _judge(kind: Kind, folder: Path, good: Any, spare: int) -> tuple[str, str]:
     try:
         value = kind.read(folder)
         outcome, details = ("read", "") if value == good else ("read otherwise", "")
-        if outcome != "read" and kind.checksummed:
+        if right and value not in right:
             outcome = "BAD accepted"
-            details = f"{str(value)[:200]} != {str(good)[:200]}"
+            details = f"{str(value)[:200]} is none of {str(right)[:200]}"
     except Hang:
         outcome, details = "BAD hang", traceback.format_exc(limit=-6)
     except MemoryError:
         outcome, details = "BAD memory", traceback.format_exc(limit=-6)
     except kind.errors as error:
         outcome, details = "refused", str(error)
-        if not details or len(details) > 20_000:
+        if not details or len(details) > 20_000 or "Traceback" in details:
             outcome = "BAD message"
             details = f"{len(details)} characters: {details[:200]}"
+        elif right and REFUSED not in right:
+            outcome = "BAD refused"
     except BaseException as error:
         outcome = "BAD traceback"
         details = f"{type(error).__name__}\n{traceback.format_exc(limit=-6)}"
@@ -122,6 +128,40 @@ def _judge(kind: Kind, folder: Path, good: Any, spare: int) -> tuple[str, str]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     return outcome, details
+
+
+def _watched(
+    kind: Kind, home: Path, good: Any, right: list[Any], spare: int, watch: Watch
+) -> tuple[str, str]:
+    """(outcome, details) of reading the folder of a case, and of what else happens."""
+    folder = home / "case"
+    os.chdir(folder)
+    watch.found = []
+    watch.folder = str(folder)
+    try:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            outcome, details = _judge(kind, folder, good, right, spare)
+    finally:
+        watch.folder = None
+        os.chdir(home)
+    if watch.found:
+        return f"BAD {watch.found[0].split(':')[0]}", watch.found[0]
+    return outcome, details
+
+
+def _right(kind: Kind, folder: Path, good: Any, special: bool) -> list[Any]:
+    """What may be said of a damaged folder; nothing where all may."""
+    if kind.oracle is None or special:
+        return [good, REFUSED] if kind.checksummed else []
+    try:
+        return [kind.oracle(folder)]
+    except ValueError:
+        return [REFUSED]
 
 
 def one_input(
@@ -137,7 +177,8 @@ def one_input(
     name = chance.choice([name for name in good if any(fnmatch(name, one) for one in kind.damage)])
     path = folder / name
     spare = SPARE_BYTES
-    if not kind.message and chance.random() < 0.08:
+    special = not kind.message and chance.random() < 0.08
+    if special:
         what = chance.choice(SPECIAL[2 * kind.stream :])
         put_special(path, what)
         spare += (1 << 30) * (what == "sparse")
@@ -147,43 +188,36 @@ def one_input(
         what = f"{len(data)} bytes, crc32 {zlib.crc32(data):08x}"
         path.write_bytes(data)
         spare += 2 * len(data)
-    os.chdir(folder)
-    watch.found = []
-    watch.folder = str(folder)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            outcome, details = _judge(kind, folder, value, spare)
-    finally:
-        watch.folder = None
-        os.chdir(home)
-    if watch.found:
-        outcome = f"BAD {watch.found[0].split(':')[0]}"
-        details = watch.found[0]
+    right = _right(kind, folder, value, special)
+    outcome, details = _watched(kind, home, value, right, spare, watch)
     return outcome, f"{kind.name}, input {seed} ({name}: {what}): {details}"
 
 
+def one_forged(kind: Kind, name: str, home: Path, watch: Watch) -> tuple[str, str]:
+    """(outcome, details) of a forged input."""
+    shutil.rmtree(home / "case", ignore_errors=True)
+    (home / "case").mkdir()
+    kind.forged[name](home / "case")
+    outcome, details = _watched(kind, home, None, [REFUSED], SPARE_BYTES, watch)
+    return outcome, f"{kind.name}, {name}: {details}"
+
+
 def run(kinds: list[Kind], count: int, home: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """({kind: {outcome: inputs}}, the bad ones) of about `count` inputs over all `kinds`."""
+    """({kind: {outcome: inputs}}, the bad ones) of `count` damaged inputs of a kind that costs 1,
+    and of all forged ones."""
     watch = Watch()
     signal.signal(signal.SIGALRM, _late)
     before = {path.name for path in home.parent.iterdir()}
     counts: dict[str, dict[str, int]] = {}
     bad: list[str] = []
-    shares = sum(1 / kind.cost for kind in kinds)
     for kind in kinds:
         good, value = _good(kind, home)
-        found: collections.Counter[str] = collections.Counter()
-        for seed in range(max(2, math.ceil(count / shares / kind.cost))):
-            outcome, details = one_input(kind, seed, good, value, home, watch)
-            found[outcome] += 1
-            if outcome.startswith("BAD") and len(bad) < FEW:
-                bad.append(f"{outcome}: {details}")
-        counts[kind.name] = dict(found)
+        cases: list[tuple[str, str]] = []
+        for seed in range(max(2, math.ceil(count / kind.cost))):
+            cases.append(one_input(kind, seed, good, value, home, watch))
+        cases += [one_forged(kind, name, home, watch) for name in kind.forged]
+        bad += [f"{outcome}: {details}" for outcome, details in cases if outcome.startswith("BAD")]
+        counts[kind.name] = dict(collections.Counter(outcome for outcome, _ in cases))
     left = {path.name for path in home.parent.iterdir()} - before
     return counts, bad + [f"BAD written outside: {name}" for name in sorted(left)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +26,12 @@ from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file,
 from megatron.data.chat.templates import find_template
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger, read_ledger
 from megatron.data.megatron_order import open_corpus
 from megatron.data.pair_checksums import write_sums
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from megatron.data.samples import Samples
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.training.launch.control_file import ControlFile
@@ -36,6 +39,7 @@ from tests.checkpoint.saves import Unsynced, save
 from tests.data.chat.conversations import CONVERSATIONS
 from tests.data.packed.packed_files import write_lines
 from tests.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
+from tests.hostile import forged, oracles
 from tests.hostile.campaign import Kind, Refused
 from tests.load_tool import load_tool
 from tests.tools.internlm_configs import demo
@@ -118,11 +122,20 @@ def make_hugging_face(folder: Path) -> None:
 # --- data
 
 
+def pair(dtype: type, *documents: tuple[int, ...]) -> Callable[[Path], None]:
+    """Writes documents whose sequences have these lengths."""
+
+    def make(folder: Path) -> None:
+        numbers = np.random.default_rng(3)
+        with IndexedDatasetBuilder(folder / "d", dtype) as builder:
+            for lengths in documents:
+                builder.add_document(numbers.integers(0, VOCAB, sum(lengths)), lengths)
+
+    return make
+
+
 def make_pair(folder: Path) -> None:
-    numbers = np.random.default_rng(3)
-    with IndexedDatasetBuilder(folder / "d", np.uint16) as builder:
-        for length in (5, 9, 1, 0, 7, 3):
-            builder.add_document(numbers.integers(0, VOCAB, length), [length])
+    pair(np.uint16, (5,), (9,), (1,), (0,), (7,), (3,))(folder)
     write_sums(str(folder / "d"))
 
 
@@ -136,9 +149,31 @@ def read_pair(folder: Path) -> list[list[int]]:
     return [dataset[number].tolist() for number in range(len(dataset))]
 
 
-def make_foreign_pair(folder: Path) -> None:
-    make_pair(folder)
-    (folder / "d.json").unlink()
+def read_foreign_pair(folder: Path) -> tuple[list[bytes], bool]:
+    """The sequences of a pair without checksums, and whether it can be trained on."""
+    prefix = str(folder / "d")
+    found = INSPECT.check_pair(prefix, oracles.VOCAB, all_tokens=True)
+    try:
+        corpus = IndexedDataset(prefix)
+        corpus.check()
+    except ValueError:
+        assert "problem" in found, "inspect_data.py check takes it"
+        raise
+    try:
+        sequences = [corpus[number].tobytes() for number in range(len(corpus))]
+    except ValueError as error:
+        raise AssertionError("check() takes it") from error
+    try:
+        corpus = open_corpus(prefix, oracles.VOCAB)
+        dataset = GPTDataset(corpus, sequence_length=4, num_samples=None, seed=1)
+        samples = Samples(dataset, oracles.VOCAB)
+        every = [samples[number].tokens for number in range(len(samples))]
+    except ValueError:
+        return sequences, False
+    assert all(
+        len(tokens) == 5 and 0 <= min(tokens) <= max(tokens) < oracles.VOCAB for tokens in every
+    )
+    return sequences, True
 
 
 def _cached(folder: Path) -> list[list[int]]:
@@ -152,6 +187,13 @@ def _cached(folder: Path) -> list[list[int]]:
     )
     blend = BlendedDataset([dataset, dataset], [0.5, 0.5], 8, cache=cache)
     return [blend[number].tolist() for number in range(len(blend))]
+
+
+def read_cache(folder: Path) -> list[int]:
+    found = IndexCache(str(folder)).load("Kind", "text", {"a": np.arange(5)})
+    if found is None:
+        raise ValueError("is made again")
+    return found["a"].tolist()
 
 
 def make_cache(folder: Path) -> None:
@@ -172,15 +214,28 @@ def read_packed(folder: Path) -> str:
     return (folder / "out/x.bin").read_bytes().hex()
 
 
-def preprocess(*flags: str) -> Callable[[Path], bytes]:
-    """The tokens that preprocess_data.py makes of in.jsonl."""
+def preprocess(folder: Path, *flags: object) -> IndexedDataset:
+    """What preprocess_data.py makes of in.jsonl."""
+    words = ["--input", folder / "in.jsonl", "--output-prefix", folder / "x", "--workers", 1]
+    run_tool(PREPROCESS.main, *words, *flags)
+    return IndexedDataset(str(next(folder.glob("x_*.bin")).with_suffix("")))
 
-    def read(folder: Path) -> bytes:
-        words = ["--input", folder / "in.jsonl", "--output-prefix", folder / "x", "--workers", 1]
-        run_tool(PREPROCESS.main, *words, "--tokenizer-type", "ByteTokenizer", *flags)
-        return next(folder.glob("x_*.bin")).read_bytes()
 
-    return read
+def read_texts(folder: Path) -> list[list[list[int]]]:
+    """The ids of each document that has any; bad records are left out."""
+    size = ("--vocab-size", oracles.VOCAB, "--max-bad-records", 99)
+    corpus = preprocess(folder, "--tokenizer-type", "NullTokenizer", *size)
+    corpus.check()
+    documents = [
+        [ids for ids in (corpus[number].tolist() for number in range(first, end)) if ids]
+        for first, end in itertools.pairwise(corpus.document_indices.tolist())
+    ]
+    return [document for document in documents if document]
+
+
+def read_chat_data(folder: Path) -> bytes:
+    flags = ("--tokenizer-type", "ByteTokenizer", "--chat", "--chat-template", "zephyr")
+    return b"".join(preprocess(folder, *flags))
 
 
 def make_chat_data(folder: Path) -> None:
@@ -189,9 +244,21 @@ def make_chat_data(folder: Path) -> None:
 
 
 def make_texts(folder: Path) -> None:
-    (folder / "in.jsonl").write_text(
-        '{"text": "ab"}\n{"text": "", "n": 1.5}\n{"text": "\\u00fc"}\n'
-    )
+    url = "https://example.org/\u00fc"
+    lines = [
+        json.dumps({"text": text, "n": 1.5, "url": url}, ensure_ascii=len(text) < 9)
+        for text in (
+            "5 0 999",
+            ["1 2", "3"],
+            "12 13 14 15 16 17",
+            "",
+            "900",
+            ["", "4"],
+            "8 8 8 8 8",
+        )
+    ]
+    bad = '{"half a surrogate: \\ud800": 1}'  # is reported
+    (folder / "in.jsonl").write_text("\n".join([*lines, bad, ""]))
 
 
 def make_blends(folder: Path) -> None:
@@ -404,6 +471,8 @@ def read_control(folder: Path) -> Any:
     control = ControlFile(str(folder / "control"))
     request = control.request(9)
     control.done()
+    if request is None:
+        raise ValueError("nothing is requested")
     return request
 
 
@@ -427,6 +496,7 @@ KINDS = [
         tuple(f"{CHECKPOINT}/{name}" for name in CHECKPOINT_FILES),
         CHECKPOINT_ERRORS,
         checksummed=True,
+        forged=forged.CHECKPOINTS,
     ),
     Kind(
         "checkpoint tracker",
@@ -446,20 +516,57 @@ KINDS = [
     ),
     Kind(".idx, .bin", make_pair, read_pair, ("d.idx", "d.bin"), checksummed=True),
     Kind("PREFIX.json", make_pair, read_pair, ("d.json",), checksummed=True),
-    Kind("pair without checksums", make_foreign_pair, read_pair, ("d.idx", "d.bin")),
+    *(
+        Kind(
+            f"pair without checksums, {name}",
+            make,
+            read_foreign_pair,
+            ("d.idx", "d.bin"),
+            cost=0.025,
+            oracle=oracles.pair,
+            forged=forged.PAIRS,
+        )
+        for name, make in (
+            ("uint16", pair(np.uint16, (5,), (9,), (1,), (0,), (7,), (3,))),
+            ("sentences", pair(np.int32, (2, 3), (4, 0, 5), (0,), (6,))),
+            ("one sequence", pair(np.uint16, (8,))),
+        )
+    ),
     Kind("index cache", make_cache, _cached, ("cache/*",), checksummed=True),
+    Kind(
+        "cached array",
+        lambda folder: IndexCache(str(folder)).store("Kind", "text", {"a": np.arange(5)}),
+        read_cache,
+        ("*",),
+        checksummed=True,
+        forged={"objects": forged.cache_of_objects},
+    ),
     Kind("InternLM .bin and .meta", make_packed, read_packed, ("in/x.bin", "in/x.bin.meta")),
-    Kind("text records", make_texts, preprocess(), ("in.jsonl",), stream=True),
+    Kind(
+        "text records",
+        make_texts,
+        read_texts,
+        ("in.jsonl",),
+        stream=True,
+        cost=0.25,
+        oracle=oracles.texts,
+    ),
     Kind(
         "chat records",
         make_chat_data,
-        preprocess("--chat", "--chat-template", "zephyr"),
+        read_chat_data,
         ("in.jsonl",),
         needs=("jinja2",),
         stream=True,
     ),
     Kind("blends", make_blends, read_blends, ("blend.txt", "splits.json")),
-    Kind("vocab.json, merges.txt", write_bpe, read_gpt2, ("vocab.json", "merges.txt")),
+    Kind(
+        "vocab.json, merges.txt",
+        write_bpe,
+        read_gpt2,
+        ("vocab.json", "merges.txt"),
+        forged=forged.VOCABULARIES,
+    ),
     Kind(
         "tokenizer.json",
         make_tokenizer_json,
@@ -480,6 +587,7 @@ KINDS = [
         tokenize("TikTokenizer", "t.json"),
         ("t.json",),
         needs=("tiktoken",),
+        forged=forged.TIKTOKEN,
     ),
     Kind(
         "chat template",
@@ -505,6 +613,19 @@ KINDS = [
     Kind("logs, metrics", make_logs, read_logs, ("x.log", "metrics.jsonl"), cost=4),
     Kind("data ledger", make_ledger, read_a_ledger, ("ledger",)),
     Kind("skips.jsonl", make_skips, read_skips, ("skips.jsonl",), (CheckpointError,)),
-    Kind("control file", make_control, read_control, ("control",)),
-    Kind("lock file", make_lock, read_lock, (".lock.000001",), (CheckpointError,)),
+    Kind(
+        "control file",
+        make_control,
+        read_control,
+        ("control",),
+        forged={"code": forged.files(control=b"__import__('os').system('x')")},
+    ),
+    Kind(
+        "lock file",
+        make_lock,
+        read_lock,
+        (".lock.000001",),
+        (CheckpointError,),
+        forged=forged.LOCKS,
+    ),
 ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import struct
 from pathlib import Path
 
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
@@ -104,10 +103,12 @@ def _substitute(
 
 
 def _binary(data: bytes, chance: random.Random, others: list[bytes]) -> bytes:
+    """Another number, or one a little or much larger."""
     width = chance.choice([1, 4, 8])
     at = chance.randrange(max(1, min(len(data), 200) - width + 1))
-    value = struct.pack("<Q", chance.choice(BINARY))[:width]
-    return data[:at] + value + data[at + width :]
+    old = int.from_bytes(data[at : at + width], "little")
+    value = chance.choice([*BINARY, old - 1, old + 1, old + 2, old + (1 << 40)]) % 256**width
+    return data[:at] + value.to_bytes(width, "little") + data[at + width :]
 
 
 _DAMAGES = [_flip, _cut, _remove, _splice, _replace, _nest, _number, _type, _binary, _type, _number]

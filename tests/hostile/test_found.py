@@ -1,10 +1,14 @@
-"""Small inputs of the large campaign that once ended in a traceback or took all memory."""
+"""Small inputs of the large campaign that once ended in a traceback or took all memory, and proof
+that the forged ones would do harm."""
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 
 import pytest
+import torch
 
 from megatron import args_file, arguments
 from megatron.analysis import log_reader
@@ -13,6 +17,8 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config.checks import batch
 from megatron.config.checks.facts import Facts
 from megatron.data.tokenizers import bpe
+from tests.hostile import forged
+from tests.hostile.kinds import read_checkpoint
 from tests.load_tool import exit_code, load_tool
 from tests.tools.internlm_configs import demo, written
 from tests.training.built_runs import config_of
@@ -80,3 +86,23 @@ def test_an_internlm_config_with_such_a_value(tmp_path, capsys, old, new):
     path = written(tmp_path, text.replace(old, new, 1))
     assert exit_code(load_tool("internlm_config").main, path, "--world-size", 8) in (1, 2)
     assert "error: " in capsys.readouterr().err
+
+
+def test_an_unrestricted_unpickler_would_run_the_payload(tmp_path, monkeypatch):
+    """The gadgets work: what loads pickles runs them."""
+    monkeypatch.setenv("CANARY", str(tmp_path / "canary"))
+    for data in (forged.gadget(), forged.gadget(0)):
+        pickle.loads(data)
+        (tmp_path / "canary").unlink()
+    torch.load(io.BytesIO(forged.torch_file()), weights_only=False)
+    (tmp_path / "canary").unlink()
+
+
+def test_a_forged_manifest_that_changes_nothing_is_read(memory_path):
+    """Forging itself is no reason to be refused."""
+    forged.manifest(lambda table: None)(memory_path)
+    read_checkpoint(memory_path)
+    forged.small("state.json", lambda data: data)(memory_path / "small")
+    read_checkpoint(memory_path / "small")
+    forged.weights(lambda table: None)(memory_path / "weights")
+    read_checkpoint(memory_path / "weights")

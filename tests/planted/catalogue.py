@@ -638,13 +638,13 @@ BUGS = {
         "megatron.checkpoint.safetensors_file.SafetensorsFile.read_into",
         "have != sums[number]",
         "False",
-        "tests/training/checkpointing/test_damaged_checkpoints.py::test_every_damage_sends_the_run_back",
+        "tests/hostile/test_campaign.py::test_every_file_is_read_or_refused",
     ),
     "a partly loaded model is kept": Bug(
         "megatron.training.checkpointing.load._take_newest_good",
         "not failed",
         "found",
-        "tests/training/checkpointing/test_damaged_checkpoints.py::test_every_damage_sends_the_run_back",
+        "tests/hostile/test_campaign.py::test_every_file_is_read_or_refused",
     ),
     "a local copy whose bytes are not checked before it is chosen": Bug(
         "megatron.checkpoint.local_copies.verify",

@@ -167,7 +167,7 @@ class Unfinished:
         first_line = self.first_line(block)
         lines = [bad.add(block.name, first_line + line, what) for line, what in encoded.bad]
         assert self._bad_file is not None
-        self._bad_size += self._bad_file.write("".join(lines).encode())
+        self._bad_size += self._bad_file.write("".join(lines).encode(errors="backslashreplace"))
         offsets = []
         for key, parts in enumerate(self._sizes):
             self.text_bytes[key] += encoded.text_bytes[key]
