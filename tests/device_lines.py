@@ -86,7 +86,7 @@ def _mock(line: Sequence[str]) -> list[str]:
 def pretend_libraries() -> None:
     """Transformer Engine, flash-attn and apex are there, and the meta device counts as one that
     they run on."""
-    from megatron.kernels import flash_attention, select
+    from megatron.kernels import flash_attention, libraries
     from megatron.kernels.cuda import apex
     from tests.kernels import fake_libraries as fakes
 
@@ -95,7 +95,7 @@ def pretend_libraries() -> None:
         (apex, "unavailable_reason"),
         (apex, "gradient_unavailable_reason"),
         (flash_attention, "unavailable_reason"),
-        (select, "transformer_engine_unavailable_reason"),
+        (libraries, "transformer_engine_unavailable_reason"),
     ):
         setattr(module, name, _as_cuda(getattr(module, name)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.arguments import Needs, arg
 from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
@@ -377,6 +377,11 @@ class TransformerConfig:
     def attention_scale(self) -> float:
         """Factor on attention scores."""
         return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def attention_options(self) -> dict[str, Any]:
+        """What all layers ask of attention, by the fields of kernels/attention_spec.py."""
+        return {"scale": self.attention_scale}
 
     def rotates(self, layer: int) -> bool:
         """Has the layer of this (global) number rotary positions?"""

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron.inference.linear import replace_linear_layers
-from megatron.model.attention import SelfAttention
+from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.implementation import lacking
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import all_gather
 
@@ -36,8 +37,10 @@ class CachedModel:
         self._keys = _zeros(shape, some)
         self._values = _zeros(shape, some)
         self._device = some.device
-        caches = zip(self._keys, self._values, attentions, strict=True)
-        self._attentions = [_CachedAttention(*parts) for parts in caches]
+        self._attentions = [
+            _CachedAttention(keys, values, attention.spec(keys))
+            for keys, values, attention in zip(self._keys, self._values, attentions, strict=True)
+        ]
         for attention, cached in zip(attentions, self._attentions, strict=True):
             attention.attend = cached
         replace_linear_layers(model)
@@ -126,13 +129,15 @@ class _CachedAttention:
 
     view: _View  # of the call in progress
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, attention: SelfAttention):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec):
+        if why_not := lacking(spec, frozenset()):
+            raise ValueError(f"attention to cached keys {why_not}")
         self._keys = keys
         self._values = values
         self._key_places = keys.flatten(0, 1)
         self._value_places = values.flatten(0, 1)
-        self._scale = attention.scale
-        self._per_group = attention.queries_per_group
+        self._scale = spec.scale
+        self._per_group = spec.heads // spec.groups
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] of the tokens of this call -> [s, b, n, d]."""

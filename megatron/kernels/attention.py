@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import device as devices
 from megatron.kernels import flash_attention, reference_attention
-from megatron.kernels.attention_spec import AttentionSpec, Choice, Implementation, choose
+from megatron.kernels.attention_spec import AttentionSpec, Forward
 from megatron.kernels.block_attention import Block, chunked, chunked_grads
 from megatron.kernels.cpu import bf16_attention, fp32_attention
 from megatron.kernels.cu_seqlens import run_starts
 from megatron.kernels.cuda import torch_flash
+from megatron.kernels.implementation import Choice, Implementation, choose
 from megatron.kernels.linear import low_precision_is_native
 
 # so many positions: chunks are faster than torch's kernel there (docs/benchmarks.md)
@@ -44,16 +43,9 @@ def attention(
     return chosen.forward(q, k, v, spec, document_ids, dropout_seed)
 
 
-def select(spec: AttentionSpec, requested: str = "auto") -> Choice:
+def select(spec: AttentionSpec, requested: str = "auto") -> Choice[AttentionSpec, Forward]:
     """The implementation that `attention` runs, and why. Raises ValueError as it does."""
     return choose(IMPLEMENTATIONS, spec, requested)
-
-
-def reasons(spec: AttentionSpec, chosen: Implementation) -> Iterator[tuple[str, str]]:
-    """Of each implementation but the chosen one: its title, and why it is not."""
-    for each in IMPLEMENTATIONS:
-        if each is not chosen:
-            yield each.title, each.supports(spec) or each.slower(spec) or "not selected"
 
 
 def _emulated(spec: AttentionSpec) -> bool:
@@ -90,21 +82,21 @@ class _ChunkedAttention(torch.autograd.Function):
     """Backward recomputes probabilities and dropout masks: only q, k and v are saved."""
 
     @staticmethod
-    def forward(ctx, q, k, v, document_ids, scale, dropout, seed):
+    def forward(ctx, q, k, v, document_ids, spec, seed):
         ctx.save_for_backward(q, k, v, document_ids)
-        ctx.options = scale, dropout, seed
+        ctx.options = spec, seed
         return chunked(q, k, v, _causal_block(document_ids, *ctx.options))
 
     @staticmethod
     def backward(ctx, grad_out):
         *tensors, document_ids = ctx.saved_tensors
         block = _causal_block(document_ids, *ctx.options)
-        return *chunked_grads(tensors, grad_out, block), None, None, None, None
+        return *chunked_grads(tensors, grad_out, block), None, None, None
 
 
-def _causal_block(ids: Tensor | None, scale: float, dropout: float, seed: int) -> Block:
+def _causal_block(ids: Tensor | None, spec: AttentionSpec, seed: int) -> Block:
     """All queries and all keys of a sequence as one block."""
-    return Block(scale, True, ids, ids, dropout, seed)
+    return Block(spec, True, ids, ids, seed)
 
 
 def _chunked(
@@ -116,7 +108,7 @@ def _chunked(
     dropout_seed: int | Tensor | None,
 ) -> Tensor:
     seed = int(dropout_seed or 0)
-    return _ChunkedAttention.apply(q, k, v, document_ids, spec.scale, spec.dropout, seed)
+    return _ChunkedAttention.apply(q, k, v, document_ids, spec, seed)
 
 
 def _bf16(
@@ -143,7 +135,7 @@ def _chunked_why(spec: AttentionSpec) -> str:
 
 
 # In the order of preference.
-IMPLEMENTATIONS = (
+IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
     Implementation(
         "cpp_bf16",
         "bf16 C++",

@@ -1,10 +1,9 @@
-"""What attention is to be computed, and what an implementation of it says of itself."""
+"""What attention is to be computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,87 +72,27 @@ class AttentionSpec:
         )
 
     @property
-    def features(self) -> list[str]:
+    def features(self) -> dict[str, str]:
         """Those of FEATURES that it has."""
-        return [
-            name
-            for name, there in (
+        return {
+            name: FEATURES[name]
+            for name, present in (
                 ("dropout", self.dropout > 0.0),
                 ("documents", self.documents),
                 ("window", self.window is not None),
                 ("softcap", self.softcap is not None),
                 ("sink", self.sink),
             )
-            if there
-        ]
+            if present
+        }
 
     @property
     def said(self) -> str:
         """Its features in words."""
-        return " and ".join(FEATURES[name] for name in self.features)
+        return " and ".join(self.features.values())
 
 
 # q, k, v, spec, document ids [b, s] or None, seed of dropout or None -> [s, b, n, d]
 Forward = Callable[
     [Tensor, Tensor, Tensor, AttentionSpec, Tensor | None, int | Tensor | None], Tensor
 ]
-
-
-def lacking(spec: AttentionSpec, takes: Collection[str]) -> str | None:
-    """The features of `spec` that are not among these, as a reason; None if there are none."""
-    names = [FEATURES[name] for name in spec.features if name not in takes]
-    return f"does not support {' and '.join(names)}" if names else None
-
-
-def always(spec: AttentionSpec) -> None:
-    """Nothing is against it."""
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One way to compute attention.
-
-    name: that by which it is requested. title: that in the table of kernels. takes: the FEATURES
-    that it has. unavailable: why it cannot compute a spec of these (library, device, dtype,
-    sizes). slower: why it is not the best although it can. why: why it is, where it is.
-    """
-
-    name: str
-    title: str
-    forward: Forward
-    takes: frozenset[str] = frozenset()
-    unavailable: Callable[[AttentionSpec], str | None] = always
-    slower: Callable[[AttentionSpec], str | None] = always
-    why: Callable[[AttentionSpec], str] = lambda spec: "fastest here"
-
-    def supports(self, spec: AttentionSpec) -> str | None:
-        """None, or why it cannot compute this."""
-        return lacking(spec, self.takes) or self.unavailable(spec)
-
-
-class Choice(NamedTuple):
-    """The implementation that runs, and why."""
-
-    implementation: Implementation
-    why: str
-
-
-def choose(
-    implementations: Sequence[Implementation], spec: AttentionSpec, requested: str = "auto"
-) -> Choice:
-    """The requested one, or the first that supports the spec and is not slower than a later one.
-    Raises ValueError where the requested one does not support it."""
-    for each in implementations:
-        if requested not in ("auto", each.name):
-            continue
-        if why_not := each.supports(spec):
-            if requested != "auto":
-                raise ValueError(
-                    f"attention implementation {requested!r}: {why_not}; use 'auto' or 'chunked'"
-                )
-        elif requested != "auto":
-            return Choice(each, "requested")
-        elif each.slower(spec) is None:
-            return Choice(each, each.why(spec))
-    names = ("auto", *(each.name for each in implementations))
-    raise ValueError(f"attention implementation {requested!r} is unknown: use one of {names}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cpu.blocking import for_each, wide_dtype
 from megatron.kernels.dropout import DropoutBits
 
@@ -15,27 +16,22 @@ QUERY_ROWS = 64  # scored at a time
 SCRATCH_ELEMENTS = 1 << 18  # of the scores held at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
 SEED_STEP = 0x9E3779B97F4A7C15  # between the dropout streams of two heads
-FLASH_HEAD_DIM = 256
-FLASH_MULTIPLE = 8  # the widest head that torch's flash kernel takes on CUDA, and its granularity
 
 
 @dataclass(frozen=True)
 class Block:
-    """How a block of queries sees a block of keys.
+    """How a block of queries sees a block of keys: the attention of `spec`, whose dropout mask is a
+    pure function of seed and shapes.
 
     causal: query i sees keys 0..i of the block, which has as many keys as queries; else all keys.
-    query_ids [b, s_q] and key_ids [b, s_k]: a query sees only keys of its own document. dropout: of
-    the probabilities, with a mask that is a pure function of seed and shapes. implementation:
-    "sdpa" (torch's flash kernel), "chunked" (rows of queries, all cases) or "auto".
+    query_ids [b, s_q] and key_ids [b, s_k]: a query sees only keys of its own document.
     """
 
-    scale: float
+    spec: AttentionSpec
     causal: bool = False
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
-    dropout_p: float = 0.0
     seed: int = 0
-    implementation: str = "auto"
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
@@ -54,30 +50,6 @@ def chunked_grads(
     dq, dk, dv = (t.new_empty(t.shape) for t in tensors)
     block_backward((*tensors, grad_out), None, block, (dq, dk, dv))
     return dq, dk, dv
-
-
-def flash(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    dropout_p: float,
-    documents: bool,
-    implementation: str = "auto",
-) -> bool:
-    """Whether torch's flash kernel computes such a block. On a CPU blocks of query rows are as fast
-    in fp32 and faster in other dtypes (bf16: ten times in backward), so it runs there only when
-    requested by name. Raises ValueError if it cannot."""
-    can = dropout_p == 0.0 and not documents
-    if device == "cuda":
-        can = can and dtype in (torch.bfloat16, torch.float16)
-        can = can and head_dim <= FLASH_HEAD_DIM and head_dim % FLASH_MULTIPLE == 0
-    if implementation == "sdpa" and not can:
-        raise ValueError(
-            f"attention implementation 'sdpa' cannot do a block of {dtype} with heads of "
-            f"{head_dim}, dropout {dropout_p} and{'' if documents else ' no'} document masks on "
-            f"{device}: use 'auto'"
-        )
-    return can and (implementation == "sdpa" or implementation == "auto" and device == "cuda")
 
 
 @dataclass(frozen=True)
@@ -128,7 +100,7 @@ class _Plan:
 
     def bits(self, heads: tuple[int, int]) -> DropoutBits | None:
         """The dropout stream of a set of heads."""
-        p = self.block.dropout_p
+        p = self.block.spec.dropout
         seed = self.block.seed
         return (
             DropoutBits((seed + SEED_STEP * heads[0]) % 2**63, p, self.device) if p > 0.0 else None
@@ -228,7 +200,7 @@ def block_forward(
 
     def work(heads: tuple[int, int]) -> None:
         bits = plan.bits(heads)
-        queries = plan.load(q, heads).mul_(block.scale)
+        queries = plan.load(q, heads).mul_(block.spec.scale)
         keys = plan.load(k, heads).squeeze(1)
         values = plan.load(v, heads).squeeze(1)
         result = torch.zeros_like(queries)
@@ -245,7 +217,7 @@ def block_forward(
             part = torch.bmm(probs, values[:, rows.keys])
             result[:, :, rows.rows] = part.unflatten(1, (plan.repeats, -1))
         plan.store(
-            out, heads, result if bits is None else result.mul_(1.0 / (1.0 - block.dropout_p))
+            out, heads, result if bits is None else result.mul_(1.0 / (1.0 - block.spec.dropout))
         )
         if lse is not None:
             plan.store(lse, heads, sums)
@@ -285,11 +257,11 @@ def _head_set_grads(
     """Gradients of q, k and v of one set of heads, each [heads, r, s, d]."""
     block = plan.block
     bits = plan.bits(heads)
-    queries.mul_(block.scale)
+    queries.mul_(block.spec.scale)
     keys = keys.squeeze(1)
     values = values.squeeze(1)
     if bits is not None:
-        grad_out.mul_(1.0 / (1.0 - block.dropout_p))
+        grad_out.mul_(1.0 / (1.0 - block.spec.dropout))
     grad_q = torch.zeros_like(queries)
     # Kept transposed, [heads, d, s]: the GEMM with the probabilities then reads them row by row.
     grad_k, grad_v = (torch.zeros_like(keys).view(len(keys), -1, plan.keys) for _ in range(2))
@@ -319,7 +291,7 @@ def _head_set_grads(
             1, (plan.repeats, -1)
         )
     return (
-        grad_q.mul_(block.scale),
+        grad_q.mul_(block.spec.scale),
         grad_k.transpose(1, 2).unsqueeze(1),
         grad_v.transpose(1, 2).unsqueeze(1),
     )

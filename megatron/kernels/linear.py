@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron import device as devices
 from megatron.kernels.cpu import native
-from megatron.kernels.cuda import apex
 from megatron.kernels.cuda.fused_ops import LIBRARY
+from megatron.kernels.weight_grads import LOW_PRECISION, add, add_weight_grad, takes_sums
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
 ONEDNN_FROM = 1 << 23
 # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
@@ -90,19 +89,11 @@ def _native_weight_grad(
 ) -> Tensor | None:
     """`linear_weight_grad` where GEMMs in the dtype of rows_in [m, in] are computed in it;
     rows_out [m, out]."""
-    dtype = rows_in.dtype
     if _onednn_multiplies_transposed(rows_out, rows_in):
         return _onednn_weight_grad(rows_out, rows_in, accumulate_into)
     if accumulate_into is None:
         return torch.mm(rows_out.t(), rows_in)
-    if apex.gradient_unavailable_reason(rows_in.device, dtype, accumulate_into.dtype) is None:
-        apex.accumulate_weight_grad(rows_in, rows_out, accumulate_into)
-    elif accumulate_into.dtype == dtype:
-        accumulate_into.addmm_(rows_out.t(), rows_in)
-    elif accumulate_into.dtype == torch.float32 and gemm_adds_in_fp32(rows_in.device, dtype):
-        _add_product_(accumulate_into, rows_out.t(), rows_in)
-    else:
-        _add(torch.mm(rows_out.t(), rows_in), accumulate_into)
+    add_weight_grad(rows_out, rows_in, accumulate_into)
     return None
 
 
@@ -119,31 +110,6 @@ LIBRARY.impl(
     lambda total, rows_out, rows_in: _native_weight_grad(rows_out, rows_in, _as_matrix(total)),
     "CompositeExplicitAutograd",
 )
-
-
-@cache
-def gemm_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's GEMM of 16-bit matrices adds to a matrix of fp32 here: on CUDA, from the
-    version on whose addmm takes one. Tried on small matrices."""
-    if device.type != "cuda" or dtype not in LOW_PRECISION:
-        return False
-    return _tried_in_fp32(device, dtype)
-
-
-def _tried_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    small = 2.0**-12  # lost when it is added to 16 in 16 bits
-    total = torch.full((16, 16), small, device=device)
-    ones = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        _add_product_(total, ones, ones)
-    except (RuntimeError, AttributeError):
-        return False
-    return bool((total == 16 + small).all())
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] (fp32) += a [m, k] b [k, n], of 16 bits."""
-    torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
 
 
 @cache
@@ -233,7 +199,7 @@ def _onednn_weight_grad(
         grad = multiply(native.transposed(rows_out), rows_in.t(), None, "none", [], "")
         return _added(grad, accumulate_into, torch.float32)
     grad = multiply(native.transposed(rows_in), rows_out.t(), None, "none", [], "")
-    if _takes_sums(accumulate_into):
+    if takes_sums(accumulate_into):
         native.add_transposed(grad, accumulate_into)
         return None
     return _added(grad.t(), accumulate_into, torch.float32)
@@ -305,7 +271,7 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     if not native.runs(rows):
         dtype = rows.dtype if accumulate_into is None else accumulate_into.dtype
         return _added(rows.sum(0, dtype=dtype), accumulate_into, rows.dtype)
-    if _takes_sums(accumulate_into):
+    if takes_sums(accumulate_into):
         native.add_column_sums(rows, accumulate_into)
         return None
     total = torch.zeros(rows.shape[1])
@@ -313,25 +279,12 @@ def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     return _added(total, accumulate_into, rows.dtype)
 
 
-def _takes_sums(total: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether the C++ can add to this buffer."""
-    return total is not None and total.dtype == torch.float32 and total.is_contiguous()
-
-
 def _added(grad: Tensor, accumulate_into: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A gradient in this dtype, or None where it was added to `accumulate_into`."""
     if accumulate_into is None:
         return grad.to(dtype)
-    _add(grad, accumulate_into)
+    add(grad, accumulate_into)
     return None
-
-
-def _add(grad: Tensor, total: Tensor) -> None:
-    """total += grad. On a CPU torch makes an fp32 copy of a bf16 gradient first."""
-    if grad.is_contiguous() and _takes_sums(total) and native.runs(grad):
-        native.add(grad, total)
-    else:
-        total.add_(grad)
 
 
 def linear(

@@ -2,23 +2,33 @@
 unavailable."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from megatron.config.tree import Config
-from megatron.kernels import flash_attention
-from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, reasons, select
+from megatron.device import has_fp8
+from megatron.kernels import (
+    block_implementations,
+    flash_attention,
+    libraries,
+    linear_implementations,
+)
+from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, select
 from megatron.kernels.attention_spec import AttentionSpec
-from megatron.kernels.block_attention import flash
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import apex
 from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
 from megatron.kernels.cuda.torch_flash import fa4_unavailable_reason
 from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
+from megatron.kernels.implementation import Implementation, Spec, choose, lacking, reasons
 from megatron.kernels.kernels import KernelRow, Kernels, pair
-from megatron.kernels.libraries import transformer_engine_unavailable_reason
-from megatron.kernels.linear import compute_dtype, gemm_adds_in_fp32
+from megatron.kernels.linear import compute_dtype
+from megatron.kernels.linear_implementations import LinearSpec
+from megatron.kernels.weight_grads import WEIGHT_GRADS, GradSpec
 
 ATTENTION = {
     "fused": "sdpa",
@@ -29,6 +39,7 @@ ATTENTION = {
 }
 FA4 = "FlashAttention-4"
 TRANSFORMER_ENGINE = "Transformer Engine"
+LAYERS = "linear of transformer layers"
 SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
 NATIVE = "fused C++"
 ROW_BLOCKED = "row-blocked torch"
@@ -47,6 +58,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
     kernel requested by name is unavailable.
     """
     check_requested(device, dtype, config)
+    fp8_rows(device, config)
     k = config.kernels
     engine = None
     attention = ATTENTION[config.attention_backend]
@@ -94,8 +106,6 @@ def _fa4_unavailable_reason(device: torch.device, dtype: torch.dtype, config: Co
     m = config.model
     if not _documents(config) or config.attention_backend != "auto":
         return "not selected"
-    if m.attention_dropout:
-        return "has no dropout"
     if config.training.deterministic_mode:
         return "not used with --deterministic-mode"
     tp = config.parallel.tensor_model_parallel_size
@@ -112,9 +122,9 @@ def _library_attention_unavailable_reason(config: Config) -> str | None:
     """Why attention needs this suite's own kernels."""
     if config.parallel.context_parallel_size > 1:
         return "context parallelism uses the built-in ring attention"
-    if config.model.attention_dropout:
-        return "has its own dropout RNG, which is not reproducible on resume"
-    return None
+    # their own dropout RNG is not reproducible on resume
+    spec = _spec(torch.device("meta"), torch.float32, config, config.model.attention_dropout)
+    return lacking(spec, frozenset({"documents"}))
 
 
 def _apex_unavailable_reason(
@@ -134,7 +144,7 @@ def check_requested(device: torch.device, dtype: torch.dtype, config: Config) ->
     device."""
     k = config.kernels
     if k.transformer_impl == "transformer_engine":
-        if (why_not := transformer_engine_unavailable_reason(device, dtype)) is not None:
+        if (why_not := libraries.transformer_engine_unavailable_reason(device, dtype)) is not None:
             raise ValueError(
                 f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl "
                 "local [kernel-not-available]"
@@ -176,11 +186,25 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     """
     kernels = choose_kernels(device, dtype, config)
     return [
-        *_linear_rows(device, dtype, kernels),
-        *fp8_rows(device, config),
+        *_linear_rows(device, dtype, config, kernels),
         *_accumulation_rows(device, dtype, config, kernels),
         *_attention_rows(device, dtype, config, kernels),
         *_elementwise_rows(device, dtype, config, kernels),
+    ]
+
+
+def listed(
+    operation: str, implementations: Sequence[Implementation[Any, Any]], spec: Spec
+) -> list[KernelRow]:
+    """The row of the implementation that computes `spec`, and those of the others."""
+    choice = choose(implementations, spec)
+    chosen = choice.implementation
+    return [
+        KernelRow(operation, chosen.title, True, choice.why),
+        *(
+            KernelRow(operation, title, False, reason)
+            for title, reason in reasons(implementations, spec, chosen)
+        ),
     ]
 
 
@@ -190,49 +214,49 @@ def _off(operation: str, name: str, why_not: str | None) -> list[KernelRow]:
     return [KernelRow(operation, name, False, why_not or "not selected")]
 
 
-def _linear_rows(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> list[KernelRow]:
-    compute = compute_dtype(torch.empty(0, dtype=dtype, device=device))
-    name = str(dtype).removeprefix("torch.")
-    why_not = transformer_engine_unavailable_reason(device, dtype)
-    if kernels.transformer_engine is not None:
-        return [
-            KernelRow("linear of transformer layers", "Transformer Engine", True, "requested"),
-            KernelRow("output layer", f"{name} GEMM", True, "parameter dtype"),
-        ]
-    rows = _off("linear", "Transformer Engine", why_not)
-    if dtype not in (torch.bfloat16, torch.float16):
-        return [KernelRow("linear", f"{name} GEMM", True, "parameter dtype"), *rows]
-    native = compute == dtype
-    reasons = (
-        (f"native {name} support on this {device.type}", "not needed")
-        if native
-        else (
-            f"{name} GEMMs are emulated on this {device.type}; fp32 is several times faster",
-            f"no native {name} support",
-        )
-    )
-    return pair("linear", (f"{name} GEMM", "fp32 GEMM, rounded once"), native, reasons) + rows
+def _linear_rows(
+    device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels
+) -> list[KernelRow]:
+    plain = LinearSpec(device, dtype)
+    of_layers = _linear_spec(device, dtype, config, kernels.transformer_engine is not None)
+    if of_layers == plain:
+        return _linear("linear", plain)
+    return [*_linear(LAYERS, of_layers), *_linear("output layer", plain)]
+
+
+def _linear_spec(
+    device: torch.device, dtype: torch.dtype, config: Config, engine: bool
+) -> LinearSpec:
+    """What a linear layer in a transformer layer asks for."""
+    return LinearSpec(device, dtype, config.precision.fp8, engine, config.training.torch_compile)
+
+
+def _linear(operation: str, spec: LinearSpec) -> list[KernelRow]:
+    words = {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "fp8": spec.fp8 or "e4m3 or hybrid",
+    }
+    rows = listed(operation, linear_implementations.IMPLEMENTATIONS, spec)
+    return [replace(row, implementation=row.implementation.format(**words)) for row in rows]
 
 
 def _accumulation_rows(
     device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels
 ) -> list[KernelRow]:
     operation = "weight gradients"
-    main = getattr(torch, config.precision.grad_dtype)
-    names = ("accumulated in backward", "autograd, then added")
+    by_autograd = "autograd, then added"
     if not kernels.accumulation:
-        return pair(operation, names, False, ("--no-gradient-accumulation-fusion", "disabled"))
-    why_not = apex.gradient_unavailable_reason(device, dtype, main)
-    rows = pair(operation, names, True, ("no temporary copy", "rounds to the parameter dtype"))
-    if why_not is None and kernels.transformer_engine is None:
-        return [
-            KernelRow(operation, "apex", True, "fused into the GEMM"),
-            *(KernelRow(row.operation, row.implementation, False, "slower") for row in rows),
-        ]
-    if main == torch.float32 and gemm_adds_in_fp32(device, dtype):
-        reasons = ("added in fp32 by the GEMM", rows[1].reason)
-        rows = pair(operation, names, True, reasons)
-    return rows + _off(operation, "apex", why_not)
+        off = (KernelRow(operation, each.title, False, "disabled") for each in WEIGHT_GRADS)
+        return [KernelRow(operation, by_autograd, True, "--no-gradient-accumulation-fusion"), *off]
+    if kernels.transformer_engine is not None:
+        return [KernelRow(operation, "accumulated in backward", True, TRANSFORMER_ENGINE)]
+    main = getattr(torch, config.precision.grad_dtype)
+    spec = GradSpec(device, compute_dtype(torch.empty(0, dtype=dtype, device=device)), main)
+    rounds = "rounds to the parameter dtype"
+    return [
+        *listed(operation, WEIGHT_GRADS, spec),
+        KernelRow(operation, by_autograd, False, rounds),
+    ]
 
 
 def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
@@ -240,9 +264,14 @@ def fp8_rows(device: torch.device, config: Config) -> list[KernelRow]:
     FP8 support."""
     if config.precision.fp8 is None:
         return []
-    from megatron.kernels.fp8_selection import rows
-
-    return rows(device, config)
+    if device.type != "cpu" and not has_fp8(device):
+        raise ValueError(
+            f"--fp8-format {config.precision.fp8}: this device has no FP8 support (needs compute "
+            "capability 8.9 or newer); omit it [fp8-not-supported]"
+        )
+    engine = config.kernels.transformer_impl == "transformer_engine"
+    dtype = getattr(torch, config.precision.params_dtype)
+    return _linear(LAYERS, _linear_spec(device, dtype, config, engine))
 
 
 def _attention_rows(
@@ -250,7 +279,6 @@ def _attention_rows(
 ) -> list[KernelRow]:
     rows = []
     dropout = config.model.attention_dropout
-    documents = _documents(config)
     uses = (
         {"attention (training)": dropout, "attention (evaluation)": 0.0}
         if dropout
@@ -258,20 +286,10 @@ def _attention_rows(
     )
     for operation, p in uses.items():
         if config.parallel.context_parallel_size > 1:
-            on = flash(device.type, dtype, config.model.head_dim, p, documents)
-            rows += pair(
-                operation,
-                ("ring attention with torch's flash kernel", "ring attention, chunked"),
-                on,
-                (
-                    "context parallelism",
-                    "multiple passes over memory"
-                    if on
-                    else "needs CUDA, fp16 or bf16, no attention dropout and no document masks",
-                ),
-            )
-            continue
-        rows += _plain_attention_rows(operation, device, dtype, config, kernels, p)
+            blocks = block_implementations.IMPLEMENTATIONS
+            rows += listed(operation, blocks, _spec(device, dtype, config, p))
+        else:
+            rows += _plain_attention_rows(operation, device, dtype, config, kernels, p)
     return rows
 
 
@@ -295,9 +313,11 @@ def _plain_attention_rows(
             )
         ]
     spec = _spec(device, dtype, config, dropout)
-    chosen, why = select(spec, kernels.attention)
+    choice = select(spec, kernels.attention)
+    chosen = choice.implementation
+    why = choice.why
     title = chosen.title
-    off = dict(reasons(spec, chosen))
+    off = dict(reasons(IMPLEMENTATIONS, spec, chosen))
     if chosen.name == "flash" and backend == "auto":
         why = "computes only inside documents"
     if chosen.name != "flash":
@@ -333,9 +353,9 @@ def _spec(
         model.num_attention_heads or 1,
         model.query_groups or 1,
         1 if in_graph else model.head_dim or 1,
-        model.attention_scale or 1.0,
-        dropout,
-        _documents(config),
+        dropout=dropout,
+        documents=_documents(config),
+        **model.attention_options,
     )
 
 

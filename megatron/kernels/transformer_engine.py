@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.kernels import INSTALL_TRANSFORMER_ENGINE
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cu_seqlens import cumulative_lengths
 
 
@@ -97,9 +98,9 @@ class TransformerEngine:
         norm.weight = weight
         return norm
 
-    def attention(self, heads: int, groups: int, head_dim: int, scale: float) -> nn.Module:
-        """Causal attention of this rank's heads, without dropout."""
-        return Attention(heads, groups, head_dim, scale)
+    def attention(self, spec: AttentionSpec) -> nn.Module:
+        """Attention as `spec` says, by `Forward` of kernels/attention_spec.py."""
+        return Attention(spec)
 
     def autocast(self, group: Any) -> AbstractContextManager[Any]:
         """The layers run inside have FP8 GEMMs; `group`: ranks that share a layer, whose
@@ -189,22 +190,28 @@ class Linear(nn.Module):
 class Attention(nn.Module):
     """te.DotProductAttention of whole sequences, or of the documents of a batch."""
 
-    def __init__(self, heads: int, groups: int, head_dim: int, scale: float):
+    def __init__(self, spec: AttentionSpec):
         import transformer_engine.pytorch as te
 
         super().__init__()
         self.attention = te.DotProductAttention(
-            num_attention_heads=heads,
-            kv_channels=head_dim,
-            num_gqa_groups=groups,
+            num_attention_heads=spec.heads,
+            kv_channels=spec.head_dim,
+            num_gqa_groups=spec.groups,
             attention_dropout=0.0,
             qkv_format="sbhd",
             attn_mask_type="causal",
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
         )
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        document_ids: Tensor | None = None,
+        dropout_seed: int | Tensor | None = None,
     ) -> Tensor:
         """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]; document_ids [b, s] keeps attention
         inside documents."""

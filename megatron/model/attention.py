@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionSpec, Forward
 from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.kernels import Kernels
 from megatron.model.norm import Norm
@@ -40,19 +42,18 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = model.head_dim
         self.cp = ctx.cp
-        self.cp_comm_type = ctx.cp_comm_type
+        self.implementation: Forward = functional.attention
         if self.cp.size > 1:
             from megatron.parallel.ring_attention import ring_attention
 
-            self._ring_attention = ring_attention
+            self.implementation = partial(ring_attention, cp=self.cp, comm_type=ctx.cp_comm_type)
         self.groups = model.query_groups // ctx.tp.size
         self.queries_per_group = model.num_attention_heads // model.query_groups
-        self.scale = model.attention_scale
+        self.options = model.attention_options
         self.dropout = model.attention_dropout
         self.interleaved = model.rotary_interleaved
         self.recompute_core = recompute_core
         self.kernels = Kernels()
-        self.transformer_engine: nn.Module | None = None
         self.linear_qkv = ColumnParallelLinear(
             params("linear_qkv.weight"),
             params.optional("linear_qkv.bias"),
@@ -80,10 +81,28 @@ class SelfAttention(nn.Module):
         """From now on compute as `kernels` says."""
         self.kernels = kernels
         if kernels.transformer_engine is not None and kernels.attention == "transformer_engine":
-            heads = self.groups * self.queries_per_group
-            self.transformer_engine = kernels.transformer_engine.attention(
-                heads, self.groups, self.head_dim, self.scale
-            )
+            spec = self.spec(self.linear_qkv.weight)
+            self.implementation = kernels.transformer_engine.attention(spec)
+        elif self.cp.size == 1:
+            self.implementation = partial(functional.attention, requested=kernels.attention)
+
+    def spec(
+        self, queries: torch.Tensor, dropout: float = 0.0, documents: bool = False
+    ) -> AttentionSpec:
+        """What this layer asks of attention, in the dtype and on the device of `queries` [s,
+        ...]."""
+        return AttentionSpec(
+            queries.device,
+            queries.dtype,
+            len(queries),
+            self.groups * self.queries_per_group,
+            self.groups,
+            self.head_dim,
+            dropout=dropout,
+            documents=documents,
+            compiled=torch.compiler.is_compiling(),
+            **self.options,
+        )
 
     def forward(
         self,
@@ -158,13 +177,6 @@ class SelfAttention(nn.Module):
         dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
         """To this rank's keys alone, or with those of the other context-parallel ranks."""
-        if self.transformer_engine is not None:
-            return self.transformer_engine(q, k, v, document_ids)
         dropout = 0.0 if dropout_seed is None else self.dropout
-        spec = AttentionSpec.of(q, k, v, self.scale, dropout, document_ids is not None)
-        asked = self.kernels.attention
-        if self.cp.size > 1:
-            return self._ring_attention(
-                q, k, v, spec, self.cp, document_ids, dropout_seed, self.cp_comm_type, asked
-            )
-        return functional.attention(q, k, v, spec, document_ids, dropout_seed, asked)
+        spec = self.spec(q, dropout, document_ids is not None)
+        return self.implementation(q, k, v, spec, document_ids, dropout_seed)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +12,9 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
 from megatron.kernels.dropout import jitter
-from megatron.kernels.grouped_linear import (
-    Copies,
-    combine,
-    dispatch,
-    grouped_linear,
-    weighted_swiglu,
-)
+from megatron.kernels.grouped_linear import Copies, combine, dispatch, weighted_swiglu
 from megatron.kernels.kernels import Kernels
+from megatron.kernels.linear_implementations import Gemms
 from megatron.model.mlp import MLP, activation
 from megatron.parallel.collectives import (
     all_gather,
@@ -33,12 +27,10 @@ from megatron.parallel.collectives import (
     scatter_sequence,
 )
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.layers import LinearLayer
 from megatron.parallel.random import DropoutSeeds, recompute, recompute_input
 from megatron.parallel.sharding import Parameter, ParameterFactory
 from megatron.parallel.zigzag import chunks_of
-
-if TYPE_CHECKING:
-    from megatron.parallel.fp8 import LayerScaling
 
 
 @dataclass(frozen=True)
@@ -342,19 +334,15 @@ def entropy(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return (values if mask is None else values * mask).sum()
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(LinearLayer):
     """A linear layer of every expert: weight [experts, out, in] or, gated, [experts, 2, out, in]
-    (gate first). `scaling`: of the layer's FP8 GEMMs, None for GEMMs in the parameter dtype."""
+    (gate first)."""
 
-    def __init__(self, weight: Parameter, scaling: LayerScaling | None = None):
-        super().__init__()
-        self.weight = weight
-        self.scaling = scaling
-        self.accumulate = True
+    weight: Parameter
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says."""
-        self.accumulate = kernels.accumulation
+        self.use(kernels)
         # of most models with experts nearly all memory: zeros are not worth a pass over it
         self.weight.overwrites = self.accumulate and self.scaling is None
 
@@ -364,11 +352,11 @@ class GroupedLinear(nn.Module):
         self.weight.is_stale = False
         return stale
 
-    def forward(
+    def compute(
         self,
+        gemms: Gemms,
         x: torch.Tensor,
         counts: list[int],
-        *,
         of: Copies | None = None,
         to: Copies | None = None,
     ) -> torch.Tensor:
@@ -379,11 +367,7 @@ class GroupedLinear(nn.Module):
         main_grad = getattr(self.weight, "main_grad", None) if self.accumulate else None
         if main_grad is not None:
             main_grad = main_grad.flatten(1, -2)
-        if self.scaling is not None:
-            rows = x if of is None else dispatch(x, of.order, of.each)
-            y = self.scaling.grouped_linear(rows, weight, counts, main_grad)
-            return y if to is None else combine(y, *to)
-        return grouped_linear(x, weight, counts, main_grad, self.is_first, of=of, to=to)
+        return gemms.grouped_linear(x, weight, counts, main_grad, self.is_first, of=of, to=to)
 
 
 class Experts(nn.Module):
@@ -412,8 +396,11 @@ class Experts(nn.Module):
         """Tokens x [n, h], their copies, sorted by expert, of which each has so many, with
         probabilities -> this rank's part of the sums of the results of each token's copies,
         [n, h]."""
-        x = self.linear_fc1(x, counts, of=copies)
-        fc2 = partial(self.linear_fc2, counts=counts, to=copies)
+        x = self.linear_fc1(x, counts, copies)
+
+        def fc2(x: torch.Tensor) -> torch.Tensor:
+            return self.linear_fc2(x, counts, None, copies)
+
         if self.recompute_activation and torch.is_grad_enabled():
             return recompute_input(fc2, self.activate, x, probs)
         return fc2(self.activate(x, probs))

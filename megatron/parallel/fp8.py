@@ -24,6 +24,7 @@ from megatron.kernels.fp8 import (
     linear_fp8,
     scale_pair,
 )
+from megatron.kernels.grouped_linear import Copies, combine, dispatch
 from megatron.kernels.linear import TpComm
 from megatron.parallel.collectives import all_reduce, all_reduce_
 from megatron.parallel.context import ParallelContext
@@ -52,6 +53,7 @@ class LayerScaling:
         experts: bool = False,
     ):
         self.name = name
+        self.kind = precision.fp8
         assert precision.fp8 is not None, "no scales without FP8 GEMMs"
         self.formats = FORMATS[precision.fp8]
         self.delayed = precision.fp8_recipe == "delayed"
@@ -69,10 +71,12 @@ class LayerScaling:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        *,
         accumulate_into: torch.Tensor | None,
+        accumulate_bias_into: torch.Tensor | None,
         tp_comm: TpComm | None,
     ) -> torch.Tensor:
-        """The layer itself, as `kernels.fp8.linear_fp8`."""
+        """The layer itself, as `kernels.fp8.linear_fp8`; autograd has the bias's gradient."""
         return linear_fp8(
             x,
             weight,
@@ -89,16 +93,22 @@ class LayerScaling:
         weight: torch.Tensor,
         counts: Sequence[int],
         accumulate_into: torch.Tensor | None,
+        is_first: Callable[[], bool],
+        *,
+        of: Copies | None,
+        to: Copies | None,
     ) -> torch.Tensor:
-        """The layer of experts itself, as `kernels.fp8.grouped_linear_fp8`."""
-        return grouped_linear_fp8(
-            x,
+        """The layer of experts itself, as `kernels.fp8.grouped_linear_fp8`, of copies as
+        `grouped_linear`; weight gradients are always added."""
+        y = grouped_linear_fp8(
+            x if of is None else dispatch(x, of.order, of.each),
             weight,
             counts,
             scaling=self,
             weight_cast=self._cast(weight),
             accumulate_into=accumulate_into,
         )
+        return y if to is None else combine(y, *to)
 
     def _cast(self, weight: torch.Tensor) -> Cast:
         if self.kept is not None:

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.kernels import functional
+from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
+from megatron.kernels.linear_implementations import IMPLEMENTATIONS, Gemms, LinearSpec
 from megatron.parallel.collectives import (
     reduce_from,
     scatter_sequence,
@@ -28,25 +30,23 @@ if TYPE_CHECKING:
 
 
 def _linear(
+    gemms: Gemms,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     tp_comm: functional.TpComm | None = None,
-    scaling: LayerScaling | None = None,
     *,
     accumulate: bool = True,
 ) -> torch.Tensor:
     """x W^T + b with W and b as matrix and vector; backward adds to their `main_grad` itself where
-    they have one and `accumulate` allows it. With `scaling` the GEMMs are FP8."""
+    they have one and `accumulate` allows it."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     bias_main_grad = getattr(bias, "main_grad", None) if accumulate else None
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)
     if bias is not None and bias.dim() > 1:
         bias = bias.flatten()
-    if scaling is not None:
-        return scaling.linear(x, weight, bias, main_grad, tp_comm)
-    return functional.linear(
+    return gemms.linear(
         x,
         weight,
         bias,
@@ -113,9 +113,35 @@ def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
     return _Embedding.apply(ids, weight, getattr(weight, "main_grad", None))
 
 
-class _ParallelLinear(nn.Module):
-    """A linear layer whose weight tp splits. `scaling`: of its FP8 GEMMs, None for GEMMs in the
-    parameter dtype."""
+class LinearLayer(nn.Module):
+    """A linear layer, computed by one of kernels/linear_implementations.py. `scaling`: its FP8
+    GEMMs, None for GEMMs in the parameter dtype."""
+
+    def __init__(self, weight: nn.Parameter, scaling: LayerScaling | None = None):
+        super().__init__()
+        self.weight = weight
+        self.scaling = scaling
+        self.engine: nn.Module | None = None
+        self.use(Kernels())
+
+    def use(self, kernels: Kernels) -> None:
+        """From now on compute as `kernels` says."""
+        self.accumulate = kernels.accumulation
+        spec = LinearSpec(
+            self.weight.device,
+            self.weight.dtype,
+            None if self.scaling is None else self.scaling.kind,
+            self.engine is not None,
+        )
+        self.implementation = choose(IMPLEMENTATIONS, spec).implementation
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        """As `compute`."""
+        return self.implementation.forward(self, *inputs)
+
+
+class _ParallelLinear(LinearLayer):
+    """One whose weight tp splits."""
 
     mode: str  # what Transformer Engine calls the split
 
@@ -126,29 +152,24 @@ class _ParallelLinear(nn.Module):
         ctx: ParallelContext,
         scaling: LayerScaling | None = None,
     ):
-        super().__init__()
-        self.weight = weight
+        super().__init__(weight, scaling)
         self.bias = bias
         self.ctx = ctx
-        self.scaling = scaling
-        self.accumulate = True
-        self.transformer_engine: nn.Module | None = None
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says; Transformer Engine's module does the collectives
         too."""
-        self.accumulate = kernels.accumulation
-        if kernels.transformer_engine is None:
-            self.transformer_engine = None
-            return
-        self.transformer_engine = kernels.transformer_engine.linear(
-            self.mode,
-            self.weight,
-            self.bias,
-            group=self.ctx.tp.group,
-            size=self.ctx.tp.size,
-            sequence_parallel=self.ctx.sequence_parallel,
-        )
+        self.engine = None
+        if kernels.transformer_engine is not None:
+            self.engine = kernels.transformer_engine.linear(
+                self.mode,
+                self.weight,
+                self.bias,
+                group=self.ctx.tp.group,
+                size=self.ctx.tp.size,
+                sequence_parallel=self.ctx.sequence_parallel,
+            )
+        self.use(kernels)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -161,12 +182,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     mode = "column"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, gemms: Gemms, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in] ([s/tp, b, in] with sequence parallelism) -> [s, b, out/tp]."""
-        if self.transformer_engine is not None:
-            return self.transformer_engine(x)
         comm = _tp_comm(self.ctx)
-        return _linear(x, self.weight, self.bias, comm, self.scaling, accumulate=self.accumulate)
+        return _linear(gemms, x, self.weight, self.bias, comm, accumulate=self.accumulate)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -178,16 +197,12 @@ class RowParallelLinear(_ParallelLinear):
 
     mode = "row"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, gemms: Gemms, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, in/tp] -> [s, b, out] ([s/tp, b, out] with sequence parallelism)."""
         tp = self.ctx.tp
-        if self.transformer_engine is not None:
-            return self.transformer_engine(x)
         if tp.size == 1:
-            return _linear(
-                x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate
-            )
-        y = _linear(x, self.weight, scaling=self.scaling, accumulate=self.accumulate)
+            return _linear(gemms, x, self.weight, self.bias, accumulate=self.accumulate)
+        y = _linear(gemms, x, self.weight, accumulate=self.accumulate)
         y = scatter_sequence(y, tp) if self.ctx.sequence_parallel else reduce_from(y, tp)
         return y if self.bias is None else y + self.bias
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.attention_spec import AttentionSpec, lacking
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.block_attention import Block
 from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
@@ -21,7 +21,6 @@ from megatron.parallel.collectives import start_all_gather, start_reduce_scatter
 from megatron.parallel.context import Axis
 from megatron.parallel.zigzag import PARTS, Tile, chunks_of, part_rows, tiles
 
-TAKES = ("dropout", "documents")  # of attention_spec.FEATURES
 SEED_STEP = 0xD1B54A32D192ED03  # between the dropout streams of two tiles
 
 # (source rank, part, keys, values)
@@ -37,7 +36,6 @@ class _Call:
     document_ids: torch.Tensor | None
     dropout_seed: int
     comm_type: str
-    requested: str
 
 
 def ring_attention(
@@ -45,11 +43,11 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     spec: AttentionSpec,
-    cp: Axis,
     document_ids: torch.Tensor | None = None,
     dropout_seed: int | torch.Tensor | None = None,
+    *,
+    cp: Axis,
     comm_type: str = "p2p",
-    requested: str = "auto",
 ) -> torch.Tensor:
     """`megatron.kernels.attention.attention` of sequences whose positions are distributed zigzag
     over the ranks of `cp`.
@@ -59,13 +57,11 @@ def ring_attention(
     probabilities is a pure function of `dropout_seed` (another one on each rank), the shapes and
     the place in the sequence. `comm_type` "p2p" sends K and V round in parts, each on its way while
     the one before is computed with: a rank never holds more than 2/cp of them. "all_gather" holds
-    all.
+    all. Raises ValueError where no implementation of a block supports the spec.
     """
-    if why_not := lacking(spec, TAKES):
-        raise ValueError(f"attention with context parallelism {why_not}")
     # An integer of any size from here on: what is added to it would not fit int64.
     seed = int(dropout_seed or 0)
-    call = _Call(spec, cp, document_ids, seed, comm_type, requested)
+    call = _Call(spec, cp, document_ids, seed, comm_type)
     return _RingAttention.apply(q, k, v, call)
 
 
@@ -144,20 +140,7 @@ def _blocks(call: _Call, chunk: int, source: int, part: int) -> list[tuple[Tile,
             query_ids = chunks_of(ids, cp.rank, cp.size)[:, tile.queries]
             key_ids = theirs[:, tile.keys]
         seed = (call.dropout_seed + SEED_STEP * ((source * 2 + part) * 2 + i)) % 2**63
-        found.append(
-            (
-                tile,
-                Block(
-                    call.spec.scale,
-                    tile.causal,
-                    query_ids,
-                    key_ids,
-                    call.spec.dropout,
-                    seed,
-                    call.requested,
-                ),
-            )
-        )
+        found.append((tile, Block(call.spec, tile.causal, query_ids, key_ids, seed)))
     return found
 
 

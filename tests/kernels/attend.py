@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.kernels import attention as kernels
 from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.block_attention import Block
 
 
 def attention(
@@ -58,5 +59,22 @@ def select_attention(
 ) -> tuple[str, str]:
     """The name of the implementation that runs, and why."""
     spec = AttentionSpec(device, dtype, seq_length, 1, 1, head_dim, 1.0, dropout_p, documents)
-    chosen, why = kernels.select(spec, implementation)
-    return chosen.name, why
+    choice = kernels.select(spec, implementation)
+    return choice.implementation.name, choice.why
+
+
+def block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Block:
+    """A block of attention of these tensors."""
+    spec = AttentionSpec.of(q, k, v, scale, dropout, query_ids is not None)
+    return Block(spec, causal, query_ids, key_ids, seed)

@@ -435,7 +435,7 @@ def transformer_engine() -> list[ModuleType]:
 def pretend_cuda() -> None:
     """For a process of a test's own: all libraries are there, and a CPU counts as a device they run
     on."""
-    from megatron.kernels import select
+    from megatron.kernels import libraries
 
     install(*transformer_engine(), *flash_attn(), *apex())
-    select.transformer_engine_unavailable_reason = lambda device, dtype: None
+    libraries.transformer_engine_unavailable_reason = lambda device, dtype: None

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels import attention as selection
 from megatron.kernels import block_attention as module
 from megatron.kernels import linear
-from tests.kernels.attend import attention, select_attention
+from tests.kernels.attend import attention, block, select_attention
 from tests.kernels.attention_formula import SCALE, assert_same, documents, formula, inputs
 
 CPU = torch.device("cpu")
@@ -166,7 +166,7 @@ def test_no_position_sees_another_document():
 def test_key_blocks_of_other_documents_are_not_computed():
     q, k, v, _ = inputs(s=256, b=1)
     ids = (torch.arange(256) // 64).view(1, 256)
-    plan = module._Plan(q, k, module.Block(SCALE, True, ids, ids))
+    plan = module._Plan(q, k, block(q, k, k, SCALE, causal=True, query_ids=ids, key_ids=ids))
     assert [(found.rows, found.keys) for found in plan.row_blocks((0, 1))] == [
         (slice(start, start + 64),) * 2 for start in range(0, 256, 64)
     ]

@@ -2,13 +2,17 @@
 formats, dropout."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
 from megatron.kernels import block_attention as module
-from megatron.kernels.block_attention import Block, flash
+from megatron.kernels import block_implementations
+from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.implementation import choose
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
+from tests.kernels.attend import block as make_block
 from tests.kernels.attention_formula import documents, inputs
 
 SCALE = 0.3
@@ -20,7 +24,7 @@ def formula(q, k, v, block, factors=None):
     dropout."""
     r = q.shape[2] // k.shape[2]
     k, v = (t.double().repeat_interleave(r, 2) for t in (k, v))
-    scores = torch.einsum("ibnd,jbnd->bnij", q.double(), k) * block.scale
+    scores = torch.einsum("ibnd,jbnd->bnij", q.double(), k) * block.spec.scale
     hidden = (
         torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
         if block.causal
@@ -40,11 +44,12 @@ def blocks(q, k):
     """Every kind of mask for queries `q` and keys `k`."""
     square = len(q) == len(k)
     ids = documents(max(len(q), len(k)))
-    yield Block(SCALE)
-    yield Block(SCALE, query_ids=ids[:, -len(q) :], key_ids=ids.flip(0)[:, : len(k)])
+    make = partial(make_block, q, k, k, SCALE)
+    yield make()
+    yield make(query_ids=ids[:, -len(q) :], key_ids=ids.flip(0)[:, : len(k)])
     if square:
-        yield Block(SCALE, causal=True)
-        yield Block(SCALE, True, ids, ids)
+        yield make(causal=True)
+        yield make(causal=True, query_ids=ids, key_ids=ids)
 
 
 SHAPES = [
@@ -79,12 +84,11 @@ def test_values_and_gradients_by_the_formula(shape):
     assert unseen or s_q == 1, "with documents some query sees no key of another block"
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "sdpa"])
 @pytest.mark.parametrize("cut", [1, 10, 20])
-def test_parts_join_to_the_whole(cut, implementation):
-    """All queries to the first keys and to the others, forward and backward, in either kernel."""
+def test_parts_join_to_the_whole(cut):
+    """All queries to the first keys and to the others, forward and backward."""
     q, k, v, grad = inputs(21)
-    block = Block(SCALE, implementation=implementation)
+    block = make_block(q, k, v, SCALE)
     expected, logs = formula(q, k, v, block)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
@@ -110,16 +114,17 @@ def test_a_part_without_keys_changes_nothing():
     q, k, v, _ = inputs(9)
     ids = torch.zeros(2, 9, dtype=torch.long)
     with torch.no_grad():
-        out, lse = block_attention(q, k, v, Block(SCALE))
+        out, lse = block_attention(q, k, v, make_block(q, k, v, SCALE))
         kept = out.clone(), lse.clone()
-        join_(out, lse, *block_attention(q, k, v, Block(SCALE, query_ids=ids, key_ids=ids + 1)))
+        block = make_block(q, k, v, SCALE, query_ids=ids, key_ids=ids + 1)
+        join_(out, lse, *block_attention(q, k, v, block))
     assert torch.equal(out, kept[0]) and torch.equal(lse, kept[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_formats_compute_in_fp32(dtype):
     q, k, v, grad = inputs(70, dtype=dtype)
-    block = Block(SCALE, causal=True)
+    block = make_block(q, k, v, SCALE, causal=True)
     expected, logs = formula(q, k, v, block)
     with torch.no_grad():
         out, lse = block_attention(q, k, v, block)
@@ -143,11 +148,12 @@ def test_dropout_is_a_function_of_the_seed_and_its_gradient_knows_the_mask():
     p = 0.4
     q, k, _, _ = inputs(s, n=4, g=2, d=s)
     ids = documents(s)
-    block = Block(SCALE, True, ids, ids, p, 77)
+    block = make_block(q, k, k, SCALE, causal=True, query_ids=ids, key_ids=ids, dropout=p, seed=77)
+    undropped = dataclasses.replace(block, spec=dataclasses.replace(block.spec, dropout=0.0))
     eye = torch.eye(s, dtype=torch.float64)[:, None, None].expand(s, 2, 2, s)
     with torch.no_grad():
         shown, _ = block_attention(q, k, eye, block)
-        plain, _ = block_attention(q, k, eye, dataclasses.replace(block, dropout_p=0.0))
+        plain, _ = block_attention(q, k, eye, undropped)
         other, _ = block_attention(q, k, eye, dataclasses.replace(block, seed=78))
         again, _ = block_attention(q, k, eye, block)
     assert torch.equal(shown, again) and not torch.equal(shown, other)
@@ -179,37 +185,66 @@ def test_no_more_than_some_rows_of_scores_are_held(monkeypatch):
     )
     q, k, v, _ = inputs(2048, b=1, n=2, g=1, d=4, dtype=torch.float32)
     with torch.no_grad():
-        block_attention(q, k, v, Block(SCALE))
+        block_attention(q, k, v, make_block(q, k, v, SCALE))
     assert max(sizes) <= module.SCRATCH_ELEMENTS < 2048 * 2048 * 2
 
 
 @pytest.mark.parametrize(
-    "device, dtype, d, p, documents, name, expected",
+    "device, dtype, d, p, documents, expected",
     [
-        ("cuda", torch.bfloat16, 128, 0.0, False, "auto", True),
-        ("cuda", torch.float16, 64, 0.0, False, "auto", True),
-        ("cuda", torch.float32, 128, 0.0, False, "auto", False),
-        ("cuda", torch.bfloat16, 100, 0.0, False, "auto", False),
-        ("cuda", torch.bfloat16, 512, 0.0, False, "auto", False),
-        ("cuda", torch.bfloat16, 128, 0.1, False, "auto", False),
-        ("cuda", torch.bfloat16, 128, 0.0, True, "auto", False),
-        ("cuda", torch.bfloat16, 128, 0.0, False, "chunked", False),
-        ("cpu", torch.float32, 128, 0.0, False, "auto", False),
-        ("cpu", torch.float64, 5, 0.0, False, "sdpa", True),
+        ("cuda", torch.bfloat16, 128, 0.0, False, "flash"),
+        ("meta", torch.float16, 64, 0.0, False, "flash"),
+        ("cuda", torch.float32, 128, 0.0, False, "chunked"),
+        ("cuda", torch.bfloat16, 100, 0.0, False, "chunked"),
+        ("cuda", torch.bfloat16, 512, 0.0, False, "chunked"),
+        ("cuda", torch.bfloat16, 128, 0.1, False, "chunked"),
+        ("cuda", torch.bfloat16, 128, 0.0, True, "chunked"),
+        ("cpu", torch.bfloat16, 128, 0.0, False, "chunked"),
     ],
 )
-def test_which_kernel_runs(device, dtype, d, p, documents, name, expected):
-    assert flash(device, dtype, d, p, documents, name) is expected
+def test_which_kernel_runs(device, dtype, d, p, documents, expected):
+    spec = AttentionSpec(torch.device(device), dtype, 64, 2, 1, d, SCALE, p, documents)
+    chosen = choose(block_implementations.IMPLEMENTATIONS, spec).implementation
+    assert chosen.name == expected
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ("cuda", torch.float32, 128, 0.0, False),
-        ("cpu", torch.float32, 8, 0.1, False),
-        ("cpu", torch.float32, 8, 0.0, True),
-    ],
-)
-def test_flash_asked_for_where_it_cannot_be(more):
-    with pytest.raises(ValueError, match="use 'auto'"):
-        flash(*more, "sdpa")
+def test_what_no_kernel_of_blocks_has_is_refused():
+    q, k, v, _ = inputs(9)
+    spec = dataclasses.replace(AttentionSpec.of(q, k, v, SCALE), window=3)
+    with pytest.raises(ValueError, match="sliding windows"):
+        block_attention(q, k, v, module.Block(spec))
+
+
+def _twin(q, k, v, dropout, causal, *, scale):
+    """torch's flash kernel of CUDA by its twin for CPUs."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, dropout, causal, scale=scale
+    )
+
+
+def _twin_grads(grad, q, k, v, out, lse, *more, scale):
+    dropout, causal = more[4:6]
+    groups = k.shape[1]
+    k, v = (t.repeat_interleave(q.shape[1] // groups, 1) for t in (k, v))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, dropout, causal, scale=scale
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_flash_kernel_by_the_formula(monkeypatch, causal, groups):
+    name = "_scaled_dot_product_flash_attention"
+    monkeypatch.setattr(torch.ops.aten, name, _twin)
+    monkeypatch.setattr(torch.ops.aten, f"{name}_backward", _twin_grads)
+    q, k, v, grad = inputs(21, g=groups)
+    block = make_block(q, k, v, SCALE, causal=causal)
+    expected, logs = formula(q, k, v, block)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    kernel = block_implementations.IMPLEMENTATIONS[0].forward
+    with torch.no_grad():
+        out, lse = kernel.values(q, k, v, block)
+        found = kernel.grads((q, k, v), grad, out, lse, (out * grad).sum(-1), block)
+    for ours, theirs in zip((out, lse, *found), (expected, logs, *wanted), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)

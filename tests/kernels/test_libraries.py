@@ -65,9 +65,10 @@ def test_deterministic_mode_reaches_flash_attn(libraries):
 def test_transformer_engines_attention_is_the_formula(libraries, groups, with_documents):
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
-    attention = transformer_engine.TransformerEngine().attention(4, groups, 8, SCALE)
+    spec = AttentionSpec.of(*tensors, SCALE, documents=with_documents)
+    attention = transformer_engine.TransformerEngine().attention(spec)
     assert_same(
-        lambda *t: attention(*t, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE
+        lambda *t: attention(*t, spec, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE
     )
 
 

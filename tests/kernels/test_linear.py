@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.kernels import linear as module
+from megatron.kernels import weight_grads
 from megatron.kernels.functional import linear, linear_weight_grad
 
 LOW = [torch.bfloat16, torch.float16]
@@ -301,9 +302,9 @@ def addmm_in_fp32(request):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp32, dtype):
-    can = module._tried_in_fp32(torch.device("cpu"), dtype)
+    can = weight_grads._tried_in_fp32(torch.device("cpu"), dtype)
     assert can is addmm_in_fp32
-    monkeypatch.setattr(module, "gemm_adds_in_fp32", lambda device, dtype: can)
+    monkeypatch.setattr(weight_grads, "gemm_adds_in_fp32", lambda device, dtype: can)
     x, weight, bias, grad = inputs(dtype)
     main_grad = torch.full(weight.shape, 3.0)
     linear(x, weight, bias, accumulate_into=main_grad).backward(grad)
@@ -317,7 +318,7 @@ def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp3
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_graph_adds_weight_gradients_as_eager_layers(monkeypatch, native, addmm_in_fp32, dtype):
     """Of gate and up as one, for two layers at other places of the buffer of all gradients."""
-    monkeypatch.setattr(module, "gemm_adds_in_fp32", lambda device, dtype: addmm_in_fp32)
+    monkeypatch.setattr(weight_grads, "gemm_adds_in_fp32", lambda device, dtype: addmm_in_fp32)
     torch._dynamo.reset()
     sums = []
     for call in (linear, torch.compile(linear, backend="aot_eager", dynamic=False)):
@@ -332,11 +333,11 @@ def test_a_graph_adds_weight_gradients_as_eager_layers(monkeypatch, native, addm
 
 def test_only_cuda_and_16_bits_are_tried(monkeypatch):
     tried = []
-    monkeypatch.setattr(module, "_tried_in_fp32", lambda *one: tried.append(one) or True)
-    module.gemm_adds_in_fp32.cache_clear()
+    monkeypatch.setattr(weight_grads, "_tried_in_fp32", lambda *one: tried.append(one) or True)
+    weight_grads.gemm_adds_in_fp32.cache_clear()
     for device in ("cpu", "meta", "cuda"):
         for dtype in (torch.float32, *LOW):
-            can = module.gemm_adds_in_fp32(torch.device(device), dtype)
+            can = weight_grads.gemm_adds_in_fp32(torch.device(device), dtype)
             assert can is (device == "cuda" and dtype in LOW)
     assert len(tried) == len(LOW)
-    module.gemm_adds_in_fp32.cache_clear()
+    weight_grads.gemm_adds_in_fp32.cache_clear()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.kernels import functional, grouped_linear, transformer_engine
+from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from tests.kernels.attend import attention
@@ -54,14 +55,15 @@ def test_attention(library, with_documents, groups):
     pytest.importorskip(library)
     q, k, v, grad = inputs(groups)
     ids = cut(256).cuda() if with_documents else None
+    spec = AttentionSpec.of(q, k, v, 0.125, documents=with_documents)
     engine = (
-        transformer_engine.TransformerEngine().attention(8, groups, 64, 0.125)
+        transformer_engine.TransformerEngine().attention(spec)
         if library == "transformer_engine"
         else None
     )
     same(
         lambda: (
-            engine(q, k, v, ids)
+            engine(q, k, v, spec, ids)
             if engine
             else attention(q, k, v, scale=0.125, document_ids=ids, implementation="flash")
         ),

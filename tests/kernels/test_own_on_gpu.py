@@ -3,19 +3,17 @@ far; on a CPU the bodies pass with DEVICE = "cpu"."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from megatron.kernels import functional
-from megatron.kernels.block_attention import Block
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.cu_seqlens import with_lengths
 from megatron.kernels.fp8 import native_gemm, quantize
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads
 from tests.kernels.attend import attention
+from tests.kernels.attend import block as make_block
 from tests.kernels.attention_formula import documents, formula, inputs
 from tests.model.tiny import MODELS, SEEDS, tiny_model, tokens
 
@@ -81,15 +79,15 @@ def test_attention_dropout_is_a_function_of_its_seed(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_block_of_ring_attention(dtype, causal):
     q, k, v, grad = (t.detach() for t in inputs(**SHAPE))
-    block = Block(0.3, causal)
-    wanted, wanted_lse = block_attention(q, k, v, replace(block, implementation="chunked"))
+    exact = make_block(q, k, v, 0.3, causal=causal)
+    wanted, wanted_lse = block_attention(q, k, v, exact)
     ours = [t.to(DEVICE, dtype) for t in (q, k, v)]
+    block = make_block(*ours, 0.3, causal=causal)
     out, lse = block_attention(*ours, block)
     close(out, wanted, dtype)
     close(lse, wanted_lse, dtype)
     delta = (wanted * grad).sum(-1)
-    chunked = replace(block, implementation="chunked")
-    expected = block_attention_grads((q, k, v), grad, wanted, wanted_lse, delta, chunked)
+    expected = block_attention_grads((q, k, v), grad, wanted, wanted_lse, delta, exact)
     device_delta = (out.float() * grad.to(DEVICE)).sum(-1).to(lse.dtype)
     found = block_attention_grads(
         tuple(ours), grad.to(DEVICE, dtype), out, lse, device_delta, block

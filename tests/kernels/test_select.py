@@ -5,7 +5,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import fp8_selection, functional, linear, select
+from megatron.kernels import functional, linear, linear_implementations, select
 from megatron.kernels.attention import IMPLEMENTATIONS
 from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
@@ -117,14 +117,15 @@ def test_the_row_that_is_on_is_what_autograd_sees(
 
 @pytest.mark.parametrize("capable", [True, False])
 def test_fp8_is_native_emulated_or_refused(monkeypatch, capable):
-    operation = "linear in transformer layers"
+    operation = select.LAYERS
     config = config_from(Config, {"seq_length": 512, "fp8": "hybrid"})
     assert operation not in table()
     assert "EMULATED" in table(fp8="hybrid")[operation].reason
     assert table(fp8="e4m3")[operation].implementation == "FP8 casts (e4m3), fp32 GEMM"
     assert "hybrid" in preamble.kernels_text(select.fp8_rows(CPU, config))
     assert not preamble.kernels_text([table()["linear"]])
-    monkeypatch.setattr(fp8_selection, "has_fp8", lambda device: capable)
+    for module in (linear_implementations, select):
+        monkeypatch.setattr(module, "has_fp8", lambda device: capable)
     if capable:
         row = next(row for row in select.fp8_rows(torch.device("cuda"), config) if row.on)
         assert "SLOWER" in row.reason and "--torch-compile" in row.reason

@@ -107,9 +107,9 @@ BUGS = {
         f"{LAYOUTS}[tp2]",
     ),
     "replicated bias added on every rank": Bug(
-        "megatron.parallel.layers.RowParallelLinear.forward",
-        "_linear(x, self.weight, scaling=self.scaling, accumulate=self.accumulate)",
-        "_linear(x, self.weight, self.bias, scaling=self.scaling, accumulate=self.accumulate)",
+        "megatron.parallel.layers.RowParallelLinear.compute",
+        "_linear(gemms, x, self.weight, accumulate=self.accumulate)",
+        "_linear(gemms, x, self.weight, self.bias, accumulate=self.accumulate)",
         f"{LAYOUTS}[tp2]",
         "sweep",
     ),
@@ -769,7 +769,7 @@ BUGS = {
     ),
     "attention without its scale": Bug(
         "megatron.kernels.transformer_engine.Attention.__init__",
-        "softmax_scale=scale",
+        "softmax_scale=spec.scale",
         "softmax_scale=1.0",
         f"{ADAPTERS}::test_transformer_engines_attention_is_the_formula",
     ),

@@ -133,7 +133,7 @@ def test_every_flag_changes_the_numbers(tmp_path):
     assert max(losses.values()) - min(losses.values()) < 0.01 * losses["none"]
     assert "EMULATED" not in found["none"].first_rank_log
     assert (
-        "linear in transformer layers: FP8 casts (hybrid), fp32 GEMM (EMULATED"
+        "linear of transformer layers: FP8 casts (hybrid), fp32 GEMM (EMULATED"
         in found["hybrid"].first_rank_log
     )
 

@@ -14,11 +14,11 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 
 from megatron import device as devices
 from megatron.kernels.attention_spec import AttentionSpec
-from megatron.kernels.block_attention import FLASH_MULTIPLE
 from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.cuda.fused_ops import LIBRARY
 
 INSTALL_FA4 = "pip install 'flash-attn-4[cu13]'"
+MULTIPLE = 8  # what the width of heads is a multiple of
 DROPOUT_HEAD_DIM = 192  # the widest head that it trains with dropout on every GPU
 FA4_TOLERANCE = 0.05  # between two kernels of 16 bits
 
@@ -85,10 +85,9 @@ def unavailable_reason(
         return f"needs a CUDA device, but the device is {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"has fp16 and bf16 only, no {dtype}"
-    if not 0 < head_dim <= DROPOUT_HEAD_DIM or head_dim % FLASH_MULTIPLE:
+    if not 0 < head_dim <= DROPOUT_HEAD_DIM or head_dim % MULTIPLE:
         return (
-            f"has heads of a multiple of {FLASH_MULTIPLE} and at most {DROPOUT_HEAD_DIM}, "
-            f"not {head_dim}"
+            f"has heads of a multiple of {MULTIPLE} and at most {DROPOUT_HEAD_DIM}, not {head_dim}"
         )
     return None if devices.has_flash(device) else "needs compute capability 8.0 or newer"
 

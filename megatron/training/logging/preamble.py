@@ -22,7 +22,14 @@ from megatron.training.launch.initialize import Runtime
 from megatron.version import NAME, VERSION
 
 # Implementations that any torch loop uses; the preamble omits them.
-_PLAIN = {"torch", "accumulated in backward", "autograd, then added", "seeded mask"}
+_PLAIN = {
+    "torch",
+    "accumulated in backward",
+    "accumulated in fp32 by the GEMM",
+    "product, then added",
+    "autograd, then added",
+    "seeded mask",
+}
 _NAMES = {
     "torch's fused attention": "torch SDPA",
     "fp32 GEMM, rounded once": "fp32 GEMM (no native support for the parameter dtype)",

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron import device as devices
 from megatron.kernels.cuda.availability import unavailable_reason
-from megatron.kernels.linear import gemm_adds_in_fp32
+from megatron.kernels.weight_grads import gemm_adds_in_fp32
 
 BACKENDS = {
     "default": None,
