@@ -1,8 +1,8 @@
-"""`skips.jsonl` of a run directory: which ranges of iterations are skipped, in JSON Lines; lines
-are only appended.
+"""`skips.jsonl` of a run directory: which iterations are skipped, and why, in JSON Lines; lines are
+only appended. Whoever removes a line takes its ranges back.
 
-A line is a record of a range (or, where one command line has more than a thousand, of all of
-them), or `{"forget": id, ...}`, which takes one back; the last line about an id counts.
+A line is a record. Earlier programs wrote one for each range, with an `id`, and took it back with
+`{"forget": id, ...}`.
 """
 
 from __future__ import annotations
@@ -11,85 +11,47 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained, read_small_file
-from megatron.config.skip_ranges import FILE_NAME, Range, SkipRanges
-
-MANY = 1000  # new ranges of one command line that get a record each
+from megatron.config.skip_ranges import FILE_NAME, SkipRanges
 
 
 @dataclass(frozen=True)
 class SkipRecord:
-    """Iterations `a` to `b`, which read samples `s0` to `s1` (excluded), are not trained; `id` is
-    "a-b".
+    """Iterations `ranges` ("5-7 15-17 ..."), which begin at sample `s0`, end before sample `s1` and
+    have `tokens`, are not trained. `reason`: user, spike ...; `source`: who asked."""
 
-    `reason`: user, spike ...; `source`: who asked; `hash`: what decides which data these samples
-    are. A record of n ranges spells them in `ranges`, as "5-7 15-17 ..."; a, b, s0 and s1 are then
-    where the first begins and the last ends, `tokens` are theirs without the gaps, and `id` is
-    "a-bxn".
-    """
-
-    id: str
-    a: int
-    b: int
+    ranges: str
     s0: int
     s1: int
     tokens: int
     reason: str
     source: str
     time: str
-    hash: str
-    ranges: str = ""
 
     @cached_property
     def parts(self) -> SkipRanges:
         """The iterations. Raises ValueError for `ranges` that are none."""
-        if not self.ranges:
-            return SkipRanges([(self.a, self.b)])
         numbers = list(map(int, self.ranges.replace("-", " ").split()))
         found = SkipRanges().joined(zip(numbers[::2], numbers[1::2], strict=True))
-        if _spelled(found) != self.ranges or (found.ranges[0][0], found.ranges[-1][1]) != (
-            self.a,
-            self.b,
-        ):
+        if not found or found.ranges[0][0] < 1 or spelled(found) != self.ranges:
             raise ValueError("its ranges are not in order")
         return found
 
     def line(self) -> str:
         """The record as a line of the file, without its end."""
-        return json.dumps(
-            {name: value for name in _NAMES if (value := getattr(self, name)) or name != "ranges"}
-        )
+        return json.dumps(asdict(self))
 
 
-def named(parts: SkipRanges) -> dict[str, Any]:
-    """What a record of these iterations calls them: its `id`, `a`, `b` and `ranges`."""
-    (a, _), *_, (_, b) = [parts.ranges[0], *parts.ranges]
-    many = len(parts.ranges) > 1
-    return {
-        "id": f"{a}-{b}x{len(parts.ranges)}" if many else f"{a}-{b}",
-        "a": a,
-        "b": b,
-        "ranges": _spelled(parts) if many else "",
-    }
-
-
-def grouped(ranges: Sequence[Range]) -> list[SkipRanges]:
-    """The records that new ranges of one command line get: one each, or one for all of very
-    many."""
-    return [SkipRanges(ranges)] if len(ranges) > MANY else [SkipRanges([one]) for one in ranges]
-
-
-def _spelled(parts: SkipRanges) -> str:
+def spelled(parts: SkipRanges) -> str:
+    """Ranges as a record has them."""
     return " ".join([f"{first}-{last}" for first, last in parts.ranges])
 
 
-Entry = tuple[str, SkipRecord | None]  # an id, and its record, or None where it is taken back
 _NAMES = [one.name for one in fields(SkipRecord)]
 _TYPES = [int if one.type == "int" else str for one in fields(SkipRecord)]
 
@@ -99,50 +61,39 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def forget_line(identity: str) -> str:
-    """The line that takes a record back."""
-    return json.dumps({"forget": identity, "time": now()})
-
-
-def parse(lines: Iterable[str], source: str) -> list[Entry]:
-    """What each line says; `source` is where they are from, for messages. Raises CheckpointError
-    for one that is neither a record nor takes one back."""
-    found: list[Entry] = []
+def parse(lines: Iterable[str], source: str) -> list[SkipRecord]:
+    """The records; `source` is where the lines are from, for messages. Raises CheckpointError for a
+    line that is none."""
+    found: dict[str, SkipRecord] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if (
-                isinstance(row, dict)
-                and row.keys() == {"forget", "time"}
-                and isinstance(row["forget"], str)
-            ):
-                found.append((row["forget"], None))
+            if isinstance(row, dict) and isinstance(row.get("forget"), str):
+                found.pop(row["forget"], None)
                 continue
+            name = row.pop("id", line)
+            row.pop("hash", None)
+            if "a" in row:
+                row = {"ranges": "{a}-{b}".format(**row)} | row
+                del row["a"], row["b"]
             record = SkipRecord(**row)
             typed = [type(getattr(record, name)) for name in _NAMES] == _TYPES
-            if (
-                not typed
-                or not (1 <= record.a <= record.b and 0 <= record.s0 < record.s1)
-                or not record.parts
-            ):
+            if not typed or not 0 <= record.s0 < record.s1 or not record.parts:
                 raise ValueError("its values make no sense")
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as e:
             raise CheckpointError(
-                f"{source}, line {number}: not a record of skipped iterations ({error}): "
+                f"{source}, line {number}: not a record of skipped iterations ({e}): "
                 f"{line[:80]!r}; fix or remove that line [skip-record-malformed]"
             ) from None
-        found.append((record.id, record))
-    return found
-
-
-def active(entries: Iterable[Entry]) -> dict[str, SkipRecord]:
-    """The records that count, by id, in the order of their lines."""
-    found: dict[str, SkipRecord] = {}
-    for name, record in entries:
-        found.pop(name, None)
-        if record:
-            found[name] = record
-    return found
+        found[str(name)] = record
+    return list(found.values())
 
 
 def read(directory: Path | str) -> tuple[list[str], str]:

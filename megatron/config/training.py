@@ -250,13 +250,6 @@ class TrainingConfig:
         dump=False,
         help="iterations to skip, by their number in the log, counted from 1",
     )
-    forget_skip: tuple[str, ...] | None = arg(
-        None,
-        per_run=True,
-        extend=True,
-        dump=False,
-        help="ids of recorded skip ranges (listed at startup) that are no longer skipped",
-    )
     device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
         "auto",
         help="device to train on; auto: CUDA, else XPU (Intel GPU, untested), else the CPU",

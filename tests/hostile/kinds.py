@@ -450,17 +450,19 @@ def read_a_ledger(folder: Path) -> Any:
 
 
 def make_skips(folder: Path) -> None:
-    texts = ("user", "--skip-iterations", "2026-01-01T00:00:00Z", "ab" * 16)
-    lines = [
-        skip_log.SkipRecord(f"{a}-{a + 2}", a, a + 2, 8 * a, 8 * a + 24, 768, *texts).line()
-        for a in (3, 9, 20)
+    texts = ("user", "command line", "2026-01-01T00:00:00Z")
+    new = [
+        skip_log.SkipRecord(ranges, 16, 88, 768, *texts).line() for ranges in ("3-5 9-11", "20-20")
     ]
-    (folder / "skips.jsonl").write_text("\n".join([*lines, skip_log.forget_line("9-11"), ""]))
+    names = ("id", "a", "b", "s0", "s1", "tokens", "reason", "source", "time", "hash")
+    old = json.dumps(dict(zip(names, ("9-11", 9, 11, 72, 96, 768, *texts, "ab"), strict=True)))
+    forget = json.dumps({"forget": "9-11", "time": texts[-1]})
+    (folder / "skips.jsonl").write_text("\n".join([*new, old, forget, ""]))
 
 
 def read_skips(folder: Path) -> Any:
     lines, rest = skip_log.read(folder)
-    return skip_log.active(skip_log.parse(lines, "skips.jsonl")), rest
+    return skip_log.parse(lines, "skips.jsonl"), rest
 
 
 def make_control(folder: Path) -> None:

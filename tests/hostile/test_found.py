@@ -20,6 +20,7 @@ from megatron.data.tokenizers import bpe
 from tests.hostile import forged
 from tests.hostile.kinds import read_checkpoint
 from tests.load_tool import exit_code, load_tool
+from tests.problems import raises
 from tests.tools.internlm_configs import demo, written
 from tests.training.built_runs import config_of
 
@@ -43,9 +44,9 @@ def test_a_lock_whose_process_is_no_number(tmp_path, pid):
 
 
 def test_a_skip_of_more_iterations_than_can_be_counted():
-    record = {"a": 1, "b": 10**30, "s0": 0, "s1": 10**31}
-    with pytest.raises(CheckpointError, match="line 1"):
-        skip_log.parse([json.dumps(record)], "skips.jsonl")
+    line = skip_log.SkipRecord(f"1-{10**30}", 0, 10**31, 1, "user", "", "").line()
+    with raises(CheckpointError, "skip-record-malformed", "line 1"):
+        skip_log.parse([line], "skips.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,9 @@ def kill_after(iteration: int, folder: str) -> None:
     training_log.TrainingLog.add = adding
 
 
-def records(save: Path) -> dict[str, skip_log.SkipRecord]:
-    """The records that count in `skips.jsonl` of a run directory."""
-    return skip_log.active(skip_log.parse(skip_log.read(save)[0], str(save)))
+def records(save: Path) -> list[skip_log.SkipRecord]:
+    """The records in `skips.jsonl` of a run directory."""
+    return skip_log.parse(skip_log.read(save)[0], str(save))
 
 
 def reads(folder: Path) -> list[int]:

@@ -134,7 +134,7 @@ def rewound_is_restarted(
         in mine.first_rank_log
     ), mine.log
     assert [
-        json.loads(line)["id"] for line in (mine.save / "skips.jsonl").read_text().splitlines()
+        json.loads(line)["ranges"] for line in (mine.save / "skips.jsonl").read_text().splitlines()
     ] == ["30-33"]
     its = tmp_path / "its"
     extra += "--data-ledger", str(its / "ledger")

@@ -132,11 +132,9 @@ def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges
     """What a run has skipped up to a checkpoint, and from there on will skip by flags and
     records."""
     lines, _ = skip_log.read(folder.parent)
-    found = skip_log.parse(
-        [*(one for one in state["skips"] if isinstance(one, str)), *lines], str(folder)
-    )
-    records = skip_log.active(found)
-    to_come = typed.joined(place for one in records.values() for place in one.parts.ranges).ranges
+    lines = lines or [one for one in state["skips"] if isinstance(one, str)]
+    records = skip_log.parse(lines, str(folder))
+    to_come = typed.joined(place for one in records for place in one.parts.ranges).ranges
     done = state["iteration"]
     past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
     return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)

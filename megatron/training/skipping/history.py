@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class SkipHistory:
-    """`records`: the active ones, by id; `executed`: ranges [first, last] skipped so far,
-    ascending, `total` iterations in all."""
+    """`records` of what is skipped; `executed`: ranges [first, last] skipped so far, ascending,
+    `total` iterations in all."""
 
-    records: dict[str, SkipRecord] = field(default_factory=dict)
+    records: list[SkipRecord] = field(default_factory=list)
     executed: list[list[int]] = field(default_factory=list)
     total: int = 0
 
     def lines(self) -> list[str]:
         """The records as lines of the file."""
-        return [record.line() for record in self.records.values()]
+        return [record.line() for record in self.records]
 
     def reason(self, iteration: int) -> str:
         """Why an iteration is skipped: `user`, unless a record says otherwise."""
-        others = (r for r in self.records.values() if r.reason != "user")
+        others = (r for r in self.records if r.reason != "user")
         return next((r.reason for r in others if r.parts.is_skipped(iteration)), "user")
 
     def note(self, first: int, last: int) -> None:

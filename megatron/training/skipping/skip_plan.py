@@ -1,14 +1,13 @@
-"""Which iterations a run skips and has skipped: flags, `skips.jsonl` and checkpoints combined.
+"""Which iterations a run skips: those of its flags and those recorded in `skips.jsonl`, the union.
 
-Rank 0 reads and writes the file and resolves them; the result is sent to all ranks, so that they
-have one list.
+Rank 0 reads and writes the file and judges; the result is sent to all ranks, so that they have one
+list.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,31 +15,135 @@ from megatron import log
 from megatron.checkpoint import skip_log, slots, store
 from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.skip_log import Entry, SkipRecord
+from megatron.checkpoint.skip_log import SkipRecord
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan.plan import Plan
-from megatron.config.skip_ranges import FILE_NAME, SkipRanges
+from megatron.config.skip_flags import SHOWN, shorten
+from megatron.config.skip_ranges import FILE_NAME, RANGE_FLAG, SkipRanges
 from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing.save import snapshot_directory
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
-from megatron.training.skipping.resolve import Position, Recorded, Resolution, resolve
 
 WRONG_FLAGS = 2  # the exit code
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where a run continues: iterations done, samples consumed, and which of those iterations were
+    omitted."""
+
+    iteration: int = 0
+    consumed: int = 0
+    executed: Sequence[Sequence[int]] = ()
+
+    @property
+    def omitted(self) -> SkipRanges:
+        """`executed`."""
+        return SkipRanges().joined((first, last) for first, last in self.executed)
+
+
+@dataclass(frozen=True)
 class Skips:
-    """The resolution of what a run skips, and its inputs, so that it can be repeated if another
-    checkpoint is loaded than expected. `saved`: ids in the file of --save."""
+    """The ranges `typed` and the `records` found, each with the file it is from. `saved`: lines
+    in the file of --save; `checkpoints`: those of `load`."""
 
     typed: SkipRanges
-    recorded: Recorded
-    saved: frozenset[str]
-    resolution: Resolution
+    records: Sequence[tuple[str, SkipRecord]] = ()
+    saved: frozenset[str] = frozenset()
+    checkpoints: Sequence[int] = ()
+    load: str = ""
+
+    def all(self) -> SkipRanges:
+        """What is skipped."""
+        recorded = (one for _, record in self.records for one in record.parts.ranges)
+        return SkipRanges().joined(recorded).joined(self.typed.ranges)
+
+    def new(self, at: Position) -> SkipRanges:
+        """What is to be recorded: ranges of the flags that are neither recorded nor behind."""
+        covered = replace(self, typed=at.omitted).all()
+        return SkipRanges(
+            (first, last)
+            for first, last in self.typed.ranges
+            if covered.count_in(first, last) < last - first + 1
+        )
+
+    def problems(self, plan: Plan, at: Position) -> list[str]:
+        """Why a run cannot resume with these at a position."""
+        executed = at.omitted
+        typed = set(self.typed.ranges)
+        wanted = [
+            (one, f"{RANGE_FLAG} {one[0]} {one[1]}", "omit the range") for one in self.typed.ranges
+        ]
+        wanted += [
+            (one, f"{source}: {one[0]}-{one[1]}", "remove it there")
+            for source, record in self.records
+            for one in record.parts.ranges
+            if one not in typed
+        ]
+        found = []
+        for (first, last), name, remedy in wanted:
+            done = min(last, at.iteration)
+            if executed.count_in(first, done) < done - first + 1:
+                found.append(
+                    f"{name}: iterations of {first} to {done} have been trained already, the run "
+                    f"resumes from iteration {at.iteration}; {self._earlier(first)}, or {remedy} "
+                    "[skip-already-trained]"
+                )
+        for source, record in self.records:
+            if record.s1 > at.consumed and not _is_applicable(record, plan, at):
+                found.append(
+                    f"{source}: {record.ranges[:80]} are samples {record.s0} to {record.s1 - 1}, "
+                    "and others with these batch sizes; give those of before, or remove that line "
+                    f"and give the ranges as they are now with {RANGE_FLAG} "
+                    "[skip-record-not-applicable]"
+                )
+        nothing = self.all().nothing_to_train(at.iteration, plan.train_iters)
+        if not found and nothing and self.new(at):
+            found.append(
+                f"{RANGE_FLAG}: nothing to train, iterations {at.iteration + 1} to "
+                f"{plan.train_iters} are skipped; narrow the ranges [skip-leaves-nothing-to-train]"
+            )
+        return shorten(found)
+
+    def listed(self, at: Position) -> list[str]:
+        """A line with the ranges to come and where they are from."""
+        shown = [
+            f"{_short(record.parts)} ({record.reason}, {source})"
+            for source, record in self.records
+            if record.parts.ranges[-1][1] > at.iteration
+        ]
+        if new := self.new(at):
+            shown.append(f"{_short(new)} (user, command line, new)")
+        return ["iterations to skip: " + ", ".join(shown)] if shown else []
+
+    def _earlier(self, first: int) -> str:
+        """The remedy: how to resume from before an iteration."""
+        before = [number for number in self.checkpoints if number < first]
+        if before:
+            return f"give --ckpt-step {max(before)}, the newest checkpoint before them"
+        return (
+            f"{self.load or 'there'} has no checkpoint before them: start a new run without "
+            "--load, into another --save"
+        )
+
+
+def _is_applicable(record: SkipRecord, plan: Plan, at: Position) -> bool:
+    """Whether a record's iterations to come are still its samples."""
+    shift = at.consumed - plan.consumed_samples(at.iteration)
+    first = record.parts.ranges[0][0]
+    last = record.parts.ranges[-1][1]
+    begins = first <= at.iteration or record.s0 == plan.consumed_samples(first - 1) + shift
+    return begins and record.s1 == plan.consumed_samples(last) + shift
+
+
+def _short(parts: SkipRanges) -> str:
+    text = skip_log.spelled(SkipRanges(parts.ranges[:SHOWN]))
+    more = len(parts.ranges) - SHOWN
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips | None]:
@@ -52,83 +155,64 @@ def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, S
     """
     c = config.checkpoint
     recorded_before = runtime.rank == 0 and bool(c.save and os.path.exists(Path(c.save, FILE_NAME)))
-    if not (
-        plan.skips.ranges
-        or config.training.forget_skip
-        or c.load
-        or gather_objects(recorded_before, runtime.ctx.world)[0]
+    if config.training.skip_train or not (
+        plan.skips.ranges or c.load or gather_objects(recorded_before, runtime.ctx.world)[0]
     ):
         return plan, None
     found = None
     failure = None
     if runtime.rank == 0:
         try:
-            recorded, saved, at = (
-                (Recorded(), frozenset(), Position())
-                if config.training.skip_train
-                else _recorded(c)
-            )
-            found = Skips(
-                plan.skips,
-                recorded,
-                saved,
-                resolve(plan, plan.skips, config.training.forget_skip or (), recorded, at),
-            )
+            found = _recorded(c, plan.skips)
         except CheckpointError as error:
             failure = str(error), error.errno
     found, failure = gather_objects((found, failure), runtime.ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
     assert found is not None, "rank 0 has made it"
-    if not config.training.skip_train:
-        _tell(found.resolution)
-    return replace(plan, skips=found.resolution.skips), found
-
-
-def _tell(resolution: Resolution) -> None:
-    if resolution.problems:
-        raise Refusal("\nerror: ".join(resolution.problems), WRONG_FLAGS)
-    for text in resolution.notes:
+    skips, at = found
+    _judge(skips, plan, at)
+    for text in skips.listed(at):
         log.print_rank_0(text)
+    return replace(plan, skips=skips.all().cut(plan.train_iters)), skips
 
 
-def _recorded(c: CheckpointConfig) -> tuple[Recorded, frozenset[str], Position]:
-    """What is on disk: records of the checkpoint, of the run it is of and of --save, the last one
-    counting; the ids that the last of these has; and where the run continues."""
+def _judge(skips: Skips, plan: Plan, at: Position) -> None:
+    if problems := skips.problems(plan, at):
+        raise Refusal("\nerror: ".join(problems), WRONG_FLAGS)
+
+
+def _recorded(c: CheckpointConfig, typed: SkipRanges) -> tuple[Skips, Position]:
+    """What is on disk: the records of the directories of --load and --save (of a checkpoint alone:
+    its copy of them), and where the run continues."""
     state = _expected(c)
     at = Position()
-    entries: list[Entry] = []
-    origins: dict[str, str] = {}
-
-    def take(lines: list[str], source: str) -> list[Entry]:
-        new = skip_log.parse(lines, source)
-        origins.update((name, source) for name, _ in new)
-        entries.extend(new)
-        return new
-
     root = None
     if c.load and not c.finetune:
         root = Path(c.load).parent if store.is_checkpoint(Path(c.load)) else Path(c.load)
+    records: dict[SkipRecord, str] = {}
+    saved: list[str] = []
     if state is not None:
         at = Position(state.iteration, state.consumed_train_samples, state.skipped_ranges())
-        take([one for one in state.skips if isinstance(one, str)], "the checkpoint")
-    saved: list[Entry] = []
+        if root and not (root / FILE_NAME).exists():
+            lines = [one for one in state.skips if isinstance(one, str)]
+            records = dict.fromkeys(skip_log.parse(lines, "the checkpoint"), "the checkpoint")
     for directory in dict.fromkeys(str(Path(path)) for path in (root, c.save) if path):
-        lines, torn = skip_log.read(directory)
-        source = f"{directory}/{skip_log.FILE_NAME}"
+        saved, torn = skip_log.read(directory)
+        source = f"{directory}/{FILE_NAME}"
         if torn:
             log.print_rank_0(
                 f"WARNING: {source}: its last line was cut off while it was written and does not "
                 f"count: {torn[:80]!r}"
             )
-        saved = take(lines, source)
-    recorded = Recorded(
-        skip_log.active(entries),
-        origins,
+        records |= dict.fromkeys(skip_log.parse(saved, source), source)
+    return Skips(
+        typed,
+        [(source, record) for record, source in records.items()],
+        frozenset(record.line() for record in skip_log.parse(saved, "") if c.save),
         store.iterations(root) if root else (),
         str(root or ""),
-    )
-    return recorded, frozenset(skip_log.active(saved) if c.save else ()), at
+    ), at
 
 
 def _expected(c: CheckpointConfig) -> RunState | None:
@@ -149,101 +233,35 @@ def _expected(c: CheckpointConfig) -> RunState | None:
 
 
 def start_skips(run: Run, skips: Skips | None) -> None:
-    """After checkpoint and data are loaded: resolve again if it is another checkpoint than
+    """After checkpoint and data are loaded: judge again, since it may be an older checkpoint than
     expected, and record what is new. Raises as `resolve_skips` and `record_skip` do."""
-    if skips is None or run.config.training.skip_train:
+    if skips is None:
         return
-    resolution = skips.resolution
     progress = run.progress
-    if progress.iteration != resolution.iteration:
-        at = Position(
-            progress.iteration, progress.consumed_train_samples, run.progress.skip_history.executed
-        )
-        resolution = resolve(
-            run.plan, skips.typed, run.config.training.forget_skip or (), skips.recorded, at
-        )
-        _tell(resolution)
-        run.plan = replace(run.plan, skips=resolution.skips)
-    world = run.runtime.ctx.world
-    made = None
-    if run.runtime.rank == 0:
-        made = _changes(run, skips, resolution)
-    made = gather_objects(made, world)[0]
-    assert made is not None, "rank 0 has made it"
-    kept, lines, notes = made
-    run.progress.skip_history.records = skip_log.active(
-        skip_log.parse(kept, "the records that count")
+    at = Position(
+        progress.iteration, progress.consumed_train_samples, progress.skip_history.executed
     )
-    for text in notes:
-        log.print_rank_0(text)
-    _append(run, lines)
+    _judge(skips, run.plan, at)
+    records = [record for _, record in skips.records]
+    if new := skips.new(at):
+        records.append(_new_record(run, new, "user", "command line"))
+    progress.skip_history.records = gather_objects(records, run.runtime.ctx.world)[0]
+    lines = [record.line() for record in progress.skip_history.records]
+    _append(run, [line for line in lines if line not in skips.saved])
 
 
-def _changes(
-    run: Run, skips: Skips, resolution: Resolution
-) -> tuple[list[str], list[str], list[str]]:
-    """(active records, lines that the file of --save lacks, what to print), on rank 0."""
-    kept = []
-    lines = []
-    notes = []
-    now = order_hash(run)
-    for name, record in resolution.kept.items():
-        line = record.line()
-        if record.hash != now and record.s1 > run.progress.consumed_train_samples:
-            line = new_record(
-                run,
-                record.parts,
-                record.reason,
-                f"{record.source}; the data order was {record.hash}",
-                now,
-            ).line()
-            notes.append(
-                f"WARNING: {skips.recorded.origins[name]}: {name} was recorded with another order "
-                "of the data (seed, sequence length, batch sizes or data set): it is samples "
-                f"{record.s0} to {record.s1 - 1} of the order that the data have now"
-            )
-            lines.append(line)
-        elif name not in skips.saved:
-            lines.append(line)
-        kept.append(line)
-    for name, reason, place in resolution.moved:
-        new = new_record(run, SkipRanges([place]), reason, f"was {name}", now).line()
-        kept.append(new)
-        lines += [skip_log.forget_line(name), new]
-    lines += [skip_log.forget_line(name) for name in resolution.forgotten]
-    typed = [
-        new_record(run, one, "user", "command line", now).line()
-        for one in skip_log.grouped(resolution.new)
-    ]
-    return kept + typed, lines + typed, notes
-
-
-def order_hash(run: Run) -> str:
-    """16 digits of what determines the data of a sample number: batch sizes, sequence length, seed,
-    training data."""
-    order = {key: run.progress.data_order.get(key) for key in ("train", "sampler")}
-    recorded = [run.plan.batch.steps, run.config.model.seq_length, run.config.training.seed, order]
-    return hashlib.sha256(json.dumps(recorded, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def new_record(run: Run, parts: SkipRanges, reason: str, source: str, order: str) -> SkipRecord:
-    """The record of these iterations, as of now; `order`: what `order_hash` gives."""
+def _new_record(run: Run, parts: SkipRanges, reason: str, source: str) -> SkipRecord:
+    """The record of these iterations, as of now."""
     plan = run.plan
-    progress = run.progress
-    names = skip_log.named(parts)
-    shift = progress.consumed_train_samples - plan.consumed_samples(progress.iteration)
-    s0 = plan.consumed_samples(names["a"] - 1) + shift
-    s1 = plan.consumed_samples(names["b"]) + shift
-    tokens = plan.batch.samples_in(parts) * run.config.model.seq_length
+    shift = run.progress.consumed_train_samples - plan.consumed_samples(run.progress.iteration)
     return SkipRecord(
-        **names,
-        s0=s0,
-        s1=s1,
-        tokens=tokens,
+        skip_log.spelled(parts),
+        s0=plan.consumed_samples(parts.ranges[0][0] - 1) + shift,
+        s1=plan.consumed_samples(parts.ranges[-1][1]) + shift,
+        tokens=plan.batch.samples_in(parts) * run.config.model.seq_length,
         reason=reason,
         source=source,
         time=skip_log.now(),
-        hash=order,
     )
 
 
@@ -269,12 +287,10 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
 
     Samples that are open must be reopened. Raises CheckpointError where it cannot be written.
     """
-    new = new_record(run, SkipRanges([(first, last)]), reason, source, order_hash(run))
-    line = gather_objects(new.line(), run.runtime.ctx.world)[0]
-    _append(run, [line])
-    ((_, record),) = skip_log.parse([line], "the new record")
-    assert record is not None
-    run.progress.skip_history.records[record.id] = record
+    new = _new_record(run, SkipRanges([(first, last)]), reason, source)
+    record = gather_objects(new, run.runtime.ctx.world)[0]
+    _append(run, [record.line()])
+    run.progress.skip_history.records.append(record)
     run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
     log.print_rank_0(
         f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} "
