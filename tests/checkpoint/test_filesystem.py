@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpoint import filesystem as disk_module
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk
+from tests import problems
 
 
 class Noting(Disk):
@@ -32,7 +33,7 @@ def test_write_file_writes_all_and_syncs_before_it_returns(tmp_path, monkeypatch
     noting.write_file(tmp_path / "x", b"0123456789" * 5)
     assert (tmp_path / "x").read_bytes() == b"0123456789" * 5
     assert [action for action, _ in noting.steps] == ["create", "write", "fsync"]
-    with pytest.raises(CheckpointError, match="cannot create .*x: File exists"):
+    with problems.raises(CheckpointError, "file-operation-failed", "File exists"):
         noting.write_file(tmp_path / "x", b"again")
     assert (tmp_path / "x").read_bytes() == b"0123456789" * 5
 
@@ -88,7 +89,7 @@ def test_make_root_makes_parents_and_syncs_each(tmp_path):
     noting.make_root(tmp_path / "a" / "b")
     assert len(noting.steps) == 4
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot create directory .*file: File exists"):
+    with problems.raises(CheckpointError, "file-operation-failed", "File exists"):
         noting.make_root(tmp_path / "file" / "c")
 
 
@@ -102,7 +103,7 @@ def test_exchange_swaps_two_directories_or_says_it_cannot(tmp_path, monkeypatch)
         and (tmp_path / "a" / "who").read_text() == "b"
         and (tmp_path / "b" / "who").read_text() == "a"
     )
-    with pytest.raises(CheckpointError, match="No such file"):
+    with problems.raises(CheckpointError, "file-operation-failed", "No such file"):
         DISK.exchange(tmp_path / "a", tmp_path / "c")
 
     class Library:

@@ -10,6 +10,7 @@ import pytest
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
 from megatron.checksums import crc32
+from tests import problems
 
 FILE = "weights_00000.safetensors"
 
@@ -143,7 +144,7 @@ def test_nonsense_with_a_right_checksum():
         text = b'{"crc32": "00000000",\n' + body
         with pytest.raises(CheckpointError):
             parse(text.replace(b"00000000", crc32(text).encode(), 1), "there")
-    with pytest.raises(CheckpointError, match="not a manifest of this suite"):
+    with problems.raises(CheckpointError, "checkpoint-damaged"):
         parse(b'{"sharded_backend": "torch_dist"}', "there")
 
 
@@ -193,7 +194,7 @@ def test_cover_is_judged_right_for_random_cuts(seed):
     runs = [((low, high), (0, 3)) for low, high in zip([0, *cuts], [*cuts, 20], strict=True)]
     rng.shuffle(runs)
     merge([part(0, {"b": ((20, 3), "F32", runs)})], {}, "all")
-    with pytest.raises(CheckpointError, match="a rank's part is missing"):
+    with problems.raises(CheckpointError, "checkpoint-damaged"):
         merge([part(0, {"b": ((20, 3), "F32", runs[1:])})], {}, "all")
     with pytest.raises(CheckpointError, match="overlap"):
         merge([part(0, {"b": ((20, 3), "F32", [*runs[1:], ((0, 20), (2, 3))])})], {}, "all")

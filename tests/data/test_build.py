@@ -16,6 +16,7 @@ from megatron.data.data_order import data_order_differences, data_order_fingerpr
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sampler import SequentialSampler
+from tests import problems
 from tests.data.corpora import build_datasets, data_flags, write_corpus
 
 COMMON = {"sequence_length": 8, "seed": 7, "vocab_size": 1000, "eod": 999}
@@ -36,7 +37,7 @@ def build(sizes=(50, 20, 4), changes=None, **flags):
 
 
 def test_data_must_be_named():
-    with pytest.raises(ValueError, match="--data-path: no data is named"):
+    with problems.raises(ValueError, "data-missing", "--data-path"):
         read_blends(DataConfig())
 
 
@@ -91,7 +92,7 @@ def test_a_directory_nobody_can_write_to(corpora, tmp_path, capsys):
     train, _, _ = build((50, 0, 0), data_path=[corpora[0]])
     text = capsys.readouterr().out
     assert len(train) >= 50 and text.count("WARNING") == 1 and "--data-cache-path" in text
-    with pytest.raises(ValueError, match="--data-cache-path .*cannot be written"):
+    with problems.raises(ValueError, "path-not-writable", "--data-cache-path"):
         build(data_path=[corpora[0]], data_cache_path=str(tmp_path / "a" / "x"))
 
 
@@ -224,14 +225,14 @@ def test_requests_the_data_cannot_meet(corpora, flags, sizes, changes, words):
 
 
 def test_weights_need_a_size(corpora):
-    with pytest.raises(ValueError, match="weights need a number of train samples"):
+    with problems.raises(ValueError, "weights-without-number-of-samples"):
         build((None, 0, 0), data_path=["1", corpora[0], "2", corpora[1]])
 
 
 def test_missing_data_is_one_message(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nothing.idx: no such file; make it with"):
+    with problems.raises(FileNotFoundError, "data-not-found", "nothing.idx"):
         build(data_path=[str(tmp_path / "nothing")])
-    with pytest.raises(FileNotFoundError, match="0.3 looks like a weight"):
+    with problems.raises(FileNotFoundError, "data-not-found", "0.3"):
         build(data_path=["0.3", str(tmp_path / "a"), "0.7"])
 
 

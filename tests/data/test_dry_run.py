@@ -11,6 +11,7 @@ from megatron.data.blend import members as blend_members
 from megatron.data.dry_run import Shortage, read_splits, shortages
 from megatron.data.indexed_dataset import HEADER
 from megatron.data.plan_table import Row
+from tests import problems
 from tests.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
 
 
@@ -157,7 +158,7 @@ def test_scattered_sequences_are_planned_in_megatrons_order(tmp_path: Path) -> N
         flags, sequence_length=8, seed=1, sizes=(50, 0, 0), vocab_size=9000, eod=8999, rows=rows
     )
     assert planned_rows(flags, (50, 0, 0), 8) == rows
-    with pytest.raises(ValueError, match="--data-order epoch reads tokens in place"):
+    with problems.raises(ValueError, "data-not-contiguous", "--data-order"):
         planned_rows(
             data_flags(data_path=[prefix], split="1,0,0", data_order="epoch"), (50, 0, 0), 8
         )

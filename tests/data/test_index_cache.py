@@ -10,9 +10,9 @@ import pickle
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from megatron.data.index_cache import IndexCache
+from tests import problems
 
 ARRAYS = {"a": np.arange(5, dtype=np.int32), "b": np.zeros((2, 2), np.int64)}
 
@@ -78,7 +78,7 @@ def test_an_unwritable_directory_is_said_once(tmp_path, capsys):
 
 def test_an_unwritable_directory_the_user_asked_for_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="--data-cache-path .*cannot be written"):
+    with problems.raises(ValueError, "path-not-writable", "--data-cache-path"):
         IndexCache(str(tmp_path / "file" / "cache"), "--data-cache-path").writable()
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_while_writing(tmp_path, monkeypatch, capsys):
     arrays = IndexCache(str(tmp_path)).store("Kind", "text", ARRAYS)
     assert (arrays["a"] == ARRAYS["a"]).all() and list(tmp_path.iterdir()) == []
     assert "No space left on device" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--data-cache-path"):
+    with problems.raises(ValueError, "path-not-writable", "--data-cache-path"):
         IndexCache(str(tmp_path), "--data-cache-path").store("Kind", "text", ARRAYS)
 
 

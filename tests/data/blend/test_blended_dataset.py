@@ -21,6 +21,7 @@ from megatron.data.blend.splits import normalize, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
+from tests import problems
 from tests.data.corpora import write_corpus
 
 
@@ -65,7 +66,7 @@ def test_splits(split, matrix):
     "split", ["", "a,b,c", "0,0,0", "1,2,3,4", "1.2.3,4", "-5,50,50", "1,nan,2", "inf,1,1", "8;2"]
 )
 def test_bad_splits(split):
-    with pytest.raises(ValueError, match="--split .*three shares"):
+    with problems.raises(ValueError, "split-malformed", "--split"):
         parse_split(split)
 
 
@@ -139,7 +140,7 @@ def test_bad_blend_files(tmp_path, text, words):
 
 
 def test_a_missing_blend_file():
-    with pytest.raises(ValueError, match="--data-args-path /gone: cannot be read"):
+    with problems.raises(ValueError, "file-not-readable", "--data-args-path"):
         read_blend_file("/gone")
 
 
@@ -217,7 +218,7 @@ def test_asking_one_dataset_for_too_much(members):
     "weights", [[1, 0, 1], [1, -1, 1], [math.nan, 1, 1], [math.inf, 1, 1], [0, 0, 0]]
 )
 def test_bad_weights(members, weights):
-    with pytest.raises(ValueError, match="--data-path: weights"):
+    with problems.raises(ValueError, "blend-malformed", "--data-path"):
         BlendedDataset(members, weights, 5)
 
 

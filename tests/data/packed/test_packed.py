@@ -20,6 +20,7 @@ from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, Packi
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
+from tests import problems
 from tests.data.packed.packed_files import Listed, build, write_lines, write_pair
 
 MODES = ("pieces", "blocks", "padded")
@@ -163,9 +164,8 @@ def test_a_global_batch_is_the_same_rows_on_any_number_of_ranks(dp_size, micro_b
         consumed = range(16 * step, 16 * step + 16, micro_batch * dp_size)
         taken = [n for at in consumed for sampler in samplers for n in sampler.micro_batch(at)]
         assert taken == list(range(rows * step, rows * step + rows))
-    with pytest.raises(
-        ValueError,
-        match="--packed-samples: 3 consumed samples are not a multiple of --micro-batch-size 2",
+    with problems.raises(
+        ValueError, "resume-inside-a-row", "--packed-samples", "--micro-batch-size"
     ):
         PackedSampler(100, 2).micro_batch(3)
     assert PackedSampler(100, 2, 0, 2).micro_batches_left(0) == 50
@@ -279,7 +279,7 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
                 prefix,
                 document,
             )
-    with pytest.raises(ValueError, match="--document 30: .*a has the documents 0 to 29"):
+    with problems.raises(ValueError, "value-out-of-range", "--document", "30", "29"):
         dataset.samples_showing(dataset.prefixes()[0], 30)
 
 
@@ -427,7 +427,7 @@ def test_a_parent_with_the_name_of_a_subset_does_no_harm(tmp_path):
     write_lines(tmp_path / "en/data/cn/a.bin", [ids(1, 9)])
     write_lines(tmp_path / "en/data/en/a.bin", [ids(1, 9)])
     assert [s for s, _ in open_files([str(tmp_path / "en/data")])[1]] == ["cn", "en"]
-    with pytest.raises(FileNotFoundError, match="the directory holds no .bin"):
+    with problems.raises(FileNotFoundError, "packed-folder-without-data", ".bin"):
         (tmp_path / "empty").mkdir()
         open_files([str(tmp_path / "empty")])
 
@@ -451,7 +451,5 @@ def test_the_dummy_data_of_the_demos():
         )
     kept = file.order.nbytes + file.ends.nbytes + file.file.lengths.nbytes
     assert kept < 20_000_000, kept
-    with pytest.raises(
-        ValueError, match="--dummy-data internlm: has ids up to 199, the vocabulary has 100"
-    ):
+    with problems.raises(ValueError, "token-id-out-of-range", "--dummy-data", "199", "100"):
         build(None, dummy_data="internlm", vocab=100)

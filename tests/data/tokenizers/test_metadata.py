@@ -11,6 +11,7 @@ from megatron.data.megatron_order import check_tokenizer
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.build import NullTokenizer
 from megatron.data.tokenizers.metadata import describe, fingerprint
+from tests import problems
 from tests.data.corpora import data_flags, write_corpus
 from tests.data.vocabularies import MERGES, write_bpe
 
@@ -41,10 +42,7 @@ def test_another_vocabulary_is_refused(
         {"valid_data_path": ["0.5", prefix, "0.5", prefix]},
     ):
         check_tokenizer(data_flags(**flags), mine.identity())
-        with pytest.raises(
-            ValueError,
-            match=f"{prefix}: was made by GPT2BPETokenizer .*give the vocabulary it was made",
-        ):
+        with problems.raises(ValueError, "data-of-another-tokenizer", prefix):
             check_tokenizer(data_flags(**flags), other.identity())
     check_tokenizer(data_flags(data_path=[prefix]), NullTokenizer(300).identity())
     check_tokenizer(data_flags(mock_data=True), other.identity())
@@ -70,7 +68,7 @@ def test_a_damaged_note_is_named(
 ) -> None:
     mine, _, prefix = made
     Path(f"{prefix}.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=f"{prefix}.json: does not say which tokenizer"):
+    with problems.raises(ValueError, "tokenizer-record-malformed", prefix, ".json"):
         check_tokenizer(data_flags(data_path=[prefix]), mine.identity())
 
 
