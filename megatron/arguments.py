@@ -282,10 +282,14 @@ class FlagAction(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-@functools.cache
 def flags_of(tree: type) -> Mapping[str, Flag]:
     """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling
     stands only once."""
+    return _flags_of(tree)
+
+
+@functools.cache  # apart, because mypy takes the class of a frozen dataclass for unhashable
+def _flags_of(tree: type) -> Mapping[str, Flag]:
     found: dict[str, Flag] = {}
     for group, owner in typing.get_type_hints(tree).items():
         for name, flag in flags_of_group(owner, group).items():

@@ -11,7 +11,8 @@ from typing import Any
 class Timers:
     """Accumulating stopwatches by name; names above `level` cost nothing.
 
-    Names in `watched` are measured at every level and also summed apart, for `pop_watched`.
+    Names in `watched`, which may be set, are measured at every level and also summed apart, for
+    `pop_watched`.
     `stream`: (a function that marks a moment of the device's own time without waiting, the seconds
     between two of them); spans above level 0 then take it, and wait for the device when popped.
     """
@@ -20,12 +21,11 @@ class Timers:
         self,
         level: int = 0,
         synchronize: Callable[[], None] = lambda: None,
-        watched: Collection[str] = (),
         stream: tuple[Callable[[], Any], Callable[[Any, Any], float]] | None = None,
     ):
         self._level = level
         self._synchronize = synchronize
-        self._watched = frozenset(watched)
+        self.watched: Collection[str] = ()
         self._watched_seconds = 0.0
         self._elapsed: dict[str, float] = {}
         self._stream = stream
@@ -35,7 +35,7 @@ class Timers:
     def __call__(self, name: str, level: int = 0) -> Iterator[None]:
         """Add the time of the block to `name`, when `level` is at most the level asked for."""
         listed = level <= self._level
-        if not listed and name not in self._watched:
+        if not listed and name not in self.watched:
             yield
             return
         if listed:
@@ -60,7 +60,7 @@ class Timers:
     def _add(self, name: str, listed: bool, seconds: float) -> None:
         if listed:
             self._elapsed[name] = self._elapsed.get(name, 0.0) + seconds
-        if name in self._watched:
+        if name in self.watched:
             self._watched_seconds += seconds
 
     def _collect(self) -> None:

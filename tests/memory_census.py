@@ -71,7 +71,7 @@ def watch() -> None:
     census.__enter__()
     peaks: list[int] = []
     step = loop.train_step
-    train = loop.pretrain
+    train = loop.train
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         census.peak = census.live
@@ -79,7 +79,7 @@ def watch() -> None:
         peaks.append(census.peak)
         return out
 
-    def pretrain(run: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_all(run: Any, *args: Any, **kwargs: Any) -> Any:
         found = train(run, *args, **kwargs)
         census.__exit__(None, None, None)
         file = Path(run.config.logging.metrics_file).with_name(f"census.{os.environ['RANK']}")
@@ -87,7 +87,7 @@ def watch() -> None:
         return found
 
     loop.train_step = train_step
-    loop.pretrain = pretrain
+    loop.train = train_all
 
 
 def read(folder: Path, rank: int) -> int:

@@ -158,15 +158,15 @@ def watch() -> None:
     recorder = Recorder()
     recorder.install()
     loop.train_step = recorder.step(loop.train_step)
-    finished = loop.pretrain
+    finished = loop.train
 
-    def pretrain(run: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_all(run: Any, *args: Any, **kwargs: Any) -> Any:
         found = finished(run, *args, **kwargs)
         file = Path(run.config.logging.metrics_file).with_name(f"calls.{os.environ['RANK']}")
         file.write_text(json.dumps(recorder.steps))
         return found
 
-    loop.pretrain = pretrain
+    loop.train = train_all
 
 
 def watch_balanced() -> None:

@@ -1,4 +1,4 @@
-"""Whole training runs for tests: the real `pretrain_gpt.main` on forked ranks, and what such a run
+"""Whole training runs for tests: the real `pretrain_gpt.pretrain` on forked ranks, and what such a run
 leaves behind."""
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _rank(
         contextlib.redirect_stderr(file),
     ):
         try:
-            plot().main(argv, services=services)
+            plot().pretrain(argv, services=services)
         except SystemExit as leave:
             return leave.code if isinstance(leave.code, int) else 0
         finally:

@@ -25,7 +25,7 @@ from megatron.arguments import (
     to_args_text,
     values_of,
 )
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tests.problems import assert_problem, codes_of, raises
 
 
@@ -421,17 +421,17 @@ def _other_value(flag: Flag, draw: random.Random):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_configuration_written_as_flags_reads_back_equal(seed, tmp_path: Path):
     draw = random.Random(seed)
-    flags = flags_of(Config)
+    flags = flags_of(RunConfig)
     chosen = {
         name: _other_value(flag, draw)
         for name, flag in flags.items()
         if seed == 0 or draw.random() < 0.3
     }
-    config = config_from(Config, chosen)
+    config = config_from(RunConfig, chosen)
     file = tmp_path / "args"
     file.write_text(to_args_text(config), encoding="utf-8")
-    parser = build_parser(Config, prog="x", description="d")
-    assert config_from(Config, parse_typed(parser, [f"@{file}"])) == config
+    parser = build_parser(RunConfig, prog="x", description="d")
+    assert config_from(RunConfig, parse_typed(parser, [f"@{file}"])) == config
 
 
 def test_defaults_are_not_written_and_names_can_be_left_out():

@@ -86,7 +86,8 @@ def test_spans_within_a_step_take_the_devices_time():
     read = []
     stream = (lambda: next(moments), lambda start, end: read.append(start) or end - start)
     waits = []
-    timers = Timers(1, lambda: waits.append(1), ("wait",), stream)
+    timers = Timers(1, lambda: waits.append(1), stream)
+    timers.watched = ("wait",)
     with timers("step", 1):
         with timers("wait", 2):
             pass

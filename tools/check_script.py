@@ -25,6 +25,7 @@ from pathlib import Path
 from megatron.arguments import Parser, arg, is_flag, parse
 from megatron.config import command_line
 from megatron.config.megatron_compat import flags as megatron_flags
+from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
 from tools.script.read_shell import Script, ranks, read_recipe, read_shell, shown
 from tools.shared.program import read
@@ -68,12 +69,13 @@ def fate(flags: Parser, words: Sequence[str]) -> str:
     if foreign is None:
         return "supported"
     value = parsed.typed[flag.name]
-    if foreign.shown(value) is None:
+    given = foreign.shown(value)
+    if given is None:
         return "the default"
     if foreign.refuses(value):
         return "ERROR, see below"
     if foreign.verdict == megatron_flags.READ_AS:
-        return f"read as {' '.join(megatron_flags.replaced(parsed.typed)[foreign.shown(value)])}"
+        return f"read as {' '.join(megatron_flags.replaced(parsed.typed)[given])}"
     if foreign.verdict == megatron_flags.MORE:
         return f"more than requested: {foreign.text}"
     return f"no effect: {foreign.text}"
@@ -81,7 +83,7 @@ def fate(flags: Parser, words: Sequence[str]) -> str:
 
 def table(words: Sequence[str]) -> list[str]:
     """A line for each flag."""
-    flags = command_line.parser()
+    flags = command_line.parser(RunConfig)
     starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
     rows = [words[a:b] for a, b in zip(starts, [*starts[1:], len(words)], strict=True)]
     width = min(44, max((len(shown(list(row))) for row in rows), default=0))
@@ -90,7 +92,7 @@ def table(words: Sequence[str]) -> list[str]:
 
 def fewest_ranks(words: Sequence[str]) -> int:
     """The ranks of one copy of the model."""
-    typed = parse(command_line.parser(), list(words)).typed
+    typed = parse(command_line.parser(RunConfig), list(words)).typed
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     found = 1
     for name in sizes:
@@ -100,7 +102,7 @@ def fewest_ranks(words: Sequence[str]) -> int:
 
 def report(script: Script, world_size: int) -> tuple[list[str], bool]:
     """(lines, is it accepted?)."""
-    notes, problems = command_line.judge(script.words, world_size)
+    notes, problems = command_line.judge(script.words, world_size, RunConfig)
     lines = [f"pretrain_gpt.py with {world_size} rank{'s' * (world_size > 1)}:"]
     lines += table(script.words)
     if script.unresolved:

@@ -15,9 +15,10 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.goodput import failure_lines, read_goodput, table
-from megatron.analysis.plots import draw_goodput, picture_problems
+from megatron.analysis.plots import picture_problems
 from megatron.arguments import arg
+from megatron.features.goodput.accounting import failure_lines, read_goodput, table
+from megatron.features.goodput.picture import draw_goodput
 from tools.shared.program import read
 
 DESCRIPTION = (

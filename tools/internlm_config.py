@@ -25,7 +25,7 @@ from pathlib import Path
 from megatron.arguments import Problems, arg, config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.checks import rules as check
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tools.internlm.read_config import ConfigError, read_config
 from tools.internlm.to_flags import to_flags
 from tools.shared.program import read
@@ -50,10 +50,12 @@ class Options:
 def refused(words: Sequence[str], world_size: int) -> list[str]:
     """What pretrain_gpt.py would say against these flags, but for files that are not here."""
     try:
-        typed = parse_typed(command_line.parser(), words)
+        typed = parse_typed(command_line.parser(RunConfig), words)
     except Problems as error:
         return error.lines
-    return check.problems(config_from(Config, typed | {"dry_run": True}), world_size, tuple(typed))
+    return check.problems(
+        config_from(RunConfig, typed | {"dry_run": True}), world_size, tuple(typed)
+    )
 
 
 def main(argv: Sequence[str]) -> int:

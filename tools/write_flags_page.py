@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config.
+"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config and
+megatron/features.
 
 Run it after a flag changed; tests/house/test_flags.py fails while the page and the declarations
 differ.
@@ -31,16 +32,17 @@ from megatron.config.megatron_compat.flags import (
     ForeignFlag,
     prefixes,
 )
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tools.shared.program import read
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of pretrain_gpt.py
 
-Generated from the declarations in `megatron/config` by `python tools/write_flags_page.py`; do not
-edit it. Flags may also be read from a file: `pretrain_gpt.py @my.args --lr 1e-4` (shell quoting,
-`#` comments; the command line wins over the file).
+Generated from the declarations in `megatron/config` and `megatron/features` by
+`python tools/write_flags_page.py`; do not edit it. Flags may also be read from a file:
+`pretrain_gpt.py @my.args --lr 1e-4` (shell quoting, `#` comments; the command line wins over the
+file).
 A flag that is in no table below is an error that names the nearest ones.
 """
 HEADS = {
@@ -95,7 +97,7 @@ def foreign_rows(flags: Iterable[ForeignFlag]) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    parser = build_parser(Config, prog="pretrain_gpt.py", description="")
+    parser = build_parser(RunConfig, prog="pretrain_gpt.py", description="")
     lines = [HEAD.rstrip("\n")]
     for group, title in parser.sections.items():
         lines += ["", f"## {title.rstrip('.')}"] + own_rows(

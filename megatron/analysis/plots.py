@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from megatron.analysis.goodput import KINDS, Goodput
 from megatron.analysis.log_reader import Record
 from megatron.analysis.run_reader import PANELS, Curve, Run, smoothed
 from megatron.analysis.spike_events import Event, not_judged
@@ -18,25 +17,6 @@ NOT_JUDGED = "#9e9e9e"
 RUNS = ("#1f77b4", "#d95f02", "#2a9d4e", "#8e44ad", "#c0392b", "#16a2b8", "#7f6a00", "#555555")
 ENDINGS = (".png", ".svg", ".pdf")
 VISIBLE = 0.001  # of the height of a picture of memory
-
-KIND_COLORS = dict(
-    zip(
-        KINDS,
-        (
-            "#2a9d4e",
-            "#c0392b",
-            "#7f6a00",
-            "#8e44ad",
-            "#1f77b4",
-            "#16a2b8",
-            "#d95f02",
-            "#f0b429",
-            "#9e9e9e",
-            "#d9d9d9",
-        ),
-        strict=True,
-    )
-)
 
 
 def picture_problems(output: str | None) -> list[str]:
@@ -62,7 +42,7 @@ def skipped_bands(records: Sequence[Record]) -> list[tuple[int, int]]:
 
 def draw(path: str, run: Run, events: Sequence[Event], saved: Sequence[int]) -> None:
     """Draw the run into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
-    matplotlib = _matplotlib(f"--plot {path}")
+    matplotlib = load_matplotlib(f"--plot {path}")
     figure = matplotlib.figure.Figure(figsize=(10, 5.6), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     top.plot(*run.panels["loss"], color=LOSS, linewidth=1)
@@ -113,7 +93,7 @@ def draw(path: str, run: Run, events: Sequence[Event], saved: Sequence[int]) -> 
             frameon=False,
             fontsize=9,
         )
-    _save(figure, path, "--plot")
+    save_figure(figure, path, "--plot")
 
 
 # matplotlib's Axes
@@ -152,7 +132,7 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
     """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with
     `window` above 1 the mean over that many neighbouring points, and the points themselves faintly.
     Raises ValueError where that cannot be."""
-    matplotlib = _matplotlib(f"--output {path}")
+    matplotlib = load_matplotlib(f"--output {path}")
     shown = [name for name in PANELS if any(run.panels.get(name) for run in runs)]
     heights = [2.0 if name == "loss" else 1.0 for name in shown]
     size = (10, 1.2 + 1.55 * sum(heights))
@@ -194,44 +174,13 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
     grid[-1].set_xlabel("iteration")
     grid[0].legend(loc="upper right", frameon=False, fontsize=9)
     figure.align_ylabels(list(grid))
-    _save(figure, path, "--output")
-
-
-def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
-    """Draw what each run did on a time axis, one bar per run, into an .svg, .png or .pdf. Raises
-    ValueError where that cannot be."""
-    matplotlib = _matplotlib(f"--output {path}")
-    longest = max(run.seconds for run in runs)
-    unit, divisor = next(
-        one
-        for one in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-        if longest >= 2 * one[1] or one[1] == 1.0
-    )
-    size = (10, 1.6 + 0.7 * len(runs))
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-    axes = figure.subplots()
-    for row, run in enumerate(runs):
-        for span in run.spans:
-            axes.broken_barh(
-                [((span.start - run.spans[0].start) / divisor, span.seconds / divisor)],
-                (row - 0.35, 0.7),
-                color=KIND_COLORS[span.kind],
-                linewidth=0,
-            )
-    axes.set_yticks(range(len(runs)), [f"{run.name}\n{run.share:.1%} effective" for run in runs])
-    axes.invert_yaxis()
-    axes.set_xlim(0, longest / divisor)
-    axes.set_xlabel(f"{unit} since the first start")
-    axes.spines[["top", "right"]].set_visible(False)
-    shown = [kind for kind in KINDS if any(run.of(kind) for run in runs)]
-    _legend(matplotlib, figure, {kind: KIND_COLORS[kind] for kind in shown})
-    _save(figure, path, "--output")
+    save_figure(figure, path, "--output")
 
 
 def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
     """Draw the memory of traced ranks over the operations of a step, by kind, one above the other,
     into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
-    matplotlib = _matplotlib(f"--output {path}")
+    matplotlib = load_matplotlib(f"--output {path}")
     most = max(sum(point) for one in ranks for point in zip(*one.bytes.values(), strict=True))
     kinds = [
         kind
@@ -256,11 +205,11 @@ def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
         axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(unit="B"))
         axes.spines[["top", "right"]].set_visible(False)
     grid[-1].set_xlabel("operations of the step")
-    _legend(matplotlib, figure, colors)
-    _save(figure, path, "--output")
+    add_legend(matplotlib, figure, colors)
+    save_figure(figure, path, "--output")
 
 
-def _matplotlib(flag: str) -> ModuleType:
+def load_matplotlib(flag: str) -> ModuleType:
     try:
         import matplotlib.figure
         import matplotlib.patches
@@ -274,7 +223,7 @@ def _matplotlib(flag: str) -> ModuleType:
 
 
 # matplotlib's Figure
-def _legend(matplotlib: ModuleType, figure, colors: Mapping[str, str]) -> None:
+def add_legend(matplotlib: ModuleType, figure, colors: Mapping[str, str]) -> None:
     patches = matplotlib.patches
     figure.legend(
         handles=[patches.Patch(color=color, label=kind) for kind, color in colors.items()],
@@ -306,7 +255,7 @@ def _curve(axes, curve: Curve | None, color: str, window: int, label: str) -> No
     )
 
 
-def _save(figure, path: str, flag: str) -> None:
+def save_figure(figure, path: str, flag: str) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

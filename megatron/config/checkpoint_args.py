@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.arguments import (
-    Parser,
     Problems,
     config_from,
     flags_of,
@@ -29,7 +28,7 @@ from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
 
-def take(flags: Parser, typed: Mapping[str, Any], found: FromCheckpoint) -> None:
+def take(typed: Mapping[str, Any], found: FromCheckpoint) -> None:
     """Take the architecture of the newest checkpoint (or of --ckpt-step) into `found`, and where
     typed flags contradict it."""
     load = typed["load"]

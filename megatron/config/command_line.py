@@ -70,11 +70,13 @@ class CommandLine:
     snapshot_url: str | None = None
 
 
-def parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
-    """All flags of pretrain_gpt.py, Megatron's foreign ones too (help leaves those out), and those
-    that `extra_args_provider` adds to the parser of argparse."""
+def parser(
+    tree: type[Config] = Config, extra_args_provider: ExtraArgsProvider | None = None
+) -> Parser:
+    """All flags of `tree`, Megatron's foreign ones too (help leaves those out), and those that
+    `extra_args_provider` adds to the parser of argparse."""
     return build_parser(
-        Config,
+        tree,
         prog="pretrain_gpt.py",
         description=DESCRIPTION,
         others=_other_flags,
@@ -106,13 +108,15 @@ def read(
     argv: Sequence[str],
     environ: Mapping[str, str],
     extra_args_provider: ExtraArgsProvider | None = None,
+    tree: type[Config] = Config,
 ) -> CommandLine:
-    """The checked command line of this process; `environ` says which rank of how many it is.
+    """The checked command line of this process; `environ` says which rank of how many it is, `tree`
+    has the flags (`config.tree.with_features`).
 
     Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with
     0.
     """
-    flags = parser(extra_args_provider)
+    flags = parser(tree, extra_args_provider)
     parsed = parse(flags, argv)
     here, wrong = launcher.read(environ)
     wrong += launcher.rendezvous_problems(environ)
@@ -124,17 +128,19 @@ def read(
         if here.rank == 0:
             print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
-    line, problems = _checked(flags, parsed, here)
+    line, problems = _checked(tree, flags, parsed, here)
     if wrong or problems:
         refuse([*wrong, *problems], here)
     return line
 
 
-def judge(argv: Sequence[str], world_size: int) -> tuple[list[str], list[str]]:
+def judge(
+    argv: Sequence[str], world_size: int, tree: type[Config] = Config
+) -> tuple[list[str], list[str]]:
     """(notes, problems) of a command line on `world_size` ranks, as a dry run would say them."""
-    flags = parser()
+    flags = parser(tree)
     parsed = parse(flags, [*argv, "--dry-run", "--world-size", str(world_size)])
-    line, problems = _checked(flags, parsed, launcher.read({})[0])
+    line, problems = _checked(tree, flags, parsed, launcher.read({})[0])
     return line.notes, problems
 
 
@@ -153,9 +159,9 @@ def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
 
 
 def _checked(
-    flags: Parser, parsed: Parsed, here: launcher.LaunchInfo
+    tree: type[Config], flags: Parser, parsed: Parsed, here: launcher.LaunchInfo
 ) -> tuple[CommandLine, list[str]]:
-    known = flags_of(Config)
+    known = flags_of(tree)
     foreign = {name: value for name, value in parsed.typed.items() if name not in known}
     refused, accepted, replacements = _judge_foreign(foreign, parsed.ignored)
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
@@ -166,9 +172,9 @@ def _checked(
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
         from megatron.config.checkpoint_args import take
 
-        take(flags, typed, theirs)
+        take(typed, theirs)
     defaults = flags.extra.defaults if flags.extra else {}
-    config = config_from(Config, {**defaults, **theirs.values, **typed})
+    config = config_from(tree, {**defaults, **theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or here.world_size)
     # What an @FILE that cannot be read would have said is not missing.
@@ -212,7 +218,7 @@ def _with_deepspeed(
     problems += [f"--deepspeed_config {path}: {line}" for line in theirs.problems]
     for name, value in theirs.typed.items():
         if typed.get(name, value) != value:
-            flag = flags_of(Config)[name].spelling
+            flag = next(flag.spelling for flag in flags.flags if flag.name == name)
             problems.append(
                 f"{flag} {typed[name]}: --deepspeed_config {path} says {value}; make them agree "
                 "[flag-contradicts-deepspeed-config]"

@@ -38,13 +38,6 @@ class LoggingConfig:
     metrics_file: str | None = arg(
         None, per_run=True, help="JSON Lines file with one object per iteration", dump=False
     )
-    data_ledger: str | None = arg(
-        None,
-        per_run=True,
-        help="file with one 32-byte record per iteration: which samples it read, and their "
-        "hash (read by tools/inspect_data.py)",
-        dump=False,
-    )
     progress: Literal["auto", "on", "off"] = arg(
         "auto",
         per_run=True,
@@ -82,12 +75,6 @@ class LoggingConfig:
             lambda v: v["timing_log_level"] or not v.config.logging.is_short,
         ),
         help="timers of the ranks in the log: max, minmax or all",
-    )
-    log_straggler: bool = arg(
-        False,
-        dump=False,
-        help="at each log interval, the rank with the longest forward and backward passes and "
-        "their share of the iteration",
     )
     tensorboard_dir: str | None = arg(
         None, per_run=True, help="directory of TensorBoard event files"

@@ -206,13 +206,6 @@ class ParallelConfig:
     hang_timeout_save_seconds: float | None = _timeout(
         "saving a checkpoint, where each MiB written is progress, and the time between iterations"
     )
-    crash_loop_limit: int = arg(
-        3,
-        minimum=0,
-        dump=False,
-        help="with --save: a restart by torchrun (--max-restarts) or SLURM is an error after this "
-        "many attempts in a row that failed in the same iteration on the same rank (0: never)",
-    )
     restart_forkserver: bool = arg(
         False,
         no_effect="restarted ranks import torch anew, in 2 to 3 seconds",

@@ -115,7 +115,7 @@ class PrecisionConfig:
 
     fp8: Literal["e4m3", "hybrid"] | None = arg(
         None,
-        excludes=("fp64", "verify_step_interval"),
+        excludes=("fp64",),
         flag="--fp8-format",
         help="FP8 GEMMs in the linear layers of the transformer layers: e4m3, or hybrid "
         "(E4M3 forward, E5M2 gradients); emulated on a CPU",

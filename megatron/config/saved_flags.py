@@ -1,5 +1,6 @@
 """The `args` file of a checkpoint: the flags that differ from their defaults as they would be typed
-(`pretrain_gpt.py @FILE` repeats the run), and, in a comment, the values of all of them.
+(`pretrain_gpt.py @FILE` repeats the run), those of features last, and, in a comment, the values of
+all of them.
 
 A later release may have other defaults or lack a flag: the values say what the checkpoint is.
 """
@@ -25,6 +26,7 @@ from megatron.config.tree import Config
 from megatron.problems import Problems
 from megatron.small_files import read_text
 
+_FEATURES = "# flags of features, which change no weights:\n"
 _VALUES = "# all values: "
 # Checkpoints of version 0.1.0 and before have no values: what their defaults were, where ours are
 # others now.
@@ -53,12 +55,17 @@ class SavedFlags:
 def to_text(config: Config, leave_out: Sequence[str] = ()) -> str:
     """The text of the file."""
     values = {name: v for name, v in values_of(config).items() if name not in leave_out}
-    return f"{to_args_text(config, leave_out)}{_VALUES}{json.dumps(values)}\n"
+    core = flags_of(Config).keys()
+    text = to_args_text(config, {*leave_out, *(values.keys() - core)})
+    of_features = to_args_text(config, {*leave_out, *core}).lstrip()
+    if of_features:
+        text += _FEATURES + of_features
+    return f"{text}{_VALUES}{json.dumps(values)}\n"
 
 
-def read(path: Path) -> SavedFlags:
-    """The flags in the file. Raises Problems where it is damaged, or has values that this program
-    does not take."""
+def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
+    """The flags in the file, those of features as far as `tree` has them. Raises Problems where it
+    is damaged, or has values that this program does not take."""
     from megatron.args_file import read_words
 
     words = read_words(path)
@@ -69,9 +76,14 @@ def read(path: Path) -> SavedFlags:
                 "[checkpoint-args-damaged]"
             ]
         )
-    parsed = parse(build_parser(Config, prog="args", description=""), words)
-    unknown = [line for line in parsed.problems if line.endswith("[flag-unknown]")]
-    values = _values(path)
+    parsed = parse(build_parser(tree, prog="args", description=""), words)
+    unknown = {
+        line: line.split()[2].rstrip(";")
+        for line in parsed.problems
+        if line.endswith("[flag-unknown]")
+    }
+    text = read_text(path, "utf-8-sig")
+    values = _values(path, text, tree)
     problems = [line for line in parsed.problems if line not in unknown]
     if problems:
         raise Problems([f"{path}: {line}" for line in problems])
@@ -89,17 +101,18 @@ def read(path: Path) -> SavedFlags:
                 "[checkpoint-args-damaged]"
             ]
         )
-    config = config_from(Config, saved)
-    return SavedFlags(config, [line.split()[2].rstrip(";") for line in unknown])
+    of_features = text.partition(_FEATURES)[2].partition(_VALUES)[0].replace("=", " ").split()
+    return SavedFlags(
+        config_from(tree, saved), [flag for flag in unknown.values() if flag not in of_features]
+    )
 
 
-def _values(path: Path) -> Mapping[str, Any] | None:
+def _values(path: Path, text: str, tree: type[Config]) -> Mapping[str, Any] | None:
     """All values, of the flags that this program has; None in a file of an older checkpoint."""
-    text = read_text(path, "utf-8-sig")
     rows = [row for row in text.splitlines() if row.startswith(_VALUES)]
     if not rows:
         return None
-    flags = flags_of(Config)
+    flags = flags_of(tree)
     try:
         table = json.loads(rows[-1].removeprefix(_VALUES))
         return {name: _value(flags[name], v) for name, v in table.items() if name in flags}

@@ -105,19 +105,6 @@ class TrainingConfig:
         help="no validation before this iteration, except the one after training (default: the "
         "first is after --eval-interval iterations)",
     )
-    eval_tasks: tuple[str, ...] = arg(
-        (),
-        dump=False,
-        help="YAML files of lm-eval tasks (multiple choice or log-likelihood) whose scores are "
-        "logged every --eval-tasks-interval iterations (pip install lm-eval)",
-    )
-    eval_tasks_interval: int | None = arg(
-        None,
-        minimum=1,
-        needs="eval_tasks",
-        dump=False,
-        help="iterations between scores of --eval-tasks",
-    )
     skip_train: bool = arg(False, help="only evaluate; no training")
     exit_interval: int | None = arg(
         None, minimum=1, per_run=True, help="exit when the iteration is a multiple of this"
@@ -203,23 +190,6 @@ class TrainingConfig:
         dump=False,
         help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
         "run ends if they differ (default: never)",
-    )
-    verify_step_interval: int | None = arg(
-        None,
-        minimum=1,
-        metavar="N",
-        help="compute the gradients of every N-th iteration a second time on another data-parallel "
-        "rank and their sums twice, compare them and the replicas' weights by hash; on GPUs with "
-        "--deterministic-mode (default: never)",
-        dump=False,
-    )
-    verify_step_action: str = arg(
-        "exit",
-        needs="verify_step_interval",
-        choices=("exit", "majority"),
-        help="with --verify-step-interval, where gradients differ and a third computation has "
-        "named a rank: exit, or continue with the gradients of the majority",
-        dump=False,
     )
     manual_gc: bool = arg(
         False,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, make_dataclass
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -43,3 +44,9 @@ class Config:
         if self.parallel.context_parallel_size > 1 or fused and self.model.attention_dropout > 0:
             return "auto"
         return backend
+
+
+def with_features(features: Iterable[type]) -> type[Config]:
+    """The configuration of a program that has these features, each a dataclass of its flags."""
+    groups = [(feature.__name__, feature) for feature in features]
+    return make_dataclass("Config", groups, bases=(Config,), frozen=True)

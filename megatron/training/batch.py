@@ -255,13 +255,11 @@ def load_samples(
     dataset: Any,
     micro_batches: Iterator[list[int]],
     num_workers: int,
-    on_hash: Callable[[int], None] | None = None,
 ) -> Generator[MicroBatch, None, None]:
     """Read micro-batches of a dataset of `Sample` in order, `num_workers` processes ahead (0: in
     this process).
 
-    `on_hash` gets the hash of a micro-batch when it is handed out. Raises ValueError where data
-    cannot be read, in one line also when a worker met it.
+    Raises ValueError where data cannot be read, in one line also when a worker met it.
     """
     parent = os.getpid()
     with warnings.catch_warnings():
@@ -276,12 +274,10 @@ def load_samples(
             multiprocessing_context="fork" if num_workers else None,
         )
         batches = iter(loader)
-    return handed_out(batches, on_hash, num_workers > 0)
+    return handed_out(batches, num_workers > 0)
 
 
-def handed_out(
-    batches: Iterator[MicroBatch], on_hash: Callable[[int], None] | None, workers: bool
-) -> Generator[MicroBatch, None, None]:
+def handed_out(batches: Iterator[MicroBatch], workers: bool) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a DataLoader, whose errors become one line; close() ends its workers."""
     try:
         while True:
@@ -301,8 +297,6 @@ def handed_out(
                 raise ValueError(
                     text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text
                 ) from error
-            if on_hash:
-                on_hash(batch.hash)
             yield batch
     finally:
         # Python kills workers that are alive when it exits, which torch reports as an error.

@@ -30,11 +30,10 @@ from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
-from megatron.training.run import Chunks, Run
+from megatron.training.run import Chunks, Run, Services
 from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
-    from megatron.data.ledger import Recorder
     from megatron.parallel.pipeline import Pipeline
 
 
@@ -144,46 +143,33 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
     )
 
 
-def _spike_policy(action: str) -> SpikePolicy:
-    if action in ("off", "log"):
-        return SpikePolicy(action)
-    from megatron.training.spikes.actions import SpikeActions
-
-    return SpikeActions(action)
-
-
-def build_run(
-    config: Config, plan: Plan, runtime: Runtime, timers: Timers, tokenizer: Tokenizer
-) -> Run:
-    """Model, gradient buffers, optimizer and scheduler."""
-    ctx = runtime.ctx
-    if ctx.world.size > 1 and runtime.device.type in devices.BACKENDS:
-        from megatron.parallel.warm_up import make_communicators
-
-        ring = len(plan.layers_per_stage[0]) > 1
-        made = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
-        log.detail(f"> made {len(made)} communicators on rank 0: {', '.join(made)}")
-    model = build_model(config, plan, runtime)
-    p = config.precision
-    d = config.data
-    params = list(model.parameters())
-    overlap = config.parallel
+def build_buffers(config: Config, plan: Plan, ctx: ParallelContext, model: Chunks) -> GradBuffers:
+    """The gradients of the model, and with a distributed optimizer this rank's part of it."""
+    p = config.parallel
     buffers = GradBuffers(
-        params,
+        list(model.parameters()),
         ctx,
-        getattr(torch, p.grad_dtype),
+        getattr(torch, config.precision.grad_dtype),
         bucket_size=bucket_size(config, plan, ctx.pp.rank),
-        overlap_grad_reduce=overlap.overlap_grad_reduce,
-        overlap_param_gather=overlap.overlap_param_gather,
-        whole_params=overlap.zero_partition == "whole-params",
-        fp32_accumulation=overlap.ddp_reduce_scatter_with_fp32_accumulation,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        overlap_param_gather=p.overlap_param_gather,
+        whole_params=p.zero_partition == "whole-params",
+        fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
     )
     if config.logging.log_format == "internlm" and ctx.shard.size > 1:
         shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"
         from megatron.training.logging.internlm_format import start_line
 
         log.print_rank_0(start_line("_partition_param_list", shares, datetime.now()))
-    optimizer = MixedPrecisionOptimizer(
+    return buffers
+
+
+def build_optimizer(
+    config: Config, ctx: ParallelContext, buffers: GradBuffers, timers: Timers
+) -> MixedPrecisionOptimizer:
+    """The optimizer of the parameters that this rank owns."""
+    p = config.precision
+    return MixedPrecisionOptimizer(
         buffers.owned,
         config.optimizer,
         grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
@@ -194,25 +180,49 @@ def build_run(
         reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1),
     )
+
+
+def build_spike_policy(action: str) -> SpikePolicy:
+    """That of --spike-action."""
+    if action in ("off", "log"):
+        return SpikePolicy(action)
+    from megatron.training.spikes.actions import SpikeActions
+
+    return SpikeActions(action)
+
+
+def build_run(
+    config: Config,
+    plan: Plan,
+    runtime: Runtime,
+    timers: Timers,
+    tokenizer: Tokenizer,
+    services: Services | None = None,
+) -> Run:
+    """Model, gradient buffers, optimizer and scheduler."""
+    ctx = runtime.ctx
+    if ctx.world.size > 1 and runtime.device.type in devices.BACKENDS:
+        from megatron.parallel.warm_up import make_communicators
+
+        ring = len(plan.layers_per_stage[0]) > 1
+        made = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
+        log.detail(f"> made {len(made)} communicators on rank 0: {', '.join(made)}")
+    model = build_model(config, plan, runtime)
+    buffers = build_buffers(config, plan, ctx, model)
+    optimizer = build_optimizer(config, ctx, buffers, timers)
     if config.training.torch_compile:
         for chunk in model:
             for layer in chunk.decoder.layers.values():
                 layer.compile(dynamic=False)
     buffers.wait_in_forward(model)
-    rules = BatchRules(
-        tokenizer.eod,
-        d.reset_position_ids,
-        d.reset_attention_mask,
-        d.eod_mask_loss,
-        ctx.cp,
-    )
     scheduler = build_scheduler(config, plan, optimizer)
     log.detail(f"> learning rate decay style: {scheduler.lr_decay_style}")
     fp8 = None
-    if p.fp8:
+    if config.precision.fp8:
         from megatron.parallel.fp8 import delayed_scaling
 
-        fp8 = delayed_scaling(model, p, ctx)
+        fp8 = delayed_scaling(model, config.precision, ctx)
+    d = config.data
     return Run(
         config,
         plan,
@@ -223,23 +233,15 @@ def build_run(
         buffers,
         optimizer,
         scheduler,
-        rules,
+        BatchRules(
+            tokenizer.eod,
+            d.reset_position_ids,
+            d.reset_attention_mask,
+            d.eod_mask_loss,
+            ctx.cp,
+        ),
         tokenizer.identity(),
-        spikes=_spike_policy(config.spikes.spike_action),
-        recorder=build_recorder(config, runtime),
+        spikes=build_spike_policy(config.spikes.spike_action),
         fp8=fp8,
+        services=services or Services(),
     )
-
-
-def build_recorder(config: Config, runtime: Runtime) -> Recorder | None:
-    """The recorder of --data-ledger: rank 0 writes, and of the ranks that read the same samples one
-    counts."""
-    path = config.logging.data_ledger
-    ctx = runtime.ctx
-    if path is None:
-        return None
-    from megatron.data.ledger import Ledger
-    from megatron.data.ledger import Recorder as LedgerRecorder
-
-    ledger = Ledger(path, config.model.seq_length) if runtime.rank == 0 else None
-    return LedgerRecorder(ledger, counts=not (ctx.tp.rank or ctx.pp.rank or ctx.cp.rank))

@@ -17,8 +17,10 @@ from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
+from megatron.parallel.context import ParallelContext
 from megatron.training.launch.initialize import Runtime
-from megatron.training.run import Run
+from megatron.training.run import Progress
+from megatron.training.step_counter import StepCounter
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,14 @@ class Data:
 
 
 def build_data(
-    config: Config, plan: Plan, runtime: Runtime, tokenizer: Tokenizer, run: Run | None = None
+    config: Config,
+    plan: Plan,
+    runtime: Runtime,
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
 ) -> Data:
-    """The data sets of this rank. A checkpoint that `run` was loaded from says which mix of data it
-    had."""
+    """The data sets of this rank. `progress`, that of a checkpoint which was loaded, says which mix
+    of data it had."""
     d = config.data
     t = config.training
     ctx = runtime.ctx
@@ -67,10 +73,10 @@ def build_data(
         targets.test,
     )
     before = None
-    if run is not None and run.progress.data_order.get("train"):
+    if progress is not None and progress.data_order.get("train"):
         before = Before(
-            run.progress.data_order["train"],
-            run.progress.consumed_train_samples,
+            progress.data_order["train"],
+            progress.consumed_train_samples,
             d.continue_data_mix,
         )
     if not (d.packed_samples or d.mock_data):
@@ -89,12 +95,6 @@ def build_data(
         global_batch_size=plan.batch.final_global_batch_size,
     )
     train, valid, test = source_of(d).build(d, request, rows)
-    if run is not None and train is not None and config.logging.counts_subsets(d.packed_samples):
-        from megatron.training.logging.subset_metrics import SubsetMetrics
-
-        run.rows = SubsetMetrics(
-            subset_names(train), ctx, config.logging.log_accuracy, d.packed_samples
-        )
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.detail(line)
@@ -134,3 +134,15 @@ def build_data(
         order,
         rows,
     )
+
+
+def subset_counters(
+    config: Config, train: Dataset | None, ctx: ParallelContext
+) -> list[StepCounter]:
+    """What counts the subsets of the training data, with --packed-samples and --log-subsets."""
+    packed = config.data.packed_samples
+    if train is None or not config.logging.counts_subsets(packed):
+        return []
+    from megatron.training.logging.subset_metrics import SubsetMetrics
+
+    return [SubsetMetrics(subset_names(train), ctx, config.logging.log_accuracy, packed)]

@@ -27,13 +27,15 @@ class Evaluation(Hook):
         forward_step: ForwardStep,
         lines: TrainingLog,
         agreement: Agreement,
+        hooks: Sequence[Hook],
     ):
+        """`hooks` are all of the loop, called before a validation starts."""
         self._run = run
         self._data = data
         self._forward_step = forward_step
         self._lines = lines
         self._agreement = agreement
-        self.hooks: Sequence[Hook] = ()  # called before a validation starts
+        self._hooks = hooks
         self._valid_samples: dict[int, Iterator[MicroBatch]] = {}
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}
@@ -143,7 +145,7 @@ class Evaluation(Hook):
         clocks.
         """
         run = self._run
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.before_evaluation()
         several = run.config.data.multiple_validation_sets
         time_up = False

@@ -1,17 +1,31 @@
-"""What a feature does at fixed points of the training loop. The list of features: hooks.py."""
+"""What a feature does at fixed points of the training loop. Those of the core: hooks.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megatron.training.agreement import Requests
 from megatron.training.logging.iteration import IterationResult
+from megatron.training.step import StepOutcome
+
+Step = Callable[..., StepOutcome]  # called as `training.step.train_step`
 
 
 class Hook:
     """A feature of the loop overrides the points it needs. At each point the hooks are called in
     the order of their list, on every rank alike; a point that calls a collective must do so on all
-    of them."""
+    of them.
+
+    `before` and `after` are the names of hooks that it must precede or follow, if they are there;
+    `placed` says where it stands then.
+    """
+
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+    def wrap_step(self, step: Step) -> Step:
+        """What trains an iteration in place of `step`, which it may call."""
+        return step
 
     def on_start(self) -> None:
         """Training starts; the run is as it was loaded."""
@@ -52,3 +66,25 @@ class Hook:
     def intervals(self) -> Sequence[int | None]:
         """While iterations are skipped, the loop also stops at multiples of these."""
         return ()
+
+
+def placed(hooks: Sequence[Hook], more: Iterable[Hook]) -> list[Hook]:
+    """`hooks` with each of `more` among them: right before the first that it must precede, or last.
+    Raises ValueError where that is not possible."""
+    found = list(hooks)
+    waiting = list(more)
+    while waiting:
+        # one that names none that waits, too
+        kinds = {type(other).__name__ for other in waiting}
+        hook = next((h for h in waiting if kinds.isdisjoint(h.before + h.after)), waiting[0])
+        waiting.remove(hook)
+        name = type(hook).__name__
+        names = [type(other).__name__ for other in found]
+        end = len(found)
+        precede = [at for at in range(end) if names[at] in hook.before or name in found[at].after]
+        follow = [at for at in range(end) if names[at] in hook.after or name in found[at].before]
+        at = min(precede, default=end)
+        if follow and follow[-1] >= at:
+            raise ValueError(f"{name} cannot be before {names[at]} and after {names[follow[-1]]}")
+        found.insert(at, hook)
+    return found

@@ -1,5 +1,5 @@
-"""The features of the training loop, in their order, and those that need no file of their own. What
-only some runs need is loaded here."""
+"""The hooks of the core, in their order, and those that need no file of their own. What only some
+runs need is loaded here. Those of features say their places themselves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.config.training import TrainingConfig
 from megatron.training.agreement import Requests
 from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
@@ -17,7 +18,7 @@ from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping
 
 if TYPE_CHECKING:
-    from megatron.data.ledger import Recorder
+    pass
 
 
 def build_hooks(
@@ -26,10 +27,8 @@ def build_hooks(
     evaluation: Evaluation,
     saving: SavePolicy,
     skipping: Skipping,
-    started: float,
 ) -> list[Hook]:
-    """The hooks in their order, which matters: docs/design.md gives the reasons. `started`: when
-    this process started."""
+    """The hooks in their order, which matters: docs/design.md gives the reasons."""
     config = run.config
     hooks: list[Hook] = []
     monitor = getattr(run.services.signals, "monitor", None)
@@ -48,16 +47,6 @@ def build_hooks(
     if config.spikes.spike_action != "off":
         hooks.append(SpikeDetection(run))
     hooks.append(IterationLog(lines))
-    if config.logging.log_straggler:
-        from megatron.training.logging.straggler import Stragglers
-
-        hooks.append(Stragglers(run))
-    if run.config.checkpoint.save:
-        from megatron.training.logging.run_events import RunEvents
-
-        hooks.append(RunEvents(run, started))
-    if run.recorder:
-        hooks.append(DataLedger(run, run.recorder))
     hooks += [skipping, evaluation, saving]
     if run.spikes.decides:
         from megatron.training.rollback import RollbackBuffer
@@ -69,7 +58,7 @@ def build_hooks(
 
         hooks.append(ControlFileRequests(ControlFile(control)))
     if config.training.manual_gc:
-        hooks.append(GarbageCollection(run))
+        hooks.append(GarbageCollection(config.training))
     return hooks
 
 
@@ -109,35 +98,11 @@ class IterationLog(Hook):
         return self._lines.intervals
 
 
-class DataLedger(Hook):
-    """--data-ledger. Trained iterations are recorded by `train_step`, with the hash that travels
-    with the loss."""
-
-    def __init__(self, run: Run, recorder: Recorder):
-        self._run = run
-        self._ledger = recorder.ledger  # on rank 0, else None
-
-    def after_skip(self, first: int, result: IterationResult) -> None:
-        if self._ledger:
-            plan = self._run.plan
-            shift = result.consumed_samples - plan.consumed_samples(result.iteration)
-            numbers = range(first - 1, result.iteration + 1)
-            self._ledger.skip(first, [plan.consumed_samples(n) + shift for n in numbers])
-
-    def on_rollback(self) -> None:
-        if self._ledger:
-            self._ledger.go_back()
-
-    def before_save(self) -> None:
-        if self._ledger:
-            self._ledger.sync()
-
-
 class GarbageCollection(Hook):
     """--manual-gc: Python's collector runs at fixed iterations, the same on all ranks."""
 
-    def __init__(self, run: Run):
-        self._training = run.config.training
+    def __init__(self, training: TrainingConfig):
+        self._training = training
 
     def on_start(self) -> None:
         gc.disable()

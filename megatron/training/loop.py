@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import math
+from collections.abc import Generator, Iterator
 
 from megatron import log
 from megatron.data.samples import Samples
 from megatron.training.agreement import Agreement, Requests
 from megatron.training.batch import MicroBatch, load_samples, training_samples
-from megatron.training.build_data import Data
+from megatron.training.build_data import Data, subset_counters
 from megatron.training.evaluation import Evaluation
-from megatron.training.hook import Hook
+from megatron.training.feature import Loop, features_of
+from megatron.training.hook import Hook, placed
 from megatron.training.hooks import build_hooks
 from megatron.training.launch.signals import Refusal
 from megatron.training.logging.iteration import IterationResult
@@ -34,7 +36,6 @@ class Trainer:
         forward_step: ForwardStep,
         lines: TrainingLog,
         started: float,
-        hooks: Sequence[Hook] = (),
     ):
         self.run = run
         self.data = data
@@ -42,18 +43,20 @@ class Trainer:
         self.lines = lines
         if run.config.training.exit_signal_handler:
             run.services.signals.remember_requests()
-        self.verification = None
-        if run.config.training.verify_step_interval:
-            from megatron.training.verify_step import StepVerification
-
-            self.verification = StepVerification(run, forward_step)
+        run.counters += subset_counters(run.config, data.train, run.runtime.ctx)
         self.agreement = Agreement(run, started)
         self.skipping = Skipping(run)
-        self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement)
-        self.saving = SavePolicy(run, lines)
-        self.hooks = build_hooks(run, lines, self.evaluation, self.saving, self.skipping, started)
-        self.hooks += hooks
-        self.evaluation.hooks = self.saving.hooks = self.hooks
+        # evaluation and saving are hooks too, and call the others
+        self.hooks: list[Hook] = []
+        self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement, self.hooks)
+        self.saving = SavePolicy(run, lines, self.hooks)
+        core = build_hooks(run, lines, self.evaluation, self.saving, self.skipping)
+        loop = Loop(run, forward_step, lines, started)
+        of_features = [hook for each in features_of(run.config) for hook in each.hooks(loop)]
+        self.hooks += placed(core, of_features)
+        self.step = train_step
+        for hook in self.hooks:
+            self.step = hook.wrap_step(self.step)
 
     def train(self) -> str | None:
         """Train to the end, or until an exit: then return the reason, in Megatron's wording."""
@@ -77,10 +80,10 @@ class Trainer:
                 except (NotFinite, Refusal):  # all ranks are here
                     self.saving.after_failure()
                     raise
-            if self.evaluation.due(iteration) and self.evaluation.validate(
-                f"iteration {iteration}"
-            ):
-                requests = requests._replace(time_up=1)
+            if self.evaluation.due(iteration):
+                time_up = self.evaluation.validate(f"iteration {iteration}")
+                if time_up:
+                    requests = requests._replace(time_up=1)
             reason = self._end_iteration(iteration, requests)
             if reason:
                 samples.close()
@@ -108,15 +111,10 @@ class Trainer:
         samples = Samples(
             self.data.train,
             run.plan.vocab_size,
-            run.recorder.hash_of if run.recorder else None,
-            with_subset=run.rows is not None,
+            next((counter.hash_of for counter in run.counters if counter.hash_of), None),
+            with_subset=any(counter.with_subset for counter in run.counters),
         )
-        return load_samples(
-            samples,
-            numbers,
-            run.config.data.num_workers,
-            run.recorder.add if run.recorder else None,
-        )
+        return load_samples(samples, numbers, run.config.data.num_workers)
 
     def train_one(self, iteration: int, samples: Iterator[MicroBatch]) -> Requests:
         """One iteration with its counters, schedule and log line; the requests of all ranks. A
@@ -124,8 +122,7 @@ class Trainer:
         run = self.run
         for hook in self.hooks:
             hook.before_step(iteration)
-        step = self.verification or train_step
-        outcome = step(
+        outcome = self.step(
             run, self.forward_step, samples, iteration, lambda: self._requests(iteration)
         )
         size = run.plan.global_batch_size(iteration)
@@ -146,7 +143,7 @@ class Trainer:
             outcome.num_zeros,
             run.optimizer.params_norm() if run.config.logging.log_params_norm else None,
             outcome.skipped,
-            packed=outcome.packed,
+            packed=outcome.counts or None,
             metrics=outcome.metrics,
             fwd_bwd_seconds=outcome.fwd_bwd_seconds,
             adam_beta2=run.optimizer.adam_beta2,
@@ -172,10 +169,13 @@ class Trainer:
         The ranks need no agreement to skip; they reach one where they evaluate or save, and every
         AGREE_EVERY iterations, so that a run can be requested to exit.
         """
-        every = [AGREE_EVERY, self.run.config.training.exit_interval]
+        intervals = [AGREE_EVERY, self.run.config.training.exit_interval]
         for hook in self.hooks:
-            every += hook.intervals()
-        iteration = min(last, *(-(-first // n) * n for n in every if n))
+            intervals += hook.intervals()
+        iteration = last
+        for interval in intervals:
+            if interval:
+                iteration = min(iteration, next_multiple(first, interval))
         self.skipping.announce(first, last)
         result = self.skipping.skip(first, iteration)
         for hook in self.hooks:
@@ -226,6 +226,11 @@ class Trainer:
         return reason
 
 
+def next_multiple(first: int, interval: int) -> int:
+    """The first multiple of `interval` from `first` on."""
+    return math.ceil(first / interval) * interval
+
+
 def _finished(run: Run) -> str:
     t = run.config.training
     samples = f" (--train-samples {t.train_samples})" if t.train_iters is None else ""
@@ -236,17 +241,16 @@ def _finished(run: Run) -> str:
     )
 
 
-def pretrain(
+def train(
     run: Run,
     data: Data,
     forward_step: ForwardStep,
     lines: TrainingLog,
     started: float,
-    hooks: Sequence[Hook] = (),
 ) -> None:
-    """The run after set-up: train, save, evaluate, print the summary. `hooks` follow those of
-    hooks.py."""
-    trainer = Trainer(run, data, forward_step, lines, started, hooks)
+    """The run after set-up: train, save, evaluate, print the summary. `started`: when this process
+    started."""
+    trainer = Trainer(run, data, forward_step, lines, started)
     reason: str | None = None
     if run.config.training.skip_train:
         log.print_rank_0("skipping training (--skip-train is on) ...")

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.config.model import ModelConfig
 from megatron.config.moe import PER_LAYER, ROUTER_SUMS
 from megatron.model.moe import RouterStep
-from megatron.training.run import Run
+from megatron.training.run import Chunks
 from megatron.training.step_sums import StepSums, Totals
 
 
@@ -27,10 +28,9 @@ class LayerSums(NamedTuple):
         return max(self.counts) * len(self.counts) / max(1.0, sum(self.counts))
 
 
-def add(run: Run, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
+def add(m: ModelConfig, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
     """Add the numbers of the MoE layers that have just computed a micro-batch. Raises ValueError
     where `forward_step` did not hand `step` to the model."""
-    m = run.config.model
     rows = sums.routers.view(len(m.moe_layers), -1)
     for layer in layers:
         if layer not in step.sums:
@@ -41,15 +41,14 @@ def add(run: Run, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> No
         rows[m.moe_layers.index(layer)] += step.sums.pop(layer)
 
 
-def metrics(run: Run, totals: Totals) -> dict[str, float]:
+def metrics(m: ModelConfig, totals: Totals) -> dict[str, float]:
     """The losses that are trained on, without their coefficients (means over tokens and layers),
     with a capacity the share of selections of experts that is dropped, and the largest load of an
     expert of a layer. With --moe-per-layer-logging, also those of each layer and the mean entropy
     of its router."""
-    m = run.config.model
-    layers = _layers(run, totals)
+    layers = _layers(m, totals)
     tokens = max(1.0, totals.tokens)
-    together = [_losses(run, layer, tokens) for layer in layers]
+    together = [_losses(m, layer, tokens) for layer in layers]
     found = {
         name: sum(losses[name] for losses in together) / len(layers) for name in together[0]
     } | {"max_expert_load": max(layer.max_load for layer in layers)}
@@ -62,32 +61,30 @@ def metrics(run: Run, totals: Totals) -> dict[str, float]:
     return found
 
 
-def _losses(run: Run, layer: LayerSums, tokens: float) -> dict[str, float]:
-    m = run.config.model
+def _losses(m: ModelConfig, layer: LayerSums, tokens: float) -> dict[str, float]:
     found = {name: layer.sums[name] / tokens for name in m.router_losses}
     if m.moe_expert_capacity_factor:
         found["dropped_share"] = 1 - sum(layer.counts) / (tokens * m.moe_router_topk)
     return found
 
 
-def update_bias(run: Run, totals: Totals) -> None:
+def update_bias(m: ModelConfig, model: Chunks, totals: Totals) -> None:
     """Raise the bias of experts with fewer tokens than the mean, lower that of the others (Wang et
     al. 2024)."""
     held = {
         layer: chunk.decoder.get_parameter(f"layers.{layer}.mlp.router.expert_bias")
-        for chunk in run.model
+        for chunk in model
         for layer in chunk.decoder.moe_layers
     }
-    rate = run.config.model.moe_router_bias_update_rate
-    for layer, _, counts in _layers(run, totals):
+    rate = m.moe_router_bias_update_rate
+    for layer, _, counts in _layers(m, totals):
         if layer in held:
             tokens = torch.tensor(counts, dtype=torch.float64)
             step = rate * torch.sign(tokens.mean() - tokens)
             held[layer].data += step.to(held[layer])
 
 
-def _layers(run: Run, totals: Totals) -> list[LayerSums]:
-    m = run.config.model
+def _layers(m: ModelConfig, totals: Totals) -> list[LayerSums]:
     names = len(ROUTER_SUMS)
     size = names + (m.num_experts or 0)
     found = []

@@ -26,12 +26,10 @@ from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
-    from megatron.data.ledger import Recorder
     from megatron.model.gpt import GPTModel
     from megatron.parallel.fp8 import DelayedScaling
     from megatron.parallel.pipeline import Pipeline
-    from megatron.training.checkpointing.local_copies import LocalCopies
-    from megatron.training.logging.subset_metrics import SubsetMetrics
+    from megatron.training.step_counter import StepCounter
 
     class Chunks(nn.ModuleList):
         """The chunks of the model that a rank holds; one without virtual stages."""
@@ -42,10 +40,6 @@ if TYPE_CHECKING:
 
 else:
     Chunks = nn.ModuleList
-
-# The timers of a step that measure a rank's own work, without waiting for other ranks (but for
-# tensor and context parallelism, whose collectives are part of a layer).
-COMPUTE = ("forward-compute", "backward-compute")
 
 
 @dataclass(frozen=True)
@@ -94,10 +88,8 @@ class Run:
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     spikes: SpikePolicy = field(default_factory=SpikePolicy)
-    recorder: Recorder | None = None  # of --data-ledger
-    rows: SubsetMetrics | None = None  # of --packed-samples and --log-subsets
+    counters: list[StepCounter] = field(default_factory=list)
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
-    local_copies: LocalCopies | None = None  # of --non-persistent-ckpt-type local, while it trains
     services: Services = field(default_factory=Services)

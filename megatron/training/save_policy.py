@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from megatron import log
 from megatron.checkpoint.filesystem import CheckpointError
@@ -15,15 +16,21 @@ from megatron.training.hook import Hook
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 
+if TYPE_CHECKING:
+    from megatron.training.checkpointing.local_copies import LocalCopies
+
 
 class SavePolicy(Hook):
     """Checkpoints at --save-interval and at exits, snapshots at --snapshot-interval; with
     --async-save one of them at a time is being written."""
 
-    def __init__(self, run: Run, lines: TrainingLog):
+    def __init__(self, run: Run, lines: TrainingLog, hooks: Sequence[Hook]):
+        """`hooks` are all of the loop, called before and after each save."""
         self._run = run
         self._lines = lines
-        self.hooks: Sequence[Hook] = ()  # called before and after each save
+        self._hooks = hooks
+        # of --non-persistent-ckpt-type local, once training has started
+        self._local_copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
         self._saved_at = self._loaded = run.progress.iteration
         self._advise()
@@ -33,9 +40,10 @@ class SavePolicy(Hook):
         if run.config.checkpoint.non_persistent_ckpt_type == "local":
             from megatron.training.checkpointing.local_copies import LocalCopies
 
-            run.local_copies = LocalCopies(run)
+            self._local_copies = LocalCopies(run)
         if run.services.writer:
-            slices = run.local_copies.slices() if run.local_copies else save.own_slices(run)
+            copies = self._local_copies
+            slices = copies.slices() if copies else save.own_slices(run)
             run.services.writer.reserve(slices, run.runtime.device)
 
     def requests(self, iteration: int) -> Requests | None:
@@ -77,8 +85,8 @@ class SavePolicy(Hook):
     def on_rollback(self) -> None:
         """Save the run as it is now, since the newest checkpoint is of what was rolled back."""
         self._saved_at = -1
-        if self._run.local_copies:
-            self._run.local_copies.start_line()
+        if self._local_copies:
+            self._local_copies.start_line()
         self.save(final=False)
         self.settle()
 
@@ -104,8 +112,8 @@ class SavePolicy(Hook):
             if self._saved_at != iteration:
                 self._attempt(self._save_checkpoint, iteration, final)
                 self.settle(final)
-            if self._run.local_copies:
-                self._run.local_copies.remove()
+            if self._local_copies:
+                self._local_copies.remove()
 
     def settle(self, final: bool = False) -> None:
         """Wait for the save that is being written, if there is one, and complete it."""
@@ -124,6 +132,9 @@ class SavePolicy(Hook):
         self._pending = save.save_checkpoint(self._run)
 
     def _save_snapshot(self) -> None:
+        if self._local_copies:
+            self._pending = self._local_copies.save()
+            return
         from megatron.training.checkpointing.snapshots import save_snapshot
 
         self._pending = save_snapshot(self._run)
@@ -146,30 +157,26 @@ class SavePolicy(Hook):
                 action()
                 if not is_snapshot and not self._pending:
                     self._saved_at = iteration
-                    for hook in self.hooks:
+                    for hook in self._hooks:
                         hook.after_save(iteration)
             except CheckpointError as error:
                 # no number: not the disk's fault
                 if error.errno is None or final and error.errno != errno.ECHILD:
                     raise
-                follows = (
-                    ""
-                    if is_snapshot
-                    else (
-                        f". {save.what_remains(self._run)}; training continues, the next "
+                what = "snapshot"
+                follows = "; training continues"
+                if not is_snapshot:
+                    what = "checkpoint"
+                    follows = (
+                        f". {save.what_remains(self._run.config.checkpoint)}{follows}, the next "
                         f"save is tried at iteration {self._next_save(iteration)}"
                     )
-                )
-                what = "snapshot" if is_snapshot else "checkpoint"
-                log.print_rank_0(
-                    f"WARNING: no {what} of iteration {iteration}: "
-                    f"{error}{follows or '; training continues'}"
-                )
+                log.print_rank_0(f"WARNING: no {what} of iteration {iteration}: {error}{follows}")
         self._advise()
         self._lines.timers(["save-checkpoint"])
 
     def _tell_hooks(self) -> None:
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.before_save()
 
     def _next_save(self, iteration: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,11 +21,10 @@ from megatron.parallel.single_stage import Forward
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.run import Run
-from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
+from megatron.training.step_sums import MetricValue, StepSums, set_counts
 
 if TYPE_CHECKING:
-    from megatron.data.ledger import Recorder
-    from megatron.training.logging.subset_metrics import SubsetMetrics
+    from megatron.training.step_counter import StepCounter
 
 # (loss sum, number of tokens), or with metrics by name (loss sum, number of tokens, metrics); of a
 # chunk of the model before the last, hidden states.
@@ -45,8 +44,8 @@ class NotFinite(ArithmeticError):
 class StepOutcome(NamedTuple):
     """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16),
     `spike` or `nonfinite` (--spike-action); `num_zeros` is that of real parameters (those that are
-    padding always have zero gradients); `requests` are those of all ranks; `packed` are the counts
-    of subsets and packed rows; `metrics` are those of `forward_step`."""
+    padding always have zero gradients); `requests` are those of all ranks; `counts` are
+    what `Run.counters` report; `metrics` are those of `forward_step`."""
 
     loss: float
     skipped: str | None
@@ -54,7 +53,7 @@ class StepOutcome(NamedTuple):
     num_zeros: int | None
     seconds: float
     requests: Requests
-    packed: dict[str, float | int | None] | None = None
+    counts: Mapping[str, float | int | None] = {}
     # up to the sum of losses over the ranks, which waits for the device
     fwd_bwd_seconds: float = 0.0
     metrics: Mapping[str, float | None] = {}
@@ -78,26 +77,28 @@ def train_step(
     num_microbatches = run.plan.num_microbatches(iteration)
     sums = StepSums(
         run.runtime.device,
-        run.recorder is not None,
-        run.rows.size if run.rows else 0,
+        [counter.size for counter in run.counters],
         run.config.model.router_numbers,
     )
 
     run.buffers.zero(num_microbatches)
     with timers("forward-backward", 1):
         nominal_tokens = forward_backward(
-            run, forward_step, samples, sums, iteration, run.runtime.ctx.dp_cp.rank, run.rows
+            run, forward_step, samples, sums, iteration, run.runtime.ctx.dp_cp.rank, run.counters
         )
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         local_loss = sums.loss.clone()
-        _add_counts(run, sums, requests())
+        set_counts(sums.requests, requests())
+        for counter, slots in zip(run.counters, sums.counters, strict=True):
+            counter.close(slots)
         _agree_on_metrics(run, sums)
         _sum_over_ranks(run, sums)
     totals = sums.totals()
     fwd_bwd_seconds = time.perf_counter() - start
-    if run.recorder:
-        _record_samples(run, run.recorder, iteration, totals)
+    counts: dict[str, float | int | None] = {}
+    for counter, values in zip(run.counters, totals.counters, strict=True):
+        counts |= counter.summed(iteration, values)
     loss = totals.loss / max(1.0, totals.tokens)
     _check_loss(run, iteration, loss, local_loss)
     result = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
@@ -106,9 +107,9 @@ def train_step(
     if run.config.model.num_experts:
         from megatron.training import routers
 
-        metrics = {**metrics, **routers.metrics(run, totals)}
+        metrics = {**metrics, **routers.metrics(run.config.model, totals)}
         if result.ok and run.config.model.moe_router_enable_expert_bias:
-            routers.update_bias(run, totals)
+            routers.update_bias(run.config.model, run.model, totals)
     return StepOutcome(
         loss,
         _why_skipped(run, result),
@@ -116,7 +117,7 @@ def train_step(
         None if result.num_zeros is None else result.num_zeros - run.plan.num_padding,
         time.perf_counter() - start,
         totals.requests,
-        run.rows.named(totals.subsets) if run.rows else None,
+        counts,
         fwd_bwd_seconds,
         metrics,
     )
@@ -129,10 +130,11 @@ def forward_backward(
     sums: StepSums,
     iteration: int,
     dp_cp_rank: int,
-    rows: SubsetMetrics | None = None,
+    counters: Sequence[StepCounter] = (),
 ) -> int:
     """Losses, counts and gradients of the micro-batches that rank `dp_cp_rank` of dp_cp has in an
-    iteration; the nominal number of tokens of the global batch, by which gradients are divided."""
+    iteration; the nominal number of tokens of the global batch, by which gradients are divided.
+    `counters`: those that `sums` has slots for."""
     timers = run.timers
     nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
     backward_scale = run.optimizer.loss_scale / nominal_tokens
@@ -148,7 +150,7 @@ def forward_backward(
             else:
                 torch.autograd.backward(output, gradient)
 
-    forward = _forwards(run, forward_step, samples, sums, dropout_seeds, rows, backward_scale)
+    forward = _forwards(run, forward_step, samples, sums, dropout_seeds, counters, backward_scale)
     with _weights_cast_once(run):
         run.pipeline.run(run.plan.num_microbatches(iteration), forward, backward)
     return nominal_tokens
@@ -161,15 +163,6 @@ def _weights_cast_once(run: Run) -> AbstractContextManager[None]:
     from megatron.parallel.fp8 import weights_cast_once
 
     return weights_cast_once(run.model)
-
-
-def _add_counts(run: Run, sums: StepSums, requests: Requests) -> None:
-    """Add what this rank knows at the end of the step: requests, hash of the samples, subsets."""
-    set_counts(sums.requests, requests)
-    if run.recorder:
-        set_counts(sums.data_hash, run.recorder.halves())
-    if run.rows:
-        run.rows.close(sums.subsets)
 
 
 def _agree_on_metrics(run: Run, sums: StepSums) -> None:
@@ -196,16 +189,6 @@ def _agree_on_metrics(run: Run, sums: StepSums) -> None:
             "micro-batch [metrics-differ]"
         )
     sums.reserve_metrics(run.metric_names)
-
-
-def _record_samples(run: Run, recorder: Recorder, iteration: int, totals: Totals) -> None:
-    """Hand the hash of the samples of all ranks to --data-ledger."""
-    recorder.record(
-        iteration,
-        run.progress.consumed_train_samples,
-        run.plan.global_batch_size(iteration),
-        *totals.data_hash,
-    )
 
 
 def _update(run: Run, iteration: int, loss: float, gradient_scale: float) -> StepResult:
@@ -255,16 +238,18 @@ def _forwards(
     samples: Iterator[MicroBatch],
     sums: StepSums,
     dropout_seeds: Callable[[int], DropoutSeeds | None],
-    rows: SubsetMetrics | None = None,
+    counters: Sequence[StepCounter] = (),
     backward_scale: float | None = None,
 ) -> Forward:
     """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
-    keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with `rows` also
-    by subset, and with `backward_scale` (that of the loss in training) the losses of routers."""
+    keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with what
+    `counters` count, and with `backward_scale` (that of the loss in training) the losses of
+    routers."""
     routed = bool(run.config.model.num_experts)
     if routed:
         from megatron.training import routers
 
+    token_metrics = tuple(name for counter in counters for name in counter.token_metrics)
     batches: dict[int, Batch] = {}
     latest: dict[int, torch.Tensor] = {}
     chunks = len(run.model)
@@ -274,14 +259,14 @@ def _forwards(
         if chunk == 0:
             with timers("batch-generator", 2):
                 loaded = next_samples(samples)
-                if rows:
-                    rows.see(loaded)
+                for counter in counters:
+                    counter.see(loaded)
                 batches[micro_batch] = make_batch(
                     loaded,
                     run.rules,
                     run.runtime.device,
                     dropout_seeds(micro_batch),
-                    rows.token_metrics if rows else (),
+                    token_metrics,
                 )
                 if routed:
                     made = batches[micro_batch]
@@ -295,7 +280,8 @@ def _forwards(
                 batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
             )
         if batch.router_step is not None and backward_scale is not None:
-            routers.add(run, sums, batch.router_step, run.model[chunk].decoder.moe_layers)
+            layers = run.model[chunk].decoder.moe_layers
+            routers.add(run.config.model, sums, batch.router_step, layers)
         if not run.pipeline.is_last(chunk):
             assert isinstance(output, torch.Tensor)  # hidden states
             return output
@@ -304,8 +290,8 @@ def _forwards(
         sums.tokens += tokens
         if rest:
             sums.add_metrics(rest[0], omit=batch.token_metrics)
-        if rows:
-            rows.add(sums.subsets, batch, rest[0] if rest else {})
+        for counter, slots in zip(counters, sums.counters, strict=True):
+            counter.add(slots, batch, rest[0] if rest else {})
         return loss
 
     return forward

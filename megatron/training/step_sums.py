@@ -20,8 +20,7 @@ class Totals(NamedTuple):
     loss: float
     tokens: float
     requests: Requests
-    data_hash: tuple[float, ...]
-    subsets: list[float]
+    counters: list[list[float]]
     routers: list[float]
     metrics: dict[str, float | None]
 
@@ -30,20 +29,18 @@ class StepSums:
     """Named sums in one float64 tensor `values`, so that one collective sums them all.
 
     Each name is a view [n] of `values`: `loss` and `tokens` [1], `requests` one per field of
-    `Requests`, `data_hash` the low and the high 32 bits of the hash of --data-ledger (without
-    `data_hash` [0]), `subsets` the counts of `SubsetMetrics` [`subsets`], `routers` the sums of
-    `model.moe.RouterStep` [`routers`]. The metrics of `forward_step`, whose names the first
-    micro-batch shows, follow once `reserve_metrics` has made room for them.
+    `Requests`, `routers` the sums of `model.moe.RouterStep` [`routers`]; `counters` is one view
+    for each of `Run.counters`, whose sizes are given. The metrics of `forward_step`, whose names
+    the first micro-batch shows, follow once `reserve_metrics` has made room for them.
     """
 
     def __init__(
         self,
         device: torch.device,
-        data_hash: bool = False,
-        subsets: int = 0,
+        counters: Sequence[int] = (),
         routers: int = 0,
     ) -> None:
-        self._sizes = [1, 1, len(Requests._fields), 2 * data_hash, subsets, routers]
+        self._sizes = [1, 1, len(Requests._fields), routers, *counters]
         self._metrics: dict[str, torch.Tensor] = {}  # (sum, count) [2] each
         self._names: Sequence[str] = ()
         self.values = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
@@ -51,9 +48,9 @@ class StepSums:
 
     def _name_views(self) -> None:
         views = self.values.split([*self._sizes, *(2 for _ in self._names)])
-        self.loss, self.tokens, self.requests, self.data_hash, self.subsets = views[:5]
-        self.routers, *metrics = views[5:]
-        self._metrics = dict(zip(self._names, metrics, strict=True))
+        self.loss, self.tokens, self.requests, self.routers = views[:4]
+        self.counters = views[4 : len(self._sizes)]
+        self._metrics = dict(zip(self._names, views[len(self._sizes) :], strict=True))
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -91,15 +88,14 @@ class StepSums:
     def totals(self) -> Totals:
         """All sums by name. It waits for the device, once."""
         values = iter(self.values.tolist())
-        loss, tokens, requests, data_hash, subsets, routers = (
+        loss, tokens, requests, routers, *counters = (
             [next(values) for _ in range(size)] for size in self._sizes
         )
         return Totals(
             loss[0],
             tokens[0],
             Requests(*map(int, requests)),
-            tuple(data_hash),
-            subsets,
+            counters,
             routers,
             {
                 name: total / count if count else None

@@ -20,6 +20,7 @@ from megatron.config.plan import report
 from megatron.config.plan.tokenizer_ids import ids_in_file
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.features.registry import RunConfig
 from tests.data.corpora import write_corpus
 from tests.data.vocabularies import write_bpe, write_sentencepiece
 from tests.problems import assert_problem, codes_of
@@ -159,15 +160,15 @@ BAD = [
 ]
 
 
-# One interpreter gives the script's main each command line of argv[1].
+# One interpreter gives the script's `pretrain` each command line of argv[1].
 TRY_ALL = """
 import contextlib, io, json, runpy, sys
-main, found = runpy.run_path(PROGRAM)["main"], []
+pretrain, found = runpy.run_path(PROGRAM)["pretrain"], []
 for words in json.loads(sys.argv[1]):
     code = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
-            main(words)
+            pretrain(words)
         except SystemExit as left:
             code = left.code
     found.append([code, out.getvalue(), err.getvalue()])
@@ -325,7 +326,7 @@ def test_files_of_flags_and_who_wins(tmp_path):
 
 
 def read(flags: str, **environ: str) -> command_line.CommandLine:
-    return command_line.read(flags.split(), environ)
+    return command_line.read(flags.split(), environ, tree=RunConfig)
 
 
 def test_ranks_come_from_the_environment():

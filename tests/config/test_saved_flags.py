@@ -11,7 +11,7 @@ import pytest
 from megatron import arguments
 from megatron.arguments import config_from, flags_of, to_args_text, values_of
 from megatron.config import saved_flags
-from megatron.config.tree import Config
+from megatron.config.tree import Config, with_features
 from megatron.problems import Problems
 from tests.config.checks.checked_flags import BASE, PARSER
 
@@ -76,6 +76,24 @@ def test_flags_that_this_program_does_not_have_are_one_note(tmp_path):
     table = values_of(CONFIG) | {"removed_feature": False}
     path.write_text(f"{to_args_text(CONFIG)}# all values: {json.dumps(table)}\n")
     assert saved_flags.read(path) == saved_flags.SavedFlags(CONFIG, [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Bells:
+    """Bells."""
+
+    bells: int = arguments.arg(0, help="number of bells")
+    loud: bool = arguments.arg(False, help="louder bells")
+
+
+def test_a_feature_may_be_unknown_to_the_reader(tmp_path):
+    tree = with_features([Bells])
+    config = config_from(tree, {**TYPED, "bells": -3, "loud": True})
+    path = written(tmp_path, config)
+    assert saved_flags.read(path, tree).config == config
+    assert saved_flags.read(path) == saved_flags.SavedFlags(CONFIG, [])
+    path.write_text("--missing-switch\n" + path.read_text())
+    assert saved_flags.read(path).unknown == ["--missing-switch"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.logging.run_events_file import NAME, read_events
+from megatron.features.goodput.run_events_file import NAME, read_events
 from tests.e2e.programs import SCRIPT, Program, free_port, ranks_of, spawn_program
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text

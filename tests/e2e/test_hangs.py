@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.logging.run_events_file import NAME, read_events
+from megatron.features.goodput.run_events_file import NAME, read_events
 from tests.e2e.programs import fork_program, fork_ranks
 from tests.forkrun import run_ranks
 from tests.runs import SMALL, write_text

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import command_line
+from megatron.features.registry import RunConfig
 from tests.forkrun import run_ranks
 from tests.runs import plot
 
@@ -26,7 +27,7 @@ SCRIPTS = sorted(
 ARGS = sorted((ROOT / "examples").rglob("*.args"))
 PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("**/*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
@@ -150,7 +151,7 @@ def test_argument_files_make_a_plan(path, monkeypatch, capsys):
     data = [] if "--dummy-data" in text else ["--mock-data", "--vocab-size", "50257"]
     words = [f"@{name(path)}", *data, "--dry-run", *(["--world-size", ranks[1]] if ranks else [])]
     monkeypatch.chdir(ROOT)
-    plot().main(words)
+    plot().pretrain(words)
     assert "parameters" in capsys.readouterr().out
 
 
@@ -189,7 +190,7 @@ def test_the_dry_runs_of_pages_have_no_problem():
             argv = words[words.index("pretrain_gpt.py") + 1 :]
             argv = [f"@{ROOT / word[1:]}" if word.startswith("@") else word for word in argv]
             argv = [word for word in argv if word not in ("LAYOUT", "--dry-run")]
-            _, problems = command_line.judge(argv, world_size)
+            _, problems = command_line.judge(argv, world_size, RunConfig)
             assert problems == [], f"{name(page)}: {shlex.join(words)}"
             checked += 1
     assert checked >= 4

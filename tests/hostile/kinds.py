@@ -34,6 +34,7 @@ from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.samples import Samples
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.features.registry import RunConfig
 from megatron.training.launch.control_file import ControlFile
 from tests.checkpoint.saves import Unsynced, save
 from tests.data.chat.conversations import CONVERSATIONS
@@ -374,7 +375,7 @@ def read_flags(folder: Path) -> Any:
     words, problems = read_deepspeed(str(folder / "ds.json"))
     if problems:
         raise Refused("; ".join(problems))
-    return command_line.judge([*read_words(folder / "args")], 1), words
+    return command_line.judge([*read_words(folder / "args")], 1, RunConfig), words
 
 
 def make_scripts(folder: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.arguments import Problems
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.config import command_line
-from megatron.training.logging.run_events_file import NAME, crash_loop, newest_events, unreported
+from megatron.features.goodput.run_events_file import NAME, crash_loop, newest_events, unreported
 from tests.data.chat.conversations import CONVERSATIONS
 from tests.hostile.campaign import Kind, Refused
 from tests.hostile.kinds import run_tool

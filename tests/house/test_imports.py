@@ -4,29 +4,26 @@ of .importlinter and .ruff.toml is seen."""
 from __future__ import annotations
 
 import graphlib
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import grimp
 import pytest
 
+from tests.copies import copy_source, lint_imports
 from tests.forkrun import ROOT
 
-# Without site, which would put this checkout into the namespace megatron of a copy, too.
-LINT = """
-import os, sys
-sys.path += [os.getcwd(), sys.argv.pop()]
-from importlinter.cli import lint_imports
-sys.exit(lint_imports(cache_dir=None, no_logo=True))
-"""
+ROOMS = sorted(path.parent.name for path in ROOT.glob("megatron/features/*/feature.py"))
 CONTRACTS = {  # a file, and an import that breaks the contract
     "lower layers": ("megatron/data/request.py", "def f():\n    import megatron.training.loop"),
+    "no other feature": (
+        f"megatron/features/{ROOMS[0]}/feature.py",
+        f"import megatron.features.{ROOMS[1]}.feature",
+    ),
     "nothing of tools/": ("megatron/training/loop.py", "from tools.convert import links"),
     "without torch": ("megatron/config/tree.py", "from megatron.checksums import x\nimport torch"),
-    "in one place": ("megatron/analysis/goodput.py", "import matplotlib.figure"),
+    "in one place": ("megatron/analysis/run_reader.py", "import matplotlib.figure"),
 }
 PROBES = {  # what ruff reports of a file of megatron/
     "def f():\n    from torch import cuda": "TID251",
@@ -41,22 +38,13 @@ PROBES = {  # what ruff reports of a file of megatron/
 }
 
 
-def lint_imports(root: Path) -> str:
-    """What import-linter reports of the tree in `root`."""
-    words = [sys.executable, "-S", "-c", LINT, sysconfig.get_path("purelib")]
-    return subprocess.run(words, cwd=root, capture_output=True, text=True).stdout
-
-
 def test_the_contracts_are_kept() -> None:
     report = lint_imports(ROOT)
     assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in report, report
 
 
 def test_a_broken_contract_is_seen(tmp_path: Path) -> None:
-    only_sources = shutil.ignore_patterns("core", "*.so", "*.cpp", "*.json", "__pycache__")
-    for folder in ("megatron", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=only_sources)
-    shutil.copy(ROOT / ".importlinter", tmp_path)
+    copy_source(tmp_path, "megatron", "tools", ".importlinter")
     for file, text in CONTRACTS.values():
         with open(tmp_path / file, "a") as opened:
             opened.write(f"\n{text}\n")

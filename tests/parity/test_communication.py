@@ -25,7 +25,7 @@ from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan import transfers
 from megatron.config.plan.plan import make_plan
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tests import recorder
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
@@ -482,7 +482,7 @@ def wire(calls: Counter) -> tuple[Counter, int]:
 def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
     """The same by config/plan/transfers.py; gloo gathers the weights of a sharded optimizer by
     messages."""
-    config = config_from(Config, parse_typed(command_line.parser(), flags))
+    config = config_from(RunConfig, parse_typed(command_line.parser(RunConfig), flags))
     plan = make_plan(config, world, 211)
     p = config.parallel
     axes = transfers.axis_sizes(config, plan)

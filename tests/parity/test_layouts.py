@@ -1,10 +1,11 @@
-"""The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one
+"""The same numbers in every layout: whole runs of pretrain_gpt.pretrain on gloo ranks against one
 process, step by step."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -161,14 +162,14 @@ def records(case: Case, folder: Path) -> tuple[str, ...]:
 def count_tokens() -> None:
     """Hook: rank 0 writes the number of tokens of each expert, a line for each step."""
 
-    def metrics(run, totals):
+    def metrics(model, totals):
         if os.environ["RANK"] == "0":
-            size = len(ROUTER_SUMS) + run.config.model.num_experts
+            size = len(ROUTER_SUMS) + model.num_experts
             rows = [totals.routers[at : at + size] for at in range(0, len(totals.routers), size)]
-            file = Path(run.config.logging.metrics_file).with_name("tokens.jsonl")
+            file = Path(sys.stdout.name).with_name("tokens.jsonl")  # next to this rank's log
             with file.open("a") as out:
                 out.write(json.dumps([row[len(ROUTER_SUMS) :] for row in rows]) + "\n")
-        return of_step(run, totals)
+        return of_step(model, totals)
 
     of_step = routers.metrics
     routers.metrics = metrics

@@ -208,11 +208,9 @@ def test_the_update_of_the_expert_bias_equals_that_of_megatron_core(rate):
     config = tiny_config(
         **SIZE, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=rate
     )
-    run = SimpleNamespace(config=SimpleNamespace(model=config), model=[model])
     before = bias.detach().clone()
-    routers.update_bias(
-        run, SimpleNamespace(routers=([0.0] * len(ROUTER_SUMS) + counts.tolist()) * 3)
-    )
+    totals = SimpleNamespace(routers=([0.0] * len(ROUTER_SUMS) + counts.tolist()) * 3)
+    routers.update_bias(config, [model], totals)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
         patch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)

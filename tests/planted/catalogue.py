@@ -33,10 +33,7 @@ REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async sav
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
-LOAD = (
-    "load_samples(samples, numbers, run.config.data.num_workers,"
-    " run.recorder.add if run.recorder else None)"
-)
+LOAD = "load_samples(samples, numbers, run.config.data.num_workers)"
 FORWARD = "forward_step(batch if hidden is None else replace(batch, hidden=hidden)"
 EVERY = "*(one for one in present if keep_every and one % keep_every == 0)}"
 NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype, "
@@ -101,7 +98,7 @@ BUGS = {
         "campaign",
     ),
     "gradient norm of this rank's part only": Bug(
-        "megatron.training.build.build_run",
+        "megatron.training.build.build_optimizer",
         "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
         "reduce_sum=lambda x: x",
         f"{LAYOUTS}[tp2]",
@@ -304,7 +301,7 @@ BUGS = {
         f"{LAYOUTS}[{SEQUENCE}]",
     ),
     "overflow not shared between ranks": Bug(
-        "megatron.training.build.build_run",
+        "megatron.training.build.build_optimizer",
         "reduce_max=lambda x: all_reduce(x, ctx.optimizer, 'max')",
         "reduce_max=lambda x: all_reduce(x, ctx.optimizer, 'min')",
         "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all",
@@ -368,17 +365,17 @@ BUGS = {
         f"{LAYOUTS}[pp2]",
     ),
     "a rank that outvotes the other by repeating itself": Bug(
-        "megatron.training.verify_step._majority",
+        "megatron.features.step_verification.hook._majority",
         "len(by) > 1",
         "len(by) > 0",
-        "tests/training/test_verify_step.py"
+        "tests/features/step_verification/test_step_verification.py"
         "::test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself",
     ),
     "buckets summed before the gradients are compared": Bug(
         "megatron.parallel.ddp.GradBuffers._arrived",
         "self.before_reduce",
         "None",
-        "tests/training/test_verify_step.py::test_a_verified_run_is_the_same_run",
+        "tests/features/step_verification/test_step_verification.py::test_a_verified_run_is_the_same_run",
     ),
     "sums of a step reduced over data-parallel ranks only": Bug(
         "megatron.training.step._sum_over_ranks",
@@ -439,14 +436,14 @@ BUGS = {
     ),
     # Gradient buckets and the distributed optimizer.
     "clip counts every instance's copy": Bug(
-        "megatron.training.build.build_run",
+        "megatron.training.build.build_optimizer",
         "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
         "reduce_sum=lambda x: all_reduce(x, ctx.world)",
         f"{LAYOUTS}[{TWICE}]",
         "sweep",
     ),
     "clip counts one shard": Bug(
-        "megatron.training.build.build_run",
+        "megatron.training.build.build_optimizer",
         "reduce_sum=lambda x: all_reduce(x, ctx.optimizer)",
         "reduce_sum=lambda x: all_reduce(x, ctx.model)",
         f"{LAYOUTS}[{SHARDS}]",

@@ -13,6 +13,7 @@ from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tests.forkrun import ROOT
 from tests.tools.internlm_configs import INTERNEVO_7B, SIZES, demo, written
 from tools.internlm.read_config import ConfigError, read_config
@@ -26,7 +27,9 @@ def converted(folder: Path, text: str, world: int, capsys: pytest.CaptureFixture
         capsys.readouterr().err
     )
     (folder / "run.args").write_text(capsys.readouterr().out)
-    return config_from(Config, parse_typed(command_line.parser(), read_words(folder / "run.args")))
+    return config_from(
+        RunConfig, parse_typed(command_line.parser(RunConfig), read_words(folder / "run.args"))
+    )
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -11,6 +11,7 @@ from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
 from megatron.training.build import build_run, make_tokenizer
@@ -27,7 +28,7 @@ def config_of(*flags: str) -> Config:
     tokenizer."""
     plain = [word for word in SMALL if word not in NUMBERS] + ["--mock-data", "--train-iters", "10"]
     words = with_flags(plain if "--tokenizer-type" in flags else plain + NUMBERS, *flags)
-    return config_from(Config, parse_typed(command_line.parser(), words))
+    return config_from(RunConfig, parse_typed(command_line.parser(RunConfig), words))
 
 
 def built(*flags: str, device: str = "cpu") -> Run:

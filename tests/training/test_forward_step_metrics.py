@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.training import loop
 from megatron.training.step import train_step
+from tests.forkrun import run_ranks
 from tests.parity.layouts import CP, DISTRIBUTED, PP, TP
 from tests.problems import raises
 from tests.runs import NO_DROPOUT, SMALL, Finished, plot, train, with_flags
@@ -49,6 +52,20 @@ def add_metrics() -> None:
 def run(folder, *flags: str, world: int = 1) -> Finished:
     words = [*SMALL, *NO_DROPOUT, *"--mock-data --train-iters 4 --fp64 --log-interval 2".split()]
     return train(folder, with_flags(words, *flags), world, hook=add_metrics)
+
+
+def own_script(rank: int, world: int, words: list[str]) -> None:
+    """A program with a `forward_step` of its own."""
+    sys.argv = ["mine.py", *words]
+    plot().main(functools.partial(with_metrics, three_metrics))
+
+
+def test_a_script_passes_its_forward_step(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    words = [*SMALL, "--mock-data", "--train-iters", "4", "--metrics-file", str(file)]
+    run_ranks(1, own_script, with_flags(words, "--eval-iters", "0"))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["loss again"] for row in rows] == [row["lm_loss"] for row in rows] != []
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from megatron.training import hooks, loop
-from megatron.training.hook import Hook
+from megatron.training.feature import Loop, features_of
+from megatron.training.hook import Hook, placed
+from tests.forkrun import ROOT
 from tests.runs import SMALL, train, write_text
 from tests.training.tiny_run import make_run
 
@@ -44,6 +50,7 @@ def test_points_of_a_run(tmp_path):
     train(tmp_path / "run", words, hook=functools.partial(note_points, str(tmp_path)))
     saved = ["before_save", "after_save"]
     assert (tmp_path / "points").read_text().splitlines() == [
+        "wrap_step 0",
         "on_start 0",
         *("before_step 0", "after_step 1", "after_iteration 1"),
         *("before_step 1", "after_step 2", "before_evaluation 2"),
@@ -58,8 +65,17 @@ def test_points_of_a_run(tmp_path):
     ]
 
 
-def test_the_order_of_the_hooks(tmp_path):
-    """All features on: each hook that depends on another comes after it."""
+class Named(Hook):
+    """What `build_hooks` is given."""
+
+
+Skipping, Evaluation, SavePolicy = (
+    type(name, (Named,), {}) for name in ("Skipping", "Evaluation", "SavePolicy")
+)
+
+
+def test_the_order_is_that_of_the_table(tmp_path):
+    """All features on: the order of docs/design.md, which gives the reasons."""
     run = make_run(
         manual_gc=True,
         control_file=str(tmp_path / "control"),
@@ -70,17 +86,40 @@ def test_the_order_of_the_hooks(tmp_path):
         spike_action="rewind",
         save=str(tmp_path / "save"),
         save_interval=5,
+        verify_step_interval=2,
     )
-    skipping, evaluation, saving = Hook(), Hook(), Hook()
-    found = hooks.build_hooks(run, None, evaluation, saving, skipping, 0.0)
-    kinds = [type(hook).__name__ for hook in found]
-    assert kinds.index("SpikeDetection") < kinds.index("IterationLog")  # which logs the finding
-    assert kinds.index("IterationLog") < kinds.index("Stragglers")
-    assert kinds.index("RunEvents") < found.index(saving)  # whose start it is notified of
-    assert kinds.index("WeightComparison") < found.index(saving)  # which saves no such weights
-    assert kinds.index("DataLedger") < found.index(saving)  # which saves after a rollback
-    assert found.index(evaluation) < found.index(saving)
-    assert found.index(saving) < kinds.index("RollbackBuffer")  # then old checkpoints are renamed
-    assert {"Profiling", "ControlFileRequests", "GarbageCollection"} <= set(kinds)
-    assert skipping in found and len(found) == len(set(map(id, found)))
+    run.services.signals.monitor = SimpleNamespace(limits=None)
+    core = hooks.build_hooks(run, None, Evaluation(), SavePolicy(), Skipping())
+    of_features = [
+        hook for each in features_of(run.config) for hook in each.hooks(Loop(run, None, None, 0.0))
+    ]
+    kinds = [type(hook).__name__ for hook in placed(core, of_features)]
+    table = (ROOT / "docs" / "design.md").read_text().partition("| hook |")[2].partition("\n\n")[0]
+    names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row[:40])]
+    assert len(kinds) >= 13 and kinds == [name for name in names if name in kinds]
     assert Path(tmp_path / "control").read_text() == "0\n"
+
+
+def hook(name: str, **places: tuple[str, ...]) -> Hook:
+    return type(name, (Hook,), places)()
+
+
+@pytest.mark.parametrize(
+    ("more", "order"),
+    [
+        ([hook("X")], "ABCX"),
+        ([hook("X", before=("B", "gone"))], "AXBC"),
+        ([hook("X", after=("gone",), before=("C",)), hook("Y", before=("C",))], "ABXYC"),
+        ([hook("X", before=("B",)), hook("Y", before=("X",), after=("A",))], "AYXBC"),
+        ([hook("X", before=("Y",)), hook("Y", before=("B",), after=("A",))], "AXYBC"),
+        ([hook("X", after=("Y",)), hook("Y", after=("X",))], None),
+        ([hook("X", before=("A",), after=("C",))], None),
+    ],
+)
+def test_a_hook_says_its_place(more, order):
+    core = [hook(name) for name in "ABC"]
+    if order is None:
+        with pytest.raises(ValueError, match="cannot be before"):
+            placed(core, more)
+    else:
+        assert "".join(type(one).__name__ for one in placed(core, more)) == order

@@ -364,14 +364,14 @@ def test_time_is_counted_from_the_start_of_the_program(text, tmp_path, minutes, 
 def _no_workers_remain() -> None:
     """A hook: when the run is over, no data worker is left for the end of the process to kill."""
     allow_workers()
-    real = loop.pretrain
+    real = loop.train
 
-    def pretrain(*args):
+    def train_all(*args):
         gc.disable()
         real(*args)
         assert multiprocessing.active_children() == []
 
-    loop.pretrain = pretrain
+    loop.train = train_all
 
 
 @pytest.mark.parametrize("flags", ["", "--exit-interval 3"])

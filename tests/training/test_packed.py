@@ -110,7 +110,7 @@ def test_the_twelve_steps_of_the_demo_logs():
                     counts.add(slots, batch, {UNSMOOTHED_LOSS: losses})
                 counts.close(slots)
                 total[: counts.size] += slots
-        found = [counts.named(total.tolist()[: counts.size]) for total in totals]
+        found = [counts.summed(1, total.tolist()[: counts.size]) for total in totals]
         assert [
             (
                 row["tokens/en"],

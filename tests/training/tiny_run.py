@@ -6,8 +6,8 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.plan.plan import make_plan
-from megatron.config.tree import Config
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.features.registry import RunConfig
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
 from megatron.training.batch import MicroBatch
@@ -41,7 +41,7 @@ BASE = dict(
 
 def make_run(rank: int = 0, world: int = 1, **changes) -> Run:
     """The run of these fields on a rank of `world` (which then is a group already)."""
-    config = config_from(Config, BASE | changes)
+    config = config_from(RunConfig, BASE | changes)
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=config.data.vocab_size)
     runtime = Runtime(
         torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank

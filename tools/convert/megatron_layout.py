@@ -16,6 +16,7 @@ from megatron.arguments import build_parser, parse_typed
 from megatron.checkpoint import tensor_slices
 from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.safetensors_file import Entry
+from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     LAYER_PREFIX,
@@ -25,7 +26,7 @@ from megatron.config.plan.parameters import (
     parameter_table,
     stage_table,
 )
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
 from tools.convert import torch_dist
 from tools.convert.hf_files import PendingTensor, new_folder, work_folder
@@ -112,7 +113,6 @@ class MegatronCheckpoint:
     """An open Megatron-LM checkpoint: arguments, and for each tensor of ours its parts by tensor
     rank. Its optimizer is not converted."""
 
-    state = None
     kind = "core"
 
     def __init__(self, source: Path, unpickler: Unpickler):
@@ -142,7 +142,17 @@ class MegatronCheckpoint:
             f"{self.tp} tensor x {self.pp} pipeline ranks; the optimizer's state is not converted"
         )
 
-    def optimizer(self, *_: object) -> list[PendingTensor]:
+    @property
+    def state(self) -> RunState | None:
+        """Counters of the run, where the optimizer is converted."""
+        return None
+
+    def optimizer(
+        self,
+        table: Mapping[str, ParameterSpec],
+        model: ModelConfig,
+        weights: Sequence[PendingTensor],
+    ) -> list[PendingTensor]:
         """None."""
         return []
 
@@ -311,7 +321,7 @@ def megatron_import(
             else kind(found, unpickler)
         )
         given = (
-            parse_typed(build_parser(Config, prog="args", description=""), [f"@{args_file}"])
+            parse_typed(build_parser(RunConfig, prog="args", description=""), [f"@{args_file}"])
             if args_file
             else {}
         )

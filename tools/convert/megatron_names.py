@@ -15,7 +15,7 @@ from typing import Any
 from megatron.arguments import flags_of
 from megatron.config.megatron_compat.flags import FOREIGN, REFUSED
 from megatron.config.model import ModelConfig
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tools.convert.config_keys import is_unset, names_of, not_known
 from tools.convert.links import ConversionError
 
@@ -310,7 +310,7 @@ def _renamed(
 
 def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> list[str]:
     """What is wrong with the arguments that are no flags here."""
-    known = flags_of(Config)
+    known = flags_of(RunConfig)
     problems = []
     unknown = {}
     for name, value in args.items():
@@ -334,7 +334,7 @@ def _harmless(name: str, value: Any) -> bool:
 
 def _convert(flags: dict[str, Any], source: str) -> list[str]:
     """Read the values as those of our flags, in place; what is wrong with them."""
-    known = flags_of(Config)
+    known = flags_of(RunConfig)
     problems = []
     for name, value in flags.items():
         switch = known[name].kind in ("switch", "off")

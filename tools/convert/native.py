@@ -31,6 +31,7 @@ from megatron.config.plan.parameters import EXPERT_BIAS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.features.registry import RunConfig
 from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
@@ -55,7 +56,7 @@ class Ours:
                 "directory that --save named, or an iter_XXXXXXX in it"
             )
         self.found: Checkpoint = found
-        self.config: Config = saved_config(found)
+        self.config: Config = saved_config(found, RunConfig)
         self.reader: Reader = found.reader()
 
     @property

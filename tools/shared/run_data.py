@@ -23,6 +23,7 @@ from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.features.registry import RunConfig
 from megatron.small_files import read_json
 
 
@@ -91,7 +92,8 @@ def open_run(
     state: dict[str, Any] = {}
     if flags is not None:
         # a dry run: nothing is written, so what stands in --save is no obstacle
-        line = command_line.read([*flags, "--dry-run", "--world-size", str(world_size or 1)], {})
+        words = [*flags, "--dry-run", "--world-size", str(world_size or 1)]
+        line = command_line.read(words, {}, tree=RunConfig)
         config = line.config
         world_size = line.world_size
     elif run is None:
@@ -101,7 +103,7 @@ def open_run(
     else:
         folder = checkpoint_after(run, iteration)
         state = read_json(folder / "state.json")
-        config = saved_flags.read(folder / "args").config
+        config = saved_flags.read(folder / "args", RunConfig).config
         world_size = world_size or state["layout"]["world_size"]
     d = config.data
     tokenizer = tokenizer_from(d)
@@ -122,6 +124,7 @@ def open_run(
         global_batch_size=plan.batch.final_global_batch_size,
     )
     dataset, _, _ = source_of(d).build(d, request, [])
+    assert dataset is not None, "--train-iters is at least 1"
     shift = (
         state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
     )

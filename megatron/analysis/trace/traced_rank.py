@@ -18,6 +18,7 @@ from megatron.config.plan.plan import Plan
 from megatron.config.plan.transfers import axis_sizes, gradients
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.simulated_group import Message, serve_meta, simulated_ranks
 from megatron.training.batch import MicroBatch
@@ -75,11 +76,11 @@ class RankTrace:
 
 
 def traced_config(config: Config) -> Config:
-    """The configuration as it is traced: a GPU's, eager, without files that a run writes."""
+    """The configuration as it is traced: a GPU's, eager."""
     return replace(
         config,
         training=replace(config.training, device="cuda", torch_compile=False),
-        logging=replace(config.logging, data_ledger=None, log_format="short"),
+        logging=replace(config.logging, log_format="short"),
     )
 
 
@@ -104,7 +105,7 @@ def trace_rank(
         runtime = Runtime(META, ctx, plan.world_size, rank)
         with contextlib.redirect_stdout(io.StringIO()):
             run = build_run(config, plan, runtime, recorder, tokenizer)
-        _use_fused_update(run)
+        _use_fused_update(run.optimizer)
         _count_subsets(run)
         _name_kinds(run, recorder)
         build_peak = recorder.peak
@@ -154,12 +155,13 @@ def _count_subsets(run: Run) -> None:
     packed = config.data.packed_samples
     if config.logging.counts_subsets(packed):
         ctx = run.runtime.ctx
-        run.rows = SubsetMetrics(("train",), ctx, config.logging.log_accuracy, packed)
+        subsets = SubsetMetrics(("train",), ctx, config.logging.log_accuracy, packed)
+        run.counters.append(subsets)
 
 
-def _use_fused_update(run: Run) -> None:
+def _use_fused_update(optimizer: MixedPrecisionOptimizer) -> None:
     """torch takes its fused optimizer kernels on a GPU, and the others on the meta device."""
-    inner = run.optimizer.inner
+    inner = optimizer.inner
     for group in inner.param_groups:
         if "fused" in group:
             group["fused"] = True

@@ -23,7 +23,7 @@ class Facts:
 
     def __post_init__(self) -> None:
         self.values = values_of(self.config)
-        self.flags = flags_of(Config)
+        self.flags = flags_of(type(self.config))
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]

@@ -24,11 +24,6 @@ def rule(f: Facts) -> Iterator[str]:
             f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) "
             "sets the real one [world-size-only-for-dry-run]"
         )
-    if f["verify_step_interval"] and f["expert_model_parallel_size"] > 1:
-        yield (
-            f"{f.say('verify_step_interval')}: gradients of experts on several ranks are not one "
-            "rank's; omit it, or use --expert-model-parallel-size 1 [flags-exclude-each-other]"
-        )
     if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
         yield (
             "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use "

@@ -10,8 +10,9 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from megatron import launcher
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
@@ -25,6 +26,14 @@ from megatron.small_files import read_bytes, read_json
 
 SPLITS = ("train", "valid", "test")
 TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@runtime_checkable
+class NamesFiles(Protocol):
+    """A group of flags that looks for its files itself, as features do."""
+
+    def missing(self) -> Iterable[str]:
+        """What a real run would not find on this machine."""
 
 
 def problems(config: Config) -> list[str]:
@@ -71,25 +80,15 @@ def missing(config: Config) -> list[str]:
     ):
         if path is not None:
             found += _directory_to_write(flag, path)
-    found += [
-        f"--eval-tasks {path}: no such file; give the YAML file of a task [eval-task-unreadable]"
-        for path in config.training.eval_tasks
-        if not os.path.isfile(path)
-    ]
     for flag, path in (
         ("--metrics-file", config.logging.metrics_file),
-        ("--data-ledger", config.logging.data_ledger),
         ("--control-file", c.control_file),
     ):
-        if path is not None and os.path.isdir(path):
-            found.append(
-                f"{flag} {path}: is a directory; give the name of a file [path-is-a-directory]"
-            )
-        elif path is not None and not os.path.isdir(os.path.dirname(path) or "."):
-            found.append(
-                f"{flag} {path}: there is no directory {os.path.dirname(path)}; make it, or give "
-                "another path [directory-missing]"
-            )
+        if path is not None:
+            found += file_to_write(flag, path)
+    for group in vars(config).values():
+        if isinstance(group, NamesFiles):
+            found += group.missing()
     return found
 
 
@@ -410,6 +409,17 @@ def vouched_file(folder: Path, name: str) -> bytes | None:
         return found if f"{zlib.crc32(found):08x}" == crc32 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def file_to_write(flag: str, path: str) -> Iterator[str]:
+    """A file that can be made or written: in a directory that exists."""
+    if os.path.isdir(path):
+        yield f"{flag} {path}: is a directory; give the name of a file [path-is-a-directory]"
+    elif not os.path.isdir(os.path.dirname(path) or "."):
+        yield (
+            f"{flag} {path}: there is no directory {os.path.dirname(path)}; make it, or give "
+            "another path [directory-missing]"
+        )
 
 
 def _directory_to_write(flag: str, path: str) -> Iterator[str]:

@@ -7,13 +7,22 @@ what was requested. Files: `checks/paths.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol, runtime_checkable
 
 from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
+
+
+@runtime_checkable
+class HasRules(Protocol):
+    """A group of flags that has rules of its own, as features do."""
+
+    def check(self, facts: Facts) -> Iterable[str]:
+        """One line for each problem."""
 
 
 def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
@@ -25,6 +34,9 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     """
     facts = Facts(config, world_size, typed)
     found = [line for rule in _RULES for line in rule(facts)]
+    for group in vars(config).values():
+        if isinstance(group, HasRules):
+            found += group.check(facts)
     found += check_paths.problems(config)
     if not config.training.dry_run:
         found += check_paths.missing(config)
@@ -153,7 +165,6 @@ _RULES = (
     schedule.learning_rate,
     services.saving,
     _local_copies,
-    services.task_scores,
     services.spike_action,
     services.profiling,
     services.skipped,

@@ -36,28 +36,6 @@ def saving(f: Facts) -> Iterator[str]:
         )
 
 
-def task_scores(f: Facts) -> Iterator[str]:
-    """What --eval-tasks needs."""
-    if not f["eval_tasks"]:
-        return
-    if f["eval_tasks_interval"] is None:
-        yield (
-            f"--eval-tasks-interval is missing: {f.say('eval_tasks')} needs the iterations between "
-            "scores [flag-missing]"
-        )
-    for name, off in (
-        ("pipeline_model_parallel_size", 1),
-        ("context_parallel_size", 1),
-        ("expert_model_parallel_size", 1),
-        ("fp8", None),
-    ):
-        if f[name] != off:
-            yield (
-                f"{f.say(name)}: not supported with --eval-tasks; omit one of the two, and score "
-                "checkpoints with tools/run_lm_eval.py [flags-exclude-each-other]"
-            )
-
-
 def profiling(f: Facts) -> Iterator[str]:
     """What --profile needs."""
     if f["profile"] and f.ok("profile_step_start", "profile_step_end"):

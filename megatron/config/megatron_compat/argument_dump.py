@@ -29,7 +29,7 @@ def dumped_values(
     `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags
     without effect.
     """
-    flags = flags_of(Config)
+    flags = flags_of(type(config))
     m = config.model
     t = config.training
     o = config.optimizer

@@ -371,7 +371,7 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
 
 
 def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
-    """Loss, tokens, requests and the ledger's hash over all ranks; norm, overflow and zeros over
+    """Loss, tokens, requests and what features count over all ranks; norm, overflow and zeros over
     the ranks of one optimizer."""
     scaled = config.precision.fp16 or config.precision.loss_scale is not None
     measured = (
@@ -380,7 +380,8 @@ def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
         or config.spikes.spike_action in ("skip-update", "rewind")
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
-    numbers = 2 + REQUESTS + 2 * bool(config.logging.data_ledger) + config.model.router_numbers
+    numbers = 2 + REQUESTS + config.model.router_numbers
+    numbers += sum(getattr(group, "step_numbers", 0) for group in vars(config).values())
     return [
         Transfer("world", "all-reduce", 1, numbers * 8),
         Transfer("optimizer", "all-reduce", sums, sums * 8),

@@ -52,9 +52,9 @@ def load_checkpoint(run: Run) -> str | None:
     if not c.load:
         return None
     with run.timers("load-checkpoint"):
-        tries, problems, failure = gather_objects(
-            _tries(c, c.load) if run.runtime.rank == 0 else None, world
-        )[0]
+        listed = gather_objects(_tries(c, c.load) if run.runtime.rank == 0 else None, world)[0]
+        assert listed is not None, "rank 0 has listed them"
+        tries, problems, failure = listed
         if failure:
             raise CheckpointError(failure)
         for text in problems:
@@ -192,7 +192,7 @@ def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
     config = run.config
     state = found.state
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
-    saved = saved_config(found)
+    saved = saved_config(found, type(config))
     check_architecture(saved, config, strict=not c.finetune)
     assert c.load is not None
     wrong = (
@@ -231,7 +231,7 @@ def _take_state(run: Run, found: Checkpoint, saved: Config, c: CheckpointConfig)
         raise ValueError(wrong)
     if not c.finetune and (other := other_hardware(run.config, run.runtime.device, state)):
         log.print_rank_0(f"WARNING: {other}")
-    now = layout_of(run)
+    now = layout_of(run.runtime)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {ranks_text(now)}")
 

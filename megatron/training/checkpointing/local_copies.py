@@ -131,7 +131,7 @@ class LocalCopies:
 
         self._together(begin)
         save, dumped, args = broadcast_object(begun, self._world)[0]
-        copy = Copy(self._line.line, save, iteration, self._rank, layout_of(run))
+        copy = Copy(self._line.line, save, iteration, self._rank, layout_of(run.runtime))
         message = (
             f" local copies of iteration {iteration} saved to {self._directory}"
             if run.config.logging.is_short
@@ -345,13 +345,13 @@ def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
     folder = node_directory(c) / run_id
     found, problems = local_copies.parts_in(folder)
     listed = gather_objects((socket.gethostname(), found, problems), world)
-    for text in dict.fromkeys(text for _, _, problems in listed for text in problems):
-        log.print_rank_0(f"WARNING: a local copy is not used: {text}")
+    for problem in dict.fromkeys(one for _, _, problems in listed for one in problems):
+        log.print_rank_0(f"WARNING: a local copy is not used: {problem}")
     newest = local_copies.newest_of_lines(lines)
     least = max((one.step for one in tries if one.step is not None), default=-1)
     more: list[Candidate] = []
     for copy, places in _saves([(host, found) for host, found, _ in listed]):
-        text = _unusable(copy, places, newest, layout_of(run))
+        text = _unusable(copy, places, newest, layout_of(run.runtime))
         if text is None:
             path = c.non_persistent_local_ckpt_dir
             more.append(LocalCandidate(path, copy.iteration, run, copy.save, places, copy, run_id))

@@ -19,6 +19,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box, sharding_of
 from megatron.training.checkpointing.hardware import hardware
+from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.flops import flops_per_iteration, model_shape
 from megatron.training.run import Run
 
@@ -205,9 +206,9 @@ def _clean_up(run: Run) -> None:
         log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
 
 
-def what_remains(run: Run) -> str:
+def what_remains(c: CheckpointConfig) -> str:
     """What can be resumed from after a save that failed, for a message."""
-    directory = save_directory(run.config.checkpoint)
+    directory = save_directory(c)
     try:
         found = store.latest(directory)
     except CheckpointError as error:
@@ -236,16 +237,16 @@ def state_of(run: Run) -> RunState:
         skips=run.progress.skip_history.lines(),
         skipped=[list(one) for one in run.progress.skip_history.executed],
         spikes=run.spikes.state_dict(),
-        layout=layout_of(run),
+        layout=layout_of(run.runtime),
         hardware=hardware(run.config, run.runtime.device),
     )
 
 
-def layout_of(run: Run) -> dict[str, int]:
+def layout_of(runtime: Runtime) -> dict[str, int]:
     """How many ranks this run has along each axis."""
-    ctx = run.runtime.ctx
+    ctx = runtime.ctx
     return {
-        "world_size": run.runtime.world_size,
+        "world_size": runtime.world_size,
         "tp": ctx.tp.size,
         "pp": ctx.pp.size,
         "cp": ctx.cp.size,

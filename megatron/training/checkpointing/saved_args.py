@@ -12,9 +12,10 @@ from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
 
 
-def saved_config(found: Checkpoint) -> Config:
-    """The configuration a checkpoint was saved with, from its `args` file. Raises Problems."""
-    saved = saved_flags.read(found.directory / store.ARGS)
+def saved_config(found: Checkpoint, tree: type[Config] = Config) -> Config:
+    """The configuration a checkpoint was saved with, from its `args` file, with the flags of
+    `tree`. Raises Problems."""
+    saved = saved_flags.read(found.directory / store.ARGS, tree)
     for text in saved.notes:
         log.warn_once(f"{found.directory / store.ARGS}: {text}")
     return saved.config
@@ -27,7 +28,7 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
         raise ValueError(architecture_problem(wrong))
     said = {field for one in wrong for field in one.fields}
     compared = [
-        name for name, flag in flags_of(Config).items() if not flag.per_run and name not in said
+        name for name, flag in flags_of(type(now)).items() if not flag.per_run and name not in said
     ]
     rest = differences(values_of(saved), values_of(now), compared)
     for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:

@@ -1,4 +1,4 @@
-"""--snapshot-interval: saves a checkpoint over the older of two, or local copies."""
+"""--snapshot-interval: saves a checkpoint over the older of two."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from megatron.training.run import Run
 
 def save_snapshot(run: Run) -> PendingSave | None:
     """Like `save_checkpoint`, over the older of the two snapshots."""
-    if run.local_copies:
-        return run.local_copies.save()
     iteration = run.progress.iteration
     ctx = run.runtime.ctx
     c = run.config.checkpoint
@@ -33,6 +31,7 @@ def save_snapshot(run: Run) -> PendingSave | None:
     slot, failure = gather_objects((slot, failure), ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
+    assert slot is not None, "rank 0 has chosen it"
     return begin_save(
         run,
         slot,

@@ -39,12 +39,11 @@ class Limits:
     save: float | None
     given: float | None
     iterations: bool = True  # are limited
-    tasks: bool = False  # of --eval-tasks run between iterations, however long they take
 
     @property
     def between(self) -> float | None:
         """That of what is done between iterations."""
-        if self.tasks or self.evaluation is None or self.save is None:
+        if self.evaluation is None or self.save is None:
             return None
         return max(self.evaluation, self.save)
 
@@ -87,5 +86,4 @@ def limits(config: Config) -> Limits:
         limit(p.hang_timeout_save_seconds),
         p.hang_timeout_seconds,
         iterations,
-        bool(config.training.eval_tasks),
     )

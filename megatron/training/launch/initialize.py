@@ -3,10 +3,9 @@ starts process groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist  # noqa: TID251
@@ -15,6 +14,7 @@ from megatron import device as devices
 from megatron import launcher, log
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
+from megatron.timers import Timers
 from megatron.training.launch.signals import SignalWatch
 
 if TYPE_CHECKING:
@@ -121,14 +121,15 @@ def _some(ranks: tuple[int, ...]) -> str:
     return " ".join(map(str, shown))
 
 
-def synchronizer(runtime: Runtime) -> Callable[[], None]:
-    """What a timer calls so that it measures the device's work and not only the call."""
-    return lambda: devices.synchronize(runtime.device)
-
-
-def stream_clock(runtime: Runtime) -> Any:
-    """The time of the device's stream for spans within a step, or None (`devices.stream_clock`)."""
-    return devices.stream_clock(runtime.device)
+def build_timers(config: Config, runtime: Runtime) -> Timers:
+    """The timers of a run. They wait for the device, to measure its work and not only the call;
+    those of spans within a step read its stream, where it has one."""
+    device = runtime.device
+    return Timers(
+        config.logging.timing_log_level,
+        lambda: devices.synchronize(device),
+        stream=devices.stream_clock(device),
+    )
 
 
 def finish(rendezvous: Rendezvous | None) -> None:

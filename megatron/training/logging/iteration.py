@@ -178,7 +178,7 @@ class ResultWriter:
         loss called `key`."""
 
     def tasks(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
-        """Store the scores of --eval-tasks."""
+        """Store scores by task and metric."""
 
     def timers(self, seconds: Mapping[str, float], iteration: int) -> None:
         """Store the longest times over all ranks."""

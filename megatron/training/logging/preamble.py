@@ -1,5 +1,5 @@
-"""The preamble of --log-format short: what is trained, on which devices, with which kernels and
-data."""
+"""What is printed before the first iteration. With --log-format short: what is trained, on which
+devices, with which kernels and data."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.data.plan_table import Row
 from megatron.kernels.cpu import native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
+from megatron.training.logging.kernel_report import kernel_lines
 from megatron.version import NAME, VERSION
 
 # Implementations that any torch loop uses; the preamble omits them.
@@ -36,6 +37,24 @@ _NAMES = {
 }
 _FILLS_GPU = 4096  # tokens of a micro-batch; with fewer a GPU waits for Python
 _SHOWN = 3  # data sets of a split that are named
+
+
+def print_arguments(line: CommandLine, backend: str) -> None:
+    """What Megatron prints first, up to its table of arguments; not with --log-format short.
+    `backend` is that of the process groups."""
+    if not line.config.logging.is_short:
+        from megatron.config.megatron_compat.argument_dump import start_lines
+
+        for text in start_lines(line, backend):
+            log.print_rank_0(text)
+
+
+def print_opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> None:
+    """With --log-format short what is known before data and checkpoint are there, otherwise the
+    kernels."""
+    is_short = line.config.logging.is_short
+    for text in opening(line, plan, runtime, backend) if is_short else kernel_lines(line.config):
+        log.print_rank_0(text)
 
 
 def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> list[str]:
@@ -171,5 +190,8 @@ def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
 
 def print_loaded(config: Config, rows: Sequence[Row], loaded: str | None, iteration: int) -> None:
     """The end of what is printed before the first iteration."""
+    log.detail("done with setup ...")
+    if not config.logging.is_short:
+        return
     for text in [*data_lines(config, rows), checkpoint_line(config, loaded, iteration), ""]:
         log.print_rank_0(text)

@@ -11,15 +11,17 @@ import torch
 from megatron.model.gpt import TOKEN_METRICS, UNSMOOTHED_LOSS
 from megatron.parallel.context import ParallelContext
 from megatron.training.batch import Batch, MicroBatch
+from megatron.training.step_counter import StepCounter
 
 # Of the rows of data-parallel rank 0, as InternLM logs them: pieces, the longest one's tokens, the
 # most and the fewest pieces of a row.
 FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
 
 
-class SubsetMetrics:
-    """One rank's part of a step's counts; they travel with numbers that are summed anyway, in
-    `size` slots."""
+class SubsetMetrics(StepCounter):
+    """One rank's part of a step's counts."""
+
+    with_subset = True
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class SubsetMetrics:
             slots[: len(counts)] = torch.tensor(counts, dtype=slots.dtype)
         self._rows.clear()
 
-    def named(self, sums: Sequence[float]) -> dict[str, float | int | None]:
+    def summed(self, iteration: int, sums: Sequence[float]) -> dict[str, float | int | None]:
         """The sums of all ranks by name; the loss of a subset without tokens is None."""
         first = len(self.filled)
         count = len(self.subsets)

@@ -209,8 +209,7 @@ class TrainingLog:
                 writer.evaluation(key, f"{split}{suffix}", iteration, samples, values)
 
     def task_scores(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
-        """The line, the metrics and the points of the scores of --eval-tasks, by task and
-        metric."""
+        """The line, the metrics and the points of scores by task and metric."""
         values = " | ".join(f"{name} {score:.4f}" for name, score in scores.items())
         log.print_rank_last(f" tasks at iteration {iteration} | {values}")
         for writer in self.writers:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import command_line
+from megatron.features.registry import RunConfig
 from tests.config.checks.checked_flags import BASE
 from tests.problems import CODE
 
@@ -61,7 +62,7 @@ class Case(NamedTuple):
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
             try:
-                notes = command_line.read([*base.split(), *words], environ).notes
+                notes = command_line.read([*base.split(), *words], environ, tree=RunConfig).notes
                 return [note for note in notes if CODE.search(note)]
             except SystemExit as left:
                 assert left.code == 2

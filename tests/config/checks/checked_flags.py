@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron.arguments import config_from, flags_of, parse
 from megatron.config import command_line
 from megatron.config.checks import rules as check
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 
-PARSER = command_line.parser()
+PARSER = command_line.parser(RunConfig)
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data "
@@ -25,8 +25,8 @@ def checked(
     typed = {
         name: value
         for name, value in parsed.typed.items()
-        if flags_of(Config)[name].spelling not in drop.split()
+        if flags_of(RunConfig)[name].spelling not in drop.split()
     }
-    config = config_from(Config, typed)
+    config = config_from(RunConfig, typed)
     problems = check.problems(config, world_size, typed)
     return problems, [] if problems else check.notes(config, world_size, typed)

@@ -10,15 +10,15 @@ import pytest
 from megatron.arguments import Limits, config_from, flags_of
 from megatron.config.checks import declared
 from megatron.config.checks.facts import Facts
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tests.problems import codes_of
 
-FLAGS = flags_of(Config)
+FLAGS = flags_of(RunConfig)
 LIMITED = [name for name, flag in FLAGS.items() if flag.limits]
 
 
 def problems(name: str, value: Any) -> list[str]:
-    facts = Facts(config_from(Config, {name: value}), 1, {name})
+    facts = Facts(config_from(RunConfig, {name: value}), 1, {name})
     found = list(declared.limits(facts))
     assert facts.bad == ({name} if found else set())
     assert all(line.startswith(FLAGS[name].spelling) for line in found)

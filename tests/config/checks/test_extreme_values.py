@@ -6,19 +6,21 @@ import pytest
 
 from megatron.arguments import Problems, flags_of
 from megatron.config import command_line
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 
 LINE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --vocab-size 100 "
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 1"
 ).split()
-FLAGS = [flag.spelling for flag in flags_of(Config).values() if flag.kind not in ("switch", "off")]
+FLAGS = [
+    flag.spelling for flag in flags_of(RunConfig).values() if flag.kind not in ("switch", "off")
+]
 
 
 def problems(*words: str) -> list[str]:
     try:
-        return command_line.judge([*LINE, *words], 2)[1]
+        return command_line.judge([*LINE, *words], 2, RunConfig)[1]
     except Problems as error:
         return error.args[0]
 

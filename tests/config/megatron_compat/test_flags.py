@@ -19,7 +19,7 @@ from megatron.config.megatron_compat.flags import (
     REFUSED,
     prefixes,
 )
-from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from tests.problems import assert_problem, code_of
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -30,8 +30,8 @@ ROWS = [
 ]
 DUMP = (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]
 SEED = {line.split()[0]: " ".join(line.split()[2:]) for line in DUMP}
-PARSER = command_line.parser()
-OURS = flags_of(Config)
+PARSER = command_line.parser(RunConfig)
+OURS = flags_of(RunConfig)
 ALIASED = {"encoder_num_layers": "num_layers", "encoder_seq_length": "seq_length"}
 # Derived by Megatron from the launcher or from other flags; our dump derives them too
 # (test_command_line).

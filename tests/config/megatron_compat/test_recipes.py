@@ -13,6 +13,7 @@ from megatron.config import command_line
 from megatron.config.plan import report
 from megatron.config.plan.plan import make_plan
 from megatron.config.plan.report import describe
+from megatron.features.registry import RunConfig
 from tests.problems import code_of
 
 FLAGGED = ("megatron-flag-not-supported", "value-not-a-choice", "parallelism-not-supported")
@@ -49,7 +50,7 @@ RECIPES = recipes()
 
 def plan_of(words: list[str], ranks: int):
     """The plan of a command line that is accepted."""
-    line = command_line.read([*words, "--dry-run", "--world-size", str(ranks)], {})
+    line = command_line.read([*words, "--dry-run", "--world-size", str(ranks)], {}, tree=RunConfig)
     return make_plan(line.config, ranks, report.vocabulary(line.config)[0])
 
 
@@ -128,6 +129,6 @@ def test_a_known_model_has_its_published_number_of_parameters(name):
     ).split()
     if m.groups != m.heads:
         words += ["--num-query-groups", str(m.groups)]
-    line = command_line.read([*words, "--dry-run", "--world-size", "1"], {})
+    line = command_line.read([*words, "--dry-run", "--world-size", "1"], {}, tree=RunConfig)
     plan = make_plan(line.config, 1, report.vocabulary(line.config)[0])
     assert f"parameters: {m.parameters}" in describe(line.config, plan)

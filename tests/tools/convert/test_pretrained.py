@@ -87,7 +87,7 @@ def ours(hf) -> Path:
 def text() -> str:
     """Real English: our own pages."""
     return "\n".join(
-        page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))
+        page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("**/*.md"))
     )
 
 

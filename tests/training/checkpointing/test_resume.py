@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.features.goodput.run_events_file import NAME, read_events
 from megatron.training.checkpointing.save import store
-from megatron.training.logging.run_events_file import NAME, read_events
 from tests.runs import NO_DROPOUT, SMALL, same_tensors, train, with_flags, write_text
 
 EXACT = (

@@ -47,9 +47,9 @@ class Flips:
     """The flips of a rank: where its verified iterations compute, one bit is changed."""
 
     def __init__(self, injector: inject.Injector):
+        from megatron.features.step_verification.hook import StepVerification
         from megatron.model import layer
         from megatron.parallel import collectives, ddp, pipeline
-        from megatron.training.verify_step import StepVerification
 
         self._injector = injector
         self._fault: Fault | None = None
@@ -66,6 +66,7 @@ class Flips:
     def _flip(self, tensor: Any) -> Any:
         import torch
 
+        assert self._fault is not None
         bits = tensor.detach().view(-1).view(torch.int32)
         bit = torch.tensor(1 << self._fault.bit).to(torch.int32)
         bits[self._fault.element % bits.numel()] ^= bit
@@ -99,8 +100,10 @@ class Flips:
                 self._flip(buffers.flat)
             result = right(verify)
             self._hashes += 1
-            is_weight = self._fault is not None and self._fault.place == "weight"
-            if is_weight and (self._is_due("weight") or self._hashes == self._fault.computation):
+            fault = self._fault
+            if fault is None or fault.place != "weight":
+                return result
+            if self._is_due("weight") or self._hashes == fault.computation:
                 self._flip(buffers.weights)  # before the second computation; back after its own
             return result
 

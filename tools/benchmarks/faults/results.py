@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint import store
-from megatron.training.logging.run_events_file import NAME, attempts_of, failure_of, read_events
+from megatron.features.goodput.run_events_file import NAME, attempts_of, failure_of, read_events
 from tools.benchmarks.faults import flips, inject, ranks
 from tools.benchmarks.faults.inject import ANY_TIME, Fault
 
@@ -136,14 +136,14 @@ def drawn(seed: int, count: int, kinds: Sequence[str]) -> Case:
             kind = "exception"  # a NaN would be outvoted
         places = KINDS[kind]
         if number < count - 1 or launcher.startswith(TWO_NODES):
-            places = [place for place in places if place != "end"]  # its ranks start no more
+            places = tuple(place for place in places if place != "end")  # its ranks start no more
         place = generator.choice(places)
         rank = 0 if kind in STORE else generator.randrange(2)
         if kind == "NaN" and layout == "pp 2":
             rank = 1  # the last stage has the loss
         # the iteration of a flip must be compared before the next fault
         least = 2 if FLIP in chosen[max(0, number - 1) : number + 1] else 1
-        at = generator.randint(least, max(least, CALLS.get(place, 5)))
+        at: float = generator.randint(least, max(least, CALLS.get(place, 5)))
         at = generator.uniform(0.0, 6.0) if place == ANY_TIME else at
         faults.append(Fault(kind, place, rank, at, element=1000, bit=22))
     return Case(seed, layout, launcher, checkpoints, tuple(faults))

@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.analysis.goodput import read_goodput, table
+from megatron.features.goodput.accounting import read_goodput, table
 from tools.benchmarks.faults import inject, ranks
 from tools.benchmarks.faults.inject import ANY_TIME, Fault
 

@@ -18,7 +18,8 @@ from sizes import Size, command_line
 from torch import Tensor, nn
 
 from megatron.config import command_line as megatron_command_line
-from megatron.timers import Timers
+from megatron.features.registry import RunConfig
+from megatron.parallel.sharding import sharding_of
 from megatron.training import build, build_data, loop
 from megatron.training.launch import initialize
 from megatron.training.logging.flops import model_shape
@@ -54,7 +55,8 @@ class Ours:
         extra: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
     ):
-        line = megatron_command_line.read(command_line(size, dtype, device, extra), environ or {})
+        words = command_line(size, dtype, device, extra)
+        line = megatron_command_line.read(words, environ or {}, tree=RunConfig)
         config = line.config
         self.text = io.StringIO()
         with contextlib.redirect_stdout(self.text):
@@ -62,7 +64,7 @@ class Ours:
             plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
             assert plan.padded_vocab_size == size.vocab, (plan.padded_vocab_size, size.vocab)
             runtime = initialize.initialize(config)
-            timers = Timers(config.logging.timing_log_level, initialize.synchronizer(runtime))
+            timers = initialize.build_timers(config, runtime)
             self._log = KeepingLog(config, plan, timers, runtime.ctx.world)
             self.run = build.build_run(config, plan, runtime, timers, tokenizer)
             data = build_data.build_data(config, plan, runtime, tokenizer)
@@ -72,7 +74,7 @@ class Ours:
         self._samples = self._trainer.open_training_samples()
         gc.freeze()  # as pretrain_gpt.py when its loop starts
 
-    def step(self) -> float:
+    def step(self) -> float | None:
         """One iteration."""
         with contextlib.redirect_stdout(self.text):
             self._trainer.train_one(self.run.progress.iteration + 1, self._samples)
@@ -85,7 +87,7 @@ class Ours:
     def weights(self) -> dict[str, Tensor]:
         """Copies of the main weights (fp32), by global name."""
         kept = self.run.optimizer.tensors()
-        params = {p.sharding.name: p.detach() for p in self.run.model.parameters()}
+        params = {sharding_of(p).name: p.detach() for p in self.run.model.parameters()}
         return {
             name: kept.get(f"optimizer.fp32_param.{name}", p).clone() for name, p in params.items()
         }

@@ -24,6 +24,7 @@ from megatron.config import architecture
 from megatron.config.model import ModelConfig
 from megatron.config.plan.zero_partition import SLACK
 from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
 from tools.convert.config_keys import MOST_WHOLE
 from tools.convert.links import ConversionError
@@ -60,8 +61,8 @@ def has_optimizer(source: Path) -> bool:
 
 def read_flags(path: Path) -> Config:
     """The run's configuration from a file of flags. Raises ConversionError."""
-    values = parse_typed(build_parser(Config, prog="args", description=""), [f"@{path}"])
-    config = config_from(Config, values)
+    values = parse_typed(build_parser(RunConfig, prog="args", description=""), [f"@{path}"])
+    config = config_from(RunConfig, values)
     o, t = config.optimizer, config.training
     lacking = [
         flag
@@ -157,26 +158,24 @@ def _length(file: TorchFile) -> int:
     several = sorted(
         name
         for name in flat
-        if name not in _BUFFERS.values() and name != _ADAM + "step" and math.prod(headers[name][1])
+        if name not in _BUFFERS.values()
+        and name != _ADAM + "step"
+        and math.prod(headers[name][1]) > 0
     )
     if several:
         raise ConversionError(
             f"{file.path}: {several[0]}: several groups of parameters, or another optimizer than "
             f"Adam, are not read; {_REMEDY}"
         )
-    found = [headers.get(path) for path in _BUFFERS.values()]
-    if not any(found):
+    found = {headers.get(path) for path in _BUFFERS.values()}
+    if found == {None}:
         return 0
-    if (
-        None in found
-        or len(set(found)) > 1
-        or len(found[0][1]) != 1
-        or found[0][0] != torch.float32
-    ):
+    dtype, shape = found.pop() or (None, ())
+    if found or dtype != torch.float32 or len(shape) != 1:
         raise ConversionError(
             f"{file.path}: its buffers are not three flat ones of one length in float32; {_REMEDY}"
         )
-    return found[0][1][0]
+    return shape[0]
 
 
 Owners = dict[str, int]
@@ -250,6 +249,7 @@ def run_state(
                 f"{_REMEDY}"
             )
     size = run.training.global_batch_size
+    assert size is not None, "read_flags refuses flags without it"
     steps = schedule_steps(run.optimizer, run.training, size)
     schedule = OptimizerParamScheduler(SimpleNamespace(param_groups=[]), run.optimizer, steps)
     iteration = context["batch_count"] + 1  # InternLM's is the number of the last batch

@@ -15,13 +15,13 @@ from statistics import median
 from typing import Any
 
 from megatron import launcher
+from megatron.features.goodput.run_events_file import NAME, crash_loop, newest_events, unreported
 from megatron.training.agreement import Requests
 from megatron.training.checkpointing.save import save_directory
 from megatron.training.hook import Hook
 from megatron.training.launch.process import Failure, this_process
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.output import OutputFile
-from megatron.training.logging.run_events_file import NAME, crash_loop, newest_events, unreported
 from megatron.training.run import Run
 
 STEPS_EVERY = 1.0  # seconds between two lines about iterations
@@ -34,9 +34,13 @@ FEWEST_KNOWN = 8
 
 
 class RunEvents(Hook):
-    """Rank 0 writes the file; where it died, rank 1 writes that."""
+    """Rank 0 writes the file; where it died, rank 1 writes that. Saves are timed from
+    `before_save` on."""
 
-    def __init__(self, run: Run, started: float):
+    before = ("Skipping",)
+    after = ("IterationLog",)
+
+    def __init__(self, run: Run, started: float, crash_loop_limit: int):
         """`started`: when this process started. Raises ValueError in a crash loop."""
         self._run = run
         self._started = started
@@ -52,7 +56,6 @@ class RunEvents(Hook):
         self._failure: Failure | None = None  # that was written
         self._unreported: dict[str, Any] | None = None  # failure of the attempt before
         run.services.signals.on_failure = self.failed
-        limit = run.config.parallel.crash_loop_limit
         starter = launcher.starter()
         before = []
         if run.runtime.rank == 0:
@@ -61,7 +64,7 @@ class RunEvents(Hook):
                 before = newest_events(self._path)
         if before:
             self._unreported = unreported(before)
-            problem = crash_loop(before, starter, limit) if starter else None
+            problem = crash_loop(before, starter, crash_loop_limit) if starter else None
             if problem:
                 run.services.signals.on_failure = lambda failure: None
                 raise ValueError(problem)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.analysis.goodput import KINDS, account
+from megatron.features.goodput.accounting import KINDS, account
+from megatron.features.goodput.run_events_file import NAME, attempts_of, parse_events
 from megatron.small_files import LIMIT, open_regular
 from megatron.training.hook import Hook
 from megatron.training.logging.points import Boards
-from megatron.training.logging.run_events_file import NAME, attempts_of, parse_events
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron.training.logging.run_events_file import (
+from megatron.features.goodput.run_events_file import (
     NAME,
     attempts_of,
     failure_of,

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.features.step_verification.hook import StepVerification
 from megatron.parallel import ddp
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis
-from megatron.training import verify_step
+from megatron.training import loop
 from tests.forkrun import RanksFailed
 from tests.parity.layouts import MOE
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
@@ -55,7 +56,7 @@ def flip(rank: int, first: int, last: int | None = None) -> None:
     """Hook: in its `first` to `last` computation of gradients (default: only that one) this rank
     has a wrong number."""
     count = 0
-    right = verify_step.StepVerification._hash
+    right = StepVerification._hash
 
     def wrong(self) -> str:
         nonlocal count
@@ -64,7 +65,7 @@ def flip(rank: int, first: int, last: int | None = None) -> None:
             self._run.buffers.flat.view(-1)[5] += 1e-3
         return right(self)
 
-    verify_step.StepVerification._hash = wrong
+    StepVerification._hash = wrong
 
 
 def _broken(places: Sequence[str], rank: int, first: int, last: int | None = None) -> None:
@@ -147,14 +148,14 @@ def test_a_replica_that_is_wrong_twice_is_outvoted(text, tmp_path):
 
 def _other_norm() -> None:
     """Hook: rank 1 has read another gradient norm."""
-    right = verify_step.train_step
+    right = loop.train_step
 
     def wrong(*args):
         outcome = right(*args)
         shift = 1e-12 * int(os.environ["RANK"])
         return outcome._replace(grad_norm=outcome.grad_norm + shift)
 
-    verify_step.train_step = wrong
+    loop.train_step = wrong
 
 
 @pytest.mark.campaign

@@ -4,6 +4,7 @@ trained. Data-parallel ranks share the requests."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,41 +14,39 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.parallel.collectives import gather_objects
 from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
+from megatron.training.launch.hang_limits import Phase
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Run
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")
 
 
-class EvalTasks:
-    """The tasks of YAML files, with their data. Raises ValueError for a file that is no task, or
-    whose kind is not one of KINDS."""
-
-    def __init__(self, files: Sequence[str]):
-        self.tasks: dict[str, Any] = {}
-        for file in files:
-            try:
-                with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                    found = read_tasks(file)
-            except Exception as error:  # lm-eval raises of many types
-                text = " ".join(str(error).split())[:500]
+@functools.cache
+def open_tasks(files: tuple[str, ...]) -> dict[str, Any]:
+    """The tasks of YAML files by name, with their data. Raises ValueError for a file that is no
+    task, or whose kind is not one of KINDS."""
+    tasks: dict[str, Any] = {}
+    for file in files:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+                found = read_tasks(file)
+        except Exception as error:  # lm-eval raises of many types
+            text = " ".join(str(error).split())[:500]
+            raise ValueError(
+                f"--eval-tasks {file}: lm-eval cannot read this task "
+                f"({type(error).__name__}: {text}); fix the file, or omit it "
+                "[eval-task-unreadable]"
+            ) from None
+        for name, task in found.items():
+            if task.OUTPUT_TYPE not in KINDS:
                 raise ValueError(
-                    f"--eval-tasks {file}: lm-eval cannot read this task "
-                    f"({type(error).__name__}: {text}); fix the file, or omit it "
-                    "[eval-task-unreadable]"
-                ) from None
-            for name, task in found.items():
-                if task.OUTPUT_TYPE not in KINDS:
-                    raise ValueError(
-                        f"--eval-tasks {file}: the output_type of {name} is {task.OUTPUT_TYPE}; "
-                        f"during training it must be one of {', '.join(KINDS)}; score checkpoints "
-                        "with tools/run_lm_eval.py [eval-task-unreadable]"
-                    )
-            self.tasks |= found
-
-    def hook(self, run: Run, tokenizer: Tokenizer, lines: TrainingLog) -> Hook:
-        """What scores them in the training loop."""
-        return TaskScores(run, tokenizer, lines, self.tasks)
+                    f"--eval-tasks {file}: the output_type of {name} is {task.OUTPUT_TYPE}; "
+                    f"during training it must be one of {', '.join(KINDS)}; score checkpoints "
+                    "with tools/run_lm_eval.py [eval-task-unreadable]"
+                )
+        tasks |= found
+    return tasks
 
 
 class TrainedModel(MegatronGPT):
@@ -74,14 +73,12 @@ class TrainedModel(MegatronGPT):
 class TaskScores(Hook):
     """Logs the scores every --eval-tasks-interval iterations."""
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, lines: TrainingLog, tasks: dict[str, Any]):
+    def __init__(self, run: Run, lines: TrainingLog, tasks: dict[str, Any], interval: int):
         self._run = run
         self._lines = lines
         self._tasks = tasks
-        interval = run.config.training.eval_tasks_interval
-        assert interval is not None, "required with --eval-tasks"
         self._interval = interval
-        self._model = TrainedModel(run, tokenizer)
+        self._model = TrainedModel(run, build_tokenizer(run.config))
 
     def intervals(self) -> Sequence[int | None]:
         return (self._interval,)
@@ -89,6 +86,9 @@ class TaskScores(Hook):
     def after_iteration(self, iteration: int, requests: Requests) -> None:
         if iteration % self._interval:
             return
+        monitor = self._run.services.signals.monitor
+        if monitor:
+            monitor.begin(Phase("tasks", iteration))  # however long they take
         self._run.buffers.wait_for_weights()
         with self._run.timers("evaluate"), contextlib.redirect_stderr(io.StringIO()):
             scores = task_scores(self._model, self._tasks)

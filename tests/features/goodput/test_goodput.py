@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.analysis import goodput_points
-from megatron.analysis.goodput import KINDS, Goodput, account, read_goodput
-from megatron.training.logging import run_events
-from megatron.training.logging.run_events import RunEvents
-from megatron.training.logging.run_events_file import (
+from megatron.features.goodput import points as goodput_points
+from megatron.features.goodput import run_events
+from megatron.features.goodput.accounting import KINDS, Goodput, account, read_goodput
+from megatron.features.goodput.run_events import RunEvents
+from megatron.features.goodput.run_events_file import (
     NAME,
     UNKNOWN,
     attempts_of,
@@ -87,13 +87,12 @@ def events_of_iterations(folder: Path, seconds: list[float]) -> list[dict]:
     run = SimpleNamespace(
         config=SimpleNamespace(
             checkpoint=SimpleNamespace(save=str(folder)),
-            parallel=SimpleNamespace(crash_loop_limit=0),
         ),
         runtime=SimpleNamespace(rank=0, world_size=1),
         progress=SimpleNamespace(iteration=0),
         services=SimpleNamespace(signals=SimpleNamespace()),
     )
-    events = RunEvents(run, 0.0)
+    events = RunEvents(run, 0.0, 0)
     events.on_start()
     for iteration, one in enumerate(seconds, 1):
         run.progress.iteration = iteration

@@ -11,6 +11,10 @@ from megatron.training.hook import Hook
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 
+# The timers of a step that measure a rank's own work, without waiting for other ranks (but for
+# tensor and context parallelism, whose collectives are part of a layer).
+COMPUTE = ("forward-compute", "backward-compute")
+
 
 def straggler_line(
     iteration: int, iterations: int, elapsed: float, seconds: Sequence[float]
@@ -32,10 +36,15 @@ def _ms(seconds: float, iterations: int) -> str:
 
 
 class Stragglers(Hook):
-    """--log-straggler: the rank that computes longest, at each log interval."""
+    """--log-straggler: the rank that computes longest, at each log interval. Its line follows that
+    of the iteration."""
+
+    after = ("IterationLog",)
+    before = ("Skipping",)
 
     def __init__(self, run: Run):
         self._run = run
+        run.timers.watched = frozenset(COMPUTE)
         self._elapsed = 0.0
         self._iterations = 0
 

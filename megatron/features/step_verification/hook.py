@@ -22,19 +22,19 @@ from megatron import log
 from megatron.parallel.collectives import gather_objects
 from megatron.training.agreement import Requests
 from megatron.training.batch import MicroBatch
+from megatron.training.hook import Hook, Step
 from megatron.training.launch.process import this_process
 from megatron.training.run import Run
 from megatron.training.step import (
     ForwardStep,
     StepOutcome,
     forward_backward,
-    train_step,
 )
 from megatron.training.step_sums import StepSums
 from megatron.training.weight_check import compare_weights, weight_hashes
 
 if TYPE_CHECKING:
-    from megatron.parallel.repeated_sums import RepeatedSum
+    from megatron.features.step_verification.repeated_sums import RepeatedSum
 
 
 class GradientsDiffer(ArithmeticError):
@@ -51,16 +51,21 @@ class Reading(NamedTuple):
     process: str
 
 
-class StepVerification:
-    """Takes the place of `train_step`, and verifies some iterations."""
+class StepVerification(Hook):
+    """Takes the place of the training step, and verifies some iterations."""
 
-    def __init__(self, run: Run, forward_step: ForwardStep):
-        training = run.config.training
+    before = ("GarbageCollection",)
+
+    def __init__(self, run: Run, forward_step: ForwardStep, interval: int, *, keep_majority: bool):
         self._run = run
         self._forward_step = forward_step
-        assert training.verify_step_interval is not None
-        self._interval = training.verify_step_interval
-        self._keeps = training.verify_step_action == "majority"
+        self._interval = interval
+        self._keeps = keep_majority
+
+    def wrap_step(self, step: Step) -> Step:
+        """Some iterations are verified."""
+        self._step = step
+        return self
 
     def __call__(
         self,
@@ -72,17 +77,17 @@ class StepVerification:
     ) -> StepOutcome:
         """As `training.step.train_step`. Raises GradientsDiffer, on all ranks alike."""
         if iteration % self._interval:
-            return train_step(run, forward_step, samples, iteration, requests)
+            return self._step(run, forward_step, samples, iteration, requests)
         mine = list(itertools.islice(samples, run.plan.num_microbatches(iteration)))
         ctx = run.runtime.ctx
         replicas = gather_objects((mine, ctx.dp_cp.rank), ctx.dp)
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
             run.buffers.before_reduce = lambda: self._compare(iteration, replicas, before)
-            outcome = train_step(run, forward_step, iter(mine), iteration, requests)
+            outcome = self._step(run, forward_step, iter(mine), iteration, requests)
         except _Repeat as repeat:
             run.buffers.before_reduce = functools.partial(self._check, iteration, repeat)
-            outcome = train_step(run, forward_step, iter(mine), iteration, requests)
+            outcome = self._step(run, forward_step, iter(mine), iteration, requests)
         finally:
             run.buffers.before_reduce = None
         self._compare_results(iteration, outcome)
@@ -132,9 +137,8 @@ class StepVerification:
 
     def _repeated(self, repeat: _Repeat) -> Exception:
         """What to raise where a majority can decide."""
-        rows = self._run.rows
-        if rows:
-            rows.close(torch.zeros(rows.size, dtype=torch.float64))
+        for counter in self._run.counters:
+            counter.close(torch.zeros(counter.size, dtype=torch.float64))
         return repeat if self._keeps else _error(str(repeat))
 
     def _sum_twice(self, iteration: int, own: str, earlier: _Repeat | None = None) -> bool:
@@ -142,7 +146,7 @@ class StepVerification:
         sums differ, or those of replicas; `earlier`: the step is already a repetition, and its sums
         must be among those of before."""
         world = self._run.runtime.ctx.world
-        from megatron.parallel.repeated_sums import reduce_twice
+        from megatron.features.step_verification.repeated_sums import reduce_twice
 
         mine = reduce_twice(self._run.buffers, _digest)
         known = earlier is None or earlier.knows(mine)

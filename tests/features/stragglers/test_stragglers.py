@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from megatron import launcher
+from megatron.features.stragglers.hook import straggler_line
 from megatron.model.gpt import GPTModel
-from megatron.training.logging.straggler import straggler_line
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 
 LINE = re.compile(

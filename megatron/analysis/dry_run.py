@@ -1,0 +1,60 @@
+"""--dry-run: the plan, what would be read of which data set, the kernels, and with --trace the
+training step of some ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.config.command_line import CommandLine
+from megatron.config.plan import report as plan_report
+from megatron.config.plan.plan import Plan
+from megatron.data.plan_table import plan_table
+from megatron.data.request import DataRequest
+from megatron.data.sources import source_of
+from megatron.training import preflight
+
+if TYPE_CHECKING:
+    from megatron.training.step import ForwardStep
+
+
+def report(line: CommandLine, forward_step: ForwardStep) -> None:
+    """Print all of it on rank 0. Exits as `preflight.check_dry` does; raises as `trace`."""
+    if line.rank:
+        return
+    plan = plan_report.print_plan(line)
+    print("\n".join(_data_lines(line, plan)), flush=True)
+    print("\n".join(_kernel_lines(line)), flush=True)
+    preflight.check_dry(line, plan)
+    if line.config.training.trace:
+        from megatron.analysis.trace.dry_run import trace
+
+        tokenizer = preflight.build_tokenizer(line.config)
+        print("\n".join(trace(line, plan, tokenizer, forward_step)), flush=True)
+
+
+def _data_lines(line: CommandLine, plan: Plan) -> list[str]:
+    """The table of the data, if they are on this machine."""
+    data = line.config.data
+    targets = plan.targets
+    valid = None if data.full_validation and targets.valid else targets.valid
+    try:
+        request = DataRequest(
+            sizes=(targets.train, valid, targets.test),
+            sequence_length=line.config.model.seq_length,
+            micro_batch_size=line.config.training.micro_batch_size,
+            global_batch_size=plan.batch.final_global_batch_size,
+        )
+        rows = source_of(data).plan_rows(data, request)
+    except (ValueError, OSError) as error:
+        return [f"data: cannot be read on this machine: {error}"]
+    return ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"]
+
+
+def _kernel_lines(line: CommandLine) -> list[str]:
+    """Which kernels a run would use here. It needs torch, which the plan does not."""
+    try:
+        from megatron.training.logging.kernel_report import kernel_lines
+
+        return kernel_lines(line.config)
+    except (ImportError, ValueError) as error:
+        return [f"kernels: not known on this machine: {error}"]

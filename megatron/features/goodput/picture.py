@@ -1,0 +1,58 @@
+"""Where the time of runs went, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.analysis.plots import add_legend, load_matplotlib, save_figure
+from megatron.features.goodput.accounting import KINDS, Goodput
+
+KIND_COLORS = dict(
+    zip(
+        KINDS,
+        (
+            "#2a9d4e",
+            "#c0392b",
+            "#7f6a00",
+            "#8e44ad",
+            "#1f77b4",
+            "#16a2b8",
+            "#d95f02",
+            "#f0b429",
+            "#9e9e9e",
+            "#d9d9d9",
+        ),
+        strict=True,
+    )
+)
+
+
+def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
+    """Draw what each run did on a time axis, one bar per run, into an .svg, .png or .pdf. Raises
+    ValueError where that cannot be."""
+    matplotlib = load_matplotlib(f"--output {path}")
+    longest = max(run.seconds for run in runs)
+    unit, divisor = next(
+        one
+        for one in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+        if longest >= 2 * one[1] or one[1] == 1.0
+    )
+    size = (10, 1.6 + 0.7 * len(runs))
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
+    for row, run in enumerate(runs):
+        for span in run.spans:
+            axes.broken_barh(
+                [((span.start - run.spans[0].start) / divisor, span.seconds / divisor)],
+                (row - 0.35, 0.7),
+                color=KIND_COLORS[span.kind],
+                linewidth=0,
+            )
+    axes.set_yticks(range(len(runs)), [f"{run.name}\n{run.share:.1%} effective" for run in runs])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest / divisor)
+    axes.set_xlabel(f"{unit} since the first start")
+    axes.spines[["top", "right"]].set_visible(False)
+    shown = [kind for kind in KINDS if any(run.of(kind) for run in runs)]
+    add_legend(matplotlib, figure, {kind: KIND_COLORS[kind] for kind in shown})
+    save_figure(figure, path, "--output")

@@ -1,0 +1,22 @@
+"""Every feature; no file but this one and its own names it. To add one, write
+megatron/features/NAME/feature.py and name it here; to delete one, delete its folder and its lines.
+"""
+
+from __future__ import annotations
+
+from megatron.config.tree import with_features
+from megatron.features.data_ledger.feature import DataLedgerConfig
+from megatron.features.eval_tasks.feature import EvalTasksConfig
+from megatron.features.goodput.feature import GoodputConfig
+from megatron.features.step_verification.feature import StepVerificationConfig
+from megatron.features.stragglers.feature import StragglerConfig
+from megatron.training.feature import Feature
+
+FEATURES: tuple[type[Feature], ...] = (
+    StragglerConfig,
+    GoodputConfig,
+    DataLedgerConfig,
+    EvalTasksConfig,
+    StepVerificationConfig,
+)
+RunConfig = with_features(FEATURES)  # all flags of pretrain_gpt.py

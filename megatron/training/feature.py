@@ -1,0 +1,58 @@
+"""The contract of a feature: what some runs do beside training. megatron/features/registry.py lists
+them; each can be deleted with its folder and its two lines there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.config.tree import Config
+
+if TYPE_CHECKING:
+    from megatron.config.checks.facts import Facts
+    from megatron.training.hook import Hook
+    from megatron.training.logging.training_log import TrainingLog
+    from megatron.training.run import Run
+    from megatron.training.step import ForwardStep
+
+
+class Loop(NamedTuple):
+    """What a hook may use: the run as it was loaded, the model's forward step, the log, and when
+    this process started."""
+
+    run: Run
+    forward_step: ForwardStep
+    lines: TrainingLog
+    started: float
+
+
+class Feature:
+    """A frozen dataclass with the feature's flags (fields made by `arguments.arg`) and, of these
+    points, those that it needs. It is read before torch is imported: what is heavy is imported
+    inside `hooks`."""
+
+    def check(self, facts: Facts) -> Iterable[str]:
+        """One line for each problem of its flags that their declarations do not say."""
+        return ()
+
+    def missing(self) -> Iterable[str]:
+        """One line for each file that its flags name and a run would not find here."""
+        return ()
+
+    def prepare(self) -> None:
+        """What can fail before the ranks connect. Raises ValueError."""
+
+    @property
+    def step_numbers(self) -> int:
+        """How many numbers its `StepCounter`s add to the sum over ranks of each step."""
+        return 0
+
+    def hooks(self, loop: Loop) -> Iterable[Hook]:
+        """What it does in the training loop, if the run asks for it. A hook says itself where it
+        stands among the others (`Hook.before`, `Hook.after`)."""
+        return ()
+
+
+def features_of(config: Config) -> Iterator[Feature]:
+    """The features of the program, whether the run asks for them or not."""
+    return (part for part in vars(config).values() if isinstance(part, Feature))

@@ -1,0 +1,49 @@
+"""Copies of the source, and Python in them, which does not see this checkout."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from tests.forkrun import ROOT
+
+# Without site, which would put this checkout into the namespace megatron of a copy, too.
+START = """
+import os, sys
+sys.path[:0] = [os.getcwd()]
+sys.path.append(sys.argv.pop(1))
+"""
+PROGRAM = "import runpy\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+LINT = "from importlinter.cli import lint_imports\nlint_imports(cache_dir=None, no_logo=True)\n"
+
+
+def copy_source(folder: Path, *names: str) -> Path:
+    """A copy of these folders and files; returns `folder`."""
+    skipped = shutil.ignore_patterns("core", "*.cpp", "__pycache__")
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=skipped)
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def python(tree: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program text in the tree."""
+    command = [sys.executable, "-S", "-c", START + text, sysconfig.get_path("purelib"), *words]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True)
+
+
+def program(tree: Path, *words: str) -> str:
+    """Run a program of the tree; what it has printed. Fails unless it exits with 0."""
+    done = python(tree, PROGRAM, *words)
+    assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def lint_imports(tree: Path) -> str:
+    """What import-linter reports of the tree."""
+    return python(tree, LINT).stdout

@@ -1,0 +1,124 @@
+"""Each feature is a room that can be deleted: nothing else names it, and a copy without it trains,
+resumes what the feature was on in, and converts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import flags_of_group
+from megatron.features.registry import FEATURES
+from tests.copies import copy_source, lint_imports, program, python
+from tests.forkrun import ROOT
+from tests.runs import EXACT, SMALL, Finished, train, with_flags, write_text
+
+ROOMS = {feature.__module__.split(".")[2]: feature for feature in FEATURES}
+# flags under which a feature does something
+USED = {
+    "data_ledger": "--data-ledger {}/ledger",
+    "eval_tasks": "--eval-tasks {}/task.yaml --eval-tasks-interval 1",
+    "goodput": "--crash-loop-limit 1",
+    "step_verification": "--verify-step-interval 1 --verify-step-action majority",
+    "stragglers": "--log-straggler",
+}
+# files in the folder of the run that these flags name
+FILES = {
+    "task.yaml": "task: sky\ndataset_path: json\ndataset_kwargs: {data_files: {test: FOLDER/sky.jsonl}}\n"
+    "test_split: test\noutput_type: loglikelihood\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\n"
+    "metric_list: [{metric: acc}]\n",
+    "sky.jsonl": '{"q": "1 2", "a": " 3"}\n',
+}
+# the harness that injects faults into every part
+MAY_IMPORT = "tools/benchmarks/"
+
+
+def without(room: str, tree: Path) -> Path:
+    """The source without a room, its tests, its page, its program and its lines in the registry."""
+    tree.mkdir()
+    copy_source(tree, "megatron", "tools", "tests", "docs")
+    copy_source(tree, "pretrain_gpt.py", ".importlinter", ".pytest.ini")
+    shutil.rmtree(tree / "megatron" / "features" / room)
+    shutil.rmtree(tree / "tests" / "features" / room)
+    (tree / "docs" / "features" / f"{room}.md").unlink()
+    (tree / "tools" / f"{room}.py").unlink(missing_ok=True)
+    registry = tree / "megatron" / "features" / "registry.py"
+    lines = registry.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if ROOMS[room].__name__ not in line]
+    assert len(lines) - len(kept) == 2
+    registry.write_text("".join(kept))
+    return tree
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_other_file_names_a_feature(room):
+    """Neither its module, nor its class, nor one of its flags' fields; tools/NAME.py is its own."""
+    words = (rf"features\.{room}", ROOMS[room].__name__, *flags_of_group(ROOMS[room], room))
+    only_imports = re.compile(rf"\b({words[0]}|{words[1]})\b")
+    named = re.compile(rf"\b({'|'.join(words)})\b")
+    found = []
+    for file in [
+        *ROOT.glob("megatron/**/*.py"),
+        *ROOT.glob("tools/**/*.py"),
+        ROOT / "pretrain_gpt.py",
+    ]:
+        path = file.relative_to(ROOT).as_posix()
+        if f"features/{room}/" in path or path.startswith((MAY_IMPORT, f"tools/{room}.py")):
+            continue
+        if (named if path.startswith("megatron") else only_imports).search(file.read_text("utf-8")):
+            found.append(path)
+    assert found == ["megatron/features/registry.py"]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_that_is_deleted_is_not_missed_by_imports(room, tmp_path):
+    tree = without(room, tmp_path / "tree")
+    assert "0 broken" in lint_imports(tree)
+    text = program(tree, "pretrain_gpt.py", "--help")
+    assert not any(flag in text for flag in USED[room].split() if flag.startswith("--"))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "room",
+    [pytest.param(one, marks=[pytest.mark.peers] * (one == "eval_tasks")) for one in ROOMS],
+)
+def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
+    """It resumes from a checkpoint that the feature was on for."""
+    if room == "eval_tasks":
+        pytest.importorskip("lm_eval")
+    text = write_text(tmp_path / "text", 100)
+    words = with_flags(SMALL, "--tokenizer-type", "ByteTokenizer", "--vocab-size", "257")
+    words = [*with_flags(words, "--eval-iters", "0"), "--data-path", text, "--split", "100,0,0"]
+    words += ["--train-iters", "4", "--exit-interval", "2", "--save-interval", "2"]
+    save = tmp_path / "whole" / "save"
+    whole = [*words, "--load", str(save), "--save", str(save)]
+    whole += USED[room].format(tmp_path).split()
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content.replace("FOLDER", str(tmp_path)))
+    train(tmp_path / "whole", whole)
+    shutil.copytree(save, tmp_path / "part" / "save")
+    wanted = train(tmp_path / "whole", whole).series(*EXACT)
+
+    tree = without(room, tmp_path / "tree")
+    part = tmp_path / "part"
+    words += ["--load", str(part / "save"), "--save", str(part / "save")]
+    log = program(tree, "pretrain_gpt.py", *words, "--metrics-file", str(part / "metrics.jsonl"))
+    (part / "log.0").write_text(log)
+    assert Finished(part, 1).series(*EXACT) == wanted[2:] and "saved-flag-unknown" not in log
+    program(tree, "tools/generate.py", str(part / "save"), "1 2", "--max-new-tokens", "2")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_path):
+    tree = without(room, tmp_path / "tree")
+    for file in (tree / "tools").glob("*.py"):
+        assert program(tree, f"tools/{file.name}", "--help").startswith("usage:")
+    program(tree, "tools/write_flags_page.py")
+    tests = ("tests/features", "tests/training/test_hooks.py", "tests/house/test_flags.py")
+    text = "import pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    done = python(tree, text, *tests)
+    assert done.returncode == 0, done.stdout
