@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
 from megatron.checksums import crc32
 from tests import problems
@@ -73,70 +73,73 @@ def first(table):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        (lambda t: t.update(format="other"), "format 'other'"),
-        (lambda t: t.update(version=2), "version 2"),
-        (lambda t: t.update(version=True), "version True"),
+        (lambda t: t.update(format="other"), "'other'"),
+        (lambda t: t.update(version=2), "2"),
+        (lambda t: t.update(version=True), "True"),
         (lambda t: t.pop("version"), "KeyError"),
-        (lambda t: t.update(iteration=-1), "-1 is not a whole number"),
-        (lambda t: t.update(iteration=1.0), "1.0 is not"),
-        (lambda t: t.update(checksum="none"), "checksum 'none'"),
+        (lambda t: t.update(iteration=-1), "-1"),
+        (lambda t: t.update(iteration=1.0), "1.0"),
+        (lambda t: t.update(checksum="none"), "'none'"),
         (lambda t: t.update(block_bytes=0), "block_bytes"),
         (lambda t: t.update(block_bytes=5000), "block_bytes"),
         (lambda t: t.update(block_bytes=1 << 40), "block_bytes"),
         (
             lambda t: t["files"].update({"../x": {"bytes": 1, "crc32": ""}}),
-            "'../x' is not a plain file name",
+            "'../x'",
         ),
         (
             lambda t: t["files"].update({"/etc/passwd": {"bytes": 1, "crc32": ""}}),
-            "is not a plain file name",
+            "name",
         ),
         (
             lambda t: t["files"].update({"a/b": {"bytes": 1, "crc32": ""}}),
-            "is not a plain file name",
+            "name",
         ),
         (
             lambda t: t["files"].update({"..": {"bytes": 1, "crc32": ""}}),
-            "is not a plain file name",
+            "name",
         ),
         (
             lambda t: t["files"].update({"x\n": {"bytes": 1, "crc32": ""}}),
-            "is not a plain file name",
+            "name",
         ),
         (
             lambda t: t["files"].update({"x": {"bytes": "1", "crc32": ""}}),
-            "'1' is not a whole number",
+            "'1'",
         ),
-        (lambda t: t["files"].update({"x": {"bytes": 1, "crc32": 5}}), "5 is not a text"),
+        (lambda t: t["files"].update({"x": {"bytes": 1, "crc32": 5}}), "5"),
         (lambda t: t.update(files=[]), "AttributeError"),
         (lambda t: t.update(tensors=7), "AttributeError"),
-        (lambda t: first(t).update(dtype="F33"), "unknown dtype 'F33'"),
+        (lambda t: first(t).update(dtype="F33"), "'F33'"),
         (lambda t: first(t).update(dtype=[]), "TypeError"),
-        (lambda t: first(t).update(shape=[4, 1 << 63]), "is not a whole number"),
+        (lambda t: first(t).update(shape=[4, 1 << 63]), str(1 << 63)),
         (lambda t: first(t).update(shape=[1] * 65), "too many dims"),
-        (lambda t: first(t).update(shape=[4]), "has 2 dims, the tensor has 1"),
-        (lambda t: first(t).update(shape=[4, 1]), "not within 0:1"),
+        (lambda t: first(t).update(shape=[4]), "2 dims"),
+        (lambda t: first(t).update(shape=[4, 1]), "0:1"),
         (lambda t: first(t)["chunks"][0].update(box=[[0, 3], [0]]), "ValueError"),
-        (lambda t: first(t)["chunks"][0].update(box=[[0, 2], [0, 2]]), "has 16 bytes, not 24"),
-        (lambda t: first(t)["chunks"][0].update(box=[[0, 0], [0, 2]], bytes=0), "has 0 bytes"),
-        (lambda t: first(t)["chunks"][0].update(bytes=25), "has 24 bytes, not 25"),
-        (lambda t: first(t)["chunks"][0].update(sums=[]), "0 checksums for the 24 bytes"),
-        (lambda t: first(t)["chunks"][0].update(sums=["0", "0"]), "2 checksums for"),
-        (lambda t: first(t)["chunks"][0].update(sums=[0]), "0 is not a text"),
+        (lambda t: first(t)["chunks"][0].update(box=[[0, 2], [0, 2]]), "24"),
+        (lambda t: first(t)["chunks"][0].update(box=[[0, 0], [0, 2]], bytes=0), "0 bytes"),
+        (lambda t: first(t)["chunks"][0].update(bytes=25), "25"),
+        (lambda t: first(t)["chunks"][0].update(sums=[]), "24 bytes"),
+        (lambda t: first(t)["chunks"][0].update(sums=["0", "0"]), "2 checksums"),
+        (lambda t: first(t)["chunks"][0].update(sums=[0]), "0"),
         (
             lambda t: first(t)["chunks"][0].update(file="other"),
-            "'other' is not in the list of files",
+            "'other'",
         ),
         (lambda t: first(t)["chunks"][0].update(key=first(t)["chunks"][1]["key"]), "used twice"),
     ],
 )
-def test_forged_manifests_are_one_clear_error(change, words):
+def test_forged_manifests_are_one_clear_error(change, named):
     assert parse(forged(lambda table: None), "there") == example()
     with pytest.raises(CheckpointError) as caught:
         parse(forged(change), "there")
-    assert words in str(caught.value) and "there" in str(caught.value)
+    foreign = isinstance(caught.value, ForeignCheckpoint)
+    code = "checkpoint-version-unknown" if foreign else "checkpoint-damaged"
+    line = str(caught.value).replace("\n", " ")  # one name of a tensor has a line end
+    problems.assert_problem(line, code, "there", named)
 
 
 def test_nonsense_with_a_right_checksum():

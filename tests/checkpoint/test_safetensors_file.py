@@ -222,7 +222,9 @@ def test_a_flip_is_placed_in_its_tensor_and_block(tmp_path):
     path.write_bytes(bad)
     with SafetensorsFile(path) as file:
         whole = memoryview(bytearray(BLOCK_BYTES + 9))
-        with problems.raises(CheckpointError, "checkpoint-damaged", path, "tensor third", "1048576"):
+        with problems.raises(
+            CheckpointError, "checkpoint-damaged", path, "tensor third", "1048576"
+        ):
             file.read_into("third", whole, 0, written.sums["third"])
         # the block before is sound
         file.read_into("third", whole[:BLOCK_BYTES], 0, written.sums["third"])

@@ -269,7 +269,9 @@ def test_damage_is_named_and_only_the_blocks_asked_for_are_judged(tmp_path):
     with Reader(tmp_path, part) as reader:
         assert torch.equal(reader.read("w", ((0, 500), (0, 1000))), tensor[:500])
         for box in (None, ((999, 1000), (0, 3))):
-            with problems.raises(CheckpointError, "checkpoint-damaged", path, "tensor w", "3145728"):
+            with problems.raises(
+                CheckpointError, "checkpoint-damaged", path, "tensor w", "3145728"
+            ):
                 reader.read("w", box)
         with pytest.raises(CheckpointError, match="tensor w: checksum"):
             reader.verify()

@@ -16,6 +16,7 @@ from megatron.parallel.schedules import (
     schedule,
     timetable,
 )
+from tests import problems
 from tests.parallel.simulated_links import RULES, is_transfer, play
 
 STAGES = range(1, 17)
@@ -270,9 +271,8 @@ def test_timetable():
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_micro_batches_that_do_not_fit(forward_only):
-    with pytest.raises(
-        ValueError,
-        match=r"6 micro-batches are not a multiple of --pipeline-model-parallel-size 4.*for 8",
+    with problems.raises(
+        ValueError, "micro-batches-not-divisible-by-stages", "--pipeline-model-parallel-size", 6, 8
     ):
         schedule(4, 6, 2, forward_only=forward_only)
 

@@ -100,7 +100,7 @@ def test_another_mix_has_to_be_asked_for(texts, tmp_path):
         texts[2],
     ]
     other += ["--override-opt-param-scheduler"]
-    with pytest.raises(RanksFailed, match="--continue-data-mix to continue with another mix"):
+    with pytest.raises(RanksFailed, match=r"--continue-data-mix.*\[data-order-differs\]"):
         run(tmp_path / "run", *other)
     changed = run(tmp_path / "run", *other, "--continue-data-mix")
     assert [row["iteration"] for row in changed.rows] == list(range(1, 9))
