@@ -4,6 +4,7 @@ the golden file."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ NO_COMMAND_LINE = {
 }
 
 
+@functools.cache
 def codes_in_source() -> dict[str, set[str]]:
     """{code: files} of the strings in which a message ends with a code."""
     found: dict[str, set[str]] = {}

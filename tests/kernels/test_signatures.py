@@ -387,8 +387,8 @@ ALTERED = [
     ("transformer_engine", "self.linear.bias = ", "self.linear.offset = ", "has no offset"),
     (
         "flash_attn",
-        "softmax_scale=scale, causal",
-        "scale=scale, causal",
+        "softmax_scale=spec.scale, causal",
+        "scale=spec.scale, causal",
         "gives scale, which is not taken",
     ),
     ("flash_attn", "ends, ends, s, s,", "ends, ends, s,", "lacks max_seqlen_k"),

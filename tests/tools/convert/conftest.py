@@ -7,6 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.load_tool import load_tool
+from tests.tools.in_process import use_it
+
+
+@pytest.fixture(autouse=True)
+def _unpickled_in_process(monkeypatch) -> None:
+    """`monkeypatch.undo()` in a test of the other process, which takes seconds to start."""
+    use_it(monkeypatch)
 
 
 @pytest.fixture

@@ -142,34 +142,34 @@ def test_two_names_of_one_setting_must_agree():
         assert flags_from(args, "args", given=both)[next(iter(both))] == next(iter(both.values()))
 
 
-def test_every_argument_of_every_release_is_sorted():
+@pytest.mark.parametrize(
+    ("letter", "count"),
+    [
+        ("A", (19, 129, 0)),
+        ("F", (38, 246, 3)),
+        pytest.param("P", (58, 519, 21), marks=pytest.mark.campaign),
+        pytest.param("U", (59, 793, 24), marks=pytest.mark.campaign),
+        pytest.param("Y", (30, 347, 4), marks=pytest.mark.campaign),
+    ],
+)
+def test_every_argument_of_a_release_is_sorted(letter, count):
     """How many are flags of the model here, change nothing, and are refused."""
-    other = ("other", 5, True, 2.5, [0, 0, 0, 1])
-    counts = {}
-    for letter in "AFPUY":
-        base = read(letter)
-        sorts = {}
-        for name in releases()[letter]:
-            sorts[name] = "harmless"
-            for value in other:
-                try:
-                    same = read(letter, **{name: value}) == base
-                except ConversionError as error:
-                    sorts[name] = "refused" if "config-key" in str(error) else "read"
-                    assert name in str(error) or sorts[name] == "read"
-                else:
-                    sorts[name] = sorts[name] if same else "read"
-                if sorts[name] != "harmless":
-                    break
-        kinds = list(sorts.values())
-        counts[letter] = tuple(kinds.count(kind) for kind in ("read", "harmless", "refused"))
-    assert counts == {
-        "A": (19, 129, 0),
-        "F": (38, 246, 3),
-        "P": (58, 519, 21),
-        "U": (59, 793, 24),
-        "Y": (30, 347, 4),
-    }
+    base = read(letter)
+    sorts = {}
+    for name in releases()[letter]:
+        sorts[name] = "harmless"
+        for value in ("other", 5, True, 2.5, [0, 0, 0, 1]):
+            try:
+                same = read(letter, **{name: value}) == base
+            except ConversionError as error:
+                sorts[name] = "refused" if "config-key" in str(error) else "read"
+                assert name in str(error) or sorts[name] == "read"
+            else:
+                sorts[name] = sorts[name] if same else "read"
+            if sorts[name] != "harmless":
+                break
+    kinds = list(sorts.values())
+    assert tuple(kinds.count(kind) for kind in ("read", "harmless", "refused")) == count
 
 
 def test_an_export_has_the_layers_without_rotary_positions_and_no_gelu_that_core_lacks():

@@ -15,7 +15,6 @@ from megatron.checkpoint.filesystem import Disk
 from tests.forkrun import RanksFailed, run_ranks
 from tests.load_tool import load_tool
 from tests.tools.convert.megatron_files import LLAMA, stacked_tensors, write_torch_dist
-from tests.tools.in_process import use_it
 from tools.benchmarks.cases.llama_files import make_model
 from tools.convert.stores.kept_shards import NAME
 
@@ -74,7 +73,6 @@ def sources(tmp_path):
     ],
 )
 def test_the_same_command_again(command, action, number, sources, monkeypatch, capfd):
-    use_it(monkeypatch)
     monkeypatch.chdir(sources)
     before = sorted(path.name for path in sources.iterdir())
     killed(command, action, number)

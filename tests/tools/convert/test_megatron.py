@@ -19,7 +19,6 @@ from tests.tools.convert.megatron_files import (
     logits_of,
     on_a_rank,
 )
-from tests.tools.in_process import use_it
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 SAMPLE = {("llama", (2, 2)), ("gpt2", (1, 2))}
@@ -155,8 +154,7 @@ def legacy_files(
         ("llama tied, qkv bias", 1, 2, False),
     ],
 )
-def test_the_older_model_both_ways(name, tp, pp, old_names, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_the_older_model_both_ways(name, tp, pp, old_names, tmp_path, convert):
     flags = MODELS[name]
     legacy_files(tmp_path / "theirs", flags, tp, pp, old_names=old_names)
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
@@ -212,8 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_megatron_checkpoint_says_must_be_true_of_it(case, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_what_a_megatron_checkpoint_says_must_be_true_of_it(case, tmp_path, convert):
     changes, said = REFUSED[case]
     legacy_files(tmp_path / "theirs", {}, **changes)
     assert said in convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
@@ -221,8 +218,7 @@ def test_what_a_megatron_checkpoint_says_must_be_true_of_it(case, tmp_path, conv
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "something was left behind"
 
 
-def test_ranks_must_be_complete_and_agree(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_ranks_must_be_complete_and_agree(tmp_path, convert):
     legacy_files(tmp_path / "theirs", {}, tp=2, pp=2)
     victim = tmp_path / "theirs" / "release" / "mp_rank_01_001" / "model_optim_rng.pt"
     state = torch.load(victim, weights_only=False)

@@ -28,7 +28,6 @@ from tests.tools.convert.megatron_files import (
     on_a_rank_torch_dist,
     write_torch_dist,
 )
-from tests.tools.in_process import use_it
 from tools.convert.megatron_names import args_for, flags_from
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -120,8 +119,7 @@ def write(folder, flags, tensors, **changes):
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("flags", [LLAMA, MOE], ids=["llama", "experts"])
-def test_every_spelling_of_the_tensors(flags, split, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_every_spelling_of_the_tensors(flags, split, tmp_path, convert):
     write(tmp_path / "theirs", flags, tensors_of(flags, split))
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     assert "optimizer" not in said
@@ -129,9 +127,8 @@ def test_every_spelling_of_the_tensors(flags, split, tmp_path, convert, monkeypa
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "experts"])
-def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch):
+def test_exported_checkpoints_are_read_back(name, tmp_path, convert):
     """By this suite, and by torch.distributed.checkpoint itself."""
-    use_it(monkeypatch)
     flags = {**MODELS, "experts": MOE}[name]
     tensors = tensors_of(flags, False)
     write(tmp_path / "theirs", flags, tensors)
@@ -164,7 +161,6 @@ def test_exported_checkpoints_are_read_back(name, tmp_path, convert, monkeypatch
 
 def test_an_export_writes_its_tensors_once(tmp_path, convert, monkeypatch):
     """They reach the process that saves them by memory; all other files are written by Disk."""
-    use_it(monkeypatch)
     write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     written = []
@@ -178,8 +174,7 @@ def test_an_export_writes_its_tensors_once(tmp_path, convert, monkeypatch):
     assert sum(map(len, written)) < size / 20
 
 
-def test_a_full_disk_is_one_message(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_a_full_disk_is_one_message(tmp_path, convert):
     write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     plain = (tmp_path / "ours").rglob("*.safetensors")
@@ -226,8 +221,7 @@ def test_megatron_core_loads_what_is_exported(name, layout, tmp_path, convert):
         ),
     ],
 )
-def test_experts_that_cannot_be_exported(flags, words, said, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_experts_that_cannot_be_exported(flags, words, said, tmp_path, convert):
     write(tmp_path / "theirs", flags, tensors_of(flags, True))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     assert said in convert(
@@ -252,8 +246,7 @@ def test_the_arguments_have_the_router_as_megatron_reads_it(types, coefficients,
     assert {name: back[name] for name in names} == flags
 
 
-def test_the_older_model_has_no_torch_dist(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_the_older_model_has_no_torch_dist(tmp_path, convert):
     write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     words = ["--ckpt-format", "torch_dist", "--model", "legacy"]
@@ -262,8 +255,7 @@ def test_the_older_model_has_no_torch_dist(tmp_path, convert, monkeypatch):
     )
 
 
-def test_extra_states_are_skipped(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_extra_states_are_skipped(tmp_path, convert):
     more = {
         "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1": {"amax": 1},
         "rng_state/shard_0.0_1.1": [1],
@@ -292,8 +284,7 @@ WRONG_TENSORS = {
 
 
 @pytest.mark.parametrize("case", WRONG_TENSORS)
-def test_wrong_tensors(case, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_wrong_tensors(case, tmp_path, convert):
     tensors = tensors_of(MOE, False)
     WRONG_TENSORS[case](tensors)
     write(tmp_path / "theirs", MOE, tensors)
@@ -409,8 +400,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_folders(case, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_hostile_folders(case, tmp_path, convert):
     write(tmp_path / "theirs", LLAMA, tensors_of(LLAMA, False))
     HOSTILE[case](tmp_path / "theirs", tmp_path / "executed")
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
@@ -420,8 +410,7 @@ def test_hostile_folders(case, tmp_path, convert, monkeypatch):
         assert_problem(said.strip(), "checkpoint-format-not-read", "torch_dist")
 
 
-def test_a_flipped_bit_is_found(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_a_flipped_bit_is_found(tmp_path, convert):
     tensors = tensors_of(LLAMA, False)
     write(tmp_path / "theirs", LLAMA, tensors)
     path = tmp_path / "theirs" / "__0_0.distcp"

@@ -23,7 +23,6 @@ from tests.tools.convert.megatron_files import (
     write_torch_dist,
 )
 from tests.tools.convert.megatron_training import FLAGS, train_and_save_on_a_rank
-from tests.tools.in_process import use_it
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCHEDULE = dict(
@@ -149,8 +148,7 @@ def by_buffer(folder, order=FUSED, change=lambda tensors, root: None):
 
 
 @pytest.mark.parametrize("write", [by_name, by_buffer, lambda f: by_buffer(f, PLAIN)])
-def test_every_number_of_the_optimizer_comes_along(write, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_every_number_of_the_optimizer_comes_along(write, tmp_path, convert):
     theirs = write(tmp_path / "theirs")
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
     found = store.load(tmp_path / "ours")
@@ -174,8 +172,7 @@ def test_every_number_of_the_optimizer_comes_along(write, tmp_path, convert, mon
                 assert torch.equal(got.flatten(), want.flatten()), (kind, name)
 
 
-def test_weights_alone(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_weights_alone(tmp_path, convert):
     by_name(tmp_path / "theirs", lambda tensors, root: root.pop("opt_param_scheduler"))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", "--no-load-optim")
     found = store.load(tmp_path / "ours")
@@ -183,8 +180,7 @@ def test_weights_alone(tmp_path, convert, monkeypatch):
     assert not any(name.startswith("optimizer.") for name in found.manifest.tensors)
 
 
-def test_a_loss_scale_comes_along(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_a_loss_scale_comes_along(tmp_path, convert):
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 7, "hysteresis_tracker": 2}
     by_name(tmp_path / "theirs", lambda t, root: root["optimizer"].update(grad_scaler=scaler))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours")
@@ -237,16 +233,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_optimizers(case, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_wrong_optimizers(case, tmp_path, convert):
     by_name(tmp_path / "theirs", WRONG[case])
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
     assert "error: " in said and "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "something was left behind"
 
 
-def test_samples_that_nobody_has_counted(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_samples_that_nobody_has_counted(tmp_path, convert):
     by_name(tmp_path / "theirs", args={"consumed_train_samples": None})
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
     assert "consumed_train_samples" in said
@@ -280,16 +274,14 @@ WRONG_BUFFERS = {
 
 
 @pytest.mark.parametrize("case", WRONG_BUFFERS)
-def test_wrong_buffers(case, tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_wrong_buffers(case, tmp_path, convert):
     by_buffer(tmp_path / "theirs", change=WRONG_BUFFERS[case])
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", fails=True)
     assert "error: " in said and "Traceback" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"], "something was left behind"
 
 
-def test_a_call_among_the_counts_is_not_made(tmp_path, convert, monkeypatch):
-    use_it(monkeypatch)
+def test_a_call_among_the_counts_is_not_made(tmp_path, convert):
     payload = Call(tmp_path / "executed")
     key = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
     by_buffer(tmp_path / "theirs", change=lambda t, root: t.update({key: payload}))
