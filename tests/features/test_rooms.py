@@ -110,7 +110,7 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
     program(tree, "tools/generate.py", str(part / "save"), "1 2", "--max-new-tokens", "2")
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_path):
     tree = without(room, tmp_path / "tree")
