@@ -47,7 +47,7 @@ test-versions:  ## a part of the quick tests with the oldest and the newest torc
 
 test-part: $(VENV)/.dev
 	$(PYTEST) $(PARALLEL) $(LIMIT) tests/test_device.py tests/training/test_step.py tests/parity/test_layouts.py \
-		tests/parallel/test_ddp.py tests/optimizer/test_adam.py tests/kernels/test_attention.py tests/analysis/trace
+		tests/parallel/test_ddp.py tests/optimizer/test_adam.py tests/kernels/test_attention.py tests/features/trace
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff check .

@@ -47,8 +47,8 @@ def trace(number: int, parts: int) -> None:
     precision and libraries."""
     cov = coverage.Coverage(config_file=str(_configured()), data_suffix=f"trace.{number}")
     cov.start()
-    from megatron.analysis.trace.traced_rank import TraceError
-    from tests.analysis.trace.tracing import Traced
+    from megatron.features.trace.traced_rank import TraceError
+    from tests.features.trace.tracing import Traced
     from tests.parity.layouts import CAMPAIGN, CASES, SWEEP, argv
 
     pretend_libraries()

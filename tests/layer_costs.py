@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from megatron.analysis.trace import recorder
+from megatron.features.trace import recorder
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.parallel.cross_entropy import parallel_cross_entropy
-from tests.analysis.trace.tracing import Traced
+from tests.features.trace.tracing import Traced
 
 SEQ = 2048
 MICRO_BATCH = 4
@@ -102,7 +102,7 @@ def of_cross_entropy(dtype: torch.dtype, tp: int = 1, smoothing: float = 0.0) ->
 
 def main() -> None:
     """Print a row for each path."""
-    from megatron.analysis.trace import traced_rank
+    from megatron.features.trace import traced_rank
 
     traced_rank.StepRecorder = Traffic
     tokens = SEQ * MICRO_BATCH

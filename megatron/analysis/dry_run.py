@@ -1,5 +1,4 @@
-"""--dry-run: the plan, what would be read of which data set, the kernels, and with --trace the
-training step of some ranks."""
+"""--dry-run: the plan, what would be read of which data set, the kernels, and what features add."""
 
 from __future__ import annotations
 
@@ -12,24 +11,23 @@ from megatron.data.plan_table import plan_table
 from megatron.data.request import DataRequest
 from megatron.data.sources import source_of
 from megatron.training import preflight
+from megatron.training.feature import features_of
 
 if TYPE_CHECKING:
     from megatron.training.step import ForwardStep
 
 
 def report(line: CommandLine, forward_step: ForwardStep) -> None:
-    """Print all of it on rank 0. Exits as `preflight.check_dry` does; raises as `trace`."""
+    """Print all of it on rank 0. Exits as `preflight.check_dry` does; raises as they do."""
     if line.rank:
         return
     plan = plan_report.print_plan(line)
     print("\n".join(_data_lines(line, plan)), flush=True)
     print("\n".join(_kernel_lines(line)), flush=True)
     preflight.check_dry(line, plan)
-    if line.config.training.trace:
-        from megatron.analysis.trace.dry_run import trace
-
-        tokenizer = preflight.build_tokenizer(line.config)
-        print("\n".join(trace(line, plan, tokenizer, forward_step)), flush=True)
+    for feature in features_of(line.config):
+        for text in feature.dry_run(line, plan, forward_step):
+            print(text, flush=True)
 
 
 def _data_lines(line: CommandLine, plan: Plan) -> list[str]:

@@ -239,27 +239,6 @@ class TrainingConfig:
         help="with --dry-run: number of ranks to plan for (default: the launcher's)",
         dump=False,
     )
-    trace: bool = arg(
-        False,
-        requires="dry_run",
-        help="with --dry-run: run the training step of some ranks of the planned cluster on "
-        "tensors without values, and print memory by kind, FLOPs, kernel launches and every "
-        "collective; needs no GPU",
-        dump=False,
-    )
-    trace_ranks: tuple[str, ...] = arg(
-        ("first", "last"),
-        needs="trace",
-        help="with --trace: ranks to trace: numbers, first, last, all-stages (one of each pipeline "
-        "stage), or peers (rank 0 and the last rank of each of its groups)",
-        dump=False,
-    )
-    trace_output: str | None = arg(
-        None,
-        needs="trace",
-        help="with --trace: JSON file for all of it, with messages in order",
-        dump=False,
-    )
 
     @property
     def recompute(self) -> str | None:

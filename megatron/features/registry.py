@@ -10,6 +10,7 @@ from megatron.features.eval_tasks.feature import EvalTasksConfig
 from megatron.features.goodput.feature import GoodputConfig
 from megatron.features.step_verification.feature import StepVerificationConfig
 from megatron.features.stragglers.feature import StragglerConfig
+from megatron.features.trace.feature import TraceConfig
 from megatron.training.feature import Feature
 
 FEATURES: tuple[type[Feature], ...] = (
@@ -18,5 +19,6 @@ FEATURES: tuple[type[Feature], ...] = (
     DataLedgerConfig,
     EvalTasksConfig,
     StepVerificationConfig,
+    TraceConfig,
 )
 RunConfig = with_features(FEATURES)  # all flags of pretrain_gpt.py

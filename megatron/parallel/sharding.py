@@ -137,7 +137,7 @@ class ParameterFactory:
         ctx: ParallelContext,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        make_scaling: Callable[[str], Any] | None = None,
+        make_scaling: Callable[..., Any] | None = None,
     ):
         self._specs = {spec.name: spec for spec in table}
         self._ctx = ctx

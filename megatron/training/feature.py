@@ -10,6 +10,8 @@ from megatron.config.tree import Config
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
+    from megatron.config.command_line import CommandLine
+    from megatron.config.plan.plan import Plan
     from megatron.training.hook import Hook
     from megatron.training.logging.training_log import TrainingLog
     from megatron.training.run import Run
@@ -37,6 +39,10 @@ class Feature:
 
     def missing(self) -> Iterable[str]:
         """One line for each file that its flags name and a run would not find here."""
+        return ()
+
+    def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterable[str]:
+        """Lines that --dry-run prints after the plan."""
         return ()
 
     def prepare(self) -> None:

@@ -23,6 +23,7 @@ USED = {
     "goodput": "--crash-loop-limit 1",
     "step_verification": "--verify-step-interval 1 --verify-step-action majority",
     "stragglers": "--log-straggler",
+    "trace": "--trace-ranks last",
 }
 # files in the folder of the run that these flags name
 FILES = {
@@ -54,21 +55,19 @@ def without(room: str, tree: Path) -> Path:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_other_file_names_a_feature(room):
-    """Neither its module, nor its class, nor one of its flags' fields; tools/NAME.py is its own."""
-    words = (rf"features\.{room}", ROOMS[room].__name__, *flags_of_group(ROOMS[room], room))
-    only_imports = re.compile(rf"\b({words[0]}|{words[1]})\b")
-    named = re.compile(rf"\b({'|'.join(words)})\b")
+    """Neither its module, nor its class; in the core, none reads a flag of it. tools/NAME.py is its
+    own."""
+    named = rf"features\.{room}\b|\b{ROOMS[room].__name__}\b"
+    fields = "|".join(flags_of_group(ROOMS[room], room))
+    reads = rf"""{named}|\b(config|logging|training|parallel)\.(\w+\.)?({fields})\b|\[["']({fields})["']"""
     found = []
-    for file in [
-        *ROOT.glob("megatron/**/*.py"),
-        *ROOT.glob("tools/**/*.py"),
-        ROOT / "pretrain_gpt.py",
-    ]:
-        path = file.relative_to(ROOT).as_posix()
-        if f"features/{room}/" in path or path.startswith((MAY_IMPORT, f"tools/{room}.py")):
-            continue
-        if (named if path.startswith("megatron") else only_imports).search(file.read_text("utf-8")):
-            found.append(path)
+    for top in ("megatron/**/*.py", "tools/**/*.py", "pretrain_gpt.py"):
+        for file in ROOT.glob(top):
+            path = file.relative_to(ROOT).as_posix()
+            if f"features/{room}/" in path or path.startswith((MAY_IMPORT, f"tools/{room}.py")):
+                continue
+            if re.search(named if top.startswith("tools") else reads, file.read_text("utf-8")):
+                found.append(path)
     assert found == ["megatron/features/registry.py"]
 
 
@@ -111,7 +110,7 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
     program(tree, "tools/generate.py", str(part / "save"), "1 2", "--max-new-tokens", "2")
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_path):
     tree = without(room, tmp_path / "tree")

@@ -14,6 +14,7 @@ from megatron.data.megatron_order import open_corpus
 from megatron.data.tokenizers.build import ByteTokenizer
 from megatron.inference.load_model import open_trained_model
 from megatron.training.batch import BatchRules, MicroBatch, make_batch
+from tests import problems
 from tests.data.packed.packed_files import build
 from tests.load_tool import exit_code, load_tool
 from tests.model.tiny import tiny_model
@@ -118,5 +119,5 @@ def test_a_run_logs_that_loss(tmp_path):
 
 def test_without_packed_samples_the_data_is_refused_with_the_flag_to_add(tmp_path):
     prefix = write(tmp_path, CHATS)
-    with pytest.raises(ValueError, match="ids below 0, .*--packed-samples"):
+    with problems.raises(ValueError, "token-id-out-of-range", prefix, "--packed-samples"):
         open_corpus(prefix, 257)

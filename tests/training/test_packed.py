@@ -591,7 +591,6 @@ def test_a_resumed_run_is_the_run_bit_for_bit(mode, folders, tmp_path):
     )
     with pytest.raises(
         RanksFailed,
-        match=r"--load: with these flags the order of the data .*min_length: 0 in the checkpoint"
-        r", 9 now \(--min-sample-length\)",
+        match=r"min_length: 0.* 9 .*--min-sample-length.*\[data-order-differs\]",
     ):
         train(tmp_path / "cut", with_flags(cut, "--min-sample-length", "9"))

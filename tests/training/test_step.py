@@ -11,6 +11,7 @@ from megatron.model.moe import RouterStep
 from megatron.training.agreement import Requests
 from megatron.training.run import Run
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
+from tests import problems
 from tests.forkrun import RanksFailed, run_ranks
 from tests.runs import plot
 from tests.training.tiny_run import EOD, make_run, micro_batches, samples
@@ -204,5 +205,5 @@ def test_a_forward_step_that_forgets_the_stage_before_is_told():
 
 
 def test_exhausted_data_says_what_to_do():
-    with pytest.raises(ValueError, match="no samples left.*--train-iters"):
+    with problems.raises(ValueError, "data-exhausted", "--train-iters"):
         next_samples(iter(()))

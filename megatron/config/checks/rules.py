@@ -108,7 +108,7 @@ def _low_precision(f: Facts) -> Iterator[str]:
 
 def _asks_for_layout(f: Facts) -> bool:
     """Are there several ranks, or flags about them?"""
-    asked = f["world_size"] is not None or f["trace"] or f.world_size > 1
+    asked = f["world_size"] is not None or f["dry_run"] or f.world_size > 1
     return asked or f.config.parallel != ParallelConfig()
 
 

@@ -4,7 +4,7 @@
     python tools/benchmarks/step/mfu_model.py [NAME ...]
 
 Operations, their bytes and the shapes of GEMMs are those of a trace of the suite's own step on the
-meta device (megatron/analysis/trace). Rates are assumptions about the device, the constants below,
+meta device (megatron/features/trace). Rates are assumptions about the device, the constants below,
 to be replaced by what first_light.sh measures. Eager: each launch moves all tensors that it takes
 and returns. Compiled: what stands between two GEMMs or attention calls is one launch, which reads
 what it did not make and writes what is still needed.
@@ -29,9 +29,10 @@ import torch  # noqa: E402
 from rates import PEAKS  # noqa: E402
 from sizes import Size, command_line  # noqa: E402
 
-from megatron.analysis.trace import recorder, traced_rank  # noqa: E402
 from megatron.config import command_line as megatron_command_line  # noqa: E402
 from megatron.config.plan.plan import make_plan  # noqa: E402
+from megatron.features.registry import RunConfig  # noqa: E402
+from megatron.features.trace import recorder, traced_rank  # noqa: E402
 from megatron.training.logging.flops import flops_per_iteration, model_shape  # noqa: E402
 from megatron.training.preflight import build_tokenizer  # noqa: E402
 from pretrain_gpt import forward_step  # noqa: E402
@@ -201,7 +202,8 @@ def predict(size: Size, extra: Sequence[str] = ()) -> dict[str, Prediction]:
     words = command_line(size, "bf16", "cuda", extra)
     words += ["--train-iters", "2", "--dry-run", "--world-size", "1", "--trace"]
     one = ["--global-batch-size", str(size.micro_batch)]
-    config = traced_rank.traced_config(megatron_command_line.read([*words, *one], {}).config)
+    line = megatron_command_line.read([*words, *one], {}, tree=RunConfig)
+    config = traced_rank.traced_config(line.config)
     tokenizer = build_tokenizer(config)
     plan = make_plan(config, 1, tokenizer.vocab_size)
     with mock.patch.object(traced_rank, "StepRecorder", Launches):

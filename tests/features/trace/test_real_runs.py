@@ -6,7 +6,7 @@ import pytest
 
 from megatron.parallel import collectives
 from tests import memory_census, recorder
-from tests.analysis.trace.tracing import Traced
+from tests.features.trace.tracing import Traced
 from tests.parity.layouts import CAMPAIGN, CASES, CP, LLAMA, PP, SP, SWEEP, TP, Case, argv
 from tests.runs import train, with_flags, write_text
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.analysis.trace import dry_run
-from megatron.analysis.trace.compare import check_agreement, figures, sent
-from megatron.analysis.trace.recorder import TraceError
 from megatron.config.plan.transfers import sent_by_axis
+from megatron.features.trace import dry_run
+from megatron.features.trace.compare import check_agreement, figures, sent
+from megatron.features.trace.recorder import TraceError
 from megatron.model.mlp import MLP
 from megatron.parallel import collectives, ddp, pipeline
 from megatron.training import step
-from tests.analysis.trace.tracing import Traced
+from tests.features.trace.tracing import Traced
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, plot, with_flags
 
@@ -245,14 +245,14 @@ def test_a_bucket_kept_twice(monkeypatch):
 
 def test_a_collective_that_only_one_rank_calls(monkeypatch):
     reduce = collectives.all_reduce_
-    own = step._add_counts
+    own = step._agree_on_metrics
 
-    def on_rank_0(run, sums, requests):
+    def on_rank_0(run, sums):
         if run.runtime.rank == 0:
             reduce(sums.values, run.runtime.ctx.world)
-        own(run, sums, requests)
+        own(run, sums)
 
-    monkeypatch.setattr(step, "_add_counts", on_rank_0)
+    monkeypatch.setattr(step, "_agree_on_metrics", on_rank_0)
     traced = Traced(FLAGS, 2)
     with pytest.raises(TraceError, match=r"ranks 0 and 1 .*\[trace-collectives-differ\]"):
         check_agreement([traced.rank(0), traced.rank(1)])

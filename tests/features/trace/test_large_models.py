@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.analysis.trace.compare import figures, sent
 from megatron.config.plan.transfers import sent_by_axis
-from tests.analysis.trace.tracing import Traced
+from megatron.features.trace.compare import figures, sent
+from tests.features.trace.tracing import Traced
 from tests.runs import with_flags
 
 COMMON = (

@@ -11,30 +11,36 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron.analysis.trace.compare import Figure, check_agreement, figures
-from megatron.analysis.trace.recorder import TraceError
-from megatron.analysis.trace.traced_rank import RankTrace, trace_rank, traced_config
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import Tokenizer
+from megatron.features.trace.compare import Figure, check_agreement, figures
+from megatron.features.trace.recorder import TraceError
+from megatron.features.trace.traced_rank import RankTrace, trace_rank, traced_config
 from megatron.parallel.simulated_group import Message
+from megatron.training.preflight import build_tokenizer
 from megatron.training.step import ForwardStep
 
 SHOWN = 8  # operations of a rank
 
 
 def trace(
-    line: CommandLine, plan: Plan, tokenizer: Tokenizer, forward_step: ForwardStep
+    line: CommandLine,
+    plan: Plan,
+    forward_step: ForwardStep,
+    which: Sequence[str],
+    output: str | None,
 ) -> list[str]:
-    """Trace the ranks of --trace-ranks, write --trace-output, and return the lines to print.
+    """Trace the ranks of --trace-ranks (`which`), write --trace-output, and return the lines to
+    print.
 
     Raises TraceError for what would stall or break the step on GPUs, ValueError for what cannot be
     traced.
     """
     _check(line.config)
+    tokenizer = build_tokenizer(line.config)
     config = traced_config(line.config)
-    ranks = chosen_ranks(config.training.trace_ranks, config, plan)
+    ranks = chosen_ranks(which, config, plan)
     lines = [
         f"trace of the step of iteration {plan.train_iters} on ranks "
         f"{', '.join(map(str, sorted(ranks)))} (a GPU's kernels, eager, tensors without values):"
@@ -53,9 +59,9 @@ def trace(
         lines += rank_lines(one, figures(config, plan, one))
     if len(traces) > 1:
         lines.append("  collectives and messages of these ranks fit each other")
-    if config.training.trace_output is not None:
-        _write(Path(config.training.trace_output), config, plan, traces)
-        lines.append(f"  written: {config.training.trace_output}")
+    if output is not None:
+        _write(Path(output), config, plan, traces)
+        lines.append(f"  written: {output}")
     return lines
 
 

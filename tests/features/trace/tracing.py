@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.analysis.trace.traced_rank import RankTrace, trace_rank, traced_config
 from megatron.config import command_line
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
+from megatron.features.registry import RunConfig
+from megatron.features.trace.traced_rank import RankTrace, trace_rank, traced_config
 from megatron.training.preflight import build_tokenizer
 from tests.runs import plot
 
@@ -18,7 +19,7 @@ class Traced:
 
     def __init__(self, flags: Sequence[str], world: int):
         dry = ["--dry-run", "--world-size", str(world), "--trace"]
-        self.line: CommandLine = command_line.read([*flags, *dry], {})
+        self.line: CommandLine = command_line.read([*flags, *dry], {}, tree=RunConfig)
         self.config = traced_config(self.line.config)
         self.tokenizer = build_tokenizer(self.config)
         self.plan: Plan = make_plan(self.config, world, self.tokenizer.vocab_size)

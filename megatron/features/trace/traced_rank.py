@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron.analysis.trace.fused_kernels import fused_kernels
-from megatron.analysis.trace.recorder import Kept, StepRecorder, Timeline, TraceError
 from megatron.config.plan.plan import Plan
 from megatron.config.plan.transfers import axis_sizes, gradients
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
+from megatron.features.trace.fused_kernels import fused_kernels
+from megatron.features.trace.recorder import Kept, StepRecorder, Timeline, TraceError
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.simulated_group import Message, serve_meta, simulated_ranks

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.analysis.trace.recorder import TraceError
-from megatron.analysis.trace.traced_rank import RankTrace
 from megatron.config.plan.costs import activations
 from megatron.config.plan.plan import Plan, bytes_per_rank
 from megatron.config.plan.transfers import Transfer, sent_by_axis
 from megatron.config.tree import Config
+from megatron.features.trace.recorder import TraceError
+from megatron.features.trace.traced_rank import RankTrace
 from megatron.parallel.simulated_group import Message
 
 # The kind of parallelism that a message of an axis is counted for; others carry a few bytes.
