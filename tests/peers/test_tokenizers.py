@@ -69,7 +69,7 @@ class TestGPT2:
         assert differing(fast, plain.encode) == []
 
     @pytest.mark.peers
-    @pytest.mark.campaign
+    @pytest.mark.sweep
     def test_every_character_is_cut_alike(self) -> None:
         """All that `has_newer_characters` does not keep from an engine: alone, in a word, behind a
         space, before a digit."""
@@ -139,7 +139,7 @@ class TestGPT2:
         assert differing(plain, lambda text: oracle(text).input_ids, texts) == []
 
     @pytest.mark.peers
-    @pytest.mark.campaign
+    @pytest.mark.sweep
     def test_transformers_on_a_document_of_10_mb(self) -> None:
         """Texts of all kinds, real files and long runs in one document: every engine's ids are
         transformers'."""
