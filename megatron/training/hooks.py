@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron.config.training import TrainingConfig
 from megatron.training.agreement import Requests
@@ -16,9 +15,6 @@ from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping
-
-if TYPE_CHECKING:
-    pass
 
 
 def build_hooks(
