@@ -46,8 +46,8 @@ test-versions:  ## a part of the quick tests with the oldest and the newest torc
 	$(MAKE) test-part VENV=.venv-newest CONSTRAINTS=requirements/torch_newest.txt
 
 test-part: $(VENV)/.dev
-	$(PYTEST) $(PARALLEL) $(LIMIT) tests/test_device.py tests/training/test_step.py tests/parity/test_layouts.py \
-		tests/parallel/test_ddp.py tests/optimizer/test_adam.py tests/kernels/test_attention.py tests/features/trace
+	$(PYTEST) $(PARALLEL) $(LIMIT) tests/core/test_device.py tests/core/training/test_step.py tests/core/parity/test_layouts.py \
+		tests/core/parallel/test_ddp.py tests/core/optimizer/test_adam.py tests/core/kernels/test_attention.py tests/features/trace
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff check .

@@ -2,7 +2,7 @@
 with `cuda` chosen nor, on a CPU, the tests of these folders. Needs the package coverage.
 
     python -m tests.device_lines trace 1/4     (and 2/4, 3/4, 4/4)
-    python -m tests.device_lines tests tests/kernels tests/parallel ...
+    python -m tests.device_lines tests tests/core/kernels tests/core/parallel ...
     python -m tests.device_lines report
 """
 
@@ -48,8 +48,8 @@ def trace(number: int, parts: int) -> None:
     cov = coverage.Coverage(config_file=str(_configured()), data_suffix=f"trace.{number}")
     cov.start()
     from megatron.features.trace.traced_rank import TraceError
+    from tests.core.parity.layouts import CAMPAIGN, CASES, SWEEP, argv
     from tests.features.trace.tracing import Traced
-    from tests.parity.layouts import CAMPAIGN, CASES, SWEEP, argv
 
     pretend_libraries()
     layouts = list(enumerate((SWEEP | CAMPAIGN | CASES).items()))
@@ -88,7 +88,7 @@ def pretend_libraries() -> None:
     they run on."""
     from megatron.kernels import flash_attention, libraries
     from megatron.kernels.cuda import apex
-    from tests.kernels import fake_libraries as fakes
+    from tests.core.kernels import fake_libraries as fakes
 
     fakes.install(*fakes.transformer_engine(), *fakes.flash_attn(), *fakes.apex())
     for module, name in (

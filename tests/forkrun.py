@@ -66,7 +66,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
         "megatron.config.command_line",
         *_training_modules(),
         "tests.runs",
-        "tests.e2e.programs",
+        "tests.campaigns.e2e.programs",
         "tensorboard.backend.event_processing.event_accumulator",
     ]
     context.set_forkserver_preload(modules)

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.config.checks import cases
+from tests.core.config.checks import cases
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
 HEADING = (
-    "What is said of each command line of tests/config/checks/cases.txt. Written by python -m "
+    "What is said of each command line of tests/core/config/checks/cases.txt. Written by python -m "
     "tests.rewrite_messages."
 )
 

@@ -2,7 +2,7 @@
 
 Its modules are built without memory (device "meta") and then given our parameters, so that names,
 initial values, gradients' buffers and checkpoints are those of every other run.
-tests/kernels/test_signatures.py holds each call against the sources of the pinned release.
+tests/core/kernels/test_signatures.py holds each call against the sources of the pinned release.
 """
 
 from contextlib import AbstractContextManager, nullcontext

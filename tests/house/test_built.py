@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from tests.data.native import compiler
+from tests.core.data.native import compiler
 from tests.forkrun import ROOT
 
 

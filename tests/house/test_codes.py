@@ -14,7 +14,7 @@ from tests.problems import CODE
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("megatron", "tools", "pretrain_gpt.py")
 READ_BEFORE_TORCH = ("megatron/config/", "megatron/arguments.py", "megatron/launcher.py")
-# Codes that no command line of tests/config/checks/cases.txt provokes, and why.
+# Codes that no command line of tests/core/config/checks/cases.txt provokes, and why.
 NO_COMMAND_LINE = {
     "batch-ramp-malformed": "the parser refuses such values before",
     "path-not-writable": "the superuser may write everywhere",

@@ -14,9 +14,9 @@ from megatron.data.chat.templates import BUILT_IN, ChatTemplate
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.tokenizers.build import build_tokenizer
-from tests.data.chat import tool_records
-from tests.data.chat.conversations import CONTROL, CONVERSATIONS, FOREIGN
 from tests.load_tool import exit_code, load_tool
+from tests.tools.chat import tool_records
+from tests.tools.chat.conversations import CONTROL, CONVERSATIONS, FOREIGN
 
 pytestmark = pytest.mark.peers
 HARD = {

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
+from tests.core.model.tiny import tiny_config, tiny_model, tokens
 from tests.forkrun import run_ranks
-from tests.model.tiny import tiny_config, tiny_model, tokens
 from tests.peers.megatron_core_models import VOCAB, let_it_run_on_a_cpu, mcore_model
 
 pytest.importorskip("megatron.core")

@@ -16,7 +16,7 @@ from megatron.data.blend.splits import parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder, optimal_dtype
-from tests.data.corpora import build_datasets, data_flags, write_corpus
+from tests.core.data.corpora import build_datasets, data_flags, write_corpus
 
 pytestmark = [
     pytest.mark.peers,

@@ -10,7 +10,7 @@ import torch
 from megatron.config.moe import ROUTER_SUMS
 from megatron.model.moe import RouterStep
 from megatron.training import routers
-from tests.model.tiny import tiny_config, tiny_model, tokens
+from tests.core.model.tiny import tiny_config, tiny_model, tokens
 from tests.peers.huggingface import llama_state
 
 transformers = pytest.importorskip("transformers")

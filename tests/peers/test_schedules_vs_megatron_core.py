@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.plan.batch_size import build_batch_size_schedule
-from tests.optimizer.builders import scheduler_of
+from tests.core.optimizer.builders import scheduler_of
 
 pytestmark = pytest.mark.peers
 

@@ -13,10 +13,10 @@ import pytest
 from megatron.data.tokenizers import gpt2_bpe
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.build import Tokenizer, build_tokenizer
-from tests.data.tokenizers.plain_bpe import PlainBPE
-from tests.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write_bpe
+from tests.core.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write_bpe
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
+from tests.tools.tokenizers.plain_bpe import PlainBPE
 
 ALPHABETS = [
     "abcdefghijklmnopqrstuvwxyz ABC 's 've 'll\n",

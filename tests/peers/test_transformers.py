@@ -4,7 +4,7 @@ weights."""
 import pytest
 import torch
 
-from tests.model.tiny import tiny_config, tiny_model, tokens
+from tests.core.model.tiny import tiny_config, tiny_model, tokens
 from tests.peers.huggingface import gpt2_state, llama_state
 
 transformers = pytest.importorskip("transformers")

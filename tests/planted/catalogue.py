@@ -5,30 +5,30 @@ from __future__ import annotations
 from tests.planted.bugs import Bug
 
 SEQUENCE = "tp4 sp, untied, masked documents"
-LAYOUTS = "tests/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
-ALL_LAYOUTS = "tests/parity/test_layouts.py::test_every_layout_gives_the_numbers_of_one_process"
+LAYOUTS = "tests/core/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
+ALL_LAYOUTS = (
+    "tests/core/parity/test_layouts.py::test_every_layout_gives_the_numbers_of_one_process"
+)
 MASKED = "cp2, untied, masked documents"
 SHARDS = "dp2, distributed optimizer"
 TWICE = "dp4, distributed optimizer in 2 instances, overlap"
 SEQUENCE_SHARDS = "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA"
-EPOCHS = "tests/data/epoch/test_epoch_order.py"
-FP8 = "tests/kernels/test_fp8.py"
-SCALES = "tests/parallel/test_fp8.py"
-RUNS = "tests/training/test_fp8.py"
-CRASH = (
-    "tests/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
-)
-LOCAL = "tests/training/checkpointing/test_local_copies.py"
-STORE = "tests/checkpoint/test_store.py"
-ROWS = "tests/data/packed/test_packed.py"
-CHAT = "tests/training/test_chat.py"
-PACKED_RUNS = "tests/training/test_packed.py"
-ADAPTERS = "tests/kernels/test_libraries.py"
-RANKS = "tests/parallel/test_transformer_engine.py"
-SIXTEEN = "tests/optimizer/test_low_precision.py"
-SKIPPING = "tests/spikes/test_skipping.py"
-ACTIONS = "tests/spikes/test_actions.py"
-POLICIES = "tests/spikes/test_policy.py"
+EPOCHS = "tests/core/data/epoch/test_epoch_order.py"
+FP8 = "tests/core/kernels/test_fp8.py"
+SCALES = "tests/core/parallel/test_fp8.py"
+RUNS = "tests/core/training/test_fp8.py"
+CRASH = "tests/core/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
+LOCAL = "tests/core/training/checkpointing/test_local_copies.py"
+STORE = "tests/core/checkpoint/test_store.py"
+ROWS = "tests/core/data/packed/test_packed.py"
+CHAT = "tests/core/training/test_chat.py"
+PACKED_RUNS = "tests/core/training/test_packed.py"
+ADAPTERS = "tests/core/kernels/test_libraries.py"
+RANKS = "tests/core/parallel/test_transformer_engine.py"
+SIXTEEN = "tests/core/optimizer/test_low_precision.py"
+SKIPPING = "tests/features/spikes/test_skipping.py"
+ACTIONS = "tests/features/spikes/test_actions.py"
+POLICIES = "tests/features/spikes/test_policy.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
@@ -45,35 +45,35 @@ BUGS = {
         "megatron.data.index_helpers.build_sample_index",
         "return rows",
         "rows[1:, 1] += 1\nreturn rows",
-        "tests/data/test_gpt_dataset.py::test_golden_indices",
+        "tests/core/data/test_gpt_dataset.py::test_golden_indices",
         "",
     ),
     "forgotten loss mask": Bug(
         "pretrain_gpt.forward_step",
         "((losses * batch.loss_mask).sum(), batch.loss_mask.sum(), metrics)",
         "(losses.sum(), losses.numel(), metrics)",
-        "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
+        "tests/core/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
         "",
     ),
     "weight decay on biases": Bug(
         "megatron.optimizer.param_groups.has_weight_decay",
         "not name.endswith('.bias') and len(shape) != 1",
         "True",
-        "tests/optimizer/test_param_groups.py::test_weight_decay_rule",
+        "tests/core/optimizer/test_param_groups.py::test_weight_decay_rule",
         "campaign",
     ),
     "gradient not averaged over accumulation": Bug(
         "megatron.training.step.forward_backward",
         "run.optimizer.loss_scale / nominal_tokens",
         "run.optimizer.loss_scale / nominal_tokens * run.plan.num_microbatches(iteration)",
-        "tests/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
+        "tests/core/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
         "campaign",
     ),
     "the same dropout of split heads on every tensor-parallel rank": Bug(
         "megatron.model.layer.TransformerLayer.__init__",
         "{'attention': ctx.tp.rank}",
         "{'attention': 0}",
-        "tests/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
+        "tests/core/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
         "campaign",
     ),
     # Tensor and sequence parallelism.
@@ -128,7 +128,7 @@ BUGS = {
         "megatron.kernels.grouped_linear.weighted_swiglu",
         "swiglu(gate_up, fused) * weights.unsqueeze(-1)",
         "swiglu(gate_up, fused) * weights.unsqueeze(-1).square()",
-        "tests/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",
+        "tests/core/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",
         "",
     ),
     # torchtitan 4148
@@ -140,14 +140,14 @@ BUGS = {
         "    change = torch.sign(load.mean() - load) * self.model.moe_router_bias_update_rate\n"
         "    self.expert_bias.data += change.to(self.expert_bias)\n"
         "return probs, experts",
-        "tests/training/test_experts.py::test_evaluation_does_not_change_what_is_trained",
+        "tests/core/training/test_experts.py::test_evaluation_does_not_change_what_is_trained",
     ),
     # Megatron-LM 6114, Megatron-Bridge 5470
     "padding in the statistics of routers": Bug(
         "megatron.model.moe.Router.add_losses",
         "self.mask(step.loss_mask)",
         "torch.ones_like(self.mask(step.loss_mask))",
-        "tests/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
+        "tests/core/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
         "",
     ),
     "tokens of experts counted on one context-parallel rank": Bug(
@@ -160,14 +160,14 @@ BUGS = {
         "megatron.model.moe.Router.add_losses",
         "coeff * step.loss_scale",
         "coeff",
-        "tests/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
+        "tests/core/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
         "",
     ),
     "sinkhorn evaluated as the softmax of the selected experts": Bug(
         "megatron.config.moe.MoEConfig.router_probabilities",
         "self.sinkhorn or self.moe_router_pre_softmax",
         "self.moe_router_pre_softmax",
-        "tests/config/test_architecture.py::test_another_model_is_a_difference",
+        "tests/core/config/test_architecture.py::test_another_model_is_a_difference",
         "campaign",
     ),
     "an export that nothing verified is written": Bug(
@@ -220,7 +220,7 @@ BUGS = {
         "megatron.model.moe.RouterStep.add_earlier",
         "layer not in self._so_far",
         "True",
-        "tests/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
+        "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
         "",
     ),
     # Megatron-LM 5916 and 7165
@@ -261,7 +261,7 @@ BUGS = {
         "megatron.model.moe.GroupedLinear.is_first",
         "return stale",
         "return False",
-        "tests/parallel/test_ddp.py::test_a_step_of_experts_has_no_gradients_of_the_step_before",
+        "tests/core/parallel/test_ddp.py::test_a_step_of_experts_has_no_gradients_of_the_step_before",
     ),
     "expert-tensor parallelism doubles gradients": Bug(
         "megatron.model.moe.MoELayer.route",
@@ -285,7 +285,7 @@ BUGS = {
         "megatron.model.moe.Router.add_losses",
         "torch.cat((losses, count(experts, m.experts, mask)))",
         "torch.cat((losses, count(experts, m.experts, mask))) + step.sums.get(self.number, 0)",
-        "tests/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
+        "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
         "",
     ),
     "input gradient not summed": Bug(
@@ -304,7 +304,7 @@ BUGS = {
         "megatron.training.build.build_optimizer",
         "reduce_max=lambda x: all_reduce(x, ctx.optimizer, 'max')",
         "reduce_max=lambda x: all_reduce(x, ctx.optimizer, 'min')",
-        "tests/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all",
+        "tests/core/parity/test_layouts.py::test_an_overflow_on_one_rank_skips_the_step_on_all",
     ),
     # Pipeline parallelism.
     "a tied embedding not summed": Bug(
@@ -331,7 +331,7 @@ BUGS = {
         "megatron.config.plan.stages.warm_up_forwards",
         "2 * after",
         "after",
-        "tests/parallel/test_schedules.py",
+        "tests/core/parallel/test_schedules.py",
     ),
     "a swapped virtual chunk": Bug(
         "megatron.training.step._forwards.forward",
@@ -381,7 +381,7 @@ BUGS = {
         "megatron.training.step._sum_over_ranks",
         "run.runtime.ctx.world",
         "run.runtime.ctx.dp_cp",
-        "tests/training/test_step.py::test_ranks_of_a_model_agree",
+        "tests/core/training/test_step.py::test_ranks_of_a_model_agree",
     ),
     # Context parallelism.
     "loss counted as often as there are context-parallel ranks": Bug(
@@ -482,7 +482,7 @@ BUGS = {
         "megatron.parallel.ddp._before_forward",
         "_wait_for(buckets)",
         "",
-        "tests/parallel/test_ddp.py::test_weights_arrive_before_they_are_used",
+        "tests/core/parallel/test_ddp.py::test_weights_arrive_before_they_are_used",
     ),
     "norm gradients of sequence shards sent before they are summed": Bug(
         "megatron.parallel.ddp.GradBuffers._arrived",
@@ -494,7 +494,7 @@ BUGS = {
         "megatron.training.checkpointing.save.parts",
         "(start + low, start + high)",
         "(low, high)",
-        "tests/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]",
+        "tests/core/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]",
     ),
     # Epochs, blends and the index cache.
     "a sample that begins in an epoch counts for it": Bug(
@@ -529,14 +529,14 @@ BUGS = {
         "megatron.data.gpt_dataset.GPTDataset.__init__",
         "corpus.identity['idx_sha256']",
         "''",
-        "tests/data/test_races.py::test_one_of_four_is_killed_while_they_build",
+        "tests/core/data/test_races.py::test_one_of_four_is_killed_while_they_build",
         "campaign",
     ),
     "a cache entry that is written in place": Bug(
         "megatron.data.index_cache.IndexCache._write",
         "f'{path}.{uuid.uuid4().hex}.tmp'",
         "path",
-        "tests/data/test_races.py",
+        "tests/core/data/test_races.py",
         "sweep",
     ),
     # FP8.
@@ -623,25 +623,25 @@ BUGS = {
         "megatron.checkpoint.store.publish",
         "fence()",
         "",
-        "tests/checkpoint/test_lock.py::test_a_holder_that_was_replaced_cannot_commit",
+        "tests/core/checkpoint/test_lock.py::test_a_holder_that_was_replaced_cannot_commit",
     ),
     "a lock number that two processes can take": Bug(
         "megatron.checkpoint.lock.acquire",
         "os.O_WRONLY | os.O_CREAT | os.O_EXCL",
         "os.O_WRONLY | os.O_CREAT",
-        "tests/checkpoint/test_lock.py::test_two_that_see_each_other_do_not_both_hold",
+        "tests/core/checkpoint/test_lock.py::test_two_that_see_each_other_do_not_both_hold",
     ),
     "checksums not compared": Bug(
         "megatron.checkpoint.safetensors_file.SafetensorsFile.read_into",
         "have != sums[number]",
         "False",
-        "tests/hostile/test_campaign.py::test_every_file_is_read_or_refused",
+        "tests/campaigns/hostile/test_campaign.py::test_every_file_is_read_or_refused",
     ),
     "a partly loaded model is kept": Bug(
         "megatron.training.checkpointing.load._take_newest_good",
         "not failed",
         "found",
-        "tests/hostile/test_campaign.py::test_every_file_is_read_or_refused",
+        "tests/campaigns/hostile/test_campaign.py::test_every_file_is_read_or_refused",
     ),
     "a local copy whose bytes are not checked before it is chosen": Bug(
         "megatron.checkpoint.local_copies.verify",
@@ -713,7 +713,7 @@ BUGS = {
         "megatron.data.chat.templates.ChatTemplate._derived",
         "after[:end.end()]",
         "after[:end.start()]",
-        "tests/data/chat/test_templates.py::"
+        "tests/tools/chat/test_templates.py::"
         "test_each_assistant_turn_and_its_end_token_and_nothing_else[chatml]",
         "campaign",
     ),
@@ -774,13 +774,13 @@ BUGS = {
         "megatron.parallel.layers._linear",
         "getattr(weight, 'main_grad', None) if accumulate else None",
         "getattr(weight, 'main_grad', None)",
-        "tests/kernels/test_kernels.py::test_weight_gradients_are_added_by_the_layer_or_by_autograd",
+        "tests/core/kernels/test_kernels.py::test_weight_gradients_are_added_by_the_layer_or_by_autograd",
     ),
     "a compiled layer keeps a view of main_grad": Bug(
         "megatron.parallel.layers._linear",
         "accumulate_into=main_grad",
         "accumulate_into=None if main_grad is None else main_grad.flatten(0, -2)",
-        "tests/training/test_torch_compile.py::test_layers_of_a_kind_are_one_graph[geglu with biases]",
+        "tests/core/training/test_torch_compile.py::test_layers_of_a_kind_are_one_graph[geglu with biases]",
     ),
     # Skipped iterations.
     "data of skipped iterations are read": Bug(
@@ -832,7 +832,7 @@ BUGS = {
         "megatron.optimizer.clip_grads.sum_of_squares",
         "grad.is_contiguous()",
         "True",
-        "tests/optimizer/test_clip_grads.py::test_the_norm_of_strided_gradients",
+        "tests/core/optimizer/test_clip_grads.py::test_the_norm_of_strided_gradients",
     ),
     # Loss spikes: what one step does.
     "a skipped update that is multiplied by zero instead": Bug(
@@ -865,7 +865,7 @@ BUGS = {
         "megatron.training.spikes.detector.SpikeDetector.check",
         "kind not in ('loss', 'grad-norm')",
         "True",
-        "tests/spikes/test_detector.py::test_every_iteration_of_a_cluster_is_found",
+        "tests/features/spikes/test_detector.py::test_every_iteration_of_a_cluster_is_found",
     ),
     "the detector's state not loaded": Bug(
         "megatron.training.spikes.policy.SpikePolicy.load_state_dict",

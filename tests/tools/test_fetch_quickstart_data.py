@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.vocabularies import package_file
+from tests.core.data.vocabularies import package_file
 from tools import fetch_quickstart_data as tool
 
 NAMES = ["gpt2-merges.txt", "gpt2-vocab.json", "shakespeare.jsonl"]

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.inference.load_model import open_trained_model
-from tests.data.vocabularies import write_tiktoken
+from tests.core.data.vocabularies import write_tiktoken
 from tests.load_tool import exit_code, load_tool
 from tests.runs import train, with_flags
 

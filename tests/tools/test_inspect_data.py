@@ -18,8 +18,8 @@ import pytest
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger, read_ledger, tokens_hash
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
-from tests.data.corpora import write_corpus
-from tests.data.packed.packed_files import write_lines
+from tests.core.data.corpora import write_corpus
+from tests.core.data.packed.packed_files import write_lines
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text

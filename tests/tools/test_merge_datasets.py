@@ -15,7 +15,7 @@ import pytest
 
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
-from tests.data.corpora import write_corpus
+from tests.core.data.corpora import write_corpus
 from tests.load_tool import exit_code, load_tool
 from tools.shared import progress
 

@@ -15,8 +15,8 @@ from megatron.data.chat.templates import BUILT_IN
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed.loss_mask import TRAINED_ZERO, is_trained, tokens_of
 from megatron.data.tokenizers.build import ByteTokenizer
-from tests.data.chat.conversations import CONVERSATIONS, EXPECTED
 from tests.load_tool import exit_code, load_tool
+from tests.tools.chat.conversations import CONVERSATIONS, EXPECTED
 
 PREPROCESS = load_tool("preprocess_data")
 INSPECT = load_tool("inspect_data")

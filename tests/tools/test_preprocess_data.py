@@ -28,9 +28,9 @@ from megatron.data.preprocess import readers as inputs
 from megatron.data.preprocess import resumable_writer, trial
 from megatron.data.preprocess import workers as team
 from megatron.data.tokenizers.build import NullTokenizer
-from tests.data.tokenizers.plain_bpe import PlainBPE
-from tests.data.vocabularies import ADVERSARIAL, write_bpe
+from tests.core.data.vocabularies import ADVERSARIAL, write_bpe
 from tests.problems import assert_problem, raises
+from tests.tools.tokenizers.plain_bpe import PlainBPE
 from tools import preprocess_data
 from tools.shared import progress
 

@@ -16,8 +16,8 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import readers as inputs
 from megatron.data.tokenizers import gigatoken
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
-from tests.data.tokenizers.plain_bpe import PlainBPE
-from tests.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe
+from tests.core.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe
+from tests.tools.tokenizers.plain_bpe import PlainBPE
 from tools import preprocess_data
 
 

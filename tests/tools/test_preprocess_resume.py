@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.preprocess import readers, resumable_writer
-from tests.data.vocabularies import ADVERSARIAL, write_bpe
+from tests.core.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
 
 # The tool with small blocks, that notes every 20 ms how far it is.

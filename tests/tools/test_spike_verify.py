@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from megatron.data.ledger import RECORD, read_ledger
+from tests.features.spikes import skip_runs
+from tests.features.spikes.skip_runs import argv, watched
 from tests.load_tool import load_tool
 from tests.runs import Finished, write_text
-from tests.spikes import skip_runs
-from tests.spikes.skip_runs import argv, watched
 
 spikes = load_tool("spikes")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.manifest import FILE_NAME
-from tests.data.vocabularies import write_bpe
+from tests.core.data.vocabularies import write_bpe
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import SMALL, with_flags

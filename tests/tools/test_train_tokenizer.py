@@ -15,7 +15,7 @@ import pytest
 
 from megatron.data.tokenizers import gpt2_bpe
 from megatron.data.tokenizers.build import build_tokenizer
-from tests.data.vocabularies import ADVERSARIAL
+from tests.core.data.vocabularies import ADVERSARIAL
 from tests.load_tool import load_tool
 
 TOOL = load_tool("train_tokenizer")

@@ -15,15 +15,15 @@ import pytest
 from tests.planted import bugs
 
 FOLDER = Path(__file__).parent
-FORWARD = "tests/training/test_forward_step_metrics.py::"
+FORWARD = "tests/core/training/test_forward_step_metrics.py::"
 # The patch, the test in it, the files of the program and of the tests that it touches.
 TRIALS = {
-    "optimizer_flag": ("tests/optimizer/test_adam.py::test_nesterovs_momentum_is_ahead", 2, 1),
+    "optimizer_flag": ("tests/core/optimizer/test_adam.py::test_nesterovs_momentum_is_ahead", 2, 1),
     "metric": (FORWARD + "test_the_factor_of_clipping", 2, 1),
     "log_format": (FORWARD + "test_lines_of_commas", 2, 1),
-    "window": ("tests/model/test_windows.py::", 5, 4),
-    "norm": ("tests/kernels/test_norms.py::test_l1_norm", 6, 1),
-    "data_source": ("tests/data/test_token_array.py::", 6, 1),
+    "window": ("tests/core/model/test_windows.py::", 5, 4),
+    "norm": ("tests/core/kernels/test_norms.py::test_l1_norm", 6, 1),
+    "data_source": ("tests/core/data/test_token_array.py::", 6, 1),
 }
 
 

@@ -16,8 +16,8 @@ from megatron.parallel import ddp
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis
 from megatron.training import loop
+from tests.core.parity.layouts import MOE
 from tests.forkrun import RanksFailed
-from tests.parity.layouts import MOE
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 
 EXACT = ("iteration", "lm_loss", "grad_norm", "learning_rate")

@@ -6,8 +6,8 @@ import pytest
 
 from megatron.parallel import collectives
 from tests import memory_census, recorder
+from tests.core.parity.layouts import CAMPAIGN, CASES, CP, LLAMA, PP, SP, SWEEP, TP, Case, argv
 from tests.features.trace.tracing import Traced
-from tests.parity.layouts import CAMPAIGN, CASES, CP, LLAMA, PP, SP, SWEEP, TP, Case, argv
 from tests.runs import train, with_flags, write_text
 
 QUICK = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 instances, overlap")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megatron.inference.load_model import open_trained_model
-from tests.model.tiny import tiny_config, tiny_model
+from tests.core.model.tiny import tiny_config, tiny_model
 from tests.peers.megatron_core_models import let_it_run_on_a_cpu, mcore_model
 from tests.tools.convert.argument_sets import CORE_016, arguments_of
 

@@ -14,7 +14,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed import internlm_files
 from megatron.data.packed.internlm_files import JsonlTokens
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
-from tests.data.packed.packed_files import write_lines, write_pair
+from tests.core.data.packed.packed_files import write_lines, write_pair
 from tests.load_tool import load_tool
 from tools.shared import progress
 

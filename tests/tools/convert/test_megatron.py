@@ -8,8 +8,8 @@ import argparse
 import pytest
 import torch
 
+from tests.core.model.tiny import tiny_model
 from tests.forkrun import run_ranks
-from tests.model.tiny import tiny_model
 from tests.tools.convert.megatron_files import (
     IDS,
     MODELS,

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoint import object_store
 from megatron.checkpoint.filesystem import Disk
-from tests.checkpoint.s3_server import serving
+from tests.core.checkpoint.s3_server import serving
 from tests.load_tool import load_tool
 from tests.problems import assert_problem
 from tools.benchmarks.cases.llama_files import make_model

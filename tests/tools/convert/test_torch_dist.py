@@ -13,8 +13,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint.filesystem import Disk
+from tests.core.model.tiny import tiny_config, tiny_model
 from tests.forkrun import run_ranks
-from tests.model.tiny import tiny_config, tiny_model
 from tests.problems import assert_problem
 from tests.tools.convert.megatron_files import (
     IDS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import store
+from tests.core.model.tiny import tiny_model
 from tests.forkrun import run_ranks
-from tests.model.tiny import tiny_model
 from tests.runs import train
 from tests.tools.convert.megatron_files import (
     LLAMA,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.config.model import ModelConfig
+from tests.core.model.tiny import VOCAB, tiny_config, tiny_model
 from tests.load_tool import exit_code, load_tool
-from tests.model.tiny import VOCAB, tiny_config, tiny_model
 from tests.problems import assert_problem
 from tools.convert import verification
 from tools.convert.families import config_for, unverified

@@ -12,7 +12,7 @@ from megatron.checkpoint.state import RunState
 from megatron.checkpoint.tensor_slices import whole
 from megatron.config.tree import Config
 from megatron.inference.load_model import open_trained_model
-from tests.model.tiny import tiny_config, tiny_model
+from tests.core.model.tiny import tiny_config, tiny_model
 
 VOCAB = 61
 FLAGS = dict(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from tests.model.tiny import tiny_model
+from tests.core.model.tiny import tiny_model
 from tests.tools.convert.exports_page import EXPORTS_HEAD, PAGE, exports_page
 from tests.tools.convert.hf_models import IDS, REMOTE, VOCAB, as_llama, configs, default_config
 from tools.convert.config_keys import Keys

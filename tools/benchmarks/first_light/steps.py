@@ -82,7 +82,7 @@ def kernels(session: Session) -> dict[str, Any]:
 
 def compiled(session: Session) -> dict[str, Any]:
     """Step 6: models through torch.compile, in bf16, against float64 on the CPU."""
-    file = ROOT / "tests" / "kernels" / "test_own_on_gpu.py"
+    file = ROOT / "tests" / "core" / "kernels" / "test_own_on_gpu.py"
     return tests(session, "compiled", file, "-k", "test_a_model and True and dtype0")
 
 

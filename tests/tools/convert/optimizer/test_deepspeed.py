@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.inference.load_model import open_trained_model
+from tests.core.model.tiny import tiny_config, tiny_model
 from tests.load_tool import load_tool
-from tests.model.tiny import tiny_config, tiny_model
 from tests.tools.convert.deepspeed_writer import write_files
 
 VOCAB = 64

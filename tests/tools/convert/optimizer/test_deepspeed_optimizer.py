@@ -11,8 +11,8 @@ import torch
 
 from megatron.checkpoint import store
 from megatron.training.checkpointing.saved_args import saved_config
+from tests.core.model.tiny import tiny_config, tiny_model
 from tests.load_tool import load_tool
-from tests.model.tiny import tiny_config, tiny_model
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
 from tests.tools.convert.deepspeed_writer import Adam, deepspeed_classes, write_files
 

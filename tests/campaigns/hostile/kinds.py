@@ -1,0 +1,634 @@
+"""Every kind of file that a run or a tool opens: a small good one, and the reader of it that runs
+and tools use. Judges nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.analysis.run_reader import read_run
+from megatron.args_file import read_words
+from megatron.arguments import Problems
+from megatron.checkpoint import lock, skip_log, store
+from megatron.checkpoint.candidates import candidates
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.config import command_line
+from megatron.config.megatron_compat.deepspeed import read_deepspeed
+from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
+from megatron.data.chat.templates import find_template
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.ledger import Ledger, read_ledger
+from megatron.data.megatron_order import open_corpus
+from megatron.data.pair_checksums import write_sums
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from megatron.data.samples import Samples
+from megatron.data.tokenizers import metadata
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.features.registry import RunConfig
+from megatron.training.launch.control_file import ControlFile
+from tests.campaigns.hostile import forged, oracles
+from tests.campaigns.hostile.campaign import Kind, Refused
+from tests.core.checkpoint.saves import Unsynced, save
+from tests.core.data.packed.packed_files import write_lines
+from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
+from tests.load_tool import load_tool
+from tests.tools.chat.conversations import CONVERSATIONS
+from tests.tools.internlm_configs import demo
+from tools.convert.hf_files import side_files
+from tools.convert.inspect_checkpoint import inspect
+from tools.convert.links import ConversionError
+from tools.convert.unpickle_worker import answer
+
+CHECK_SCRIPT = load_tool("check_script")
+CONVERT_DATA = load_tool("convert_data")
+INSPECT = load_tool("inspect_data")
+INTERNLM = load_tool("internlm_config")
+PLOT = load_tool("plot")
+PREPROCESS = load_tool("preprocess_data")
+SPIKES = load_tool("spikes")
+CHECKPOINT = "run/iter_0000020"
+VOCAB = 100
+TEXT = "the cat ate 12 apples\n"
+
+
+def run_tool(main: Callable[[list[str]], int], *words: object, good: tuple[int, ...] = (0,)) -> str:
+    """What a program prints. Raises Refused where it ends with another code than `good`."""
+    out = io.StringIO()
+    err = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+    if code not in good:
+        raise Refused(err.getvalue() or out.getvalue())
+    return out.getvalue()
+
+
+# --- checkpoints
+
+
+def read_checkpoint(folder: Path) -> Any:
+    tries, problems = candidates(folder / "run")
+    if not tries:
+        raise ValueError("nothing there: " + "; ".join(problems))
+    found = store.load(folder / "run") or store.load(tries[0].path, tries[0].step)
+    with found.reader() as reader:
+        reader.verify()
+        tensors = {name: reader.read(name).tolist() for name in sorted(reader.names())}
+    return tensors, found.args, repr(found.state), found.iteration
+
+
+def make_torch_file(folder: Path) -> None:
+    torch.save(
+        {
+            "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)},
+            "args": {"num_layers": 2, "names": ["x", "y"], "nested": {"lr": 1e-4}},
+            "iteration": 20,
+        },
+        folder / "m.pt",
+    )
+
+
+def read_torch_file(folder: Path) -> Any:
+    tensors = folder / "out.safetensors"
+    values = folder / "out.json"
+    wrong = answer(["read", str(folder / "m.pt"), str(tensors), str(values), "model"])
+    if wrong is not None:
+        raise ValueError(wrong)
+    return tensors.read_bytes(), values.read_bytes()
+
+
+def make_hugging_face(folder: Path) -> None:
+    from megatron.checkpoint.safetensors_file import Entry, write_file
+
+    weight = torch.arange(12.0).view(3, 4)
+    write_file(folder / "model.safetensors", [Entry("w", torch.float32, (3, 4), weight)])
+    config = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 1, "vocab_size": 3}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 1e4}))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+
+
+# --- data
+
+
+def pair(dtype: type, *documents: tuple[int, ...]) -> Callable[[Path], None]:
+    """Writes documents whose sequences have these lengths."""
+
+    def make(folder: Path) -> None:
+        numbers = np.random.default_rng(3)
+        with IndexedDatasetBuilder(folder / "d", dtype) as builder:
+            for lengths in documents:
+                builder.add_document(numbers.integers(0, VOCAB, sum(lengths)), lengths)
+
+    return make
+
+
+def make_pair(folder: Path) -> None:
+    pair(np.uint16, (5,), (9,), (1,), (0,), (7,), (3,))(folder)
+    write_sums(str(folder / "d"))
+
+
+def read_pair(folder: Path) -> list[list[int]]:
+    prefix = str(folder / "d")
+    metadata.maker(prefix)
+    found = INSPECT.check_pair(prefix, VOCAB, all_tokens=True)
+    if "problem" in found:
+        raise ValueError(found["problem"])
+    dataset = GPTDataset(open_corpus(prefix, VOCAB), sequence_length=4, num_samples=None, seed=1)
+    return [dataset[number].tolist() for number in range(len(dataset))]
+
+
+def read_foreign_pair(folder: Path) -> tuple[list[bytes], bool]:
+    """The sequences of a pair without checksums, and whether it can be trained on."""
+    prefix = str(folder / "d")
+    found = INSPECT.check_pair(prefix, oracles.VOCAB, all_tokens=True)
+    try:
+        corpus = IndexedDataset(prefix)
+        corpus.check()
+    except ValueError:
+        assert "problem" in found, "inspect_data.py check takes it"
+        raise
+    try:
+        sequences = [corpus[number].tobytes() for number in range(len(corpus))]
+    except ValueError as error:
+        raise AssertionError("check() takes it") from error
+    try:
+        corpus = open_corpus(prefix, oracles.VOCAB)
+        dataset = GPTDataset(corpus, sequence_length=4, num_samples=None, seed=1)
+        samples = Samples(dataset, oracles.VOCAB)
+        every = [samples[number].tokens for number in range(len(samples))]
+    except ValueError:
+        return sequences, False
+    assert all(
+        len(tokens) == 5 and 0 <= min(tokens) <= max(tokens) < oracles.VOCAB for tokens in every
+    )
+    return sequences, True
+
+
+def _cached(folder: Path) -> list[list[int]]:
+    cache = IndexCache(str(folder / "cache"))
+    dataset = GPTDataset(
+        open_corpus(str(folder / "d"), VOCAB),
+        sequence_length=4,
+        num_samples=None,
+        seed=1,
+        cache=cache,
+    )
+    blend = BlendedDataset([dataset, dataset], [0.5, 0.5], 8, cache=cache)
+    return [blend[number].tolist() for number in range(len(blend))]
+
+
+def read_cache(folder: Path) -> list[int]:
+    found = IndexCache(str(folder)).load("Kind", "text", {"a": np.arange(5)})
+    if found is None:
+        raise ValueError("is made again")
+    return found["a"].tolist()
+
+
+def make_cache(folder: Path) -> None:
+    make_pair(folder)
+    (folder / "cache").mkdir()
+    _cached(folder)
+
+
+def make_packed(folder: Path) -> None:
+    write_lines(folder / "in/x.bin", [[1, 2, -3], [4], [5, -6, 7, 8]])
+
+
+def read_packed(folder: Path) -> str:
+    found = INSPECT.check_lines(str(folder / "in/x.bin"), VOCAB, True)
+    if "problem" in found:
+        raise ValueError(found["problem"])
+    run_tool(CONVERT_DATA.main, "to-megatron", folder / "in", folder / "out")
+    return (folder / "out/x.bin").read_bytes().hex()
+
+
+def preprocess(folder: Path, *flags: object) -> IndexedDataset:
+    """What preprocess_data.py makes of in.jsonl."""
+    words = ["--input", folder / "in.jsonl", "--output-prefix", folder / "x", "--workers", 1]
+    run_tool(PREPROCESS.main, *words, *flags)
+    return IndexedDataset(str(next(folder.glob("x_*.bin")).with_suffix("")))
+
+
+def read_texts(folder: Path) -> list[list[list[int]]]:
+    """The ids of each document that has any; bad records are left out."""
+    size = ("--vocab-size", oracles.VOCAB, "--max-bad-records", 99)
+    corpus = preprocess(folder, "--tokenizer-type", "NullTokenizer", *size)
+    corpus.check()
+    documents = [
+        [ids for ids in (corpus[number].tolist() for number in range(first, end)) if ids]
+        for first, end in itertools.pairwise(corpus.document_indices.tolist())
+    ]
+    return [document for document in documents if document]
+
+
+def read_chat_data(folder: Path) -> bytes:
+    flags = ("--tokenizer-type", "ByteTokenizer", "--chat", "--chat-template", "zephyr")
+    return b"".join(preprocess(folder, *flags))
+
+
+def make_chat_data(folder: Path) -> None:
+    lines = [json.dumps({"messages": one}) for one in CONVERSATIONS.values()]
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def make_texts(folder: Path) -> None:
+    url = "https://example.org/\u00fc"
+    lines = [
+        json.dumps({"text": text, "n": 1.5, "url": url}, ensure_ascii=len(text) < 9)
+        for text in (
+            "5 0 999",
+            ["1 2", "3"],
+            "12 13 14 15 16 17",
+            "",
+            "900",
+            ["", "4"],
+            "8 8 8 8 8",
+        )
+    ]
+    bad = '{"half a surrogate: \\ud800": 1}'  # is reported
+    (folder / "in.jsonl").write_text("\n".join([*lines, bad, ""]))
+
+
+def make_blends(folder: Path) -> None:
+    (folder / "blend.txt").write_text("0.3 /data/a 0.7 /data/b\n")
+    splits = {"train": ["0.5", "/data/a", "0.5", "/data/b"], "valid": "/data/c", "test": None}
+    (folder / "splits.json").write_text(json.dumps(splits))
+
+
+def read_blends(folder: Path) -> Any:
+    return read_blend_file(str(folder / "blend.txt")), read_split_blends(
+        str(folder / "splits.json")
+    )
+
+
+# --- tokenizers and chat templates
+
+
+def read_gpt2(folder: Path) -> Any:
+    files = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    paths = {flag: str(folder / name) for flag, name in files.items()}
+    tokenizer = build_tokenizer("GPT2BPETokenizer", **paths)
+    return list(tokenizer.tokenize(TEXT)), tokenizer.vocab_size
+
+
+def make_tokenizer_json(folder: Path) -> None:
+    vocab, merges = write_bpe(folder)
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "vocab": json.loads(Path(vocab).read_text()),
+        "merges": Path(merges).read_text().splitlines()[1:],
+    }
+    added = {"id": len(model["vocab"]) - 1, "content": "<|endoftext|>", "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    (folder / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [{**added, **flags}],
+                "pre_tokenizer": level,
+                "decoder": level,
+                "model": model,
+            }
+        )
+    )
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+
+
+def tokenize(kind: str, name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        size = {"vocab_size": 289} if kind == "TikTokenizer" else {}
+        more = {"tiktoken_num_special_tokens": 10} if kind == "TikTokenizer" else {}
+        tokenizer = build_tokenizer(kind, tokenizer_model=str(folder / name), **size, **more)
+        return list(map(int, tokenizer.tokenize(TEXT))), tokenizer.vocab_size, tokenizer.eod
+
+    return read
+
+
+def make_template(folder: Path) -> None:
+    from megatron.data.chat.templates import BUILT_IN
+
+    (folder / "t.jinja").write_text(BUILT_IN["llama3"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": BUILT_IN["chatml"]}))
+
+
+def read_template(folder: Path) -> list[str]:
+    messages = next(iter(CONVERSATIONS.values()))
+    known = {"bos_token": "<s>", "eos_token": "</s>"}
+    return [
+        find_template(name, str(folder), known).text(messages)
+        for name in (str(folder / "t.jinja"), None)
+    ]
+
+
+# --- flags and configurations
+
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64  # small\n--num-attention-heads 4 --seq-length 32\n"
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3\n"
+    "--train-iters 10 --mock-data --vocab-size '100' --lr-decay-style cosine\n"
+)
+SCRIPT = (
+    'GPUS=4\nARGS=(\n    --num-layers 4 --hidden-size 64\n)\nMORE="--lr 1e-4 --global-batch-size '
+    '$((GPUS * 2))"\nif [ 1 = 1 ]; then\n    MORE="$MORE --bf16"\nfi\ntorchrun --nproc_per_node '
+    '$GPUS pretrain_gpt.py "${ARGS[@]}" $MORE ${FP8:+--fp8-format hybrid} --num-attention-heads 4 '
+    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --train-iters 9 "
+    "--mock-data --vocab-size 100 2>&1 | tee log\n"
+)
+RECIPE = (
+    "ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n  --num-layers: 4\n"
+    "  --hidden-size: 64\n  --num-attention-heads: 4\n  --seq-length: 32\n  --bf16: true\n"
+    "  --lr: 1.5e-4\n  --data-path: ${DATA}/text_document\n  --split: 949,50,1\n"
+)
+
+
+def make_flags(folder: Path) -> None:
+    (folder / "args").write_text(FLAGS)
+    config = {
+        "train_batch_size": 8,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False, "loss_scale_window": 500, "hysteresis": 2},
+        "zero_optimization": {"stage": 1},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+
+
+def read_flags(folder: Path) -> Any:
+    words, problems = read_deepspeed(str(folder / "ds.json"))
+    if problems:
+        raise Refused("; ".join(problems))
+    return command_line.judge([*read_words(folder / "args")], 1, RunConfig), words
+
+
+def make_scripts(folder: Path) -> None:
+    (folder / "run.sh").write_text(SCRIPT)
+    (folder / "recipe.yaml").write_text(RECIPE)
+
+
+def read_scripts(folder: Path) -> list[str]:
+    found = []
+    for name in ("run.sh", "recipe.yaml"):
+        found.append(run_tool(CHECK_SCRIPT.main, folder / name, good=(0, 1)))
+        if not found[-1]:
+            raise ValueError("refused")
+    return found
+
+
+def read_internlm(folder: Path) -> str:
+    return run_tool(INTERNLM.main, folder / "config.py", "--world-size", 64)
+
+
+# --- what runs write
+
+
+def make_logs(folder: Path) -> None:
+    (folder / "x.log").write_text(
+        "".join(
+            f" iteration {n:8}/      20 | consumed samples: {8 * n:12} | elapsed time per iteration "
+            f"(ms): 12.5 | learning rate: 1.0E-03 | global batch size: 8 | lm loss: {9 - n / 9:.6E} "
+            "| loss scale: 1.0 | grad norm: 1.500 | number of skipped iterations: 0 | "
+            "number of nan iterations: 0 |\n"
+            for n in range(1, 21)
+        )
+        + " validation loss at iteration 20 on validation set | lm loss value: 2.25E+00 |\n"
+    )
+    rows = [
+        {
+            "iteration": n,
+            "lm_loss": 9 - n / 9,
+            "grad_norm": 1.5,
+            "learning_rate": 1e-3,
+            "consumed_samples": 8 * n,
+            "consumed_tokens": 64 * n,
+            "global_batch_size": 8,
+            "elapsed_ms": 12.5,
+            "skipped": 0,
+            "skip_reason": None,
+            "tokens_per_second": 5.0,
+        }
+        for n in range(1, 21)
+    ]
+    rows.append({"iteration": 20, "split": "validation", "lm_loss": 2.25, "bits_per_byte": 1.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_logs(folder: Path) -> Any:
+    names = ("x.log", "metrics.jsonl")
+    plots = [run_tool(PLOT.main, folder / name) for name in names]
+    spikes = [run_tool(SPIKES.main, "analyze", folder / name, good=(0, 10)) for name in names]
+    return plots, spikes, [repr(read_run(str(folder / name))) for name in names]
+
+
+def make_ledger(folder: Path) -> None:
+    ledger = Ledger(str(folder / "ledger"), 32)
+    for iteration in range(1, 6):
+        ledger.record(iteration, 8 * iteration, 8, 12345 * iteration)
+    ledger.skip(6, [48, 56, 64])
+
+
+def read_a_ledger(folder: Path) -> Any:
+    length, records = read_ledger(str(folder / "ledger"))
+    Ledger(str(folder / "ledger"), length)
+    return length, records.tolist()
+
+
+def make_skips(folder: Path) -> None:
+    texts = ("user", "command line", "2026-01-01T00:00:00Z")
+    new = [
+        skip_log.SkipRecord(ranges, 16, 88, 768, *texts).line() for ranges in ("3-5 9-11", "20-20")
+    ]
+    names = ("id", "a", "b", "s0", "s1", "tokens", "reason", "source", "time", "hash")
+    old = json.dumps(dict(zip(names, ("9-11", 9, 11, 72, 96, 768, *texts, "ab"), strict=True)))
+    forget = json.dumps({"forget": "9-11", "time": texts[-1]})
+    (folder / "skips.jsonl").write_text("\n".join([*new, old, forget, ""]))
+
+
+def read_skips(folder: Path) -> Any:
+    lines, rest = skip_log.read(folder)
+    return skip_log.parse(lines, "skips.jsonl"), rest
+
+
+def make_control(folder: Path) -> None:
+    (folder / "control").write_text("-5\n")
+
+
+def read_control(folder: Path) -> Any:
+    control = ControlFile(str(folder / "control"))
+    request = control.request(9)
+    control.done()
+    if request is None:
+        raise ValueError("nothing is requested")
+    return request
+
+
+def make_lock(folder: Path) -> None:
+    values = {"host": "h", "machine": lock._machine(), "pid": 1 << 22, "started": "1"}
+    text = json.dumps({**values, "token": "ab" * 8, "since": "2026-01-01 00:00:00"})
+    (folder / ".lock.000001").write_text(text)
+
+
+def read_lock(folder: Path) -> None:
+    lock.acquire(folder).release()
+
+
+CHECKPOINT_ERRORS = (CheckpointError, ValueError, OSError)
+CHECKPOINT_FILES = ("manifest.json", "state.json", "args", "weights_00000.safetensors")
+KINDS = [
+    Kind(
+        "checkpoint",
+        lambda folder: save(folder / "run", 20, Unsynced()),
+        read_checkpoint,
+        tuple(f"{CHECKPOINT}/{name}" for name in CHECKPOINT_FILES),
+        CHECKPOINT_ERRORS,
+        checksummed=True,
+        forged=forged.CHECKPOINTS,
+    ),
+    Kind(
+        "checkpoint tracker",
+        lambda folder: save(folder / "run", 20, Unsynced()),
+        read_checkpoint,
+        (f"run/{store.TRACKER}",),
+        CHECKPOINT_ERRORS,
+        checksummed=True,
+    ),
+    Kind("PyTorch .pt", make_torch_file, read_torch_file, ("m.pt",)),
+    Kind(
+        "Hugging Face folder",
+        make_hugging_face,
+        lambda folder: (inspect(folder, None, True), len(side_files(folder))),
+        ("config.json", "model.safetensors", "tokenizer_config.json", "special_tokens_map.json"),
+        (CheckpointError, ConversionError, ValueError, OSError),
+    ),
+    Kind(".idx, .bin", make_pair, read_pair, ("d.idx", "d.bin"), checksummed=True),
+    Kind("PREFIX.json", make_pair, read_pair, ("d.json",), checksummed=True),
+    *(
+        Kind(
+            f"pair without checksums, {name}",
+            make,
+            read_foreign_pair,
+            ("d.idx", "d.bin"),
+            cost=0.025,
+            oracle=oracles.pair,
+            forged=forged.PAIRS,
+        )
+        for name, make in (
+            ("uint16", pair(np.uint16, (5,), (9,), (1,), (0,), (7,), (3,))),
+            ("sentences", pair(np.int32, (2, 3), (4, 0, 5), (0,), (6,))),
+            ("one sequence", pair(np.uint16, (8,))),
+        )
+    ),
+    Kind("index cache", make_cache, _cached, ("cache/*",), checksummed=True),
+    Kind(
+        "cached array",
+        lambda folder: IndexCache(str(folder)).store("Kind", "text", {"a": np.arange(5)}),
+        read_cache,
+        ("*",),
+        checksummed=True,
+        forged={"objects": forged.cache_of_objects},
+    ),
+    Kind("InternLM .bin and .meta", make_packed, read_packed, ("in/x.bin", "in/x.bin.meta")),
+    Kind(
+        "text records",
+        make_texts,
+        read_texts,
+        ("in.jsonl",),
+        stream=True,
+        cost=0.25,
+        oracle=oracles.texts,
+    ),
+    Kind(
+        "chat records",
+        make_chat_data,
+        read_chat_data,
+        ("in.jsonl",),
+        needs=("jinja2",),
+        stream=True,
+    ),
+    Kind("blends", make_blends, read_blends, ("blend.txt", "splits.json")),
+    Kind(
+        "vocab.json, merges.txt",
+        write_bpe,
+        read_gpt2,
+        ("vocab.json", "merges.txt"),
+        forged=forged.VOCABULARIES,
+    ),
+    Kind(
+        "tokenizer.json",
+        make_tokenizer_json,
+        tokenize("HuggingFaceTokenizer", "tokenizer.json"),
+        ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        needs=("tokenizers",),
+    ),
+    Kind(
+        "SentencePiece model",
+        write_sentencepiece,
+        tokenize("GPTSentencePieceTokenizer", "m.model"),
+        ("m.model",),
+        needs=("sentencepiece",),
+    ),
+    Kind(
+        "tiktoken",
+        lambda folder: write_tiktoken(folder / "t.json", [bytes([97, n]) for n in range(97, 120)]),
+        tokenize("TikTokenizer", "t.json"),
+        ("t.json",),
+        needs=("tiktoken",),
+        forged=forged.TIKTOKEN,
+    ),
+    Kind(
+        "chat template",
+        make_template,
+        read_template,
+        ("t.jinja", "tokenizer_config.json"),
+        needs=("jinja2",),
+    ),
+    Kind(
+        "args file, DeepSpeed config",
+        make_flags,
+        read_flags,
+        ("args", "ds.json"),
+        (Problems, OSError, Refused),
+    ),
+    Kind("launch script, recipe", make_scripts, read_scripts, ("run.sh", "recipe.yaml"), cost=8),
+    Kind(
+        "InternLM config",
+        lambda folder: (folder / "config.py").write_text(demo("7b")),
+        read_internlm,
+        ("config.py",),
+    ),
+    Kind("logs, metrics", make_logs, read_logs, ("x.log", "metrics.jsonl"), cost=4),
+    Kind("data ledger", make_ledger, read_a_ledger, ("ledger",)),
+    Kind("skips.jsonl", make_skips, read_skips, ("skips.jsonl",), (CheckpointError,)),
+    Kind(
+        "control file",
+        make_control,
+        read_control,
+        ("control",),
+        forged={"code": forged.files(control=b"__import__('os').system('x')")},
+    ),
+    Kind(
+        "lock file",
+        make_lock,
+        read_lock,
+        (".lock.000001",),
+        (CheckpointError,),
+        forged=forged.LOCKS,
+    ),
+]

@@ -1,0 +1,53 @@
+"""Damaged and hostile files of every kind, by the thousand: each is refused with a message or read,
+and nothing else happens.
+
+No exception but the documented ones, no more than 10 s and 2 x the file + 500 MB, no program
+started, nothing written outside, and no content accepted that a checksum shows to be another, or
+that a second reader understands otherwise. One seed makes one input:
+`tests.campaigns.hostile.campaign.one_input`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.hostile.forged import gadget
+from tests.forkrun import run_ranks
+
+QUICK = 5  # damaged inputs of each kind
+COUNTS = [
+    pytest.param(QUICK, 0, id="quick"),
+    *(pytest.param(60, part, id=f"60-{part}", marks=pytest.mark.campaign) for part in range(4)),
+    *(pytest.param(3000, part, id=f"3000-{part}", marks=pytest.mark.sweep) for part in range(4)),
+]
+
+
+def attack(rank: int, world: int, home: str, count: int, part: int):
+    """One quarter of the kinds (`part`) for a campaign, all of them in few inputs."""
+
+    from tests.campaigns.hostile import kinds, run_kinds, tool_kinds
+    from tests.campaigns.hostile.campaign import run
+
+    os.environ["CANARY"] = str(Path(home) / "canary")
+    os.environb[b"HOSTILE_PAYLOAD"] = gadget(0)
+    multiprocessing.current_process().daemon = False  # preprocess_data.py has workers
+    os.fsync = lambda _: None
+    folder = Path(home) / "cases"
+    folder.mkdir()
+    every = [*kinds.KINDS, *run_kinds.KINDS, *tool_kinds.KINDS]
+    found = [kind for kind in every if kind.runs_here()]
+    return run(found if count == QUICK else found[part::4], count, folder)
+
+
+@pytest.mark.parametrize(("count", "part"), COUNTS)
+def test_every_file_is_read_or_refused(memory_path, count, part):
+    counts, bad = run_ranks(1, attack, str(memory_path), count, part, seconds=3600)[0]
+    for kind, outcomes in counts.items():
+        print(f"{kind}: {outcomes}")
+    assert not bad, "\n".join(
+        [f"{len(bad)} of {sum(sum(c.values()) for c in counts.values())}", *bad[:20]]
+    )

@@ -1,0 +1,91 @@
+"""Which checkpoints a load tries, and which are removed."""
+
+from __future__ import annotations
+
+from megatron.checkpoint import retention, store
+from megatron.checkpoint.candidates import Candidate, candidates
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.slots import drop_beyond
+from tests.core.checkpoint.saves import assert_good, save
+from tests.problems import assert_problem, raises
+
+
+def steps(path, step=None, more=()):
+    """(run directory's name, iteration) of what is tried."""
+    return [(one.path.rpartition("/")[2], one.step) for one in candidates(path, step, more)[0]]
+
+
+def test_from_the_trackers_down(tmp_path):
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path, iteration)
+    assert candidates(tmp_path) == ([Candidate(str(tmp_path), one) for one in (40, 30, 20, 10)], [])
+    assert candidates(tmp_path, 20) == ([Candidate(str(tmp_path), 20)], [])
+    one = tmp_path / "iter_0000030"
+    assert candidates(one) == ([Candidate(str(one), None)], [])
+    # gone back on purpose, or damaged: never forward, but said
+    (tmp_path / store.TRACKER).write_text("20")
+    found, problems = candidates(tmp_path)
+    assert [one.step for one in found] == [20, 10]
+    assert "iteration 40 exists as well; load it with --ckpt-step 40" in problems[0]
+    # is named, is not there: it is tried, which says why it fails
+    (tmp_path / store.TRACKER).write_text("50")
+    assert [one.step for one in candidates(tmp_path)[0]] == [50, 40, 30, 20, 10]
+
+
+def test_a_damaged_or_missing_tracker_names_the_newest(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    (tmp_path / store.TRACKER).unlink()
+    found, [problem] = candidates(tmp_path)
+    assert [one.step for one in found] == [20, 10]
+    assert_problem(problem, "checkpoint-tracker-missing", str(tmp_path / store.TRACKER), 20)
+    # of a slot it was removed first: the rest is what an interrupted removal left
+    assert candidates(tmp_path / "run", more=[tmp_path]) == ([], [])
+    (tmp_path / store.TRACKER).write_bytes(b"\xb20")
+    found, problems = candidates(tmp_path)
+    assert [one.step for one in found] == [20, 10] and "not an iteration" in problems[0]
+    for iteration in (10, 20):
+        store.discard(store.iteration_directory(tmp_path, iteration), store.DISK)
+    with raises(CheckpointError, "checkpoint-tracker-malformed"):
+        candidates(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    assert candidates(tmp_path) == candidates(tmp_path / "none") == ([], [])
+
+
+def test_snapshots_take_their_turn(tmp_path):
+    root = tmp_path / "run"
+    folder = tmp_path / "snapshots"
+    for iteration in (10, 20):
+        save(root, iteration)
+    for iteration in (15, 18, 23):
+        save(retention.free_slot(folder, iteration), iteration)
+    slots = retention.slots(folder)
+    assert [retention.newest_in(slot) for slot in slots] == [23, 18]
+    assert steps(root, more=slots) == [("0", 23), ("run", 20), ("1", 18), ("run", 10)]
+    assert steps(root, 20, slots) == [("run", 20)]
+    assert steps(tmp_path / "none", more=slots) == [("0", 23), ("1", 18)], (
+        "killed before the first checkpoint"
+    )
+
+
+def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_left(tmp_path):
+    first, second = retention.slots(tmp_path)
+    assert retention.free_slot(tmp_path, 5) == first
+    save(first, 5)
+    assert retention.free_slot(tmp_path, 10) == second
+    save(second, 10)
+    assert (
+        retention.free_slot(tmp_path, 15) == first
+        and not list(first.iterdir())
+        and assert_good(second, 10) == 0
+    )
+    save(first, 15)
+    (first / store.TRACKER).write_text("?")
+    assert retention.free_slot(tmp_path, 20) == first and store.iterations(first) == []
+    save(first, 90)
+    assert retention.free_slot(tmp_path, 20) == first, "90 is of an abandoned history"
+    save(first, 90)
+    drop_beyond(tmp_path, 20)
+    assert not list(first.iterdir()) and assert_good(second, 10) == 0

@@ -1,0 +1,69 @@
+"""--deepspeed_config: what the JSON file sets becomes flags, and anything else in it is an error."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.config import command_line
+from tests.core.config.checks.checked_flags import BASE
+from tests.problems import assert_problem
+
+FILE = {
+    "train_batch_size": 32,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 3},
+    "bf16": {"enabled": False},
+    "train_micro_batch_size_per_gpu": "auto",
+    "scheduler": None,
+}
+
+
+def read(tmp_path, content: object, *more: str):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    return command_line.read([*BASE.split(), *more, "--deepspeed_config", str(path)], {})
+
+
+def test_what_it_sets_are_flags(tmp_path):
+    c = read(tmp_path, FILE, "--deepspeed").config
+    expected = (
+        "--global-batch-size 32 --clip-grad 0.5 --use-distributed-optimizer --fp16 "
+        "--initial-loss-scale 4096 --hysteresis 3"
+    )
+    assert c == command_line.read([*BASE.split(), *expected.split()], {}).config
+
+
+def test_a_fixed_loss_scale(tmp_path):
+    c = read(tmp_path, {"fp16": {"enabled": True, "loss_scale": 512}}).config
+    assert c.precision.loss_scale == 512
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "named"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "deepspeed-config-not-supported", "stage 3"),
+        ({"optimizer": {"type": "Adam"}}, "deepspeed-config-not-supported", "--adam-beta1"),
+        ({"curriculum_learning": {"enabled": True}}, "deepspeed-config-not-supported", "curric"),
+        ({"train_micro_batch_size_per_gpu": 8}, "flag-contradicts-deepspeed-config", "--micro"),
+        ([1], "deepspeed-config-malformed", "ds.json"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, content, code, named):
+    with pytest.raises(SystemExit) as left:
+        read(tmp_path, content)
+    [line] = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2
+    assert_problem(line, code, named)
+
+
+def test_a_missing_file_is_an_error_of_a_real_run_only(capsys):
+    words = [*BASE.split(), "--deepspeed_config", "none.json"]
+    with pytest.raises(SystemExit):
+        command_line.read(words, {})
+    assert_problem(capsys.readouterr().err.strip(), "file-not-readable", "none.json")
+    assert command_line.read([*words, "--dry-run"], {}).config.training.dry_run

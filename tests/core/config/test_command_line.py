@@ -1,0 +1,830 @@
+"""The command line as a user meets it: bad ones end at once with one line a problem, good ones show
+what they mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.arguments import config_from, parse, to_args_text
+from megatron.config import command_line
+from megatron.config.megatron_compat import argument_dump
+from megatron.config.megatron_compat.flags import FOREIGN
+from megatron.config.plan import report
+from megatron.config.plan.tokenizer_ids import ids_in_file
+from megatron.config.tree import Config
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.features.registry import RunConfig
+from tests.core.data.corpora import write_corpus
+from tests.core.data.vocabularies import write_bpe, write_sentencepiece
+from tests.problems import assert_problem, codes_of
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDEN = ROOT / "tests" / "golden"
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32"
+)
+GOOD = (
+    f"{SHAPE} --micro-batch-size 2 --train-iters 10 --lr 1e-3 --log-format megatron "
+    "--mock-data --vocab-size 100"
+)
+# The seed's own command line (its launcher's part left out).
+SEED = """--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 24 --hidden-size 1024
+    --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 --seq-length 1024 --max-position-embeddings 1024
+    --train-iters 1000 --lr-decay-iters 320000 --save ./checkpoints/gpt-2 --load ./checkpoints/gpt-2
+    --data-path ./data/meg-gpt2_text_document --vocab-file ./data/gpt2-vocab.json --merge-file ./data/gpt2-merges.txt
+    --split 949,50,1 --distributed-backend nccl --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5
+    --weight-decay 1e-2 --clip-grad 1.0 --lr-warmup-fraction .01 --recompute-activations --log-interval 10
+    --save-interval 1 --eval-interval 1 --eval-iters 10 --fp16 --log-format megatron"""
+
+
+def start(flags: str | list[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess:
+    """`python pretrain_gpt.py FLAGS`."""
+    words = flags.split() if isinstance(flags, str) else flags
+    return subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "", **environ},
+    )
+
+
+# Whole command lines that cannot run: code and flag of each line that must come, in order.
+BAD = [
+    (
+        "",
+        [
+            "flag-missing --num-layers",
+            "flag-missing --hidden-size",
+            "flag-missing --num-attention-heads",
+            "flag-missing --seq-length",
+            "flag-missing --max-position-embeddings",
+            "flag-missing --lr",
+            "flag-missing --micro-batch-size",
+            "flag-missing --train-iters",
+            "data-missing --data-path",
+            "flag-missing --vocab-file",
+            "flag-missing --merge-file",
+        ],
+    ),
+    (f"{GOOD} --num-layer 4", ["flag-unknown --num-layer"]),
+    (f"{GOOD} --num_layers 4", ["flag-unknown --num_layers"]),
+    (f"{GOOD} --learning-rate 1", ["flag-unknown --learning-rate"]),
+    (f"{GOOD} --frobnicate", ["flag-unknown --frobnicate"]),
+    (f"{GOOD} num-layers 4", ["value-count-wrong --vocab-size"]),
+    (f"{GOOD} -fp16", ["flag-unknown -fp16"]),
+    (f"{GOOD} --fp16 true", ["value-not-expected --fp16"]),
+    (f"{GOOD} --train-iters 1e3", ["value-malformed --train-iters"]),
+    (f"{GOOD} --lr", ["value-missing --lr"]),
+    (f"{GOOD} --lr-decay-style cosin", ["value-not-a-choice --lr-decay-style"]),
+    (f"{GOOD} --rampup-batch-size 1 2", ["value-count-wrong --rampup-batch-size"]),
+    (f"{GOOD} @missing.args", ["file-not-readable @missing.args"]),
+    (f"{GOOD} --hidden-size 63", ["hidden-size-not-divisible-by-heads --hidden-size"]),
+    (
+        f"{GOOD} --max-position-embeddings 8",
+        ["position-embeddings-shorter-than-sequence --max-position-embeddings"],
+    ),
+    (f"{GOOD} --global-batch-size 5", ["batch-not-divisible --global-batch-size"]),
+    (f"{GOOD} --fp16 --bf16", ["flags-exclude-each-other --fp16"]),
+    (f"{GOOD} --save ckpt", ["flag-missing --save-interval"]),
+    (f"{GOOD} --train-samples 20", ["two-run-lengths --train-iters"]),
+    (f"{GOOD} --lr-warmup-fraction 0.1 --lr-warmup-iters 1", ["two-warmups --lr-warmup-iters"]),
+    (f"{GOOD} --min-lr 1", ["lr-above-peak --min-lr"]),
+    (f"{GOOD} --attention-dropout 1.5", ["value-out-of-range --attention-dropout"]),
+    (
+        f"{GOOD} --tensor-model-parallel-size 2",
+        ["world-size-does-not-fit-model --tensor-model-parallel-size"],
+    ),
+    (
+        f"{GOOD} --overlap-param-gather",
+        [
+            "flag-needs-other-flag --overlap-param-gather",
+            "flag-needs-other-flag --overlap-param-gather",
+        ],
+    ),
+    (
+        f"{GOOD} --recompute-granularity full",
+        ["flag-missing --recompute-method", "flag-missing --recompute-num-layers"],
+    ),
+    (f"{GOOD} --train-range-to-skip 5", ["skip-range-incomplete --train-range-to-skip"]),
+    (f"{GOOD} --train-range-to-skip 9 4", ["skip-range-reversed --train-range-to-skip"]),
+    (
+        f"{GOOD} --use-flash-attn --attention-dropout 0",
+        ["flash-attention-needs-16-bit --use-flash-attn"],
+    ),
+    (
+        f"{GOOD} --transformer-impl transformer_engine --device cpu",
+        ["cuda-device-needed --transformer-impl"],
+    ),
+    (
+        f"{GOOD} --num-experts 8 --moe-router-topk 9 --disable-bias-linear",
+        ["router-topk-above-num-experts --moe-router-topk"],
+    ),
+    (f"{GOOD} --vision-pretraining", ["megatron-flag-not-supported --vision-pretraining"]),
+    (f"{GOOD} --batch-size 8", ["megatron-flag-not-supported --batch-size"]),
+    (f"{GOOD} --zero-stage 3", ["megatron-flag-not-supported --zero-stage"]),
+    (f"{GOOD} --world-size 8", ["world-size-only-for-dry-run --world-size"]),
+    (f"{GOOD} --split 0,1,1", ["split-without-training-data --split"]),
+    (f"{GOOD} --tokenizer-type GPT2Tokenizer", ["tokenizer-unknown --tokenizer-type"]),
+    (f"{GOOD} --load / --ckpt-step 7", ["checkpoint-step-missing --ckpt-step"]),
+    (
+        SEED,
+        [
+            "data-not-found --data-path",
+            "tokenizer-file-missing --vocab-file",
+            "tokenizer-file-missing --merge-file",
+        ],
+    ),
+    (
+        f"{SHAPE} --hidden-size x --fp16 1 --lr 2 --num-head 3 --train-iters 0 --mock-data "
+        "--min-lr 3 --eod-maskloss",
+        [
+            "value-malformed --hidden-size",
+            "value-not-expected --fp16",
+            "flag-unknown --num-head",
+            "flag-unknown --eod-maskloss",
+            "flag-missing --micro-batch-size",
+            "value-out-of-range --train-iters",
+            "lr-above-peak --min-lr",
+            "flag-missing --vocab-size",
+        ],
+    ),
+]
+
+
+# One interpreter gives the script's `pretrain` each command line of argv[1].
+TRY_ALL = """
+import contextlib, io, json, runpy, sys
+pretrain, found = runpy.run_path(PROGRAM)["pretrain"], []
+for words in json.loads(sys.argv[1]):
+    code = 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            pretrain(words)
+        except SystemExit as left:
+            code = left.code
+    found.append([code, out.getvalue(), err.getvalue()])
+    assert "torch" not in sys.modules and "numpy" not in sys.modules, words
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory) -> list[list]:
+    """[exit code, stdout, stderr] of each of the bad command lines, in an empty directory."""
+    code = TRY_ALL.replace("PROGRAM", repr(str(ROOT / "pretrain_gpt.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([flags.split() for flags, _ in BAD])],
+        text=True,
+        cwd=tmp_path_factory.mktemp("empty"),
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_bad_command_line_ends_at_once_with_a_line_for_each_problem(number, tried):
+    lines = BAD[number][1]
+    code, out, err = tried[number]
+    assert code == 2 and out == "" and "Traceback" not in err
+    found = err.splitlines()
+    assert len(found) == len(lines), found
+    for line, expected in zip(found, lines, strict=True):
+        assert line.startswith("error: ")
+        assert_problem(line, *expected.split())
+
+
+@pytest.mark.parametrize("number", [0, len(BAD) - 1])
+def test_it_is_so_for_the_program_itself(number, tried, tmp_path):
+    done = start(BAD[number][0], tmp_path)
+    assert [done.returncode, done.stdout, done.stderr] == tried[number]
+
+
+def test_there_are_enough_bad_command_lines():
+    assert len(BAD) >= 30 and len({flags for flags, _ in BAD}) == len(BAD)
+
+
+def test_only_rank_0_speaks(tmp_path):
+    for environ in (
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    ):
+        done = start(f"{GOOD} --lr x", tmp_path, **environ)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+        for flags in ("--help", f"{GOOD} --dry-run"):
+            done = start(flags, tmp_path, **environ)
+            assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "code"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "launcher-variable-malformed"),
+        ({"RANK": "1"}, "launcher-variables-incomplete"),
+    ],
+)
+def test_bad_ranks_are_a_problem_too(environ, code, tmp_path):
+    done = start(GOOD, tmp_path, **environ)
+    assert done.returncode == 2
+    [found] = done.stderr.splitlines()
+    assert found.startswith("error: ")
+    assert_problem(found, code, "RANK=")
+
+
+def test_help_needs_no_torch(tmp_path):
+    code = (
+        "import runpy, sys\nsys.argv = ['pretrain_gpt.py', '--help']\n"
+        f"try: runpy.run_path({str(ROOT / 'pretrain_gpt.py')!r}, run_name='__main__')\n"
+        "except SystemExit as left: print(left.code, 'torch' in sys.modules, 'numpy' in "
+        "sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 False False" and done.stderr == ""
+    for flag in ("--num-layers", "--train-range-to-skip", "--dry-run", "--log-format"):
+        assert flag in done.stdout
+    assert "--retro-workdir" not in done.stdout and "docs/flags.md" in done.stdout
+    assert start(f"{GOOD} --wrong --help", tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "launched", ["--local-rank=0", "--local_rank 0", "--local_rank=0", "--local-rank 0"]
+)
+def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path):
+    if launched == "--local-rank=0":
+        done = start(f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
+        assert done.returncode == 0 and done.stderr == ""
+    assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
+
+
+def without_torch(folder: Path) -> str:
+    """A PYTHONPATH for programs that are not to load it, which takes longer than a plan."""
+    (folder / "torch.py").write_text("raise ImportError('no torch here')")
+    return str(folder)
+
+
+def test_a_dry_run_needs_nothing_and_prints_the_plan(tmp_path):
+    done = start(f"{SEED} --global-batch-size 16 --dry-run --world-size 2", tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+    assert not list(tmp_path.iterdir())
+    text = done.stdout
+    assert (
+        "parameters: 354871296" in text
+        and "padded to 50304" in text
+        and "world size 2 = data 2" in text
+    )
+    for code in ("data-not-found", "flag-given-twice"):
+        assert f"[{code}]" in text
+    assert (
+        "\ndata: cannot be read on this machine: ./data/meg-gpt2_text_document.idx: no such "
+        "file; make it with" in text
+    )
+    plan, _, kernels = text.partition("kernels on this ")
+    assert "samples, split 949,50,1" in plan and "\n  cross entropy: " in kernels
+    assert "\n  not used:\n" in kernels
+
+
+def test_a_dry_run_without_torch_prints_the_plan_at_once(tmp_path):
+    done = start(f"{GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "parameters: 110336" in done.stdout
+    assert done.stdout.splitlines()[-1] == "kernels: not known on this machine: no torch here"
+
+
+def test_a_dry_run_shows_what_would_be_read(tmp_path):
+    prefix = write_corpus(tmp_path / "a", [99] * 50)
+    words = f"{GOOD.replace('--mock-data', '')} --split 1,0,0 --data-path {prefix} --dry-run"
+    path = without_torch(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    done = start(words, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+    assert done.returncode == 0, done
+    row = done.stdout.partition("\ndata:\n")[2].splitlines()[1].split()
+    assert row[:4] == ["train", prefix, "50", "4,950"] and row[5:7] == ["100.000", "%"], done.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_of_flags_and_who_wins(tmp_path):
+    (tmp_path / "a.args").write_text(f"# small\n{GOOD} --seed 7\n")
+    done = start(
+        "--seed 8 @a.args --dry-run --num-layers 3", tmp_path, PYTHONPATH=without_torch(tmp_path)
+    )
+    assert done.returncode == 0 and "3 layers" in done.stdout
+
+
+# ---- in this process
+
+
+def read(flags: str, **environ: str) -> command_line.CommandLine:
+    return command_line.read(flags.split(), environ, tree=RunConfig)
+
+
+def test_ranks_come_from_the_environment():
+    assert (read(GOOD).world_size, read(GOOD).rank) == (1, 0)
+    line = read(GOOD, WORLD_SIZE="4", RANK="3")
+    assert (line.world_size, line.rank) == (4, 3)
+    line = read(GOOD, SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID="1")
+    assert (line.world_size, line.rank) == (2, 1)
+    assert read(GOOD + " --dry-run --world-size 16", WORLD_SIZE="4", RANK="0").world_size == 16
+
+
+def test_typed_and_foreign_flags_stay_apart_and_have_their_notes():
+    line = read(
+        f"{GOOD} --no-persist-layer-norm --use-mcore-models --DDP-impl local --tp-comm-overlap-cfg x"
+    )
+    assert line.foreign == {
+        "no_persist_layer_norm": True,
+        "use_mcore_models": True,
+        "DDP_impl": "local",
+        "tp_comm_overlap_cfg": "x",
+    }
+    assert (
+        line.typed["num_layers"] == 2
+        and "use_mcore_models" not in line.typed
+        and "seed" not in line.typed
+    )
+    [note] = line.notes
+    assert_problem(
+        note,
+        "megatron-flag-has-no-effect",
+        *("--no-persist-layer-norm", "--use-mcore-models", "--tp-comm-overlap-cfg x"),
+    )
+    assert line.config == read(GOOD).config
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "code"),
+    [
+        ("--num-layers 2", "--num-layers two", "value-malformed"),
+        ("--seq-length", "--seqlength", "flag-unknown"),
+        ("--train-iters 10", "--train-samples 10k", "value-malformed"),
+        ("--mock-data", "--mockdata", "flag-unknown"),
+        ("--mock-data", "--tokenizer-type NullTokenizer --data-path", "value-missing"),
+    ],
+)
+def test_a_required_flag_that_could_not_be_read_is_not_called_missing(right, wrong, code, capsys):
+    flags = GOOD.replace(right, wrong)
+    if "mockdata" in wrong:
+        flags += " --tokenizer-type NullTokenizer"
+    with pytest.raises(SystemExit) as left:
+        read(flags)
+    assert left.value.code == 2
+    assert codes_of(capsys.readouterr().err.splitlines()) == [code]
+
+
+# ---- the argument dump
+
+
+@pytest.fixture
+def seed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.CommandLine:
+    """The seed's command line, read in a directory that has its files."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in (
+        "meg-gpt2_text_document.idx",
+        "meg-gpt2_text_document.bin",
+        "gpt2-vocab.json",
+        "gpt2-merges.txt",
+    ):
+        (tmp_path / "data" / name).touch()
+    return read(SEED)
+
+
+def dump_of(line: command_line.CommandLine) -> dict[str, str]:
+    """{name: value} of the dump that a run prints."""
+    text = next(
+        text for text in argument_dump.start_lines(line, "gloo") if "end of arguments" in text
+    )
+    return {row.split()[0]: row.split(" ", 4)[4] for row in text.splitlines()[1:-1]}
+
+
+def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
+    """Every line of ours stands in the seed's, in its order; only names of models not trained here
+    are left out."""
+    seed = [row.rstrip() for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()]
+    text = next(
+        text for text in argument_dump.start_lines(seed_line, "gloo") if "end of arguments" in text
+    )
+    ours = [row.rstrip() for row in text.splitlines()]
+    assert ours == [row for row in seed if row in set(ours)]
+    left_out = {row.split()[0] for row in seed if row not in set(ours)}
+    foreign = FOREIGN
+    assert left_out == {
+        name for name, flag in foreign.items() if "trained here, only GPT" in flag.text
+    }
+    assert len(ours) == 262 - len(left_out) == 202
+
+
+def test_the_first_lines_are_megatrons(seed_line):
+    lines = argument_dump.start_lines(seed_line, "gloo")
+    assert lines[0] == (
+        "using world size: 1, data-parallel size: 1, context-parallel size: 1 "
+        "tensor-model-parallel size: 1, pipeline-model-parallel size: 1 "
+    )
+    assert lines[1] == "using torch.float16 for parameters ..."
+    assert lines[2].splitlines()[0] == "------------------------ arguments ------------------------"
+    assert (
+        lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
+    )
+    assert lines[3:] == ["setting number of micro-batches to constant 2"]
+    lines = argument_dump.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
+    assert lines[1:4] == [
+        "setting global batch size to 8",
+        "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
+        "using torch.bfloat16 for parameters ...",
+    ]
+    assert lines[5:] == ["setting number of micro-batches to constant 1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "",
+            {
+                "params_dtype": "torch.float32",
+                "ffn_hidden_size": "256",
+                "kv_channels": "16",
+                "global_batch_size": "2",
+                "dataloader_type": "single",
+                "tokenizer_type": "NullTokenizer",
+                "start_weight_decay": "0.01",
+                "end_weight_decay": "0.01",
+                "recompute_granularity": "None",
+                "no_load_optim": "None",
+                "mock_data": "True",
+                "overlap_p2p_comm": "False",
+                "encoder_num_layers": "2",
+                "encoder_seq_length": "32",
+                "rank": "0",
+                "world_size": "1",
+                "wandb_project": "",
+                "distributed_backend": "gloo",
+                "split": "1,1,1",
+            },
+        ),
+        ("--swiglu", {"ffn_hidden_size": "128", "swiglu": "True"}),
+        (
+            "--bf16",
+            {"params_dtype": "torch.bfloat16", "accumulate_allreduce_grads_in_fp32": "True"},
+        ),
+        ("--fp64", {"params_dtype": "torch.float64", "fp64": "True"}),
+        (
+            "--use-rotary-position-embeddings --rotary-base 500000",
+            {
+                "position_embedding_type": "rope",
+                "use_rotary_position_embeddings": "True",
+                "rotary_base": "500000",
+            },
+        ),
+        (
+            "--no-position-embedding",
+            {"position_embedding_type": "none", "add_position_embedding": "False"},
+        ),
+        ("--disable-bias-linear", {"add_bias_linear": "False", "bias_gelu_fusion": "False"}),
+        ("--apply-query-key-layer-scaling", {"attention_softmax_in_fp32": "True"}),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1",
+            {"start_weight_decay": "0.0", "end_weight_decay": "0.1"},
+        ),
+        (
+            "--sequence-parallel",
+            {"sequence_parallel": "False", "virtual_pipeline_model_parallel_size": "None"},
+        ),
+        (
+            "--dry-run --world-size 2 --num-layers 8 --pipeline-model-parallel-size 2 "
+            "--global-batch-size 8 --num-layers-per-virtual-pipeline-stage 2",
+            {
+                "overlap_p2p_comm": "True",
+                "virtual_pipeline_model_parallel_size": "2",
+                "num_layers_per_virtual_pipeline_stage": "2",
+                "transformer_pipeline_model_parallel_size": "2",
+            },
+        ),
+        (
+            "--dry-run --world-size 2 --pipeline-model-parallel-size 2 "
+            "--no-overlap-p2p-communication",
+            {"overlap_p2p_comm": "False", "virtual_pipeline_model_parallel_size": "None"},
+        ),
+        (
+            "--no-save-rng --load x --save x --save-interval 5 --no-load-optim",
+            {"no_save_rng": "True", "no_load_optim": "True", "no_load_rng": "None"},
+        ),
+        (
+            "--device cuda --distributed-backend nccl",
+            {"distributed_backend": "nccl", "device": "cuda"},
+        ),
+        (
+            "--decoupled-lr 0.5 --decoupled-min-lr 0.1 --qk-layernorm --apply-wd-to-qk-layernorm",
+            {"decoupled_lr": "0.5", "decoupled_min_lr": "0.1", "apply_wd_to_qk_layernorm": "True"},
+        ),
+        (
+            "--vocab-extra-ids 7 --tiktoken-pattern v1 --tiktoken-special-tokens a b",
+            {
+                "vocab_extra_ids": "7",
+                "tiktoken_pattern": "v1",
+                "tiktoken_special_tokens": "['a', 'b']",
+                "tiktoken_num_special_tokens": None,
+                "decoupled_lr": None,
+            },
+        ),
+        (
+            "--no-persist-layer-norm --profile-ranks 1 --wandb-exp-name run",
+            {"no_persist_layer_norm": "True", "profile_ranks": "[1]", "wandb_exp_name": "run"},
+        ),
+        ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": "1",
+            },
+        ),
+        (
+            "--initial-loss-scale 65536 --fp16",
+            {"initial_loss_scale": "65536.0", "params_dtype": "torch.float16"},
+        ),
+    ],
+)
+def test_the_dump_has_megatrons_values_after_its_own_checks(flags, expected):
+    found = dump_of(read(f"{GOOD} {flags}"))
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_new_names_stand_in_the_dump_only_when_set():
+    new = {
+        "fp64",
+        "mock_data",
+        "device",
+        "rotary_base",
+        "geglu",
+        "log_format",
+        "metrics_file",
+        "ddp_bucket_size",
+    }
+    seed = {row.split()[0] for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()[1:-1]}
+    plain = dump_of(read(GOOD))
+    assert set(plain) - seed == {"mock_data"}
+    more = dump_of(
+        read(
+            f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-format aurora "
+            "--metrics-file m --ddp-bucket-size 9 --ckpt-format torch"
+        )
+    )
+    assert set(more) - seed == new | {"ckpt_format"}
+    ramp = (
+        GOOD.replace("--train-iters 10", "--train-samples 100")
+        + " --rampup-batch-size 2 2 20 --global-batch-size 8"
+    )
+    found = dump_of(read(ramp))
+    assert found["rampup_batch_size"] == "['2', '2', '20']" and found["train_iters"] == "None"
+
+
+# ---- --use-checkpoint-args
+
+
+def checkpoint(folder: Path, flags: str, iteration: int = 10) -> Path:
+    """A checkpoint directory as far as its args go, written as training writes them."""
+    config = config_from(Config, parse(command_line.parser(), flags.split()).typed)
+    where = folder / f"iter_{iteration:07d}"
+    where.mkdir(parents=True)
+    (where / "args").write_text(to_args_text(config))
+    (where / "manifest.json").touch()
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return where
+
+
+RUN = "--micro-batch-size 1 --train-iters 5 --lr 1e-4 --mock-data --log-format megatron"
+
+
+def test_the_architecture_comes_from_the_newest_checkpoint(tmp_path):
+    shape = (
+        f"{GOOD} --swiglu --use-rotary-position-embeddings --normalization RMSNorm "
+        "--disable-bias-linear --seed 99"
+    )
+    checkpoint(tmp_path, GOOD, 10)
+    checkpoint(tmp_path, shape, 20)
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args")
+    theirs = read(shape).config
+    assert line.config.model == theirs.model
+    assert line.config.data.vocab_size == 100
+    assert (
+        line.config.training.seed,
+        line.config.training.train_iters,
+        line.config.optimizer.lr,
+    ) == (1234, 5, 1e-4)
+    assert "Setting num_layers to 2 from checkpoint" in line.notes
+    assert "Setting swiglu to True from checkpoint" in line.notes
+    assert not any("seed" in note for note in line.notes)
+    [short] = read(f"{RUN} --log-format short --load {tmp_path} --use-checkpoint-args").notes[1:]
+    assert "--num-layers 2" in short and "--swiglu" in short and "--seed" not in short
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --ckpt-step 10")
+    assert line.config.model == read(GOOD).config.model
+    line = read(f"{RUN} --load {tmp_path / 'iter_0000010'} --use-checkpoint-args")
+    assert line.config.model == read(GOOD).config.model
+
+
+@pytest.mark.parametrize(
+    ("typed", "values"),
+    [
+        ("--hidden-size 128", ["128", "64"]),
+        ("--num-layers 3", ["3", "2"]),
+        ("--ffn-hidden-size 512", ["512", "256"]),
+        ("--num-query-groups 2 --group-query-attention", []),
+        ("--use-rotary-position-embeddings", ["rope", "learned_absolute"]),
+        ("--max-position-embeddings 64", ["64", "32"]),
+        ("--disable-bias-linear", ["(False, False, False)"]),
+        ("--normalization RMSNorm", ["RMSNorm", "LayerNorm"]),
+        ("--no-bias-gelu-fusion", ["gelu (erf)", "gelu (tanh)"]),
+        ("--untie-embeddings-and-output-weights", []),
+    ],
+)
+def test_a_typed_shape_that_differs_from_the_checkpoints_is_an_error(
+    typed, values, tmp_path, capsys
+):
+    checkpoint(tmp_path, GOOD)
+    with pytest.raises(SystemExit):
+        read(f"{RUN} --load {tmp_path} --use-checkpoint-args {typed}")
+    [line] = capsys.readouterr().err.splitlines()
+    flags = [word for word in typed.split() if word.startswith("--")]
+    assert_problem(line, "flag-contradicts-checkpoint", *flags, *values, tmp_path / "iter_0000010")
+
+
+def test_what_fits_the_weights_may_be_typed(tmp_path):
+    checkpoint(tmp_path, GOOD)
+    line = read(
+        f"{RUN} --load {tmp_path} --use-checkpoint-args --seq-length 16 --hidden-dropout 0 "
+        "--hidden-size 64 --ffn-hidden-size 256 --position-embedding-type learned_absolute "
+        "--kv-channels 16"
+    )
+    assert (line.config.model.seq_length, line.config.model.hidden_dropout) == (16, 0.0)
+
+
+def test_what_decides_the_ids_comes_from_the_checkpoint_too(tmp_path):
+    checkpoint(
+        tmp_path,
+        f"{GOOD} --vocab-extra-ids 5 --tiktoken-pattern v1 --tiktoken-num-special-tokens 9 "
+        "--tiktoken-special-tokens a b --tokenizer-model m",
+    )
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --tiktoken-num-special-tokens 8")
+    d = line.config.data
+    assert (d.vocab_extra_ids, d.tiktoken_pattern, d.tiktoken_special_tokens) == (
+        5,
+        "v1",
+        ("a", "b"),
+    )
+    assert (d.tiktoken_num_special_tokens, d.tokenizer_model) == (8, None)
+    assert "Setting tiktoken_pattern to v1 from checkpoint" in line.notes
+
+
+BPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 5 --lr 1e-4 --tokenizer-type "
+    "GPT2BPETokenizer"
+)
+
+
+def test_the_files_of_the_tokenizer_come_from_the_checkpoint_where_they_still_exist(
+    tmp_path, capsys
+):
+    vocab, merges = write_bpe(tmp_path)
+    checkpoint(tmp_path / "run", f"{BPE} --vocab-file {vocab} --merge-file {merges}")
+    argv = f"{RUN} --load {tmp_path}/run --use-checkpoint-args"
+    line = read(argv)
+    assert (line.config.data.vocab_file, line.config.data.merge_file) == (vocab, merges)
+    assert report.vocabulary(line.config) == (
+        len(json.loads(Path(vocab).read_text())),
+        f"--vocab-file {vocab}",
+    )
+    other = shutil.copy(merges, tmp_path / "other.txt")
+    assert read(f"{argv} --merge-file {other}").config.data.merge_file == str(other)
+    line = read(f"{argv} --tokenizer-type NullTokenizer --vocab-size 9")
+    assert (line.config.data.vocab_file, line.config.data.merge_file) == (None, None)
+    os.unlink(vocab)
+    for more, expected in (("", 1), (f"--vocab-file {other}", 0)):
+        try:
+            read(f"{argv} {more}")
+        except SystemExit:
+            pass
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == expected, lines
+        for text in lines:
+            assert_problem(text, "tokenizer-file-missing", vocab, "--vocab-file")
+
+
+def test_without_a_checkpoint_the_command_line_counts(tmp_path, capsys):
+    line = read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+    assert_problem(line.notes[-1], "checkpoint-args-missing", tmp_path)
+    with pytest.raises(SystemExit):
+        read(f"{RUN} --load {tmp_path} --use-checkpoint-args")
+    assert set(codes_of(capsys.readouterr().err.splitlines())) == {"flag-missing"}
+
+
+def test_a_folder_to_convert_is_the_only_problem(tmp_path, capsys):
+    """Flags that the converted checkpoint brings, as --num-layers, are not missing yet."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        read(f"{RUN} --vocab-size 100 --seq-length 16 --load {tmp_path} --use-checkpoint-args")
+    [line] = capsys.readouterr().err.splitlines()
+    assert_problem(line, "checkpoint-of-another-suite", f"hf-import {tmp_path} DIR")
+
+
+def test_args_of_a_checkpoint_that_cannot_be_read_are_problems(tmp_path, capsys):
+    where = checkpoint(tmp_path, GOOD)
+    for text, codes in {
+        f"{GOOD} --hidden-size wide --from-the-future 3": ["value-malformed"],
+        f"{GOOD} @/etc/passwd": ["checkpoint-args-damaged"],
+        "--num-layers 2": ["checkpoint-args-damaged"],
+    }.items():
+        (where / "args").write_text(text)
+        with pytest.raises(SystemExit):
+            read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+        lines = capsys.readouterr().err.splitlines()
+        assert codes_of(lines) == codes
+        assert all(f"--use-checkpoint-args: {where / 'args'}: " in line for line in lines)
+    (where / "args").unlink()
+    with pytest.raises(SystemExit):
+        read(f"{GOOD} --load {tmp_path} --use-checkpoint-args")
+    assert codes_of(capsys.readouterr().err.splitlines()) == ["file-not-readable"]
+
+
+def test_the_vocabulary_of_a_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "v.json").write_text('{"a": 0, "b": 1, "c": 2}')
+    dry = f"{SHAPE} --micro-batch-size 1 --train-iters 5 --lr 1e-4 --dry-run"
+    assert report.vocabulary(read(f"{dry} --vocab-size 77").config) == (77, "--vocab-size")
+    assert report.vocabulary(read(f"{dry} --vocab-file v.json").config) == (
+        3,
+        "--vocab-file v.json",
+    )
+    assert report.vocabulary(read(f"{dry} --tokenizer-type TikTokenizer").config)[0] == 131072
+    assert report.vocabulary(read(f"{dry} --tokenizer-type ByteTokenizer").config)[0] == 257
+    for flags in ("", "--vocab-file none.json", "--tokenizer-type Llama2Tokenizer"):
+        assert report.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+    content = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 5, "content": "<s>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"
+        assert report.vocabulary(read(f"{dry} {flags}").config) == (
+            6,
+            f"--tokenizer-model {path}",
+        )
+    unigram = {
+        "model": {"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]},
+        "added_tokens": [],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
+    assert report.vocabulary(read(f"{dry} {flags}").config)[0] == 2
+    (tmp_path / "v.json").write_text("no json")
+    assert report.vocabulary(read(f"{dry} --vocab-file v.json").config)[0] == 50257
+    for kind in ("Llama2Tokenizer", "HuggingFaceTokenizer"):
+        flags = f"--tokenizer-type {kind} --tokenizer-model v.json"
+        assert report.vocabulary(read(f"{dry} {flags}").config)[0] == 50257
+
+
+def test_the_vocabulary_of_a_plan_is_that_of_a_sentencepiece_model(tmp_path):
+    path = write_sentencepiece(tmp_path)
+    for kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
+        assert ids_in_file(kind, path) == build_tokenizer(kind, tokenizer_model=path).vocab_size
+    (tmp_path / "cut.model").write_bytes(Path(path).read_bytes()[:-3])
+    assert ids_in_file("Llama2Tokenizer", str(tmp_path / "cut.model")) is None
+
+
+@pytest.mark.parametrize("how", ["missing", "a directory", "binary", "circular", "a quote"])
+def test_a_bad_file_of_flags_is_one_error(how, tmp_path, capsys):
+    """What it would have said is not called missing."""
+    path = tmp_path / "a.args"
+    match how:
+        case "a directory":
+            path.mkdir()
+        case "binary":
+            path.write_bytes(b"--lr 1\0\x01\x02")
+        case "circular":
+            path.write_text("--num-layers 2\n@b.args\n")
+            (tmp_path / "b.args").write_text("@a.args\n")
+        case "a quote":
+            path.write_text("--data-path 'x\n")
+    with pytest.raises(SystemExit) as end:
+        read(f"@{path} --hidden-size 64")
+    [line] = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith("error: @")
+    circular = how == "circular"
+    code = "file-not-readable" if how in ("missing", "a directory") else "args-file-malformed"
+    assert_problem(line, "args-file-includes-itself" if circular else code, tmp_path)
+
+
+def test_a_byte_order_mark_before_flags_is_skipped(tmp_path):
+    path = tmp_path / "a.args"
+    path.write_text(GOOD, encoding="utf-8-sig")
+    assert read(f"@{path}").config == read(GOOD).config

@@ -1,0 +1,67 @@
+"""Files of packed samples as InternLM's and Megatron's tools write them, and the data sets built of
+them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from tests.core.data.corpora import build_datasets, data_flags
+
+
+class Listed:
+    """Samples that are lists."""
+
+    prefix = "listed"
+
+    def __init__(self, samples):
+        self.samples = samples
+        self.lengths = np.array([len(sample) for sample in samples], np.int64)
+
+    def read(self, sample, first, count):
+        return np.array(self.samples[sample][first : first + count], np.int64)
+
+    def bytes_of(self, sample, first, count):
+        return None
+
+    def fingerprint(self):
+        return repr(self.samples).encode()
+
+
+def write_lines(path: Path, samples: list[list[int]], dtype=np.int64) -> str:
+    """X.bin and X.bin.meta as InternLM's tokenizer tools write them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    at = 0
+    meta = []
+    with open(path, "wb") as file:
+        for sample in samples:
+            line = json.dumps({"tokens": sample}).encode() + b"\n"
+            file.write(line)
+            meta.append((at, len(sample)))
+            at += len(line)
+    with open(f"{path}.meta", "wb") as file:
+        np.save(file, np.array(meta, dtype))
+    return str(path)
+
+
+def write_pair(prefix: Path, samples: list[list[int]]) -> str:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+        for sample in samples:
+            builder.add_document(np.array(sample, np.int32), [len(sample)])
+    return str(prefix)
+
+
+def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, **given):
+    flags = data_flags(packed_samples=True, train_data_path=words, **given)
+    return build_datasets(
+        flags,
+        sequence_length=seq,
+        micro_batch_size=rows,
+        global_batch_size=batch,
+        sizes=sizes,
+        vocab_size=vocab,
+    )

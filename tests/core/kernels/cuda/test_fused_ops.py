@@ -1,0 +1,132 @@
+"""SwiGLU, rotary positions and dropout of CUDA: one launch each on the meta device, and what the
+kernels compute, by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron.kernels.cuda as cuda_kernels
+from megatron.arguments import config_from
+from megatron.config.tree import Config
+from megatron.kernels import functional, select
+from megatron.kernels.cuda import availability
+from tests.forkrun import ROOT
+
+TABLES = [torch.empty(7, 8, device="meta") for _ in range(2)]
+CALLS = {
+    "swiglu": lambda x, fused: functional.swiglu(x, fused=fused),
+    "rotate": lambda x, fused: functional.apply_rotary(x, *TABLES, fused=fused),
+    "drop": lambda x, fused: functional.dropout(x, 0.1, 7),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that make or change memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and "empty" not in name and name != "detach":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def launched(call: Callable, dtype: torch.dtype, fused: bool = True) -> list[str]:
+    """The operations of a call and of its gradient."""
+    x = torch.empty(7, 2, 2, 16, dtype=dtype, device="meta", requires_grad=True)
+    with Launches() as launches:
+        out = call(x, fused)
+        torch.autograd.grad(out, x, torch.empty_like(out))
+    return launches.names
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_launch_forward_and_one_backward(name):
+    for dtype in availability.DTYPES:
+        names = launched(CALLS[name], dtype)
+        assert names == [name, "swiglu_backward" if name == "swiglu" else name]
+    assert name not in launched(CALLS[name], torch.float64)
+    if name != "drop":
+        assert name not in launched(CALLS[name], torch.float32, fused=False)
+
+
+def test_where_they_run(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    launched = []
+    kernels = SimpleNamespace(RUNS={"swiglu": lambda x: launched.append(x) or x})
+    monkeypatch.setattr(cuda_kernels, "triton_kernels", kernels, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(2, 1))
+    monkeypatch.setattr(availability, "load_problem", lambda *_: "no triton")
+    availability._launch_problem.cache_clear()
+    assert availability.unavailable_reason(cuda, torch.bfloat16) == "no triton" and not launched
+    monkeypatch.setattr(availability, "load_problem", lambda *_: None)
+    for _ in range(2):  # it is tried once
+        assert availability.unavailable_reason(cuda, torch.bfloat16) is None and len(launched) == 1
+    assert availability.unavailable_reason(torch.device("cpu"), torch.bfloat16)
+    assert availability.unavailable_reason(cuda, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler.\nPlease specify"),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+        OSError("Python.h"),
+    ],
+)
+def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
+    """As on images without a C compiler: operations then run as several kernels of torch."""
+
+    def launch(_):
+        raise error
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(availability, "load_problem", lambda *_: None)
+    kernels = SimpleNamespace(RUNS={"swiglu": launch})
+    monkeypatch.setattr(cuda_kernels, "triton_kernels", kernels, raising=False)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.ones(2, 1))
+    availability._launch_problem.cache_clear()
+    reason = availability.unavailable_reason(cuda, torch.bfloat16)
+    assert str(error).splitlines()[0] in reason and "\n" not in reason
+    assert availability.fused_ops(cuda, torch.bfloat16) is None
+    monkeypatch.setattr(select, "triton_unavailable_reason", lambda *_: reason)
+    meta = torch.device("meta")
+    rows = {r.implementation: r for r in select._row_rivals("swiglu", meta, torch.bfloat16)}
+    assert rows["torch"].on and not rows["Triton"].on and rows["Triton"].reason == reason
+    config = config_from(Config, {"seq_length": 64})
+    rows = {r.implementation: r for r in select._loss_rows(meta, torch.bfloat16, config)}
+    assert rows[select.ROW_BLOCKED].on and rows["Triton"].reason == reason
+    availability._launch_problem.cache_clear()
+
+
+def test_another_package_may_define_the_namespace():
+    program = (
+        "import torch; theirs = torch.library.Library('megatron', 'DEF'); "
+        "import megatron.kernels.cuda.fused_ops"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+@pytest.mark.peers
+def test_the_kernels_are_the_formulas():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.kernels.cuda.interpreted"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,208 @@
+"""Torch's flash kernel with dropout and documents, by its stand-in on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron import device as devices
+from megatron.arguments import config_from
+from megatron.config.tree import Config
+from megatron.kernels import flash_attention as flash_package
+from megatron.kernels import select
+from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.cuda import torch_flash
+from tests.core.kernels.attend import attention as attend
+from tests.core.kernels.attend import select_attention
+from tests.core.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
+from tests.core.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
+
+CUDA = torch.device("cuda", 0)
+
+
+def flash(q, k, v, dropout=0.0, seed=None, document_ids=None):
+    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None)
+    return torch_flash.flash_attention(q, k, v, spec, document_ids, seed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in():
+    with on_cpu():
+        yield
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_is_the_formula(groups, masked):
+    tensors = inputs(g=groups)
+    ids = cut(21) if masked else None
+    assert_same(
+        lambda *t: flash(*t, document_ids=ids),
+        lambda *t: formula(*t, ids),
+        tensors[:3],
+        tensors[3],
+        rtol=1e-12,
+        atol=1e-13,
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_mask_is_a_function_of_the_seed(masked):
+    """Whatever draws before, between forward and backward, or after."""
+    *tensors, grad = inputs()
+    ids = cut(21) if masked else None
+    torch.manual_seed(5)
+
+    def run(seed, disturb):
+        out = flash(*tensors, 0.5, seed, ids)
+        torch.rand(disturb)
+        return out, *torch.autograd.grad(out, tensors, grad)
+
+    first, again, other = run(2**62 + 1, 3), run(2**62 + 1, 8), run(2, 3)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not any(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    state = torch.random.get_rng_state()
+    run(1, 0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_gradient_is_that_of_the_mask():
+    *tensors, grad = inputs()
+    factors = mask(0.3, 9, (2, 4, 21, 21))
+    assert_same(
+        lambda *t: flash(*t, 0.3, 9),
+        lambda *t: formula(*t, None, factors),
+        tensors,
+        grad,
+        rtol=1e-12,
+        atol=1e-13,
+    )
+
+
+def test_recompute_repeats_the_mask():
+    *tensors, grad = inputs()
+    call = lambda *t: flash(*t, 0.5, 9)  # noqa: E731
+    straight = torch.autograd.grad(call(*tensors), tensors, grad)
+    again = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=False)
+    torch.rand(7)
+    for one, two in zip(straight, torch.autograd.grad(again, tensors, grad), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, new, chosen",
+    [
+        (torch.bfloat16, 128, True, "torch_flash"),
+        (torch.float16, 192, True, "torch_flash"),
+        (torch.float32, 128, True, "chunked"),
+        (torch.bfloat16, 200, True, "chunked"),
+        (torch.bfloat16, 100, True, "chunked"),
+        (torch.bfloat16, 128, False, "chunked"),
+    ],
+)
+@pytest.mark.parametrize("dropout, masked", [(0.1, False), (0.0, True), (0.1, True)])
+def test_selection(monkeypatch, dtype, head_dim, new, chosen, dropout, masked):
+    monkeypatch.setattr(devices, "has_flash", lambda device: new)
+    options = (dropout, masked, "auto", 1024, head_dim)
+    assert select_attention(CUDA, dtype, *options)[0] == chosen
+    assert select_attention(CUDA, dtype, 0.0, False, "auto", 1024, head_dim)[0] == "sdpa"
+    assert select_attention(CUDA, dtype, dropout, masked, "chunked", 1024, head_dim)[0] == "chunked"
+    assert select_attention(torch.device("cpu"), torch.float32, *options)[0] == "chunked"
+    if chosen == "chunked":
+        with pytest.raises(ValueError, match="'torch_flash'"):
+            select_attention(CUDA, dtype, dropout, masked, "torch_flash", 1024, head_dim)
+
+
+def test_layers_with_dropout_or_documents_reach_it(monkeypatch):
+    monkeypatch.setattr(torch_flash, "unavailable_reason", lambda *_: None)
+    q, k, v, _ = inputs(dtype=torch.float32)
+    CALLS.clear()
+    attend(q, k, v, scale=SCALE, dropout_p=0.1, dropout_seed=1)
+    attend(q, k, v, scale=SCALE, document_ids=cut(21))
+    attend(q, k, v, scale=SCALE)
+    with pytest.raises(ValueError, match="dropout_seed"):
+        attend(q, k, v, scale=SCALE, dropout_p=0.1)
+    assert CALLS == [(4, 0.1), (3, 0.0)]
+
+
+def test_a_cuda_device_is_asked_for_its_generator(monkeypatch):
+    asked = [torch.Generator() for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", asked)
+    before = [one.get_state() for one in asked]
+    with devices.kernel_seed(torch.device("cuda", 1), 77):
+        assert asked[1].initial_seed() == 77
+    assert all(torch.equal(one.get_state(), two) for one, two in zip(asked, before, strict=True))
+
+
+@pytest.fixture
+def fa4(monkeypatch):
+    """Torch's registry of flash kernels, and results by the one that is active."""
+    fake = SimpleNamespace(active=False, activated=[], error=None, results={False: 1.0, True: 1.01})
+
+    def activate(name):
+        fake.activated.append(name)
+        if isinstance(fake.error, ImportError):
+            raise fake.error
+        fake.active = True
+
+    def sample(*_):
+        if fake.active and fake.error:
+            raise fake.error
+        return [torch.full((2,), fake.results[fake.active])]
+
+    monkeypatch.setattr(torch_flash, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(
+        torch_flash, "restore_flash_attention_impl", lambda **_: setattr(fake, "active", False)
+    )
+    monkeypatch.setattr(torch_flash, "_sample", sample)
+    monkeypatch.setattr(devices, "has_flash", lambda device: True)
+    torch_flash.fa4_unavailable_reason.cache_clear()
+    yield fake
+    torch_flash.fa4_unavailable_reason.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error, result, said",
+    [
+        (None, 1.01, None),
+        (None, 1.5, "results"),
+        (ModuleNotFoundError("No module named 'flash_attn'"), 1.0, "flash-attn-4"),
+        (RuntimeError("FA4 requires 9.0\nmore"), 1.0, "requires 9.0)"),
+    ],
+)
+def test_flash_attention_4_is_tried_once(fa4, error, result, said):
+    fa4.error = error
+    fa4.results[True] = result
+    for _ in range(2):
+        reason = torch_flash.fa4_unavailable_reason(CUDA, torch.bfloat16, 4, 2, 64)
+        assert reason is None if said is None else said in reason
+    assert fa4.activated == ["FA4"] and fa4.active is (said is None)
+
+
+def test_its_trial_runs_documents_forward_and_backward():
+    out, *grads = torch_flash._sample(torch.device("cpu"), torch.float64, 4, 2, 8)
+    assert [t.shape[2] for t in (out, *grads)] == [4, 4, 2, 2] and out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "flags, row",
+    [
+        ({"reset_attention_mask": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True, "torch_compile": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True, "deterministic_mode": True}, "flash-attn"),
+        ({"reset_attention_mask": True, "attention_backend": "flash"}, "flash-attn"),
+        ({"reset_attention_mask": True, "attention_dropout": 0.1}, "torch's flash kernel"),
+        ({}, "torch's fused attention"),
+    ],
+)
+def test_when_flash_attention_4_is_selected(fa4, monkeypatch, flags, row):
+    monkeypatch.setattr(flash_package, "unavailable_reason", lambda *_: None)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+    config = config_from(Config, shape | {"seq_length": 64} | flags)
+    kernels = select.choose_kernels(CUDA, torch.bfloat16, config)
+    rows = select._attention_rows(CUDA, torch.bfloat16, config, kernels)
+    assert next(one.implementation for one in rows if one.on) == row
+    assert fa4.active is (row == "FlashAttention-4")

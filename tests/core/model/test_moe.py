@@ -1,0 +1,312 @@
+"""Experts, routers and their losses on one rank, against plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config.moe import parse_layer_pattern
+from megatron.config.plan.parameters import count_idle, count_parameters, parameter_table
+from megatron.kernels import grouped_linear as kernels
+from megatron.kernels.dropout import jitter
+from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
+from megatron.model.layer import Recompute
+from megatron.model.moe import RouterStep
+from megatron.parallel.random import DropoutSeeds
+from tests.core.model.tiny import tiny_config, tiny_model, tokens
+
+FLAGS = dict(
+    num_experts=5,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+    swiglu=True,
+    add_bias_linear=False,
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.01,
+)
+
+
+def test_a_layer_equals_a_loop_over_tokens():
+    """Each token is computed by its experts alone, weighted by their probabilities."""
+    layer = tiny_model(torch.float64, scramble=True, **FLAGS).decoder.layers["1"].mlp
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    probs, experts = layer.router(x)
+    rows = []
+    for token, weights, numbers in zip(x.flatten(0, 1), probs, experts, strict=True):
+        y = 0
+        for p, e in zip(weights, numbers, strict=True):
+            gate, up = layer.experts.linear_fc1.weight[e] @ token
+            y = y + p * layer.experts.linear_fc2.weight[e] @ (torch.nn.functional.silu(gate) * up)
+        rows.append(y)
+    assert probs.sum(-1).allclose(torch.ones(14, dtype=torch.float64))
+    torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_square_roots_of_softplus_as_scores(topk):
+    """Probabilities and the load-balancing loss by their formulas: sqrt(log(1 + exp(logit))),
+    divided by their sum, the bias in the selection alone."""
+    flags = dict(
+        moe_router_score_function="sqrtsoftplus",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=1.5,
+        moe_router_topk=topk,
+    )
+    model = tiny_model(torch.float64, scramble=True, **FLAGS | flags)
+    router = model.decoder.layers["1"].mlp.router
+    router.expert_bias.data = torch.tensor([0.0, 0.7, -0.7, 0.0, 0.3], dtype=torch.float64)
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    step = RouterStep(None, 1.0)
+    probs, experts = router(x, step)
+    scores = (x.flatten(0, 1) @ router.weight.t()).exp().log1p().sqrt()
+    chosen = (scores + router.expert_bias).argsort(descending=True)[:, :topk]
+    assert torch.equal(experts, chosen)
+    assert not torch.equal(experts, scores.argsort(descending=True)[:, :topk])
+    wanted = scores.gather(1, chosen)
+    if topk > 1:
+        wanted = wanted / wanted.sum(1, keepdim=True)
+    torch.testing.assert_close(probs, 1.5 * wanted)
+    loads = torch.bincount(scores.topk(topk).indices.flatten(), minlength=5) / (14 * topk)
+    loss = 5 * (loads * (scores / scores.sum(1, keepdim=True)).sum(0)).sum()
+    torch.testing.assert_close(step.sums[1][0], loss)
+
+
+def test_dropped_tokens_are_not_computed():
+    """The layer is the sum over the experts that are left, with unchanged probabilities; in
+    training and its evaluations (a step without a scale), not in inference (without a step)."""
+    flags = FLAGS | {"moe_expert_capacity_factor": 0.5}
+    layer = tiny_model(torch.float64, scramble=True, **flags).decoder.layers["1"].mlp
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    step = RouterStep(None, None)
+    probs, experts = layer.router(x, step)
+    assert torch.equal(experts, layer.router(x, RouterStep(None, 1.0))[1]) and not step.sums
+    assert torch.bincount(experts.flatten(), minlength=6)[:5].max() == 3  # of 14 2 / 5 0.5
+    assert (experts == 5).any() and (layer.router(x)[1] < 5).all()
+    rows = []
+    for token, weights, numbers in zip(x.flatten(0, 1), probs, experts, strict=True):
+        y = torch.zeros(32, dtype=torch.float64)
+        for p, e in zip(weights, numbers, strict=True):
+            if e < 5:
+                gate, up = layer.experts.linear_fc1.weight[e] @ token
+                inner = torch.nn.functional.silu(gate) * up
+                y = y + p * layer.experts.linear_fc2.weight[e] @ inner
+        rows.append(y)
+    torch.testing.assert_close(layer(x, step), torch.stack(rows).view_as(x))
+
+
+def test_input_jitter_is_a_function_of_the_seed():
+    """Of the router's input alone, in training alone."""
+    router = tiny_model(moe_input_jitter_eps=0.2, **FLAGS).decoder.layers["1"].mlp.router
+    x = torch.randn(7, 2, 32)
+    found = [
+        router(x, RouterStep(None, 1.0, seeds=DropoutSeeds(3, iteration, 0)))[0]
+        for iteration in (1, 1, 2)
+    ]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2]) and not torch.equal(found[0], router(x)[0])
+    factors = jitter(torch.ones(10000, dtype=torch.float64), 0.2, 7)
+    assert 0.8 <= factors.min() < 0.801 and 1.199 < factors.max() <= 1.2
+    assert abs(factors.mean() - 1) < 0.005
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [0, 0, 0]])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_products_of_groups(counts, accumulate):
+    n = sum(counts)
+    x = torch.randn(n, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 5, 6, dtype=torch.float64, requires_grad=True)
+    total = torch.ones_like(weight) if accumulate else None
+    arrived = []
+    weight.register_post_accumulate_grad_hook(lambda p: arrived.append(p))
+    y = grouped_linear(x, weight, counts, total)
+    parts = [r @ w.t() for r, w in zip(x.split(counts), weight, strict=True)]
+    torch.testing.assert_close(y, torch.cat(parts))
+    grads = torch.randn_like(y)
+    expected = torch.autograd.grad(
+        torch.cat(parts), (x, weight), grads, retain_graph=True, materialize_grads=True
+    )
+    y.backward(grads)
+    assert len(arrived) == 1, "the gradient of a step is counted once, rows or none"
+    torch.testing.assert_close(x.grad, expected[0])
+    torch.testing.assert_close(total - 1 if accumulate else weight.grad, expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_first_gradient_replaces_what_is_there(dtype):
+    """In fp32 by the C++, in float64 by the loop."""
+    x = torch.randn(7, 6, dtype=dtype)
+    weight = torch.randn(3, 5, 6, dtype=dtype, requires_grad=True)
+    total = torch.full_like(weight, torch.nan)
+    firsts = [True, False]
+    y = grouped_linear(x, weight, [3, 0, 4], total, lambda: firsts.pop(0))
+    y.sum().backward(retain_graph=True)
+    once = total.clone()
+    y.sum().backward()
+    sums = [rows.sum(0).expand(5, 6) for rows in x.split([3, 0, 4])]
+    torch.testing.assert_close(once, torch.stack(sums))
+    torch.testing.assert_close(total, 2 * once)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7]])
+def test_the_products_of_groups_in_one_call(counts, monkeypatch):
+    """torch's grouped GEMM, which a CPU has too, is the loop."""
+    made = []
+    for one in (False, True):
+        monkeypatch.setattr(kernels.experts, "multiplies", lambda *tensors: False)
+        monkeypatch.setattr(kernels, "_in_one_call", lambda x, weight, one=one: one)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(7, 16, generator=generator).requires_grad_()
+        weight = torch.randn(3, 24, 16, generator=generator).requires_grad_()
+        y = grouped_linear(x, weight, counts)
+        y.backward(torch.randn(7, 24, generator=generator))
+        made.append((y.detach(), x.grad, weight.grad))
+    torch.testing.assert_close(*made)
+
+
+def test_copies_are_sent_and_gathered_by_adjoint_operations():
+    order = torch.randperm(12)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rows = dispatch(x, order, 3)
+    assert torch.equal(rows, x.repeat_interleave(3, 0)[order])
+    torch.testing.assert_close(combine(rows, order, 3), 3 * x)
+    y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda t: dispatch(t, order, 3), x)
+    assert torch.autograd.gradcheck(lambda t: combine(t, order, 3), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_experts_without_tokens_keep_no_activations(dtype):
+    """What backward needs of the experts depends on the tokens alone."""
+
+    def kept(experts: int) -> int:
+        flags = FLAGS | {"num_experts": experts}
+        layer = tiny_model(dtype, scramble=True, **flags).decoder.layers["0"].mlp
+        weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+        x = torch.randn(40, 32, dtype=dtype, requires_grad=True)
+        numbers = torch.arange(80).view(40, 2) % 8  # of the first eight
+        sizes = {}
+
+        def pack(saved: torch.Tensor) -> torch.Tensor:
+            storage = saved.untyped_storage()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            y = layer.route(x, torch.rand(40, 2, dtype=dtype, requires_grad=True), numbers)
+        assert y.requires_grad
+        return sum(sizes.values())
+
+    assert kept(8) == kept(64) > 80 * 2 * 24 * dtype.itemsize  # at least fc1's output
+
+
+def test_only_tokens_that_train_count_in_the_losses_of_routers():
+    """Masked positions may hold anything."""
+    router = tiny_model(scramble=True, **FLAGS).decoder.layers["0"].mlp.router
+    x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(2, 6)
+    mask[1, 2:] = 0
+    found = []
+    for noise in (0.0, 100.0):
+        router.zero_grad()
+        step = RouterStep(mask, 1.0)
+        probs, _ = router(x + noise * torch.randn_like(x) * (1 - mask.t().unsqueeze(-1)), step)
+        (probs * 0).sum().backward()
+        found.append((step.sums[0], router.weight.grad))
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0][0][[0, 3]].min() > 0 and found[0][1].abs().max() > 0
+
+
+MODULES = [("moe",), ("moe_act",), ("moe", "core_attn"), ("shared_experts", "moe_act")]
+SELECTIVE = [Recompute("selective", modules=modules) for modules in MODULES]
+
+
+@pytest.mark.parametrize("again", [None, Recompute("full", "uniform", 1), *SELECTIVE], ids=str)
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_recomputation_repeats_the_losses_of_routers(again, kind):
+    flags = FLAGS | {"moe_router_load_balancing_type": (kind,)}
+    model = tiny_model(torch.float64, recompute=again, **flags)
+    ids, labels = tokens()
+    earlier = {layer: torch.arange(5, dtype=torch.float64) for layer in range(3)}
+    step = RouterStep(None, 1.0, earlier)
+    loss = model(ids, labels=labels, router_step=step).sum()
+    first = dict(step.sums)
+    loss.backward()
+    assert sorted(first) == [0, 1, 2]
+    for layer in first:
+        assert torch.equal(first[layer], step.sums[layer])
+
+
+@pytest.mark.parametrize("again", SELECTIVE, ids=str)
+def test_selective_recomputation_gives_the_same_bits(again):
+    flags = FLAGS | dict(moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True)
+    ids, labels = tokens()
+    found = []
+    for recompute in (None, again):
+        model = tiny_model(recompute=recompute, **flags)
+        loss = model(ids, labels=labels, router_step=RouterStep(None, 1.0)).sum()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_losses_of_routers_have_the_factor_of_the_loss():
+    """Their gradient is that of the sum of all losses, times the factor."""
+    model = tiny_model(torch.float64, scramble=True, **FLAGS)
+    ids, labels = tokens()
+    step = RouterStep(None, 0.25)
+    (model(ids, labels=labels, router_step=step).sum() * 0.25).backward()
+    got = model.decoder.layers["2"].mlp.router.weight.grad.clone()
+    model.zero_grad()
+    weight = model.decoder.layers["2"].mlp.router.weight
+    seen = {}
+    model.decoder.layers["2"].mlp.router.register_forward_pre_hook(
+        lambda module, args: seen.update(x=args[0])
+    )
+    main = model(ids, labels=labels).sum()
+    logits = seen["x"].flatten(0, 1) @ weight.t()
+    scores = logits.softmax(-1)
+    share = torch.bincount(logits.topk(2).indices.flatten(), minlength=5) / (2 * len(logits))
+    aux = 5 * (share * scores.sum(0)).sum()
+    z = logits.logsumexp(-1).square().sum()
+    (main * 0.25 + 0.25 * (0.1 * aux + 0.01 * z)).backward()
+    torch.testing.assert_close(got, weight.grad)
+
+
+def test_parameters_of_mixtral_8x7b():
+    model = tiny_config(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=14336,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        num_experts=8,
+    )
+    table = parameter_table(model, 32000)
+    size = count_parameters(table)
+    assert size == 46_702_792_704 and size - count_idle(model, table) == 12_879_925_248
+
+
+@pytest.mark.parametrize(
+    "text, layers",
+    [
+        ("[1]*3", [1, 1, 1]),
+        ("([0]*1+[1]*2)", [0, 1, 1]),
+        ("[0,1]*2 + [1]", [0, 1, 0, 1, 1]),
+        ("([1]*2)+([0])", [1, 1, 0]),
+    ],
+)
+def test_layer_patterns(text, layers):
+    assert parse_layer_pattern(text) == [bool(one) for one in layers]
+
+
+@pytest.mark.parametrize("text", ["[2]", "[1]*x", "1,0", "[1]*[2]", "__import__('os')", "[1]**2"])
+def test_layer_patterns_that_are_none(text):
+    with pytest.raises(ValueError, match="not a list of 0 and 1"):
+        parse_layer_pattern(text)

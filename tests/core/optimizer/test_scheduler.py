@@ -1,0 +1,306 @@
+"""Schedules against Megatron's golden numbers, their load rules with the printed lines, and bad
+values."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.optimizer.scheduler import ScheduleSteps
+from tests import problems
+from tests.core.optimizer.builders import dynamic_scaler, optimizer_of, scheduler_of, steps_of
+
+SEED = {
+    "init_lr": 0.0,
+    "max_lr": 1.5e-4,
+    "min_lr": 1e-5,
+    "lr_warmup_steps": 25600.0,
+    "lr_decay_steps": 2560000,
+    "lr_decay_style": "cosine",
+    "start_wd": 0.01,
+    "end_wd": 0.01,
+    "wd_incr_steps": 8000,
+    "wd_incr_style": "constant",
+}
+
+
+def build(groups=None, **values):
+    optimizer = SimpleNamespace(param_groups=groups or [{"wd_mult": 1.0}, {"wd_mult": 0.0}])
+    return scheduler_of(optimizer, **{**SEED, **values})
+
+
+def lr_at(scheduler, samples):
+    scheduler.step(samples - scheduler.num_steps)
+    return scheduler.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("style", "golden"),
+    [
+        (
+            "cosine",
+            {
+                0: 0.0,
+                8: 4.6874999999999995e-08,
+                80: 4.6874999999999996e-07,
+                8000: 4.6875e-05,
+                25600: 1.5e-4,
+                25608: 0.00014999999999655808,
+                1000000: 0.00010485229590390178,
+                2560008: 1e-05,
+                10**9: 1e-05,
+            },
+        ),
+        ("linear", {25608: 0.00014999955808080807, 1000000: 9.617424242424241e-05, 2560008: 1e-05}),
+        (
+            "inverse-square-root",
+            {25608: 0.00014997656799173393, 1000000: 2.3999999999999997e-05, 2560008: 1e-05},
+        ),
+        ("constant", {8: 4.6874999999999995e-08, 25608: 1.5e-4, 10**9: 1.5e-4}),
+    ],
+)
+def test_the_seeds_schedule_to_the_last_digit(style, golden):
+    """Megatron's numbers; megatron-core agrees (tests/peers)."""
+    scheduler = build(lr_decay_style=style)
+    assert {samples: lr_at(scheduler, samples) for samples in golden} == golden
+
+
+@pytest.mark.parametrize(
+    ("style", "golden"),
+    [
+        ("linear", (0.955, 0.55, 0.1)),
+        ("cosine", (0.99446, 0.55, 0.1)),
+        ("exponential", (0.938685, 0.472792, 0.1)),
+        ("minus_sqrt", (0.798754, 0.363604, 0.1)),
+    ],
+)
+def test_wsd_stays_at_the_peak_and_anneals(style, golden):
+    wsd = {
+        "max_lr": 1.0,
+        "min_lr": 0.1,
+        "lr_warmup_steps": 10,
+        "lr_decay_steps": 100,
+        "wsd_decay_steps": 20,
+    }
+    scheduler = build(lr_decay_style="WSD", lr_wsd_decay_style=style, **wsd)
+    assert [lr_at(scheduler, n) for n in (10, 11, 80)] == [1.0, 1.0, 1.0]
+    assert [lr_at(scheduler, n) for n in (81, 90, 100)] == pytest.approx(golden, abs=6e-7)
+    assert lr_at(scheduler, 101) == 0.1
+
+
+def test_the_skip_seeds_four_rates():
+    """lr(n) = 3e-4 n / (0.05 * 635782), printed with .6g."""
+    steps = steps_of(768, train_iters=635782, lr_warmup_fraction=0.05)
+    scheduler = build(
+        max_lr=3e-4,
+        min_lr=0.0,
+        lr_warmup_steps=steps.lr_warmup_steps,
+        lr_decay_steps=steps.lr_decay_steps,
+    )
+    rates = [f"{lr_at(scheduler, 768 * n):.6g}" for n in (1, 2, 3, 4)]
+    assert rates == ["9.4372e-09", "1.88744e-08", "2.83116e-08", "3.77488e-08"]
+
+
+def test_warmup_starts_at_its_own_rate():
+    scheduler = build(init_lr=1e-5, lr_warmup_steps=100, lr_decay_steps=1000)
+    assert [lr_at(scheduler, n) for n in (0, 50, 100)] == [
+        1e-5,
+        1e-5 + (1.5e-4 - 1e-5) * 50 / 100,
+        1.5e-4,
+    ]
+
+
+def test_weight_decay_styles_and_multipliers():
+    for style, expected in (
+        (
+            "linear",
+            {0: 0.01, 25: 0.01 + 0.25 * (0.1 - 0.01), 100: 0.01 + 1.0 * (0.1 - 0.01), 101: 0.1},
+        ),
+        (
+            "cosine",
+            {
+                0: 0.01 + 0.5 * (math.cos(math.pi) + 1.0) * (0.1 - 0.01),
+                25: 0.01 + 0.5 * (math.cos(math.pi * 0.75) + 1.0) * (0.1 - 0.01),
+                101: 0.1,
+            },
+        ),
+    ):
+        scheduler = build(start_wd=0.01, end_wd=0.1, wd_incr_steps=100, wd_incr_style=style)
+        for samples, value in expected.items():
+            scheduler.step(samples - scheduler.num_steps)
+            assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [
+                value,
+                0.0,
+            ]
+    scheduler = build()
+    scheduler.step(10**7)
+    assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [0.01, 0.0]
+
+
+def test_groups_may_have_their_own_limits_and_multiplier():
+    groups = [{}, {"max_lr": 1e-3, "min_lr": 1e-4}, {"lr_mult": 0.5}]
+    scheduler = build(groups, lr_decay_style="linear", lr_warmup_steps=100, lr_decay_steps=1100)
+    scheduler.step(600)
+    assert [group["lr"] for group in groups] == pytest.approx([8e-5, 5.5e-4, 4e-5], rel=1e-12)
+    scheduler.step(600)
+    assert [group["lr"] for group in groups] == [1e-5, 1e-4, 5e-6]
+
+
+def test_steps_of_the_seed_are_samples_with_a_float_warmup():
+    steps = steps_of(
+        8,
+        train_iters=1000,
+        lr_decay_iters=320000,
+        lr_warmup_fraction=0.01,
+        lr_warmup_iters=7,
+    )
+    assert steps == ScheduleSteps(25600.0, 2560000, 8000, None)
+    assert isinstance(steps.lr_warmup_steps, float)
+
+
+def test_steps_in_iterations_and_in_samples():
+    assert steps_of(8, train_iters=100, lr_warmup_iters=5, lr_wsd_decay_iters=10) == ScheduleSteps(
+        40, 800, 800, 80
+    )
+    assert steps_of(
+        8, train_samples=1001, lr_warmup_samples=50, lr_wsd_decay_samples=30
+    ) == ScheduleSteps(50, 1001, 1001, 30)
+    assert steps_of(8, train_samples=1001, lr_decay_samples=900).lr_decay_steps == 900
+
+
+def test_an_overflow_holds_the_rate_and_a_skipped_iteration_does_not(make_params, fill_grads):
+    params = make_params(torch.float16)
+    optimizer = optimizer_of(params, grad_scaler=dynamic_scaler(8.0))
+    scheduler = scheduler_of(optimizer, **SEED)
+    rates = []
+    for number in range(6):
+        if number == 4:  # the user skips this one: no step at all
+            scheduler.after_iteration(8)
+        else:
+            fill_grads(params, number)
+            if number in (1, 2):
+                params[0].main_grad[0, 0] = math.inf
+            scheduler.after_iteration(8, overflow=not optimizer.step().ok)
+        rates.append(scheduler.num_steps // 8)
+    assert rates == [1, 1, 1, 2, 3, 4]
+    assert optimizer.param_groups[0]["lr"] == 1.5e-4 * 32 / 25600.0
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+
+STATE_KEYS = [
+    "end_wd",
+    "lr_decay_steps",
+    "lr_decay_style",
+    "lr_warmup_steps",
+    "max_lr",
+    "min_lr",
+    "num_steps",
+    "start_wd",
+    "wd_incr_steps",
+    "wd_incr_style",
+]
+
+
+def test_equal_values_load_and_go_on_where_the_checkpoint_was(capsys):
+    first = build()
+    first.step(30000)
+    state = json.loads(json.dumps(first.state_dict()))
+    assert sorted(state) == STATE_KEYS
+    second = build()
+    capsys.readouterr()
+    second.load_state_dict(state)
+    assert capsys.readouterr().out.splitlines() == [
+        " > using checkpoint value 0.00015 for learning rate",
+        " > using checkpoint value 1e-05 for minimum learning rate",
+        " > using checkpoint value 25600.0 for warmup iterations",
+        " > using checkpoint value 2560000 for total number of iterations",
+        " > using checkpoint value cosine for learning rate decay style",
+        " > using checkpoint value 0.01 for start weight decay",
+        " > using checkpoint value 0.01 for end weight decay",
+        " > using checkpoint value 8000 for total number of weight decay iterations",
+        " > using checkpoint value constant for weight decay incr style",
+    ]
+    assert second.state_dict() == first.state_dict()
+    assert second.optimizer.param_groups == first.optimizer.param_groups
+
+
+def test_different_values_are_refused_all_at_once():
+    rising = {"start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "linear"}
+    state = build(**rising).state_dict()
+    other = build(max_lr=2e-4, lr_decay_steps=1280000, wd_incr_steps=4000, **rising)
+    with pytest.raises(ValueError) as caught:
+        other.load_state_dict(state)
+    for part in (
+        "learning rate is 0.0002 (--lr) and 0.00015 in the checkpoint",
+        " is 1280000 samples (--lr-decay-iters, by default --train-iters) and 2560000 samples in "
+        "the checkpoint",
+        " is 4000 samples (--train-iters) and 8000 samples in the checkpoint",
+        "--override-opt_param-scheduler",
+        "--use-checkpoint-opt_param-scheduler",
+    ):
+        assert part in str(caught.value)
+    assert "minimum" not in str(caught.value)
+    assert (other.num_steps, other.max_lr) == (0, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "constant"),
+    [
+        ({"wd_incr_steps": 16000}, {}),
+        ({"lr_decay_steps": 5120000}, {"lr_decay_style": "constant"}),
+    ],
+)
+def test_the_length_of_what_stays_constant_may_change(change, constant):
+    """--train-iters may be raised where nothing follows from it; with a slope it may not."""
+    source = build(**constant)
+    source.step(8000)
+    other = build(**change, **constant)
+    other.load_state_dict(source.state_dict())
+    assert other.optimizer.param_groups == source.optimizer.param_groups
+    slope = (
+        {"lr_decay_style": "linear"} if constant else {"wd_incr_style": "linear", "end_wd": 0.02}
+    )
+    with problems.raises(ValueError, "schedule-differs-from-checkpoint"):
+        build(**change, **slope).load_state_dict(build(**slope).state_dict())
+
+
+def test_override_keeps_this_runs_values(capsys):
+    state = {**build().state_dict(), "num_steps": 30000}
+    other = build(
+        max_lr=2e-4, end_wd=0.1, wd_incr_style="linear", override_opt_param_scheduler=True
+    )
+    capsys.readouterr()
+    other.load_state_dict(state)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9
+    assert lines[0] == " > overriding learning rate value to 0.0002"
+    assert lines[6] == " > overriding end weight decay value to 0.1"
+    assert (other.max_lr, other.end_wd, other.num_steps) == (2e-4, 0.1, 30000)
+
+
+def test_use_checkpoint_takes_its_values_for_the_very_next_update():
+    source = build(start_wd=0.02, end_wd=0.1, wd_incr_steps=40000, wd_incr_style="linear")
+    source.step(30000)
+    other = build(max_lr=2e-4, use_checkpoint_opt_param_scheduler=True)
+    other.load_state_dict(source.state_dict())
+    assert other.optimizer.param_groups == source.optimizer.param_groups
+    assert other.state_dict() == source.state_dict()
+
+
+def test_old_key_names_are_understood():
+    state = {
+        "start_lr": 1.5e-4,
+        "min_lr": 1e-5,
+        "warmup_iter": 25600,
+        "end_iter": 2560000,
+        "decay_style": "cosine",
+    }
+    for old in (state, {**state, "warmup_steps": 25600, "decay_steps": 2560000}):
+        scheduler = build()
+        scheduler.load_state_dict({**old, "num_iters": 8000})
+        assert scheduler.num_steps == 8000
+    scheduler = build(use_checkpoint_opt_param_scheduler=True)
+    scheduler.load_state_dict({**state, "start_lr": 3e-4, "warmup_iter": 100, "num_steps": 50})
+    assert scheduler.optimizer.param_groups[0]["lr"] == 3e-4 * 50 / 100

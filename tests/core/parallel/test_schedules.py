@@ -1,0 +1,338 @@
+"""Pipeline schedules played through without a tensor: nobody waits for ever, few activations live,
+the bubble is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron.config.plan.stages import activations_alive, bubble_fraction, warm_up_forwards
+from megatron.parallel.schedules import (
+    Action,
+    compute_order,
+    interleaved,
+    one_forward_one_backward,
+    schedule,
+    timetable,
+)
+from tests import problems
+from tests.core.parallel.simulated_links import RULES, is_transfer, play
+
+STAGES = range(1, 17)
+CHUNKS = range(1, 5)
+COSTS = ((1, 1), (1, 2))  # seconds of a forward and of a backward of one chunk
+
+
+def micro_batch_numbers(stages: int, chunks: int, every: bool) -> list[int]:
+    """Numbers of micro-batches to try, up to 64; interleaving takes multiples of the stages
+    only."""
+    if chunks > 1:
+        groups = range(1, 64 // stages + 1)
+        return [stages * n for n in (groups if every else (1, 2)) if n in groups and stages > 1]
+    return (
+        list(range(1, 65))
+        if every
+        else sorted({1, 2, stages - 1, stages, stages + 1, 2 * stages + 1} - {0})
+    )
+
+
+def grid(stages: int, every: bool = False) -> list[tuple[int, int]]:
+    """(micro-batches, chunks) that a pipeline of so many stages may run."""
+    return [(m, chunks) for chunks in CHUNKS for m in micro_batch_numbers(stages, chunks, every)]
+
+
+def bubble(
+    seconds: float, micro_batches: int, chunks: int, forward: float, backward: float
+) -> float:
+    """Idle share of the ideal time."""
+    return seconds / (micro_batches * chunks * (forward + backward)) - 1
+
+
+def check_lists(stages: int, micro_batches: int, chunks: int) -> None:
+    """Each (micro-batch, chunk) forward and backward once on each stage, the backward later; every
+    tensor moved once."""
+    want = {(m, chunk) for m in range(micro_batches) for chunk in range(chunks)}
+    sent: Counter = Counter()
+    for stage, steps in enumerate(schedule(stages, micro_batches, chunks)):
+        computed = [step for step in steps if not is_transfer(step)]
+        assert computed == compute_order(stage, stages, micro_batches, chunks)
+        places = {step: i for i, step in enumerate(computed)}
+        assert len(places) == len(computed) == 2 * len(want)
+        assert all(
+            places[Action("forward", *pair)] < places[Action("backward", *pair)] for pair in want
+        )
+        moved = Counter(step.kind for step in steps if is_transfer(step))
+        assert all(
+            step.peer
+            == (stage + 1 if step.kind in ("send_activation", "receive_gradient") else stage - 1)
+            % stages
+            for step in steps
+            if is_transfer(step)
+        )
+        inputs = len(want) - micro_batches * (stage == 0)
+        outputs = len(want) - micro_batches * (stage == stages - 1)
+        assert moved["receive_activation"] == moved["send_gradient"] == inputs
+        assert moved["send_activation"] == moved["receive_gradient"] == outputs
+        sent += moved
+    assert (
+        sent["send_activation"]
+        == sent["receive_activation"]
+        == micro_batches * (stages * chunks - 1)
+    )
+
+
+def check_playing(stages: int, micro_batches: int, chunks: int) -> None:
+    """No deadlock under any rule; activations within the formula; the bubble of the formula where
+    nothing blocks."""
+    alive = [activations_alive(stage, stages, micro_batches, chunks) for stage in range(stages)]
+    if chunks == 1:
+        assert alive == [min(stages - stage, micro_batches) for stage in range(stages)]
+    for overlap in (True, False):
+        lists = schedule(stages, micro_batches, chunks, overlap=overlap)
+        for rule in RULES:
+            for forward, backward in COSTS:
+                played = play(lists, chunks, rule, forward, backward)
+                assert played.alive == alive
+                assert max(played.waiting_inputs) <= (2 if chunks == 1 else 6)
+                found = bubble(played.seconds, micro_batches, chunks, forward, backward)
+                formula = bubble_fraction(stages, micro_batches, chunks)
+                if overlap and (rule != "blocking" or chunks == 1):
+                    assert found == pytest.approx(formula, rel=1e-9, abs=1e-12), (
+                        rule,
+                        forward,
+                        backward,
+                    )
+                if not overlap:
+                    assert formula - 1e-9 <= found <= 1.2 * formula, (rule, forward, backward)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 8, 16])
+def test_every_micro_batch_passes_every_chunk_once(stages):
+    for micro_batches, chunks in grid(stages):
+        check_lists(stages, micro_batches, chunks)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6, 8, 11])
+def test_no_deadlock_activations_and_bubble(stages):
+    for micro_batches, chunks in grid(stages):
+        if stages * micro_batches * chunks <= 500:
+            check_playing(stages, micro_batches, chunks)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("stages", STAGES)
+def test_the_whole_grid(stages):
+    """Stages 1 to 16, 1 to 64 micro-batches, 1 to 4 chunks."""
+    for micro_batches, chunks in grid(stages, every=True):
+        check_lists(stages, micro_batches, chunks)
+        check_playing(stages, micro_batches, chunks)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_groups_of_micro_batches(stages):
+    """Larger groups than stages, the last one smaller: no deadlock, activations and bubble of the
+    formulas."""
+    played = 0
+    for chunks in (2, 3):
+        for micro_batches in range(stages, 4 * stages):
+            for group in range(stages, micro_batches + 1):
+                if 0 < micro_batches % group < stages:
+                    continue
+                check_group(stages, micro_batches, chunks, group)
+                played += 1
+    assert played > 10
+
+
+def check_group(stages: int, micro_batches: int, chunks: int, group: int) -> None:
+    """Play a schedule of groups of `group`."""
+    alive = [activations_alive(s, stages, micro_batches, chunks, group) for s in range(stages)]
+    for overlap in (True, False):
+        lists = schedule(stages, micro_batches, chunks, overlap=overlap, group=group)
+        order = [step for step in lists[0] if step.kind == "forward"]
+        assert [step.micro_batch for step in order[:group]] == list(range(group))
+        assert [step.chunk for step in order[: group + 1]] == [0] * group + [1]
+        for rule in RULES:
+            played = play(lists, chunks, rule, 1, 2)
+            assert played.alive == alive
+            if overlap and rule != "blocking":
+                assert bubble(played.seconds, micro_batches, chunks, 1, 2) == pytest.approx(
+                    bubble_fraction(stages, micro_batches, chunks)
+                )
+
+
+@pytest.mark.parametrize("stages, chunks", [(1, 1), (4, 1), (2, 2), (4, 3), (16, 4)])
+def test_64_micro_batches(stages, chunks):
+    lists = schedule(stages, 64, chunks)
+    played = play(lists, chunks, "batches")
+    assert bubble(played.seconds, 64, chunks, 1, 2) == pytest.approx((stages - 1) / (chunks * 64))
+    assert played.alive == [activations_alive(stage, stages, 64, chunks) for stage in range(stages)]
+
+
+@pytest.mark.parametrize("stages, chunks", [(2, 2), (4, 2), (3, 3)])
+def test_interleaving_hides_what_a_transfer_takes(stages, chunks):
+    """Seconds lost to transfers of 2 % of a forward stay those of filling and draining, whatever
+    the micro-batches."""
+    lost = {}
+    for overlap, rule in ((True, "pairs"), (False, "blocking")):
+        for groups in (2, 8):
+            lists = schedule(stages, groups * stages, chunks, overlap=overlap)
+            fast, slow = (
+                play(lists, chunks, rule, latency=latency).seconds for latency in (0, 0.02)
+            )
+            lost[overlap, groups] = slow - fast
+    assert lost[True, 2] == pytest.approx(lost[True, 8], abs=1e-9)
+    assert lost[False, 8] > 3 * lost[False, 2] > 3 * lost[True, 2]
+
+
+@pytest.mark.parametrize(
+    "stages, micro_batches, chunks",
+    [(1, 3, 1), (2, 3, 1), (4, 8, 1), (2, 4, 2), (4, 8, 3), (7, 7, 2)],
+)
+def test_forward_only(stages, micro_batches, chunks):
+    """Evaluation: no gradient moves, the pipeline is filled once."""
+    lists = schedule(stages, micro_batches, chunks, forward_only=True)
+    assert {step.kind for steps in lists for step in steps} <= {
+        "forward",
+        "send_activation",
+        "receive_activation",
+    }
+    for rule in RULES:
+        played = play(lists, chunks, rule)
+        assert played.alive == [micro_batches * chunks] * stages
+        assert played.seconds == micro_batches * chunks + stages - 1
+
+
+def test_one_stage_is_gradient_accumulation():
+    both = [
+        Action("forward", 0),
+        Action("backward", 0),
+        Action("forward", 1),
+        Action("backward", 1),
+    ]
+    assert one_forward_one_backward(0, 1, 2) == both
+    assert schedule(1, 2) == [both]
+
+
+def test_warm_up_of_the_first_of_three_stages():
+    kinds = [step.kind[0] for step in one_forward_one_backward(0, 3, 4)]
+    assert "".join(kinds) == "fffbfbbb"
+
+
+def test_interleaved_by_hand():
+    """Figure 4 of Narayanan et al. 2021 in small: 2 stages, 2 chunks, 4 micro-batches, the last
+    stage."""
+    said = " ".join(
+        f"{step.kind[0]}{step.micro_batch}{'ab'[step.chunk]}" for step in interleaved(1, 2, 4, 2)
+    )
+    assert said == "f0a f1a f0b b0b f1b b1b f2a b0a f3a b1a f2b b2b f3b b3b b2a b3a"
+    assert [warm_up_forwards(stage, 4, 8, 2) for stage in range(4)] == [10, 8, 6, 4]
+    assert [warm_up_forwards(stage, 4, 4, 2) for stage in range(4)] == [8, 8, 6, 4]
+
+
+def test_transfers_by_hand():
+    first, last = schedule(2, 2)
+    assert first == [
+        Action("forward", 0),
+        Action("send_activation", 0, 0, 1),
+        Action("forward", 1),
+        Action("send_activation", 1, 0, 1),
+        Action("receive_gradient", 0, 0, 1),
+        Action("backward", 0),
+        Action("receive_gradient", 1, 0, 1),
+        Action("backward", 1),
+    ]
+    assert last == [
+        Action("receive_activation", 0, 0, 0),
+        Action("forward", 0),
+        Action("receive_activation", 1, 0, 0),
+        Action("backward", 0),
+        Action("send_gradient", 0, 0, 0),
+        Action("forward", 1),
+        Action("backward", 1),
+        Action("send_gradient", 1, 0, 0),
+    ]
+
+
+def test_a_chunk_hands_over_to_the_next_chunk_around_the_ring():
+    first, last = schedule(2, 2, 2)
+    assert (
+        Action("send_activation", 0, 0, 0) in last
+        and Action("receive_activation", 0, 1, 1) in first
+    )
+    assert Action("send_gradient", 0, 1, 1) in first and Action("receive_gradient", 0, 0, 0) in last
+
+
+def test_timetable():
+    orders = [one_forward_one_backward(stage, 2, 2) for stage in range(2)]
+    times = timetable([[(step,) for step in order] for order in orders], 1)
+    assert times == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_micro_batches_that_do_not_fit(forward_only):
+    with problems.raises(
+        ValueError, "micro-batches-not-divisible-by-stages", "--pipeline-model-parallel-size", 6, 8
+    ):
+        schedule(4, 6, 2, forward_only=forward_only)
+
+
+def test_virtual_stages_need_stages():
+    with pytest.raises(ValueError, match="2 virtual stages on the only stage"):
+        schedule(1, 4, 2)
+
+
+def swapped(steps: list[Action], one: int, other: int) -> list[Action]:
+    """The list with two steps in each other's place."""
+    steps = list(steps)
+    steps[one], steps[other] = steps[other], steps[one]
+    return steps
+
+
+def index(steps: list[Action], kind: str, micro_batch: int) -> int:
+    """Where the step of that kind and micro-batch stands."""
+    return next(
+        i for i, step in enumerate(steps) if (step.kind, step.micro_batch) == (kind, micro_batch)
+    )
+
+
+def test_the_player_notices_a_swapped_pair_of_receives():
+    lists = schedule(2, 4)
+    one, other = (index(lists[1], "receive_activation", m) for m in (0, 1))
+    with pytest.raises(AssertionError, match="takes Action"):
+        play([lists[0], swapped(lists[1], one, other)])
+
+
+def test_the_player_notices_two_that_send_to_each_other():
+    lists = schedule(2, 4)
+    at = index(lists[1], "receive_activation", 2)
+    late = lists[1][:at] + lists[1][at + 1 : at + 4] + [lists[1][at]] + lists[1][at + 4 :]
+    with pytest.raises(AssertionError, match="all wait"):
+        play([lists[0], late])
+
+
+@pytest.mark.parametrize("kind", ["receive_gradient", "send_activation"])
+def test_the_player_notices_a_forgotten_transfer(kind):
+    lists = schedule(2, 4)
+    at = index(lists[0], kind, 3)
+    for rule in RULES:
+        with pytest.raises(AssertionError, match="all wait"):
+            play([lists[0][:at] + lists[0][at + 1 :], lists[1]], rule=rule)
+
+
+def test_the_player_notices_a_tensor_sent_before_it_is_made():
+    lists = schedule(2, 4)
+    at = index(lists[0], "send_activation", 0)
+    with pytest.raises(AssertionError, match="before it is made"):
+        play([swapped(lists[0], at, at - 1), lists[1]])
+
+
+def test_the_player_notices_a_late_backward():
+    lists = schedule(1, 2)
+    late = [
+        Action("forward", 0),
+        Action("forward", 1),
+        Action("backward", 0),
+        Action("backward", 1),
+    ]
+    assert play(lists).alive == [1] and play([late]).alive == [2]

@@ -1,0 +1,689 @@
+"""The same numbers in every layout: whole runs of pretrain_gpt.pretrain on gloo ranks against one
+process, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron.checkpoint import store
+from megatron.config.moe import ROUTER_SUMS
+from megatron.inference.load_model import open_trained_model
+from megatron.parallel import ddp, shared_sums
+from megatron.parallel.context import Axis
+from megatron.training import routers
+from tests.core.parity.layouts import (
+    A2A,
+    CAMPAIGN,
+    CASES,
+    CHUNKS,
+    CP,
+    DEEP,
+    DISTRIBUTED,
+    DROPOUT,
+    EP,
+    EP_MOE,
+    ETP,
+    EXACT,
+    FULL,
+    GATHER,
+    GPT2,
+    LAYOUT,
+    LLAMA,
+    MOE,
+    OVERLAP,
+    PP,
+    SELECTIVE,
+    SP,
+    SWEEP,
+    TP,
+    UNTIED,
+    Case,
+    argv,
+    saved,
+)
+from tests.forkrun import ROOT
+from tests.runs import Finished, same_tensors, train, with_flags, write_text
+
+ROW = "| {} | {} | {} |{}\n"
+PAGE = ROOT / "docs/parity.md"
+HEAD = """# Numerical parity of parallel layouts
+
+Largest relative difference from a single-process run, over all steps of complete runs of `pretrain_gpt.py` on gloo ranks
+(float64 unless noted). Abbreviations: tp tensor, sp sequence, cp context, pp pipeline, dp data parallelism; vpp virtual
+pipeline stages; the number is the size.
+
+`pytest -m "not sweep" tests/core/parity/test_layouts.py` writes this page; `make test-ci` runs the same layouts. They fail if a
+difference exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all` runs more layouts
+(`SWEEP` in tests/core/parity/layouts.py).
+
+| layout | ranks | steps | loss | gradient norm |
+|---|---|---|---|---|
+"""
+EXPERTS = """
+## Models with experts
+
+These models have balancing losses, a z-loss and a gated shared expert; where `ep` (expert) or `etp` (expert-tensor
+parallelism) is in the name also an expert bias and group-limited routing. Router losses: balancing losses and z-loss, of each
+layer and their means. Weights: after the last step, with the optimizer state, relative to the largest value of each tensor.
+The tests also compare the number of tokens of each expert in each step, which is equal in float64.
+
+| layout | ranks | steps | loss | router losses | gradient norm | weights |
+|---|---|---|---|---|---|---|
+"""
+# relative, of loss and gradient norm
+TOLERANCE = {"--fp64": (1e-10, 1e-10), "": (1e-5, 1e-3)}
+
+ROUTER_METRICS = {
+    "load_balancing_loss",
+    "seq_load_balancing_loss",
+    "global_load_balancing_loss",
+    "z_loss",
+    "dropped_share",
+    "max_expert_load",
+}
+
+Reference = Callable[[Case], Finished]
+
+
+class Differences(NamedTuple):
+    """The largest relative differences from one process: of all steps, and of the weights after the
+    last one. Without experts the last two are None."""
+
+    loss: float
+    norm: float
+    router_losses: float | None
+    weights: float | None
+
+    def cells(self) -> str:
+        """The numbers as cells of a table."""
+        numbers = (self.loss, self.router_losses, self.norm, self.weights)
+        return "".join(f" {number:.0e} |" for number in numbers if number is not None)
+
+
+Table = dict[str, Differences]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 400)
+
+
+@pytest.fixture(scope="module")
+def reference(data, tmp_path_factory) -> Reference:
+    """The run of one process that a case is compared with; those that agree share it."""
+    found: dict[tuple, Finished] = {}
+
+    def run(case: Case) -> Finished:
+        key = (case.model, case.steps, case.precision)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("one")
+            flags = argv(data, case.model, case.steps, *case.precision.split())
+            found[key] = train(folder, [*flags, *records(case, folder)], hook=count_tokens)
+        return found[key]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    """The differences by layout; those of a whole campaign make the page."""
+    found: Table = {}
+    yield found
+    if found.keys() >= CAMPAIGN.keys():
+        tables = {False: HEAD, True: EXPERTS}
+        for name, case in CAMPAIGN.items():
+            cells = found[name].cells()
+            row = ROW.format(name.replace("|", "\\|"), case.world, case.steps, cells)
+            tables[has_experts(case)] += row
+        PAGE.write_text("".join(tables.values()))
+
+
+def has_experts(case: Case) -> bool:
+    """Has the model experts?"""
+    return "--num-experts" in case.model
+
+
+def records(case: Case, folder: Path) -> tuple[str, ...]:
+    """Flags that save the last step of models with experts."""
+    if not has_experts(case):
+        return ()
+    return ("--save", str(folder / "save"), "--save-interval", str(case.steps))
+
+
+def count_tokens() -> None:
+    """Hook: rank 0 writes the number of tokens of each expert, a line for each step."""
+
+    def metrics(model, totals):
+        if os.environ["RANK"] == "0":
+            size = len(ROUTER_SUMS) + model.num_experts
+            rows = [totals.routers[at : at + size] for at in range(0, len(totals.routers), size)]
+            file = Path(sys.stdout.name).with_name("tokens.jsonl")  # next to this rank's log
+            with file.open("a") as out:
+                out.write(json.dumps([row[len(ROUTER_SUMS) :] for row in rows]) + "\n")
+        return of_step(model, totals)
+
+    of_step = routers.metrics
+    routers.metrics = metrics
+
+
+def tokens_of_experts(run: Finished) -> list[list[list[float]]]:
+    """Of each step, of each MoE layer, the number of tokens of each expert."""
+    return [json.loads(line) for line in (run.folder / "tokens.jsonl").read_text().splitlines()]
+
+
+def weight_difference(run: Finished, other: Finished) -> float:
+    """The largest difference of a tensor of the last checkpoint, relative to its largest value.
+    Rows that pad the vocabulary depend on the layout."""
+    found = run.tensors()
+    expected = other.tensors()
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, tensor in expected.items():
+        rows = 211 if name.endswith(PADDED) else len(tensor)
+        change = (found[name][:rows].double() - tensor[:rows].double()).abs().max()
+        worst = max(worst, float(change / tensor.double().abs().max().clamp(min=1e-30)))
+    return worst
+
+
+def largest_difference(run: Finished, other: Finished, key: str) -> float:
+    """The largest relative difference of a number over all steps."""
+    pairs = zip(run.series("iteration", key), other.series("iteration", key), strict=True)
+    worst = 0.0
+    for (step, a), (other_step, b) in pairs:
+        assert step == other_step
+        worst = max(worst, abs(a - b) / abs(b))
+    return worst
+
+
+def said(run: Finished, word: str) -> list[str]:
+    """The validation lines, or what iteration lines say of `word`."""
+    parts = [part for line in run.log.splitlines() for part in line.split(" | ")]
+    return [part for part in parts if word in part]
+
+
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+# their gradients are 0 but for rounding, which may make any of them exactly 0
+KEY_BIASES = 2 * 32
+
+
+def check(
+    case: Case,
+    folder: Path,
+    data: str,
+    reference: Reference,
+    hook: Callable[[], None] = count_tokens,
+) -> Differences:
+    """Assert that the layout trains like one process; the differences."""
+    one = reference(case)
+    flags = argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only)
+    run = train(folder / "run", [*flags, *records(case, folder / "run")], case.world, hook=hook)
+    assert [row["iteration"] for row in run.rows] == list(range(1, case.steps + 1))
+    losses, norms = (largest_difference(run, one, key) for key in ("lm_loss", "grad_norm"))
+    limit, norm_limit = TOLERANCE[case.precision]
+    found = Differences(losses, norms, None, None)
+    if has_experts(case):
+        found = Differences(losses, norms, *check_experts(case, run, one))
+        assert found.router_losses <= limit and found.weights <= norm_limit, found
+    print(f"largest relative differences over {case.steps} steps: {found}")
+    assert losses <= limit and norms <= norm_limit
+    assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"
+    assert run.series("consumed_samples", "learning_rate") == one.series(
+        "consumed_samples", "learning_rate"
+    )
+    if case.precision == "--fp64":
+        assert said(run, "lm loss value") == said(one, "lm loss value") != []
+        zeros = [
+            (float(a.split()[2]), float(b.split()[2]))
+            for a, b in zip(said(run, "num zeros"), said(one, "num zeros"), strict=True)
+        ]
+        assert zeros and max(abs(a - b) for a, b in zeros) <= KEY_BIASES, (
+            "a wrong count is off by a row at least"
+        )
+    return found
+
+
+def check_experts(case: Case, run: Finished, one: Finished) -> tuple[float, float]:
+    """Assert that each expert has the tokens that it has in one process; the largest differences of
+    router losses and of weights."""
+    names = {name for name in one.rows[0] if name in ROUTER_METRICS or name.startswith("moe/")}
+    assert len(names) >= 5
+    if case.precision == "--fp64":
+        tokens = tokens_of_experts(run)
+        assert len(tokens) == case.steps and tokens == tokens_of_experts(one)
+    losses = max(largest_difference(run, one, name) for name in names)
+    return losses, weight_difference(run, one)
+
+
+# the one on four ranks that make test has, too
+FOUR = ("tp2 sp dp2, rotary swiglu RMSNorm GQA",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign)
+        if case.world > 2 and name not in FOUR
+        else name
+        for name, case in CASES.items()
+    ],
+)
+def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference):
+    check(CASES[name], tmp_path, data, reference)
+
+
+def only_shared_sums() -> None:
+    """Hook: every sum of tensor-parallel ranks, small ones too, goes through the memory they
+    share."""
+
+    def opened(axis: Axis, timeout: timedelta) -> shared_sums.SharedSums:
+        sums = open_shared(axis, timeout)
+        assert sums is not None, "this machine's ranks share no memory"
+        return sums
+
+    def taken(sums: shared_sums.SharedSums, x: torch.Tensor) -> bool:
+        assert takes(sums, x), f"{x.dtype} {tuple(x.shape)} {x.stride()} goes through gloo"
+        return True
+
+    open_shared = shared_sums.open_shared
+    takes = shared_sums.SharedSums.takes
+    shared_sums.LEAST_BYTES = 0
+    shared_sums.open_shared = opened
+    shared_sums.SharedSums.takes = taken
+
+
+@pytest.mark.parametrize(
+    ("model", "world"), [(GPT2, 2), pytest.param(LLAMA, 4, marks=pytest.mark.campaign)]
+)
+def test_sums_through_shared_memory_give_the_numbers_of_one_process(
+    model, world, tmp_path, data, reference
+):
+    check(
+        Case(model, world, (TP, str(world)), steps=10), tmp_path, data, reference, only_shared_sums
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", CAMPAIGN)
+def test_every_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
+    table[name] = check(CAMPAIGN[name], tmp_path, data, reference)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", SWEEP)
+def test_more_layouts_give_the_numbers_of_one_process(name, tmp_path, data, reference):
+    check(SWEEP[name], tmp_path, data, reference)
+
+
+@pytest.mark.campaign
+def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
+    """50257 ids are 50304, 50432 and 50688 rows at TP 1, 2 and 4: dummies are outside the
+    softmax."""
+    text = write_text(tmp_path / "text", 100, vocab=50256)
+    flags = argv(
+        text,
+        (),
+        5,
+        "--fp64",
+        "--vocab-size",
+        "50257",
+        "--make-vocab-size-divisible-by",
+        "128",
+        "--hidden-size",
+        "16",
+    )
+    one = train(tmp_path / "one", flags)
+    assert "with 47 dummy tokens (new size: 50304)" in one.first_rank_log
+    for ranks, dummies in ((2, 175), (4, 431)):
+        run = train(tmp_path / f"tp{ranks}", [*flags, TP, str(ranks), SP], ranks)
+        assert f"with {dummies} dummy tokens" in run.first_rank_log
+        worst = [largest_difference(run, one, key) for key in ("lm_loss", "grad_norm")]
+        print(f"TP {ranks}: largest relative differences {worst}")
+        assert max(worst) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (TP, "2"),
+        *(
+            pytest.param(layout, marks=pytest.mark.campaign)
+            for layout in ((TP, "2", SP), (PP, "2"))
+        ),
+        OVERLAP,
+    ],
+    ids="-".join,
+)
+def test_overflows_are_agreed_upon(layout, data, tmp_path):
+    """fp16: the same steps are skipped and the loss scales are the same, whichever rank's part
+    overflows."""
+    flags = argv(
+        data,
+        (),
+        14,
+        "--fp16",
+        "--initial-loss-scale",
+        str(2.0**24),
+        "--hysteresis",
+        "1",
+        "--loss-scale-window",
+        "2",
+    )
+    one = train(tmp_path / "one", flags)
+    run = train(tmp_path / "run", [*flags, *layout], 2)
+    keys = ("iteration", "loss_scale", "skipped", "skip_reason", "learning_rate")
+    assert run.series(*keys) == one.series(*keys)
+    skipped = [row["skipped"] for row in one.rows]
+    assert skipped[0] == 1 and 0 in skipped and 1 in skipped[skipped.index(0) :], (
+        "first many, then one after a rise"
+    )
+    assert largest_difference(run, one, "lm_loss") < 5e-3
+
+
+def overflow_on_rank_1() -> None:
+    """In the second step one value of what only rank 1 updates is infinite."""
+    overflow("1", lambda p: p.sharding.splits or hasattr(p, "span"))
+
+
+def overflow_on_rank_0() -> None:
+    """... of the first layer, which pipeline stage 0 holds."""
+    overflow("0", lambda p: p.sharding.name.startswith("decoder.layers.0."))
+
+
+def overflow(rank: str, where: Callable[[torch.nn.Parameter], object]) -> None:
+    """Plant the infinite value."""
+    reduce = ddp.GradBuffers.reduce
+    steps = []
+
+    def reduced(self: ddp.GradBuffers) -> None:
+        reduce(self)
+        steps.append(1)
+        if len(steps) == 2 and os.environ["RANK"] == rank:
+            next(p for p in self.owned if p.numel() and where(p)).main_grad.view(-1)[3] = float(
+                "inf"
+            )
+
+    ddp.GradBuffers.reduce = reduced
+
+
+@pytest.mark.parametrize(
+    "layout, hook",
+    [
+        ((TP, "2"), overflow_on_rank_1),
+        (DISTRIBUTED, overflow_on_rank_1),
+        pytest.param((PP, "2"), overflow_on_rank_0, marks=pytest.mark.campaign),
+    ],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, hook, data, tmp_path):
+    """Rank 1 writes the metrics, rank 0 the counters of the checkpoint: both have skipped."""
+    flags = argv(
+        data, (), 4, "--fp16", "--initial-loss-scale", "1024", "--hysteresis", "1", *layout
+    )
+    run = train(tmp_path / "run", [*flags, *saved(tmp_path / "run")], 2, hook=hook)
+    assert [row["skipped"] for row in run.rows] == [0, 1, 0, 0]
+    counters = store.load(run.save).state.optimizer
+    assert counters["step"] == 3 and counters["grad_scaler"]["scale"] == 512
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "model, layout", [(UNTIED, (TP, "2", SP)), (DEEP, (PP, "2", CHUNKS, "2")), (UNTIED, (CP, "2"))]
+)
+def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
+    """With dropout, stopped in the middle: bit for bit the run that was not."""
+    flags = with_flags(argv(data, model, 8, *layout), *DROPOUT)
+    straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], 2)
+    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], 2)
+    resumed = train(
+        tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2
+    )
+    assert (
+        f"successfully loaded checkpoint from {tmp_path}/b/save at iteration 4\n"
+        in resumed.first_rank_log
+    )
+    assert resumed.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(resumed.tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
+    """Saved at TP 2, where the vocabulary has other padding: gone on with at TP 1, TP 4, and TP 2 x
+    DP 2."""
+    case = Case(GPT2, 1, (), steps=8)
+    flags = argv(data, case.model, case.steps, case.precision)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(
+        tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", TP, "2", SP], 2
+    )
+    padded = "embedding.word_embeddings.weight"
+    read = open_trained_model(
+        str(tmp_path / "two/save"), device="cpu"
+    ).model.embedding.word_embeddings.weight
+    written = store.load(tmp_path / "two/save").reader().read(padded)
+    assert (
+        len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
+    )
+    layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (tensor 2)",
+        layouts,
+    )
+
+
+@pytest.mark.campaign
+def test_experts_saved_in_one_layout_resume_in_another(data, tmp_path):
+    """Saved at TP 2: resumed at TP 1, TP 2 x PP 2 and DP 2 x CP 2 with the distributed
+    optimizer."""
+    flags = argv(data, MOE, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    layout = ("--exit-interval", "4", TP, "2", SP)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
+    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED)))
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (tensor 2)",
+        layouts,
+    )
+
+
+@pytest.mark.campaign
+def test_experts_saved_with_expert_parallelism_resume_in_any_layout(data, tmp_path):
+    """Saved at EP 4 with the distributed optimizer: resumed in one process, at TP 2 x PP 2, and at
+    EP 2."""
+    flags = argv(data, EP_MOE, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    layout = ("--exit-interval", "4", EP, "4", *A2A, *DISTRIBUTED)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 4)
+    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (2, (EP, "2", *A2A, *OVERLAP)))
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "4 ranks (data 4)",
+        layouts,
+    )
+
+
+@pytest.mark.campaign
+def test_experts_saved_with_expert_tensor_parallelism_resume_in_any_layout(data, tmp_path):
+    """Saved at ETP 1 of TP 2 with the distributed optimizer: resumed in one process, at ETP 2 x
+    EP 2, and at ETP 4."""
+    flags = argv(data, EP_MOE, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    layout = ("--exit-interval", "4", ETP, "1", TP, "2", SP, *DISTRIBUTED)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
+    layouts = (
+        (1, ()),
+        (4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)),
+        (4, (ETP, "4", TP, "2", SP)),
+    )
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (tensor 2)",
+        layouts,
+    )
+
+
+@pytest.mark.campaign
+def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data, tmp_path):
+    """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2
+    x CP 2."""
+    case = Case(UNTIED, 1, (), steps=8)
+    flags = argv(data, case.model, case.steps, case.precision)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", CP, "2"], 2)
+    model = open_trained_model(str(tmp_path / "two/save"), device="cpu").model
+    with torch.no_grad():
+        assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
+    layouts = ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER)))
+    go_on(
+        one,
+        flags,
+        tmp_path / "two/save",
+        "2 ranks (context 2)",
+        layouts,
+    )
+
+
+def go_on(
+    one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple
+) -> None:
+    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process
+    did."""
+    for world, layout in layouts:
+        folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
+        run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
+        assert f"checkpoint was written by {written_by}" in run.first_rank_log
+        rest = one.rows[4:]
+        assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
+        for row, expected in zip(run.rows, rest, strict=True):
+            assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+        tensors = run.tensors()
+        for name, tensor in one.tensors().items():
+            rows = 211 if name.endswith(PADDED) else len(tensor)
+            assert tensors[name][:rows].allclose(tensor[:rows], rtol=1e-7, atol=1e-12), name
+            assert not tensors[name][rows:].any()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((PP, "2"), [(1, ()), (2, (TP, "2")), (2, (PP, "2", CHUNKS, "2"))]),
+        ((PP, "2", CHUNKS, "2"), [(1, ()), (2, (PP, "2")), (4, (PP, "4"))]),
+        ((TP, "2", SP), [(2, (PP, "2"))]),
+        ((), [(2, (PP, "2", CHUNKS, "2"))]),
+        (
+            (PP, "2", LAYOUT, "E|tt|t|tL"),
+            [(1, ()), (2, (PP, "2")), (4, (PP, "4", LAYOUT, "E|(tt|)*2,L"))],
+        ),
+    ],
+    ids=lambda value: "-".join(map(str, value)),
+)
+def test_a_resume_with_other_stages_gives_the_same_numbers(before, after, data, tmp_path):
+    """... and a checkpoint of stages opens as a model; of tied ends one copy is written."""
+    flags = argv(data, DEEP, 8, "--fp64")
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(
+        tmp_path / "two",
+        [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", *before],
+        2 if before else 1,
+    )
+    parts = [
+        dict(
+            open_trained_model(
+                str(tmp_path / name / "save"), 4, device="cpu"
+            ).model.named_parameters()
+        )
+        for name in ("one", "two")
+    ]
+    assert parts[0].keys() == parts[1].keys() and all(
+        p.allclose(parts[1][name], rtol=1e-6, atol=1e-7) for name, p in parts[0].items()
+    )
+    for world, layout in after:
+        folder = tmp_path / f"{world}-{len(layout)}"
+        run = train(
+            folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world
+        )
+        assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
+        for row, expected in zip(run.rows, one.rows[4:], strict=True):
+            assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+        tensors = run.tensors()
+        assert tensors.keys() == one.tensors().keys()
+        assert all(
+            tensors[name].shape[1:] == tensor.shape[1:]
+            and tensors[name][:211].allclose(tensor[:211], rtol=1e-7, atol=1e-12)
+            for name, tensor in one.tensors().items()
+        )
+
+
+@pytest.mark.campaign
+def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
+    """4 samples a step, then 8: two and four micro-batches, both of which interleaving takes."""
+    flags = argv(data, DEEP, 8, "--fp64")
+    at = flags.index("--train-iters")
+    flags = [
+        *flags[:at],
+        *flags[at + 2 :],
+        "--train-samples",
+        "64",
+        "--rampup-batch-size",
+        "4",
+        "4",
+        "24",
+    ]
+    at = flags.index("--lr-warmup-iters")
+    flags = [*flags[:at], *flags[at + 2 :]]
+    one = train(tmp_path / "one", flags)
+    run = train(tmp_path / "run", [*flags, PP, "2", CHUNKS, "2"], 2)
+    assert [size for [size] in run.series("global_batch_size")][:1] == [4] and run.rows[-1][
+        "global_batch_size"
+    ] == 8
+    assert max(largest_difference(run, one, key) for key in ("lm_loss", "grad_norm")) <= 1e-10
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (TP, "2"),
+        (TP, "2", SP),
+        (PP, "2"),
+        (PP, "2", CHUNKS, "2", *DEEP),
+        (CP, "2"),
+        (CP, "2", *GATHER),
+    ],
+    ids="-".join,
+)
+def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
+    flags = with_flags(argv(data, GPT2, 6, *layout), *DROPOUT)
+    runs = [
+        train(
+            tmp_path / str(n),
+            [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "6"],
+            2,
+        )
+        for n, again in enumerate(((), (), SELECTIVE, FULL))
+    ]
+    for run in runs[1:]:
+        assert run.series(*EXACT) == runs[0].series(*EXACT)
+        same_tensors(run.tensors(), runs[0].tensors())
+    plain = train(tmp_path / "plain", argv(data, GPT2, 6, *layout), 2)
+    assert plain.series("lm_loss") != runs[0].series("lm_loss")

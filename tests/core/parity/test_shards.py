@@ -1,0 +1,191 @@
+"""Shards of the optimizer in whole runs: exact resumes, checkpoints that any layout reads, overlap
+that changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.parity.layouts import (
+    BUCKETS,
+    CP,
+    DISTRIBUTED,
+    DROPOUT,
+    ETP,
+    EXACT,
+    GPT2,
+    INSTANCES,
+    LLAMA,
+    OVERLAP,
+    PP,
+    SP,
+    TP,
+    UNTIED,
+    WHOLE,
+    argv,
+    saved,
+)
+from tests.runs import same_tensors, train, with_flags, write_text
+
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --disable-bias-linear".split()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 400)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (2, OVERLAP),
+        pytest.param((4, (*OVERLAP, *INSTANCES, "--bf16")), marks=pytest.mark.campaign),
+        pytest.param((2, (*OVERLAP, *WHOLE, "--bf16")), marks=pytest.mark.campaign),
+        pytest.param((4, (TP, "2", SP, *DISTRIBUTED, "--fp16")), marks=pytest.mark.campaign),
+        pytest.param((2, (*EXPERTS, ETP, "1", TP, "2", SP, *OVERLAP)), marks=pytest.mark.campaign),
+    ],
+    ids=lambda x: " ".join(x[1]),
+)
+def test_a_resume_of_shards_is_exact(layout, data, tmp_path):
+    """The distributed optimizer with dropout, stopped in the middle: bit for bit the run that was
+    not."""
+    world, more = layout
+    flags = with_flags(argv(data, UNTIED, 8, *more), *DROPOUT)
+    straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], world)
+    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], world)
+    resumed = train(
+        tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], world
+    )
+    assert (
+        f"successfully loaded checkpoint from {tmp_path}/b/save at iteration 4\n"
+        in resumed.first_rank_log
+    )
+    assert resumed.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(resumed.tensors(), straight.tensors())
+
+
+SHARDED = {
+    "one": (1, ()),
+    "dp4": (4, BUCKETS),
+    "dp2": (2, (*DISTRIBUTED, "--ddp-bucket-size", "1000")),
+    "tp2": (2, (TP, "2", SP)),
+    "tp2 dp2": (4, (TP, "2", *OVERLAP)),
+    "instances": (4, (*DISTRIBUTED, *INSTANCES)),
+    "whole dp2": (2, (*DISTRIBUTED, *WHOLE, "--ddp-bucket-size", "1000")),
+    "whole dp4": (4, (*OVERLAP, *WHOLE)),
+    "pp2 dp2": (4, (PP, "2", *OVERLAP)),
+    "cp2 dp2": (4, (CP, "2", *DISTRIBUTED)),
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("dp4", "one"),
+        ("dp4", "dp2"),
+        ("dp4", "tp2"),
+        ("dp4", "instances"),
+        ("one", "dp4"),
+        ("tp2", "dp2"),
+        ("instances", "tp2 dp2"),
+        ("tp2 dp2", "dp4"),
+        ("dp4", "pp2 dp2"),
+        ("dp2", "whole dp4"),
+        ("whole dp4", "whole dp2"),
+        ("whole dp2", "dp4"),
+        ("pp2 dp2", "dp2"),
+        ("pp2 dp2", "cp2 dp2"),
+    ],
+    ids=" to ".join,
+)
+def test_shards_are_read_in_every_other_layout(path, data, tmp_path):
+    """Stopped in one layout and gone on with in another: the numbers, weights and optimizer state
+    of one process."""
+    flags = argv(data, GPT2, 8, "--fp64")
+    (world, layout), (then, other) = (SHARDED[name] for name in path)
+    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
+    train(tmp_path / "a", [*flags, *layout, *saved(tmp_path / "a"), "--exit-interval", "4"], world)
+    run = train(
+        tmp_path / "b",
+        [*flags, *other, *saved(tmp_path / "b"), "--load", str(tmp_path / "a/save")],
+        then,
+    )
+    assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
+    for row, expected in zip(run.rows, one.rows[4:], strict=True):
+        assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
+    tensors = run.tensors()
+    whole = one.tensors()
+    assert tensors.keys() == whole.keys()
+    for name, tensor in whole.items():
+        rows = 211 if name.endswith("embedding.word_embeddings.weight") else len(tensor)
+        assert tensors[name][:rows].allclose(tensor[:rows], rtol=1e-7, atol=1e-12), name
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ("--bf16",),
+        ("--fp16", "--initial-loss-scale", "1024", "--accumulate-allreduce-grads-in-fp32"),
+    ],
+    ids=" ".join,
+)
+def test_shards_change_no_bit_of_a_run_in_half_precision(precision, data, tmp_path):
+    """Two ranks with and without the distributed optimizer and its overlap: without clipping, the
+    very same run."""
+    flags = with_flags(argv(data, LLAMA, 10, *precision), "--clip-grad", "0")
+    runs = [
+        train(
+            tmp_path / str(n),
+            [*flags, *more, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "10"],
+            2,
+        )
+        for n, more in enumerate(((), DISTRIBUTED, OVERLAP))
+    ]
+    for run in runs[1:]:
+        assert run.series("iteration", "lm_loss", "loss_scale") == runs[0].series(
+            "iteration", "lm_loss", "loss_scale"
+        )
+        same_tensors(run.tensors(), runs[0].tensors())
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "world, more",
+    [(2, ()), (4, DISTRIBUTED), (4, (*DISTRIBUTED, *INSTANCES))],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
+)
+def test_overlap_changes_no_bit_in_fp32(world, more, data, tmp_path):
+    """... nor does another try; nor another size of buckets, without clipping (shards cut otherwise
+    round the norm otherwise) and with shards (four ranks without them sum in an order that depends
+    on the bucket)."""
+    gather = ("--overlap-param-gather",) if more else ()
+    overlap = ("--overlap-grad-reduce", *gather)
+    small = ("--ddp-bucket-size", "3000")
+    sets = (
+        ((), (), overlap),
+        (small, (*small, *overlap)),
+        (("--clip-grad", "0"), ("--clip-grad", "0", *small, *overlap)),
+    )
+    for number, ways in enumerate(sets):
+        runs = [
+            train(
+                tmp_path / f"{number}{n}",
+                with_flags(
+                    argv(data, UNTIED, 6, *more),
+                    *way,
+                    "--save-interval",
+                    "6",
+                    "--save",
+                    str(tmp_path / f"{number}{n}/save"),
+                ),
+                world,
+            )
+            for n, way in enumerate(ways)
+        ]
+        for run in runs[1:]:
+            same_tensors(run.tensors(), runs[0].tensors())
+            assert run.series("iteration", "lm_loss", "grad_norm") == runs[0].series(
+                "iteration", "lm_loss", "grad_norm"
+            )

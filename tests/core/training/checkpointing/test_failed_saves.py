@@ -1,0 +1,245 @@
+"""Saves that the disk refuses: a periodic one costs a warning, the last one of a run its success;
+nothing else changes."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+
+import pytest
+
+from megatron.checkpoint import filesystem, manifest, store
+from megatron.training import loop
+from megatron.training.checkpointing import save as saving
+from megatron.training.run import Services
+from tests.core.training.checkpointing.refusing_disk import BROKEN, FULL, LOCKED, refuse
+from tests.core.training.checkpointing.saving_runs import BASE, run
+from tests.forkrun import RanksFailed
+from tests.runs import EXACT, late_from, same_tensors, train, with_flags
+
+SIZES = (1, 2)
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=["dp 1", "dp 2"])
+def plain(request, tmp_path_factory, data):
+    """(number of ranks, run whose saves succeed)."""
+    return request.param, run(tmp_path_factory.mktemp("plain"), data, request.param)
+
+
+def names(folder) -> list[str]:
+    """What lies in a save directory, hidden names too, but for the events of the run and the lock
+    of a rank that was killed while it left."""
+    names = (path.name for path in (folder / "save").iterdir())
+    return sorted(name for name in names if not name.startswith((".lock.", "run_events.")))
+
+
+ALL = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", store.TRACKER]
+
+
+@pytest.mark.parametrize(
+    ("action", "part", "number"),
+    [
+        ("write", ".iter_0000004.tmp-", FULL),
+        ("mkdir", ".iter_0000004.tmp-", LOCKED),
+        ("rename", ".iter_0000004.tmp-", BROKEN),
+    ],
+)
+def test_a_periodic_save_that_fails_is_one_warning(plain, data, tmp_path, action, part, number):
+    """The run goes on as if nothing had been; it has its other checkpoints, and no remains of the
+    one that failed."""
+    world, good = plain
+    rank = world - 1 if action == "write" else 0
+    done = run(tmp_path, data, world, hook=functools.partial(refuse, action, part, rank, number))
+    assert names(tmp_path) == [name for name in ALL if name != "iter_0000004"]
+    lines = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
+    assert len(lines) == 1 and lines[0].startswith(
+        "WARNING: no checkpoint of iteration 4: " + "rank 1: " * rank + "cannot "
+    )
+    assert f"{tmp_path}/save/{part}" in lines[0] and f": {os.strerror(number)}; " in lines[0]
+    assert lines[0].endswith(
+        f". The last good one in {tmp_path}/save is of iteration 2; training continues, the next "
+        "save is tried at iteration 6"
+    )
+    assert done.first_rank_log.count("successfully saved checkpoint") == 3
+    assert done.series(*EXACT) == good.series(*EXACT)
+    for iteration in (2, 6, 7):
+        same_tensors(done.tensors(iteration), good.tensors(iteration))
+
+
+def test_the_tracker_that_cannot_be_written_names_what_it_named(data, tmp_path):
+    """The new checkpoint is whole, but it does not count: a resume takes the last one that does."""
+    hook = functools.partial(refuse, "write", store.TRACKER, 0, FULL, 10)
+    with pytest.raises(RanksFailed, match=r"exit codes|CheckpointError"):
+        run(tmp_path, data, 1, "--load", str(tmp_path / "save"), hook=hook)
+    text = (tmp_path / "log.0").read_text()
+    assert (
+        text.count(f"{tmp_path}/save holds none yet; training continues") == 3
+        and store.latest(tmp_path / "save") is None
+    )
+    assert [line.rpartition(" ")[2] for line in text.splitlines() if "WARNING: no" in line] == [
+        "4",
+        "6",
+        "7",
+    ]
+    done = run(tmp_path, data, 1, "--load", str(tmp_path / "save"))
+    assert store.latest(tmp_path / "save") == 7 and names(tmp_path) == ALL
+    assert [row["iteration"] for row in done.rows] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def terminate_at_5() -> None:
+    """The last rank is asked to leave in iteration 5."""
+    step = loop.train_step
+
+    def asked(run, forward_step, samples, iteration, own):
+        if iteration == 5 and run.runtime.rank == run.runtime.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(run, forward_step, samples, iteration, own)
+
+    loop.train_step = asked
+
+
+def and_refuse(before, *where) -> Services | None:
+    refuse(*where)
+    return before() if before else None
+
+
+@pytest.mark.parametrize("world", SIZES)
+@pytest.mark.parametrize(
+    ("flags", "before", "last"),
+    [
+        ([], None, 7),
+        (["--train-iters", "6"], None, 6),
+        (["--exit-interval", "5"], None, 5),
+        (["--exit-interval", "4"], None, 4),
+        (["--exit-signal-handler"], terminate_at_5, 5),
+        (["--exit-duration-in-mins", "9"], functools.partial(late_from, 4), 4),
+    ],
+)
+def test_the_last_save_that_fails_is_an_error(data, tmp_path, world, flags, before, last):
+    """Whatever ends the run, and also where the last save is a periodic one; it is not tried
+    twice."""
+    hook = functools.partial(and_refuse, before, "write", f".iter_{last:07d}.tmp-", world - 1, FULL)
+    words = [
+        word for word in BASE if "--train-iters" not in flags or word not in ("--train-iters", "7")
+    ]
+    with pytest.raises(RanksFailed, match="CheckpointError.*No space left"):
+        train(
+            tmp_path,
+            [*words, *flags, "--data-path", data, "--save", str(tmp_path / "save")],
+            world,
+            hook=hook,
+        )
+    assert f"saving checkpoint at iteration {last:7d}" in (tmp_path / "log.0").read_text()
+    assert "WARNING: no checkpoint" not in (tmp_path / "log.0").read_text()
+    assert names(tmp_path) == [*(name for name in ALL[:3] if int(name[-1]) < last), store.TRACKER]
+    assert store.latest(tmp_path / "save") == (last - 1) // 2 * 2
+
+
+def write_nonsense() -> None:
+    """A fault of the program: what the ranks have written does not fit together."""
+
+    def merge(*args):
+        raise filesystem.CheckpointError("planted")
+
+    manifest.merge = merge
+
+
+def test_a_fault_of_the_program_ends_the_run_at_once(data, tmp_path):
+    with pytest.raises(RanksFailed, match="CheckpointError: planted"):
+        run(tmp_path, data, 1, hook=write_nonsense)
+    assert "WARNING" not in (tmp_path / "log.0").read_text()
+
+
+NUMBERS = (FULL, BROKEN, errno.EROFS)
+
+
+def refuse_every_step(rank: int, save: str) -> None:
+    """A hook: of four saves three are refused, at the same step, for three reasons; at the next
+    step the next time.
+
+    After each of them the newest checkpoint must be whole.
+    """
+    whole = saving.save_checkpoint
+    refused = []
+
+    def saved(run) -> None:
+        iteration = run.progress.iteration
+        at = 0
+        wrong = None
+        plain = filesystem.Disk.step
+        before = store.latest(save)
+
+        def step(self, action, path) -> None:
+            nonlocal at
+            at += 1
+            if iteration % 4 and at == iteration // 4 + 1:
+                refused.append(f"{action} {path.name}")
+                number = NUMBERS[iteration % 4 - 1]
+                raise OSError(number, os.strerror(number))
+
+        if run.runtime.rank == rank:
+            filesystem.Disk.step = step
+        try:
+            whole(run)
+        except filesystem.CheckpointError as error:
+            wrong = error
+        filesystem.Disk.step = plain
+        if run.runtime.rank == 0:
+            newest = store.latest(save)
+            assert newest == iteration or wrong and newest == before, (iteration, before, newest)
+            if newest:
+                with store.load(save).reader() as reader:
+                    reader.verify()
+            assert iteration % 4 or newest == iteration, "a save after some that failed works"
+        if run.runtime.rank == rank and iteration == run.plan.train_iters:
+            print(f"{len(refused)} refusals in saves that have {at} steps", flush=True)
+            assert len(refused) >= 3 * at > 24
+        if wrong:
+            raise wrong
+
+    saving.save_checkpoint = saved
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("world", "iterations"), [(1, 176), (2, 68)])
+def test_a_refusal_at_every_step_of_a_save_costs_that_save_alone(
+    data, memory_path, world, iterations
+):
+    """No space, an error of the disk, a file system that became read-only."""
+    folder = memory_path / "refused"
+    flags = [
+        "--train-iters",
+        str(iterations),
+        "--save-interval",
+        "1",
+        "--num-layers",
+        "1",
+        "--hidden-size",
+        "16",
+        "--no-save-optim",
+        "--global-batch-size",
+        "2",
+        "--micro-batch-size",
+        "1",
+        "--seq-length",
+        "8",
+        "--max-position-embeddings",
+        "8",
+    ]
+    argv = with_flags([*BASE, "--data-path", data, "--save", str(folder / "save")], *flags)
+    hook = functools.partial(refuse_every_step, world - 1, str(folder / "save"))
+    done = train(folder, argv, world, hook=hook)
+    other = ("--save", str(memory_path / "plain/save"), "--save-interval", str(iterations))
+    plain = train(memory_path / "plain", with_flags(argv, *other), world)
+    refused = done.first_rank_log.count("WARNING: no checkpoint of iteration")
+    [line] = [
+        line
+        for line in (folder / f"log.{world - 1}").read_text().splitlines()
+        if "refusals in saves" in line
+    ]
+    print(f"{world} ranks: {refused} saves refused; {line}")
+    assert refused >= 24
+    assert done.series(*EXACT) == plain.series(*EXACT)
+    same_tensors(done.tensors(iterations), plain.tensors(iterations))

@@ -1,0 +1,56 @@
+"""A resume on another processor, device, kernel or torch is no longer bit for bit, and says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.checkpoint.state import RunState
+from megatron.training.checkpointing import hardware
+from tests.core.training.tiny_run import make_run
+from tests.problems import code_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def saved():
+    run = make_run()
+    state = RunState(hardware=hardware.hardware(run.config, CPU))
+    return run.config, RunState.parse(state.dump(), "state.json")
+
+
+def test_the_same_hardware_is_not_mentioned(saved):
+    config, state = saved
+    assert state.hardware["processor"].split() and state.hardware["kernels"]
+    assert hardware.other_hardware(config, CPU, state) is None
+
+
+def test_an_older_checkpoint_does_not_say(saved):
+    config, state = saved
+    assert hardware.other_hardware(config, CPU, replace(state, hardware={})) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"processor": "another one"},
+        {"device": "NVIDIA H100"},
+        {"kernels": {"attention": "Transformer Engine"}},
+        {"torch": None},
+    ],
+)
+def test_other_hardware_is_named(saved, changed):
+    config, state = saved
+    kernels = state.hardware["kernels"]
+    assert "attention" in kernels
+    if "torch" in changed:
+        state = replace(state, versions=state.versions | {"torch": "1.0"})
+    else:
+        state = replace(state, hardware=state.hardware | changed)
+    line = hardware.other_hardware(config, CPU, state)
+    assert code_of(line) == "resume-not-bit-for-bit"
+    old = changed.get("kernels", {}).get("attention") or changed.get("processor") or ""
+    assert old in line and "->" in line

@@ -1,0 +1,458 @@
+"""--save and --load in an object store: what lies there is what was saved, and failing stores are
+waited for and told of."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from megatron.checkpoint import object_store, retention, skip_log, slots, store
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.object_store import Remote
+from megatron.checkpoint.state import RunState
+from megatron.config.checkpoint import CheckpointConfig, is_url, staged
+from megatron.training.checkpointing import snapshots as snapshot_saves
+from tests import problems
+from tests.core.checkpoint.s3_server import serving
+from tests.forkrun import RanksFailed
+from tests.runs import SMALL, same_tensors, train, write_text
+
+BASE = [
+    *SMALL,
+    "--train-iters",
+    "6",
+    "--split",
+    "100,0,0",
+    "--eval-iters",
+    "0",
+    "--save-interval",
+    "2",
+]
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """An S3 server of the test's own with an empty bucket; the environment says where it is."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    with serving(tmp_path_factory.mktemp("moto")) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(object_store, "WAITS", 0.0)
+    monkeypatch.setattr(object_store, "LOOKS", 0.05)
+
+
+def checkpoint(staging: Path, iteration: int) -> None:
+    """A small checkpoint in a staging directory."""
+    store.save(staging, iteration, [], RunState(iteration=iteration), f"--seed {iteration}\n")
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_what_is_a_url():
+    assert (
+        is_url("s3://bucket/run")
+        and is_url("memory://x")
+        and not is_url("runs/a")
+        and not is_url(None)
+    )
+    c = staged(
+        CheckpointConfig(
+            save="s3://bucket/runs/a", load="runs/b", snapshot_dir="s3://b/x", staging_dir="/disk"
+        )
+    )
+    assert (c.save, c.load, c.snapshot_dir) == ("/disk/s3/bucket/runs/a", "runs/b", "/disk/s3/b/x")
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_there_and_back(bucket, tmp_path):
+    remote = Remote(f"{bucket}/back")
+    assert remote.latest() is None
+    checkpoint(tmp_path / "here", 3)
+    checkpoint(tmp_path / "here", 5)
+    remote.upload(tmp_path / "here", 3)
+    assert remote.latest() == 3
+    remote.upload(tmp_path / "here", 5)
+    object_store.fetch(f"{bucket}/back", str(tmp_path / "there"))
+    object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 3)
+    for iteration in (3, 5):
+        here, there = (
+            store.iteration_directory(tmp_path / name, iteration) for name in ("here", "there")
+        )
+        assert (
+            files_of(here) == files_of(there)
+            and store.load(tmp_path / "there", iteration).iteration == iteration
+        )
+    with problems.raises(CheckpointError, "checkpoint-step-missing", "iteration 4"):
+        object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 4)
+
+
+def test_a_store_without_a_checkpoint_is_an_error_where_one_must_be_there(tmp_path):
+    url = f"file://{tmp_path}/empty"
+    object_store.fetch(url, str(tmp_path / "here"))
+    with pytest.raises(CheckpointError, match=r"--load file://"):
+        object_store.fetch(url, str(tmp_path / "here"), required=True)
+    checkpoint(tmp_path / "here", 3)  # not uploaded yet
+    object_store.fetch(url, str(tmp_path / "here"), required=True)
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, monkeypatch):
+    """Each file is put again until the store gives it back as it is; the tracker is not moved
+    before that."""
+    checkpoint(tmp_path, 1)
+    remote = Remote(f"{bucket}/fails")
+    files = remote.files
+    puts = []
+    put = files.put_file
+
+    def failing(path, there):
+        puts.append(Path(path).name)
+        if len(puts) % 2:
+            raise ConnectionError("reset by peer")
+        put(path, there)
+
+    monkeypatch.setattr(files, "put_file", failing)
+    remote.upload(tmp_path, 1)
+    assert (
+        puts == ["args", "args", "state.json", "state.json", "manifest.json", "manifest.json"]
+        and remote.latest() == 1
+    )
+    checkpoint(tmp_path, 2)
+    monkeypatch.setattr(files, "put_file", lambda path, there: files.pipe_file(there, b"another"))
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot upload iter_0000002/args in s3://bucket/fails, tried 5 times: ",
+    ):
+        remote.upload(tmp_path, 2)
+    assert remote.latest() == 1
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_what_is_there_is_not_put_again(bucket, tmp_path, monkeypatch):
+    checkpoint(tmp_path, 1)
+    remote = Remote(f"{bucket}/again")
+    remote.upload(tmp_path, 1)
+    monkeypatch.setattr(remote.files, "put_file", None)
+    remote.upload(tmp_path, 1)
+
+
+def test_a_url_that_cannot_be_used():
+    with problems.raises(ValueError, "url-not-supported", "nosuch://x"):
+        Remote("nosuch://x")
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with problems.raises(ValueError, "package-missing", "s3://a/b", "s3fs"):
+        Remote("s3://a/b")
+
+
+def run(folder: Path, data: str, url: str, *more: str, hook=None):
+    words = [
+        *BASE,
+        "--data-path",
+        data,
+        "--save",
+        url,
+        "--load",
+        url,
+        "--staging-dir",
+        str(folder / "staging"),
+        *more,
+    ]
+    return train(folder, words, 2, hook=hook)
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_a_run_goes_on_from_the_store_alone(bucket, tmp_path):
+    """Half a run on one machine, the rest on another one: the same as a run with directories."""
+    data = write_text(tmp_path / "text", 300)
+    straight = train(
+        tmp_path / "straight",
+        [*BASE, "--data-path", data, "--save", str(tmp_path / "straight/save")],
+        2,
+    )
+    url = f"{bucket}/runs/a"
+    run(tmp_path / "one", data, url, "--exit-interval", "4", "--async-save")
+    assert Remote(url).latest() == 4
+    second = run(tmp_path / "two", data, url)
+    assert (
+        "fetching the checkpoint of iteration 4" in second.first_rank_log
+        and Remote(url).latest() == 6
+    )
+    object_store.fetch(url, str(tmp_path / "three/save"))
+    with store.load(tmp_path / "three/save").reader() as reader:
+        same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
+
+
+def refuse_to_put() -> None:
+    """A hook: nothing gets into the store."""
+    object_store.WAITS = 0.0
+
+    def refuse(self, path, there):
+        raise PermissionError("access denied")
+
+    Remote.put = refuse
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_a_store_that_refuses_costs_the_run_its_success_and_no_checkpoint(bucket, tmp_path):
+    data = write_text(tmp_path / "text", 300)
+    url = f"{bucket}/runs/refused"
+    with pytest.raises(RanksFailed) as failure:
+        run(tmp_path / "one", data, url, hook=refuse_to_put)
+    said = (
+        f"CheckpointError: --save {url}: cannot upload iter_0000006/args in {url}, tried 5 "
+        "times: PermissionError: access"
+    )
+    assert said in str(failure.value) and "the same command uploads it" in str(failure.value)
+    assert store.latest(tmp_path / "one/staging/s3/bucket/runs/refused") == 6
+    run(tmp_path / "one", data, url)  # nothing is left to train: it uploads
+    assert Remote(url).latest() == 6
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_ranges_to_skip_survive_in_the_store(bucket, tmp_path):
+    """A machine that has nothing but the store skips what another one was told to skip, and both
+    records stay."""
+    data = write_text(tmp_path / "text", 300)
+    url = f"{bucket}/runs/skips"
+    run(tmp_path / "one", data, url, "--exit-interval", "2", "--train-range-to-skip", "4", "4")
+    second = run(tmp_path / "two", data, url, "--train-range-to-skip", "5", "5")
+    assert [row["iteration"] for row in second.rows if row["skipped"]] == [4, 5]
+    path = "staging/s3/bucket/runs/skips/skips.jsonl"
+    assert (
+        Remote(url).files.cat_file("bucket/runs/skips/skips.jsonl")
+        == (tmp_path / "two" / path).read_bytes()
+    )
+    lines = (tmp_path / "two" / path).read_text().splitlines()
+    assert len(lines) == 2 and lines[:1] == (tmp_path / "one" / path).read_text().splitlines()
+    mine = tmp_path / "three"
+    skip_log.append(mine, ["from here"])
+    Remote(url).bring_skips(mine)
+    assert skip_log.read(mine)[0] == [*lines, "from here"]
+    Remote(url).bring_skips(mine)
+    assert skip_log.read(mine)[0] == [*lines, "from here"]
+
+
+# --- snapshots: in a store of plain files, which needs no package of its own
+
+
+@pytest.fixture
+def files_as_store(monkeypatch):
+    """file:// makes directories, as stores need none."""
+    monkeypatch.setitem(fsspec.config.conf, "file", {"auto_mkdir": True})
+
+
+def eventually(what) -> None:
+    """Wait until the uploading process has done it."""
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def held(url: str) -> list[int | None]:
+    """Iterations of the two snapshots in a store. A file, other than what a store holds, is seen
+    half-written."""
+    for _ in range(100):
+        try:
+            return [Remote(f"{url}/{slot}").latest() for slot in slots.SLOTS]
+        except CheckpointError:
+            time.sleep(0.02)
+    raise AssertionError(f"{url} holds damaged trackers")
+
+
+def snapshot(folder: Path, iteration: int) -> None:
+    """What a run does at --snapshot-interval."""
+    checkpoint(retention.free_slot(folder, iteration), iteration)
+
+
+@pytest.mark.parametrize("save_in_store", [False, True])
+def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
+    save_in_store, files_as_store, tmp_path
+):
+    url = f"file://{tmp_path}/store/snap"
+    save = tmp_path / "save"
+    snapshots = tmp_path / "snapshots"
+    save_url = f"file://{tmp_path}/store/run" if save_in_store else None
+    places = object_store.places(str(save), save_url, str(snapshots), url)
+    assert len(places) == 2 + save_in_store
+    checkpoint(save, 1)
+    with object_store.uploading(places, str(save)):
+        for iteration in (2, 4, 6):
+            snapshot(snapshots, iteration)
+            eventually(lambda iteration=iteration: iteration in held(url))
+    assert held(url) == [6, 4]
+    for slot, iteration in (("0", 6), ("1", 4)):  # the older one of a slot is gone
+        assert [path.name for path in (tmp_path / "store/snap" / slot).glob("iter_*")] == [
+            f"iter_{iteration:07d}"
+        ]
+    object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
+    assert [slots.newest_in(slot) for slot in slots.slots(tmp_path / "elsewhere")] == [
+        6,
+        None,
+    ]
+    assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
+    checkpoint(save, 7)  # newer than both of them
+    object_store.fetch_snapshot(url, str(tmp_path / "nothing"), str(save))
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_snapshots_in_s3(bucket, tmp_path):
+    """Written, replaced, removed and fetched, as by s3fs against a server."""
+    url = f"{bucket}/runs/snap"
+    save = tmp_path / "save"
+    snapshots = tmp_path / "snapshots"
+    checkpoint(save, 1)
+    with object_store.uploading(
+        object_store.places(str(save), None, str(snapshots), url), str(save)
+    ):
+        for iteration in (2, 4, 6):
+            snapshot(snapshots, iteration)
+            eventually(lambda iteration=iteration: iteration in held(url))
+    files = Remote(url).files
+    files.invalidate_cache()
+    assert held(url) == [6, 4]
+    assert sorted(
+        name for name in files.find("bucket/runs/snap") if name.endswith("manifest.json")
+    ) == [
+        "bucket/runs/snap/0/iter_0000006/manifest.json",
+        "bucket/runs/snap/1/iter_0000004/manifest.json",
+    ]
+    object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
+    assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
+    Remote(f"{url}/0").keep_only(None)
+    assert held(url) == [None, 4]
+    missing = f"s3://{bucket.rpartition('/')[2]}-that-is-not-there/run"
+    with (
+        pytest.raises(CheckpointError, match="--save s3://"),
+        object_store.uploading(object_store.places(str(save), missing, None, None), str(save)),
+    ):
+        pass
+
+
+def test_a_snapshot_of_a_line_that_was_left_goes_from_the_store_too(files_as_store, tmp_path):
+    """A machine without the snapshots of the first one goes back to iteration 2 and saves 4."""
+    url = f"file://{tmp_path}/store/snap"
+    save = tmp_path / "save"
+    snapshots = tmp_path / "snapshots"
+    checkpoint(save, 2)
+    for iteration in (3, 6):
+        checkpoint(tmp_path / "first", iteration)
+        Remote(f"{url}/{iteration // 6}").upload(tmp_path / "first", iteration)
+    with object_store.uploading(
+        object_store.places(str(save), None, str(snapshots), url), str(save)
+    ):
+        time.sleep(0.3)
+        assert held(url) == [3, 6]  # nothing is removed for being there
+        checkpoint(save, 4)
+        eventually(lambda: held(url) == [3, None])
+        snapshot(snapshots, 5)
+        eventually(lambda: held(url)[0] == 5)
+    assert held(url) == [5, None] and not list((tmp_path / "store/snap/1").glob("iter_*"))
+
+
+def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failure(
+    files_as_store, tmp_path, capfd, monkeypatch
+):
+    save = tmp_path / "save"
+    snapshots = tmp_path / "snapshots"
+    places = object_store.places(
+        str(save), f"file://{tmp_path}/run", str(snapshots), f"file://{tmp_path}/snap"
+    )
+    put = Remote.put
+
+    def refuse(self, path, there):
+        if self.url.endswith(refused):
+            raise PermissionError("access denied")
+        put(self, path, there)
+
+    monkeypatch.setattr(Remote, "put", refuse)
+    checkpoint(save, 1)
+    snapshot(snapshots, 2)
+    refused = "/snap/0"
+    with object_store.uploading(places, str(save)):
+        pass
+    assert (
+        "WARNING: --snapshot-dir" in capfd.readouterr().err
+        and Remote(f"file://{tmp_path}/run").latest() == 1
+    )
+    refused = "/run"
+    checkpoint(save, 3)
+    with (
+        pytest.raises(CheckpointError, match="--save file://"),
+        object_store.uploading(places, str(save)),
+    ):
+        pass
+
+
+def test_a_bucket_that_is_not_there_is_a_failure_and_no_silence(tmp_path):
+    """file:// without directories says what s3 says of a missing bucket: FileNotFoundError."""
+    checkpoint(tmp_path / "save", 1)
+    places = object_store.places(
+        str(tmp_path / "save"), f"file://{tmp_path}/nowhere/run", None, None
+    )
+    with (
+        pytest.raises(CheckpointError, match="--save file://"),
+        object_store.uploading(places, str(tmp_path / "save")),
+    ):
+        pass
+
+
+@pytest.mark.campaign
+def test_a_run_goes_on_from_a_snapshot_of_the_store_alone(files_as_store, tmp_path):
+    """Stopped in iteration 6 with a snapshot of 5 in the store and a checkpoint of 3: the same as a
+    run without a stop."""
+    data = write_text(tmp_path / "text", 300)
+    flags = [*BASE, "--data-path", data, "--save-interval", "3", "--snapshot-interval", "5"]
+    straight = train(tmp_path / "straight", [*flags, "--save", str(tmp_path / "straight/save")])
+    url = f"file://{tmp_path}/store/run"
+    flags = [*flags, "--save", url, "--load", url, "--snapshot-dir", f"{url}/snapshots"]
+    train(
+        tmp_path / "one",
+        [*flags, "--staging-dir", str(tmp_path / "one/staging")],
+        kill_at=6,
+        hook=upload_at_once,
+    )
+    assert Remote(url).latest() == 3 and 5 in held(f"{url}/snapshots")
+    second = train(
+        tmp_path / "two",
+        [*flags, "--staging-dir", str(tmp_path / "two/staging")],
+        hook=upload_at_once,
+    )
+    assert [row["iteration"] for row in second.rows] == [6]
+    object_store.fetch(url, str(tmp_path / "three"))
+    with store.load(tmp_path / "three").reader() as reader:
+        same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
+
+
+def upload_at_once() -> None:
+    """A hook: a snapshot is in the store before training continues."""
+    object_store.LOOKS = 0.02
+    fsspec.config.conf["file"] = {"auto_mkdir": True}
+    real = snapshot_saves.save_snapshot
+
+    def slow(run) -> None:
+        real(run)
+        time.sleep(3.0)
+
+    snapshot_saves.save_snapshot = slow

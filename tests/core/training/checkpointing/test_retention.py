@@ -1,0 +1,198 @@
+"""--keep-last and --keep-every, --snapshot-interval and --snapshot-dir, --control-file in whole
+runs."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import retention, store
+from megatron.training import loop
+from megatron.training.launch.control_file import ControlFile
+from tests.core.training.checkpointing.refusing_disk import FULL, refuse
+from tests.runs import EXACT, SMALL, Finished, same_tensors, train, with_flags
+
+BASE = [*SMALL, "--train-iters", "12", "--split", "100,0,0", "--eval-iters", "0"]
+
+
+@pytest.fixture(scope="module")
+def straight(data, tmp_path_factory) -> Finished:
+    return run(data, tmp_path_factory.mktemp("straight"), "--save-interval", "12")
+
+
+def run(data: str, folder: Path, *extra: str, world: int = 1, hook=None) -> Finished:
+    save = str(folder / "save")
+    return train(
+        folder,
+        with_flags([*BASE, "--data-path", data, "--save", save, "--load", save], *extra),
+        world,
+        hook=hook,
+    )
+
+
+def slots(folder: Path) -> list[int | None]:
+    return [retention.newest_in(slot) for slot in retention.slots(folder)]
+
+
+def test_keep_last_and_keep_every(data, straight, tmp_path):
+    done = run(data, tmp_path, "--save-interval", "1", "--keep-last", "2", "--keep-every", "5")
+    assert store.iterations(done.save) == [5, 10, 11, 12]
+    assert "  removed checkpoints of iterations 9\n" in done.first_rank_log
+    same_tensors(done.tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_an_older_one_goes_only_when_a_newer_one_is_on_the_disk(data, tmp_path):
+    """Saves from iteration 3 on fail: what was there before stays."""
+    hook = functools.partial(refuse, "fsync", ".iter_0000003.tmp-", 0, FULL)
+    done = run(
+        data, tmp_path, "--save-interval", "1", "--keep-last", "1", "--train-iters", "4", hook=hook
+    )
+    log = done.first_rank_log
+    assert log.index("no checkpoint of iteration 3") < log.index(
+        "removed checkpoints of iterations 2"
+    )
+    assert log.index("successfully saved checkpoint at iteration       4") < log.index(
+        "removed checkpoints of iterations 2"
+    )
+    assert store.iterations(done.save) == [4]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_a_resume_takes_the_newest_of_snapshots_and_checkpoints(data, straight, tmp_path, world):
+    """Killed in iteration 8: the snapshot of 6, in its slot, is newer than the checkpoint of 4."""
+    flags = ("--save-interval", "4", "--snapshot-interval", "2", "--global-batch-size", "8")
+    save = str(tmp_path / "save")
+    argv = with_flags([*BASE, "--data-path", data, "--save", save, "--load", save], *flags)
+    train(tmp_path, argv, world, kill_at=8)
+    assert store.iterations(tmp_path / "save") == [4] and sorted(
+        slots(tmp_path / "save/snapshots")
+    ) == [2, 6]
+    done = train(tmp_path, argv, world)
+    assert f"successfully loaded checkpoint from {tmp_path}/save/snapshots/" in done.first_rank_log
+    assert "at iteration 6\n" in done.first_rank_log and store.iterations(done.save) == [4, 8, 12]
+    assert sorted(slots(tmp_path / "save/snapshots")) == [6, 10]
+    if world == 1:
+        assert done.series(*EXACT) == straight.series(*EXACT)
+        same_tensors(done.tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straight, tmp_path):
+    elsewhere = tmp_path / "fast"
+    flags = ("--save-interval", "5", "--snapshot-interval", "3", "--snapshot-dir", str(elsewhere))
+    hook = functools.partial(refuse, "write", ".iter_0000006.tmp-", 0, FULL)
+    first = run(data, tmp_path, *flags, "--exit-interval", "8", hook=hook)
+    assert "WARNING: no snapshot of iteration 6: cannot write " in first.first_rank_log
+    assert store.iterations(first.save) == [5, 8] and slots(elsewhere) == [3, None]
+    (tmp_path / "save" / store.TRACKER).write_text("5")
+    second = run(data, tmp_path, *flags, "--exit-interval", "11")
+    assert store.iterations(second.save) == [5, 8, 10, 11] and sorted(slots(elsewhere)) == [6, 9]
+    (tmp_path / "save" / store.TRACKER).write_text("8")
+    slot = retention.slots(elsewhere)[slots(elsewhere).index(9)]
+    weights = slot / "iter_0000009/weights_00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-7])
+    done = run(data, tmp_path, *flags)
+    assert f"cannot load iteration 9: {weights} has " in done.first_rank_log
+    assert (
+        "the checkpoint of iteration 8 is used instead of that of iteration 9"
+        in done.first_rank_log
+    )
+    assert done.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(done.tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_snapshots_of_a_line_that_was_left_go(data, tmp_path):
+    """Back to iteration 2 by hand: the first save after that ends the snapshot of 6."""
+    run(data, tmp_path, "--save-interval", "2", "--snapshot-interval", "1", "--exit-interval", "7")
+    assert sorted(slots(tmp_path / "save/snapshots")) == [5, 7]
+    run(
+        data,
+        tmp_path,
+        "--save-interval",
+        "4",
+        "--snapshot-interval",
+        "3",
+        "--ckpt-step",
+        "2",
+        "--exit-interval",
+        "4",
+    )
+    assert {*slots(tmp_path / "save/snapshots")} == {3, None}
+
+
+def ask(requests: dict[int, str], path: str) -> None:
+    """Write a request into the control file within these iterations."""
+    step = loop.train_step
+
+    def asked(run, forward_step, samples, iteration, own):
+        if iteration in requests and run.runtime.rank == run.runtime.world_size - 1:
+            Path(path).write_text(requests[iteration])
+        return step(run, forward_step, samples, iteration, own)
+
+    loop.train_step = asked
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.campaign), 2])
+def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
+    """InternLM's stop_file_path: -N saves, N saves and stops; and both now, by their names."""
+    file = tmp_path / "control"
+    hook = functools.partial(ask, {2: "save", 4: "-6\n", 8: " +9"}, str(file))
+    flags = ("--save-interval", "100", "--control-file", str(file))
+    # rank 1 writes: rank 0 may have read before in that iteration, not in the next one
+    if world == 2:
+        hook = functools.partial(ask, {4: "-6\n", 8: " +9"}, str(file))
+    first = run(data, tmp_path, *flags, world=world, hook=hook)
+    assert store.iterations(first.save) == ([2] if world == 1 else []) + [6, 9]
+    assert (
+        "[exiting program at iteration 9, as requested by --control-file]" in first.first_rank_log
+    )
+    assert file.read_text() == "0\n" and [row["iteration"] for row in first.rows] == list(
+        range(1, 10)
+    )
+    second = run(
+        data, tmp_path, *flags, world=world, hook=functools.partial(ask, {10: "halt"}, str(file))
+    )
+    assert "holds 'halt': write save, stop, N or -N into it" in second.first_rank_log
+    assert [row["iteration"] for row in second.rows] == list(range(1, 13))
+    if world == 1:
+        assert second.series(*EXACT) == straight.series(*EXACT)
+        file.write_text("stop")
+        third = run(data, tmp_path, *flags, "--train-iters", "20", "--override-opt_param-scheduler")
+        assert store.latest(third.save) == 13 and file.read_text() == "0\n"
+
+
+def test_requests_of_a_control_file(tmp_path, capsys):
+    path = tmp_path / "control"
+    control = ControlFile(str(path))
+    assert path.read_text() == "0\n" and control.request(5) is None
+    for text, before, after in [
+        ("save", "save", "save"),
+        ("stop\n", "stop", "stop"),
+        ("7", None, "stop"),
+        ("+7", None, "stop"),
+        ("-7", None, "save"),
+        ("", None, None),
+        ("0", None, None),
+        ("-0", None, None),
+    ]:
+        path.write_text(text)
+        assert (control.request(6), control.request(7)) == (before, after), text
+        assert control.request(90) == after, "passed by skipped iterations"
+    for text in ("7.0", "stop now", "\x00", "9" * 30, "__import__('os')"):
+        path.write_text(text)
+        assert control.request(7) is None
+    assert capsys.readouterr().out.count("write save, stop, N or -N into it") == 5
+    path.write_text("save")
+    assert control.request(7) == "save"
+    path.write_text("9")
+    control.done()
+    assert path.read_text() == "9", "a request made meanwhile"
+    assert control.request(9) == "stop"
+    control.done()
+    assert path.read_text() == "0\n"
+    path.unlink()
+    assert control.request(7) is None

@@ -1,0 +1,415 @@
+"""From typed flags to the things that train: what each flag changes in them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.plan.plan import bytes_per_rank, make_plan
+from megatron.data import index_helpers
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import local_box
+from megatron.timers import Timers
+from megatron.training.build import (
+    build_model,
+    build_run,
+    make_tokenizer,
+    plan_run,
+)
+from megatron.training.build_data import build_data
+from megatron.training.launch import initialize
+from megatron.training.launch.initialize import Runtime
+from megatron.training.run import Run
+from tests.core.data.vocabularies import write_sentencepiece, write_tiktoken
+from tests.core.training.built_runs import RUNTIME, built, config_of
+from tests.forkrun import run_ranks
+from tests.runs import write_text
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+
+def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict, int]:
+    """(bytes really held by kind, the plan's, {name: (place in the whole, values)}, number of
+    buckets) of a run's rank."""
+    config = config_of(*flags)
+    tokenizer = make_tokenizer(config)
+    plan = make_plan(config, world, tokenizer.vocab_size)
+    runtime = Runtime(
+        torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank
+    )
+    run = build_run(config, plan, runtime, Timers(), tokenizer)
+    params = list(run.model.parameters())
+    state = run.optimizer.tensors()
+
+    def size(part: str) -> int:
+        return sum(tensor.nbytes for name, tensor in state.items() if part in name)
+
+    held = {
+        "weights": sum(p.nbytes for p in params),
+        "gradients": sum(p.main_grad.nbytes for p in params),
+        "main weights": size("fp32_param"),
+        "optimizer moments": size("exp_avg") + size("momentum_buffer"),
+    }
+    shards = {
+        p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params
+    }
+    planned = bytes_per_rank(config, plan, runtime.ctx.pp.rank, runtime.ctx.shard.rank)
+    return held, planned, shards, len(run.buffers._buckets)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--bf16"],
+        [
+            "--untie-embeddings-and-output-weights",
+            "--swiglu",
+            "--qk-layernorm",
+            "--group-query-attention",
+            "--num-query-groups",
+            "2",
+        ],
+        ["--bf16", "--grad-reduce-in-bf16"],
+        ["--fp16", "--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "fp16"],
+        ["--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8"],
+    ],
+    ids=" ".join,
+)
+def test_ranks_hold_what_the_plan_says_and_slices_of_the_same_weights(more):
+    _, _, whole, _ = rank_of_a_run(0, 1, more)
+    for held, planned, shards, _ in run_ranks(
+        2, rank_of_a_run, [*more, "--tensor-model-parallel-size", "2"]
+    ):
+        assert held == planned
+        assert shards.keys() == whole.keys()
+        cut = 0
+        for name, (box, values) in shards.items():
+            full = whole[name][1]
+            # of a vocabulary: what one rank has of it
+            expected = full[tuple(slice(*span) for span in box)]
+            assert (
+                torch.equal(values[: len(expected)], expected) and not values[len(expected) :].any()
+            ), name
+            cut += values.numel() < full.numel()
+        assert cut >= 1 + 2 * 6, "the embedding and six tensors of each layer are split"
+
+
+SHARDS = ["--use-distributed-optimizer"]
+PRECISION_AWARE = (
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16"
+).split()
+SPLIT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDS]
+INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
+
+
+@pytest.mark.parametrize(
+    "world, more",
+    [
+        (2, [*SHARDS, "--bf16"]),
+        (4, SHARDS),
+        (4, INSTANCES),
+        (4, [*SPLIT, "--bf16", "--ddp-num-buckets", "3"]),
+        (4, [*SPLIT, "--ddp-bucket-size", "2000"]),
+        (2, [*SHARDS, "--fp16", "--optimizer", "sgd"]),
+        (4, [*INSTANCES, *PRECISION_AWARE]),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_shards_of_the_optimizer_are_the_plans_to_the_byte(world, more):
+    """Every rank's own figures; together the ranks of one instance hold the state once."""
+    config = config_of(*more)
+    found = run_ranks(world, rank_of_a_run, more)
+    for held, planned, _, _ in found:
+        assert held == planned
+    share = [held["optimizer moments"] for held, *_ in found]
+    whole = bytes_per_rank(
+        replace(config, parallel=replace(config.parallel, use_distributed_optimizer=False)),
+        make_plan(config, world, 211),
+    )["optimizer moments"]
+    copies = (
+        2 if "--num-distributed-optimizer-instances" in more or "--sequence-parallel" in more else 1
+    )
+    assert sum(share) == copies * whole and max(share) < 1.1 * whole * copies / world
+
+
+@pytest.mark.parametrize(
+    "world, more",
+    [
+        (4, ["--pipeline-model-parallel-size", "2"]),
+        (
+            4,
+            [
+                "--pipeline-model-parallel-size",
+                "2",
+                "--num-layers",
+                "4",
+                "--num-virtual-stages-per-pipeline-rank",
+                "2",
+            ],
+        ),
+        (4, ["--context-parallel-size", "2"]),
+        pytest.param(
+            8,
+            [
+                "--pipeline-model-parallel-size",
+                "2",
+                "--tensor-model-parallel-size",
+                "2",
+                "--sequence-parallel",
+            ],
+            marks=pytest.mark.campaign,
+        ),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else None,
+)
+def test_shards_of_every_stage_are_the_plans_to_the_byte(world, more):
+    """Tied embeddings and norms of sequence shards, which have buckets of their own, and chunks of
+    layers."""
+    for held, planned, _, _ in run_ranks(
+        world, rank_of_a_run, [*more, *SHARDS, "--bf16", "--ddp-bucket-size", "3000"]
+    ):
+        assert held == planned
+
+
+def buckets(world: int, *more: str) -> list[int]:
+    """How many gradient buckets ranks have with these flags."""
+    return sorted({count for *_, count in run_ranks(world, rank_of_a_run, list(more))})
+
+
+def test_bucket_flags():
+    """28,000 parameters: their number or their size, neither of which goes without the other."""
+    assert buckets(2) == [1] and buckets(2, "--overlap-grad-reduce") == [1]
+    assert buckets(2, "--ddp-num-buckets", "3") == [3]
+    assert (
+        buckets(2, *SHARDS, "--ddp-bucket-size", "10000")
+        == [3]
+        != buckets(2, *SHARDS, "--ddp-bucket-size", "5000")
+    )
+
+
+def test_stages_hold_what_the_plan_says():
+    """Two virtual stages on each of two ranks: every parameter once, but the word embedding on both
+    ends."""
+    flags = ["--num-layers", "5", "--bf16"]
+    _, _, whole, _ = rank_of_a_run(0, 1, flags)
+    ranks = run_ranks(
+        2,
+        rank_of_a_run,
+        [
+            *flags,
+            "--pipeline-model-parallel-size",
+            "2",
+            "--num-virtual-stages-per-pipeline-rank",
+            "2",
+        ],
+    )
+    assert all(held == planned for held, planned, _, _ in ranks)
+    first, last = (shards for _, _, shards, _ in ranks)
+    assert first.keys() & last.keys() == {EMBEDDING} and first.keys() | last.keys() == whole.keys()
+    assert all(
+        torch.equal(values, whole[name][1])
+        for shards in (first, last)
+        for name, (_, values) in shards.items()
+    )
+    assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "2"}
+
+
+def lines_of_a_rank(rank: int, world: int) -> str:
+    config = config_of("--pipeline-model-parallel-size", "2")
+    runtime = Runtime(
+        torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank
+    )
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        build_model(config, make_plan(config, world, 211), runtime)
+    return text.getvalue()
+
+
+def test_every_stage_tells_its_parameters():
+    first, last = run_ranks(2, lines_of_a_rank)
+    layer = 4 * 32 + 3 * 32 * 33 + 32 * 33 + 128 * 33 + 32 * 129
+    embedding = 216 * 32
+    positions = 32 * 32
+    norm = 2 * 32
+    line = " > number of parameters on (tensor, pipeline) model parallel rank (0, {}): {}\n"
+    assert first.endswith(line.format(0, embedding + positions + layer))
+    assert last == line.format(1, embedding + layer + norm)
+
+
+def test_a_model_with_fewer_layers_than_asked_for_is_noticed():
+    config = config_of()
+    plan = make_plan(config, 1, 211)
+    with pytest.raises(AssertionError, match=r"layers \[0\] were built"):
+        build_model(config, replace(plan, layers_per_stage=((range(0, 1),),)), RUNTIME)
+    with pytest.raises(AssertionError, match="parameters were built"):
+        build_model(config, replace(plan, parameters=plan.parameters[1:]), RUNTIME)
+
+
+def by_name(run: Run, key: str) -> dict[str, float]:
+    """A value of the parameter groups by the name of each parameter."""
+    return {name: group[key] for group in run.optimizer.param_groups for name in group["names"]}
+
+
+def test_decoupled_learning_rate():
+    """Embedding and output layer rise to --decoupled-lr and fall to its floor, all others to --lr
+    and --min-lr."""
+    plain = ["--lr", "0.01", "--min-lr", "0.001", "--untie-embeddings-and-output-weights"]
+    for flags, peak, floor in (
+        ([], 0.01, 0.001),
+        (["--decoupled-lr", "0.5"], 0.5, 0.001),
+        (["--decoupled-lr", "0.5", "--decoupled-min-lr", "0.25"], 0.5, 0.25),
+    ):
+        run = built(*plain, *flags)
+        for samples, own, others in ((24, peak, 0.01), (100, floor, 0.001)):
+            run.scheduler.step(samples)
+            rates = by_name(run, "lr")
+            assert [rates.pop(EMBEDDING), rates.pop(OUTPUT)] == pytest.approx([own, own])
+            assert list(rates.values()) == pytest.approx([others] * len(rates)) and len(rates) > 10
+
+
+def test_the_decoupled_rate_moves_the_embedding_alone():
+    """One update with gradients of one: Adam's first step is the learning rate itself."""
+    run = built(
+        "--lr",
+        "0.01",
+        "--decoupled-lr",
+        "0.0625",
+        "--weight-decay",
+        "0",
+        "--clip-grad",
+        "0",
+        "--lr-decay-style",
+        "constant",
+        "--lr-warmup-iters",
+        "0",
+    )
+    before = {p.sharding.name: p.detach().clone() for p in run.model.parameters()}
+    for p in run.model.parameters():
+        p.main_grad.fill_(1.0)
+    run.optimizer.step()
+    for p in run.model.parameters():
+        rate = 0.0625 if p.sharding.name == EMBEDDING else 0.01
+        torch.testing.assert_close(
+            before[p.sharding.name] - p.detach(), torch.full_like(p, rate), rtol=1e-3, atol=1e-6
+        )
+
+
+def test_weight_decay_of_query_and_key_norms():
+    flags = ["--qk-layernorm", "--weight-decay", "0.125"]
+    without, decays = (
+        by_name(built(*flags, *more), "weight_decay")
+        for more in ([], ["--apply-wd-to-qk-layernorm"])
+    )
+    changed = {name for name in decays if decays[name] != without[name]}
+    assert changed == {
+        f"decoder.layers.{i}.self_attention.{qk}_layernorm.{kind}"
+        for i in range(2)
+        for qk in "qk"
+        for kind in ("weight", "bias")
+    }
+    assert {decays[name] for name in changed} == {0.125} and {
+        without[name] for name in changed
+    } == {0.0}
+
+
+def vocabulary(*flags: str) -> tuple[int, int]:
+    """(ids, padded)"""
+    config = config_of(*flags)
+    size = make_tokenizer(config).vocab_size
+    return size, plan_run(config, 1, size).padded_vocab_size
+
+
+def test_extra_ids_make_a_larger_vocabulary(tmp_path: Path):
+    flags = [
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        write_sentencepiece(tmp_path),
+    ]
+    plain = vocabulary(*flags)
+    more = vocabulary(*flags, "--vocab-extra-ids", "20")
+    assert more[0] - plain[0] == 20 and more[1] - plain[1] in (16, 24)
+
+
+def test_tiktoken_flags_reach_the_tokenizer(tmp_path: Path):
+    pytest.importorskip("tiktoken")
+    path = write_tiktoken(tmp_path / "v.json", [b"ab", b"cd", b"aB"])
+    flags = [
+        "--tokenizer-type",
+        "TikTokenizer",
+        "--tokenizer-model",
+        path,
+        "--vocab-size",
+        "267",
+        "--tiktoken-num-special-tokens",
+        "8",
+    ]
+    plain = make_tokenizer(config_of(*flags))
+    assert plain.tokenize("a") == [ord("a") + 8] and vocabulary(*flags)[0] == 267
+    moved = make_tokenizer(config_of(*flags, "--tiktoken-num-special-tokens", "9"))
+    assert moved.tokenize("a") == [ord("a") + 9]
+    whole = make_tokenizer(config_of(*flags, "--tiktoken-pattern", "v1"))
+    assert (plain.tokenize("aB"), whole.tokenize("aB")) == ([105, 74], [266])
+    names = ["</s>", "<unk>", "<s>", "<mask>", "<pad>", "<cls>", "<sep>"]
+    assert (
+        make_tokenizer(config_of(*flags, "--tiktoken-special-tokens", *names)).eod == 0 != plain.eod
+    )
+
+
+def test_slow_index_helpers_are_said_where_they_are_used(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(index_helpers, "IMPLEMENTATION", "numpy")
+    monkeypatch.setattr(index_helpers, "REASON", "the C++ was taken away")
+    text = write_text(tmp_path / "text", 200)
+
+    def said(*more: str) -> int:
+        config = config_of(*more)
+        if "--data-path" in more:
+            config = replace(config, data=replace(config.data, mock_data=False))
+        tokenizer = make_tokenizer(config)
+        build_data(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, tokenizer)
+        return capsys.readouterr().out.count(
+            " > index helpers: numpy, because the C++ was taken away\n"
+        )
+
+    data = ["--data-path", text, "--split", "80,10,10"]
+    assert (said(*data), said()) == (1, 0)
+    monkeypatch.setattr(index_helpers, "REASON", "")
+    assert said(*data) == 0
+
+
+def test_no_device_memory_on_a_machine_without_accelerator(capsys, monkeypatch):
+    monkeypatch.setattr(
+        initialize.devices, "choose_device", lambda wanted, local_rank: torch.device("cpu")
+    )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    initialize.initialize(
+        config_of("--device", "auto", "--log-memory-to-tensorboard", "--tensorboard-dir", "x")
+    )
+    assert "--log-memory-to-tensorboard: no effect" in capsys.readouterr().out
+    initialize.initialize(config_of("--device", "auto", "--tensorboard-dir", "x"))
+    assert "no effect" not in capsys.readouterr().out
+
+
+def test_bf16_gradients_and_moments_take_half_the_bytes():
+    """The plan's bytes (which the tests above compare with a built run) per parameter."""
+
+    def per_parameter(*flags: str) -> dict[str, float]:
+        config = config_of("--bf16", *flags)
+        plan = make_plan(config, 1, 211)
+        return {
+            kind: size / plan.num_parameters for kind, size in bytes_per_rank(config, plan).items()
+        }
+
+    wide = {"weights": 2, "gradients": 4, "main weights": 4, "optimizer moments": 8}
+    assert per_parameter() == wide
+    assert per_parameter("--grad-reduce-in-bf16") == wide | {"gradients": 2}
+    assert per_parameter(*PRECISION_AWARE[1:]) == wide | {"gradients": 2, "optimizer moments": 4}
+    one = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "fp16")
+    assert per_parameter(*one) == wide | {"optimizer moments": 6}

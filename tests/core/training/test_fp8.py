@@ -1,0 +1,272 @@
+"""Whole runs with --fp8-format: resumed bit for bit, recomputed bit for bit, the same in every
+layout, each flag seen."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from megatron.parallel import fp8
+from megatron.parallel.fp8 import PREFIX
+from megatron.training.batch import MicroBatch
+from megatron.training.step import forward_backward
+from megatron.training.step_sums import StepSums
+from tests.core.training.built_runs import built
+from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, train, with_flags
+
+EXACT = ("iteration", "lm_loss", "grad_norm")
+RUN = [*with_flags(SMALL, *NO_DROPOUT), "--mock-data", "--train-iters", "8", "--eval-iters", "0"]
+DELAYED = [
+    "--fp8-format",
+    "hybrid",
+    "--fp8-amax-history-len",
+    "3",
+    "--fp8-amax-compute-algo",
+    "max",
+]
+TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+
+
+def saving(folder, *flags):
+    return [
+        *RUN,
+        *flags,
+        "--save",
+        str(folder / "save"),
+        "--load",
+        str(folder / "save"),
+        "--save-interval",
+        "4",
+    ]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "world, more",
+    [(1, ["--bf16"]), (2, ["--tensor-model-parallel-size", "2"])],
+    ids=["bf16", "tp2"],
+)
+def test_a_killed_run_goes_on_with_its_scales(tmp_path, world, more):
+    straight = train(tmp_path / "straight", saving(tmp_path / "straight", *DELAYED, *more), world)
+    scales = {name: x for name, x in straight.tensors().items() if name.startswith(PREFIX)}
+    assert len(scales) == 8 and all(x.shape == (3, 4) and x.all() for x in scales.values())
+    argv = saving(tmp_path / "killed", *DELAYED, *more)
+    train(tmp_path / "killed", argv, world, kill_at=6)
+    resumed = train(tmp_path / "killed", argv, world)
+    assert (
+        "at iteration 4\n" in resumed.log + resumed.first_rank_log
+        and "no FP8 scales" not in resumed.log
+    )
+    assert resumed.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(resumed.tensors(), straight.tensors())
+
+
+@pytest.mark.campaign
+def test_scales_begin_anew_where_a_checkpoint_has_none(tmp_path):
+    argv = [*with_flags(saving(tmp_path / "run"), "--train-iters", "16"), "--exit-interval", "4"]
+    train(tmp_path / "run", argv)
+    first = train(tmp_path / "run", [*argv, *DELAYED])
+    assert (
+        "no FP8 scales of this --fp8-amax-history-len: the amax history is reset"
+        in first.first_rank_log + first.log
+    )
+    again = train(tmp_path / "again", [*argv, *DELAYED])  # now there are
+    assert "no FP8 scales" not in again.log + again.first_rank_log
+    assert train(tmp_path / "without", argv).rows[-1]["iteration"] == 16  # and without fp8 again
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+def test_layouts_and_recompute_give_the_same(tmp_path, recipe):
+    """Equal scales leave only the order of fp32 sums, and the casts that it tips over; recompute
+    repeats every bit."""
+    argv = [*with_flags(RUN, "--train-iters", "5"), *recipe, "--save-interval", "5"]
+    one = train(tmp_path / "one", [*argv, "--save", str(tmp_path / "one/save")])
+    again = train(tmp_path / "again", [*argv, *FULL, "--save", str(tmp_path / "again/save")])
+    assert again.series(*EXACT) == one.series(*EXACT)
+    same_tensors(again.tensors(), one.tensors())
+    tp = ["--tensor-model-parallel-size", "2"]
+    layouts = {
+        "tp": tp,
+        "sp": [*tp, "--sequence-parallel"],
+        "cp": ["--context-parallel-size", "2"],
+        "pp": ["--pipeline-model-parallel-size", "2"],
+        "dp": ["--use-distributed-optimizer"],
+    }
+    for name, flags in layouts.items():
+        other = train(tmp_path / name, [*argv, *flags, "--save", str(tmp_path / name / "save")], 2)
+        for key, near in (("lm_loss", 3e-4), ("grad_norm", 1e-2)):
+            expected = [value for (value,) in one.series(key)]
+            assert [value for (value,) in other.series(key)] == pytest.approx(expected, rel=near), (
+                name,
+                key,
+            )
+        mine = other.tensors()
+        theirs = one.tensors()
+        assert mine.keys() == theirs.keys()
+        for scale in (key for key in theirs if key.startswith(PREFIX)):
+            torch.testing.assert_close(
+                mine[scale], theirs[scale], rtol=0.05, atol=0.0, msg=f"{name}: {scale}"
+            )
+
+
+@pytest.mark.campaign
+def test_every_flag_changes_the_numbers(tmp_path):
+    runs = {
+        "none": [],
+        "e4m3": ["--fp8-format", "e4m3"],
+        "hybrid": ["--fp8-format", "hybrid"],
+        "tensorwise": TENSORWISE,
+        "margin": ["--fp8-format", "hybrid", "--fp8-margin", "3"],
+        "newest of 3": ["--fp8-format", "hybrid", "--fp8-amax-history-len", "3"],
+        "largest of 3": DELAYED,
+    }
+    found = {name: train(tmp_path / name, [*RUN, *flags]) for name, flags in runs.items()}
+    series = {name: run.series(*EXACT) for name, run in found.items()}
+    # how many are kept counts only for the largest
+    assert series.pop("newest of 3") == series["hybrid"]
+    assert len(set(map(tuple, series.values()))) == len(series)
+    losses = {name: run.rows[-1]["lm_loss"] for name, run in found.items()}
+    assert max(losses.values()) - min(losses.values()) < 0.01 * losses["none"]
+    assert "EMULATED" not in found["none"].first_rank_log
+    assert (
+        "linear of transformer layers: FP8 casts (hybrid), fp32 GEMM (EMULATED"
+        in found["hybrid"].first_rank_log
+    )
+
+
+@pytest.mark.campaign
+def test_without_an_update_training_goes_on(tmp_path):
+    """Steps that overflow leave no trace in the scales; the first that does not finds some."""
+    for power, updates in ((40, False), (22, True)):
+        folder = tmp_path / str(power)
+        run = train(
+            folder, saving(folder, *DELAYED, "--fp16", "--initial-loss-scale", str(2.0**power))
+        )
+        skipped = [row["skipped"] for row in run.rows]
+        assert len(skipped) == 8 and skipped[0] and (0 in skipped) == updates
+        scales = [x for name, x in run.tensors().items() if name.startswith(PREFIX)]
+        assert scales and all(
+            x.isfinite().all() and (x[:, 0].gt(0).all() if updates else not x.any()) for x in scales
+        )
+
+
+EXPERTS = (
+    "--disable-bias-linear --swiglu --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 "
+    "--moe-shared-expert-intermediate-size 32 --moe-aux-loss-coeff 0.01 --train-iters 5 "
+    "--save-interval 5"
+).split()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+def test_experts_in_every_layout_and_with_recompute(tmp_path, recipe):
+    """As dense layers: scales of all experts of a layer, equal on all ranks."""
+    argv = [*with_flags(RUN, *EXPERTS), *recipe]
+
+    def run(name, flags=(), world=1):
+        return train(
+            tmp_path / name, [*argv, *flags, "--save", str(tmp_path / name / "save")], world
+        )
+
+    one = run("one")
+    plain = train(tmp_path / "plain", with_flags(RUN, *EXPERTS))
+    assert one.series("lm_loss") != plain.series("lm_loss")
+    again = run("again", "--recompute-granularity selective --recompute-modules moe".split())
+    assert again.series(*EXACT) == one.series(*EXACT)
+    same_tensors(again.tensors(), one.tensors())
+    ep = ["--expert-model-parallel-size", "2"]
+    layouts = {
+        "ep": [*ep, "--use-distributed-optimizer"],
+        "ep, all-to-all": [*ep, "--moe-token-dispatcher-type", "alltoall"],
+        "tp": ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        "ep, tp": [
+            *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *(*ep, "--expert-tensor-parallel-size", "1"),
+        ],
+    }
+    theirs = one.tensors()
+    scales = {key for key in theirs if key.startswith(PREFIX)}
+    assert len(scales) == (12 if recipe is DELAYED else 0)
+    for name, flags in layouts.items():
+        other = run(name, flags, 2)
+        for key, near in (("lm_loss", 3e-4), ("grad_norm", 1e-2)):
+            expected = [value for (value,) in one.series(key)]
+            found = [value for (value,) in other.series(key)]
+            assert found == pytest.approx(expected, rel=near), (name, key)
+        mine = other.tensors()
+        assert mine.keys() == theirs.keys()
+        for scale in scales:
+            torch.testing.assert_close(mine[scale], theirs[scale], rtol=0.05, atol=0.0)
+
+
+def gradients(monkeypatch, keeps: bool, *flags: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Those of two steps of two micro-batches, with an update between them; how many weights each
+    step cast."""
+    casts = []
+    cast = fp8.cast_weight
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "cast_weight", lambda *args: casts.append(1) or cast(*args))
+        if not keeps:
+            patch.setattr(fp8, "weights_cast_once", nullcontext)
+        run = built(*NO_DROPOUT, "--global-batch-size", "4", *flags)
+        random = torch.Generator().manual_seed(1)
+        found, counts = [], []
+        for iteration in (1, 2):
+            rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
+            run.buffers.zero(2)
+            casts.clear()
+            sums = StepSums(run.runtime.device, routers=run.config.model.router_numbers)
+            forward_backward(run, plot().forward_step, map(MicroBatch, rows), sums, iteration, 0)
+            counts.append(len(casts))
+            found.append(run.buffers.flat.clone())
+            run.optimizer.step()
+            if run.fp8:
+                run.fp8.step(True)
+    return found, counts
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [DELAYED, [*TENSORWISE, "--bf16"], [*DELAYED, *FULL], [*TENSORWISE, *EXPERTS[:-4]]],
+    ids=["delayed", "bf16", "recompute", "experts"],
+)
+def test_a_step_casts_each_weight_once(monkeypatch, flags):
+    once, counts = gradients(monkeypatch, True, *flags)
+    always, many = gradients(monkeypatch, False, *flags)
+    layers = 12 if "--num-experts" in flags else 8
+    passes = 4 if flags[-len(FULL) :] == FULL else 2
+    assert counts == [layers] * 2 and many == [passes * layers] * 2
+    assert all(torch.equal(a, b) for a, b in zip(once, always, strict=True))
+    assert not torch.equal(*once)
+
+
+def cast_always() -> None:
+    fp8.weights_cast_once = nullcontext
+
+
+OVERLAP = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--ddp-bucket-size 3000 --bf16"
+).split()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "flags",
+    [OVERLAP, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]],
+    ids=["overlap", "tp"],
+)
+def test_kept_casts_are_those_of_the_weights(tmp_path, flags):
+    """Over weights that other ranks update and a load writes, with evaluations between."""
+    runs = []
+    for name, hook in (("kept", None), ("always", cast_always)):
+        argv = [*with_flags(saving(tmp_path / name, *DELAYED, *flags), "--eval-iters", "1")]
+        argv += ["--eval-interval", "2"]
+        train(tmp_path / name, [*argv, "--exit-interval", "4"], 2, hook=hook)
+        runs.append(train(tmp_path / name, argv, 2, hook=hook))
+    assert runs[0].series(*EXACT) == runs[1].series(*EXACT)
+    same_tensors(runs[0].tensors(), runs[1].tensors())

@@ -1,0 +1,125 @@
+"""The points of the training loop at which hooks are called, and the order of the hooks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.training import hooks, loop
+from megatron.training.feature import Loop, features_of
+from megatron.training.hook import Hook, placed
+from tests.core.training.tiny_run import make_run
+from tests.forkrun import ROOT
+from tests.runs import SMALL, train, write_text
+
+POINTS = [name for name, _ in inspect.getmembers(Hook, inspect.isfunction)]
+
+
+def note_points(folder: str) -> None:
+    """A hook of `tests.runs.train`: write down each point that the loop comes to, with the
+    iteration that the run is at."""
+    build_hooks = loop.build_hooks
+
+    class Noting(Hook):
+        def __init__(self, run):
+            self.run = run
+
+        def __getattribute__(self, name):
+            if name in POINTS and name not in ("intervals", "requests"):
+                with open(f"{folder}/points", "a") as file:
+                    file.write(f"{name} {self.run.progress.iteration}\n")
+            return super().__getattribute__(name)
+
+    def with_noting(run, *args):
+        return [*build_hooks(run, *args), Noting(run)]
+
+    loop.build_hooks = with_noting
+
+
+def test_points_of_a_run(tmp_path):
+    """Within an iteration: step, evaluation, save, end; skipped ones have no step."""
+    text = write_text(tmp_path / "text", 100)
+    flags = "--train-iters 5 --eval-interval 2 --eval-iters 1 --save-interval 2 --split 80,20,0"
+    skip = ["--train-range-to-skip", "3", "4"]
+    words = [*SMALL, "--data-path", text, *flags.split(), *skip, "--save", str(tmp_path / "save")]
+    train(tmp_path / "run", words, hook=functools.partial(note_points, str(tmp_path)))
+    saved = ["before_save", "after_save"]
+    assert (tmp_path / "points").read_text().splitlines() == [
+        "wrap_step 0",
+        "on_start 0",
+        *("before_step 0", "after_step 1", "after_iteration 1"),
+        *("before_step 1", "after_step 2", "before_evaluation 2"),
+        *(f"{point} 2" for point in saved),
+        "after_iteration 2",
+        *("after_skip 3", "after_iteration 3", "after_skip 4", "before_evaluation 4"),
+        *(f"{point} 4" for point in saved),
+        "after_iteration 4",
+        *("before_step 4", "after_step 5", "after_iteration 5", "on_end 5"),
+        *(f"{point} 5" for point in saved),
+        "before_evaluation 5",
+    ]
+
+
+class Named(Hook):
+    """What `build_hooks` is given."""
+
+
+Skipping, Evaluation, SavePolicy = (
+    type(name, (Named,), {}) for name in ("Skipping", "Evaluation", "SavePolicy")
+)
+
+
+def test_the_order_is_that_of_the_table(tmp_path):
+    """All features on: the order of docs/design.md, which gives the reasons."""
+    run = make_run(
+        manual_gc=True,
+        control_file=str(tmp_path / "control"),
+        log_straggler=True,
+        check_weight_hash_across_dp_replicas_interval=1,
+        data_ledger=str(tmp_path / "ledger"),
+        profile=True,
+        spike_action="rewind",
+        save=str(tmp_path / "save"),
+        save_interval=5,
+        verify_step_interval=2,
+    )
+    run.services.signals.monitor = SimpleNamespace(limits=None)
+    core = hooks.build_hooks(run, None, Evaluation(), SavePolicy(), Skipping())
+    of_features = [
+        hook for each in features_of(run.config) for hook in each.hooks(Loop(run, None, None, 0.0))
+    ]
+    kinds = [type(hook).__name__ for hook in placed(core, of_features)]
+    table = (ROOT / "docs" / "design.md").read_text().partition("| hook |")[2].partition("\n\n")[0]
+    names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row[:40])]
+    assert len(kinds) >= 13 and kinds == [name for name in names if name in kinds]
+    assert Path(tmp_path / "control").read_text() == "0\n"
+
+
+def hook(name: str, **places: tuple[str, ...]) -> Hook:
+    return type(name, (Hook,), places)()
+
+
+@pytest.mark.parametrize(
+    ("more", "order"),
+    [
+        ([hook("X")], "ABCX"),
+        ([hook("X", before=("B", "gone"))], "AXBC"),
+        ([hook("X", after=("gone",), before=("C",)), hook("Y", before=("C",))], "ABXYC"),
+        ([hook("X", before=("B",)), hook("Y", before=("X",), after=("A",))], "AYXBC"),
+        ([hook("X", before=("Y",)), hook("Y", before=("B",), after=("A",))], "AXYBC"),
+        ([hook("X", after=("Y",)), hook("Y", after=("X",))], None),
+        ([hook("X", before=("A",), after=("C",))], None),
+    ],
+)
+def test_a_hook_says_its_place(more, order):
+    core = [hook(name) for name in "ABC"]
+    if order is None:
+        with pytest.raises(ValueError, match="cannot be before"):
+            placed(core, more)
+    else:
+        assert "".join(type(one).__name__ for one in placed(core, more)) == order

@@ -1,0 +1,251 @@
+"""--torch-compile: the graphs of each kind of layer, however many layers and steps there are, and
+their numbers against those of eager layers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from megatron.kernels import cu_seqlens, dropout
+from megatron.kernels.cuda import torch_flash
+from megatron.model import attention, layer
+from megatron.training import batch, loop
+from megatron.training.batch import MicroBatch
+from megatron.training.step import forward_backward
+from megatron.training.step_sums import StepSums
+from tests.core.kernels.cuda.flash_on_cpu import on_cpu
+from tests.core.parity.layouts import CAMPAIGN, CASES, LLAMA, SWEEP
+from tests.core.training.built_runs import built
+from tests.runs import NO_DROPOUT, SMALL, plot, train, with_flags
+
+TEN_LAYERS = with_flags(SMALL, "--num-layers", "10", "--lr-warmup-iters", "1")
+STEPS = ["--mock-data", "--train-iters", "3", "--eval-iters", "0", "--torch-compile"]
+LAYERS = ("--num-layers", "12")
+GATED = ((*LLAMA, *LAYERS), ("--geglu", *LAYERS))  # the second with biases of gate and up
+# Every kind of model of the parity table that can be compiled, with the name of its first case.
+KINDS = {GATED[1]: "geglu with biases"}
+for _name, _case in (CASES | CAMPAIGN | SWEEP).items():
+    if "--num-experts" not in _case.model:
+        _model = ["[0,1]*6" if word == "[0,1]" else word for word in _case.model]
+        KINDS.setdefault(tuple(with_flags(_model, *LAYERS)), _name)
+# Flags, and the rounding as a part of the norm of all gradients.
+PRECISIONS = {
+    "fp64": ("--fp64", 1e-12),
+    "fp32": ("", 1e-5),
+    "fp16": ("--fp16 --loss-scale 64", 1e-2),
+    "bf16": ("--bf16", 5e-2),
+}
+OFTEN = ("fp64", "bf16")  # in CI
+
+
+def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> torch.Tensor:
+    """Those of an iteration of two micro-batches, flat."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    base = [*NO_DROPOUT, "--global-batch-size", "4", *["--torch-compile"] * bool(backend)]
+    run = built(*with_flags(base, *flags), device=device)
+    for one in run.model[0].decoder.layers.values() if backend else ():
+        one.compile(dynamic=False, backend=backend)
+    random = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
+    run.buffers.zero(2)
+    sums = StepSums(run.runtime.device)
+    forward_backward(run, plot().forward_step, map(MicroBatch, rows), sums, 1, 0)
+    return run.buffers.flat
+
+
+QUICK = [pytest.param(kind, id=name) for kind, name in KINDS.items() if kind in GATED]
+REST = [
+    pytest.param(kind, id=name, marks=pytest.mark.campaign)
+    for kind, name in KINDS.items()
+    if kind not in GATED
+]
+
+
+def another_number_of_documents(monkeypatch) -> None:
+    """In each micro-batch."""
+    numbers = itertools.count(3)
+
+    def with_lengths(document_ids, on_host):
+        document_ids.cu_seqlens = torch.empty(next(numbers), dtype=torch.int32, device="meta")
+        return document_ids
+
+    monkeypatch.setattr(batch, "with_lengths", with_lengths)
+
+
+@pytest.mark.campaign
+def test_fp8_layers_are_two_graphs():
+    """That of the first micro-batch, which casts the weights, and that of the others."""
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --bf16".split()
+    gradients(*fp8, *LAYERS, device="meta", backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *REST])
+def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
+    """With the kernels of CUDA, for which the meta device stands."""
+    another_number_of_documents(monkeypatch)
+    gradients(*kind, "--bf16", device="meta", backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    # layers without positions are another graph than those with
+    assert counters["stats"]["unique_graphs"] == 1 + ("--no-rope-freq" in kind)
+    assert not counters["graph_break"]
+
+
+def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None:
+    flags, rounding = PRECISIONS[precision]
+    flags = [*kind, *flags.split()]
+    eager = gradients(*flags)
+    difference = gradients(*flags, backend=backend) - eager
+    assert difference.norm() <= rounding * eager.norm()
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in OFTEN else pytest.mark.sweep)
+        for name in PRECISIONS
+    ],
+)
+@pytest.mark.parametrize("kind", QUICK)
+def test_compiled_gated_layers_have_the_gradients_of_eager_ones(kind, precision):
+    assert_as_eager(kind, precision, "inductor")
+
+
+@pytest.mark.parametrize("kind", REST)
+def test_compiled_layers_have_the_gradients_of_eager_ones(kind):
+    assert_as_eager(kind, "fp64", "aot_eager")
+
+
+@pytest.fixture
+def kernels_of_cuda(monkeypatch):
+    """Dropout and attention with masks are one operation each, on the CPU."""
+    masks = batch._masks
+
+    def with_lengths(*args):
+        *others, documents = masks(*args)
+        return *others, cu_seqlens.with_lengths(documents, documents)
+
+    monkeypatch.setattr(batch, "_masks", with_lengths)
+    for module, name in (
+        (torch_flash, "unavailable_reason"),
+        (attention, "torch_flash_unavailable_reason"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    for module in (dropout, layer):
+        monkeypatch.setattr(module, "fused_ops", lambda *_: True)
+    library = torch.library.Library("megatron", "IMPL", "CPU")
+    library.impl("drop", lambda x, p, seed: dropout._drop(x, p, int(seed)))
+    with on_cpu():
+        yield
+    library._destroy()
+
+
+MASKS = "--hidden-dropout 0.1 --attention-dropout 0.2 --reset-attention-mask"
+
+
+@pytest.mark.parametrize(
+    "backend, flags",
+    [
+        ("aot_eager", "--recompute-granularity selective"),
+        pytest.param("inductor", "", marks=pytest.mark.campaign),
+    ],
+)
+def test_masks_in_the_graph_are_those_of_eager_layers(kernels_of_cuda, backend, flags):
+    assert_as_eager(tuple(f"{MASKS} {flags}".split()), "fp64", backend)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def count_graphs() -> None:
+    """Say after each step how many graphs and frames there are so far, and what was compiled
+    anew."""
+    step = loop.train_step
+
+    def counting(*args):
+        outcome = step(*args)
+        counters = torch._dynamo.utils.counters
+        print(
+            "COUNTS",
+            json.dumps([counters["stats"]["unique_graphs"], counters["frames"]["total"]]),
+            flush=True,
+        )
+        return outcome
+
+    loop.train_step = counting
+
+
+OVERLAP = [
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--ddp-bucket-size",
+    "3000",
+]
+
+
+@pytest.mark.parametrize(
+    "flags, graphs, frames",
+    [
+        pytest.param([], 5, 11, marks=pytest.mark.campaign),
+        pytest.param(["--recompute-granularity", "selective"], 5, 11, marks=pytest.mark.sweep),
+        pytest.param([*NO_DROPOUT, *LLAMA], 1, 1, marks=pytest.mark.campaign),
+        pytest.param([*NO_DROPOUT, "--reset-attention-mask"], 5, 11, marks=pytest.mark.sweep),
+    ],
+)
+def test_dropout_does_not_compile_again(tmp_path, flags, graphs, frames):
+    """Torch gives a function up after 8 recompilations, so ten layers show what depends on layer,
+    step or seed."""
+    compiled = train(
+        tmp_path / "compiled", [*with_flags(TEN_LAYERS, *flags), *STEPS], hook=count_graphs
+    )
+    counts = [
+        json.loads(line.removeprefix("COUNTS "))
+        for line in compiled.log.splitlines()
+        if line.startswith("COUNTS")
+    ]
+    assert len(counts) == 3 and counts[0] == counts[1] == counts[2], counts
+    assert (
+        1 <= counts[0][0] <= graphs
+        and counts[0][1] <= frames
+        and "recompile_limit" not in compiled.log
+    )
+    plain = train(tmp_path / "plain", [*with_flags(TEN_LAYERS, *flags), *STEPS[:-1]])
+    for key, near in (("lm_loss", 1e-5), ("grad_norm", 1e-3)):
+        assert [value for (value,) in compiled.series(key)] == pytest.approx(
+            [value for (value,) in plain.series(key)], rel=near
+        )
+
+
+@pytest.mark.campaign
+def test_weights_under_way_split_no_graph(tmp_path):
+    """A compiled layer waits for its weights before its one graph begins."""
+    flags = [*with_flags(TEN_LAYERS, *NO_DROPOUT), *STEPS, *OVERLAP]
+    compiled = train(tmp_path / "compiled", flags, 2, hook=count_graphs)
+    assert [line for line in compiled.log.splitlines() if line.startswith("COUNTS")] == [
+        "COUNTS [1, 1]"
+    ] * 3
+    plain = train(tmp_path / "plain", [flag for flag in flags if flag != "--torch-compile"], 2)
+    assert [value for (value,) in compiled.series("lm_loss")] == pytest.approx(
+        [value for (value,) in plain.series("lm_loss")], rel=1e-5
+    )
+
+
+@pytest.mark.campaign
+def test_attention_over_context_parallel_ranks_stays_out_of_the_graphs(tmp_path):
+    flags = [*with_flags(TEN_LAYERS, *NO_DROPOUT), *STEPS, "--context-parallel-size", "2"]
+    compiled = train(tmp_path / "compiled", flags, 2, hook=count_graphs)
+    counts = [
+        json.loads(line.removeprefix("COUNTS "))
+        for line in compiled.log.splitlines()
+        if line.startswith("COUNTS")
+    ]
+    assert len(counts) == 3 and counts[0] == counts[1] == counts[2], counts
+    assert 1 <= counts[0][0] <= 5 and "recompile_limit" not in compiled.log
+    plain = train(tmp_path / "plain", [flag for flag in flags if flag != "--torch-compile"], 2)
+    assert [value for (value,) in compiled.series("lm_loss")] == pytest.approx(
+        [value for (value,) in plain.series("lm_loss")], rel=1e-5
+    )

@@ -1,0 +1,415 @@
+"""What tools/spikes.py says of a run after the fact, against the run: replayed losses,
+TensorBoard, several spikes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.analysis.loss_outliers import MASKED, scale_of
+from megatron.analysis.run_reader import read_run
+from megatron.analysis.spike_events import find_events
+from megatron.training.logging.tensorboard import TensorBoard
+from tests.core.data.vocabularies import write_bpe
+from tests.load_tool import exit_code, load_tool
+from tests.problems import assert_problem
+from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
+from tools import spikes
+from tools.shared.run_data import Reading, open_run
+from tools.spike import replay as spike_replay
+from tools.spike.replay import Replayed, state_before, verdict
+from tools.spike.suspects import Place, neighbours, places
+
+ITERATIONS = 6
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    """(exit code, stdout), which must not be 2."""
+    capsys.readouterr()
+    code = spikes.main(argv)
+    printed = capsys.readouterr()
+    assert code in (0, 10), printed.err
+    return code, printed.out
+
+
+# --- docs
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[str]:
+    """The flags of a run on text that has bytes, words and documents of all lengths."""
+    folder = tmp_path_factory.mktemp("corpus")
+    files = write_bpe(folder)
+    random = np.random.default_rng(5)
+    texts = ["the cat in the hall é 猫 " * int(random.integers(1, 60)) for _ in range(80)]
+    (folder / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        files[0],
+        "--merge-file",
+        files[1],
+    ]
+    assert (
+        load_tool("preprocess_data").main(
+            [
+                "--input",
+                f"{folder}/x.jsonl",
+                "--output-prefix",
+                f"{folder}/x",
+                "--append-eod",
+                "--workers",
+                "1",
+                *words,
+            ]
+        )
+        == 0
+    )
+    small = " ".join(SMALL).replace("--tokenizer-type NullTokenizer --vocab-size 211", "").split()
+    return with_flags(
+        small,
+        *words,
+        "--data-path",
+        f"{folder}/x_text_document",
+        "--split",
+        "100,0,0",
+        "--train-iters",
+        "9",
+        "--eval-iters",
+        "0",
+        "--seq-length",
+        "64",
+        "--max-position-embeddings",
+        "64",
+    )
+
+
+def reading_of(run: list[str], world_size: int) -> Reading:
+    return open_run(None, run, world_size=world_size)
+
+
+@pytest.mark.parametrize("order", [[], ["--data-order", "epoch"]], ids=["megatron", "epoch"])
+def test_the_printed_bytes_are_the_batch(order, corpus, capsys):
+    """Read without any of our readers: two bytes a token, sample after sample; and the text makes
+    the same ids again."""
+    run = [*corpus, *order]
+    code, out = said(capsys, "docs", "--iteration", "4", "--json", "--world-size", "2", "--", *run)
+    assert code == 0
+    rows = json.loads(out)
+    data = np.fromfile(corpus[corpus.index("--data-path") + 1] + ".bin", np.uint16)
+    reading = reading_of(run, 2)
+    dataset = reading.dataset
+    tokenizer = reading.tokenizer
+    batch = list(reading.batch(4, reading.samplers()))
+    assert len(batch) == 8 and {
+        (row["sample"], row["dp_rank"], row["micro_batch"]) for row in rows
+    } == set(batch)
+    for sample, dp_rank, micro_batch in batch:
+        mine = [row for row in rows if row["sample"] == sample]
+        whole = dataset[sample].tolist()
+        orders = [
+            np.concatenate(
+                [data[a // 2 : b // 2] for a, b in [row["bytes"] for row in some]]
+            ).tolist()
+            for some in _permutations(mine)
+        ]
+        assert whole in orders, f"sample {sample}"
+        assert {(row["dp_rank"], row["micro_batch"]) for row in mine} == {(dp_rank, micro_batch)}
+    for row in rows:
+        ids = data[row["bytes"][0] // 2 : row["bytes"][1] // 2].tolist()
+        assert len(ids) == row["tokens"]
+        if row["offset"] == 0 and ids[-1] == tokenizer.eod:
+            assert tokenizer.tokenize(tokenizer.detokenize(ids[:-1])) == ids[:-1], (
+                "the whole document, tokenized again"
+            )
+
+
+def _permutations(rows: list[dict]) -> list[list[dict]]:
+    """The pieces of a sample come by suspicion; their order in it is one of these."""
+    if len(rows) <= 1:
+        return [rows]
+    return [
+        [row, *rest]
+        for row in rows
+        for rest in _permutations([one for one in rows if one is not row])
+    ]
+
+
+def test_docs_of_one_micro_batch_of_one_rank_and_back_from_a_document(corpus, capsys):
+    run = ["--json", "--world-size", "2", "--", *corpus]
+    whole = json.loads(said(capsys, "docs", "--iteration", "4", *run)[1])
+    part = json.loads(
+        said(capsys, "docs", "--iteration", "4", "--microbatch", "1", "--dp-rank", "0", *run)[1]
+    )
+    assert part and {(row["micro_batch"], row["dp_rank"]) for row in part} == {(1, 0)}
+    assert part == [row for row in whole if (row["micro_batch"], row["dp_rank"]) == (1, 0)]
+    document = part[0]["document"]
+    shown = json.loads(said(capsys, "docs", "--doc", str(document), *run)[1])["shown"]
+    assert (4, part[0]["sample"]) in {(one["iteration"], one["sample"]) for one in shown}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--iteration", "4", "--microbatch", "4"], "--microbatch 4: iteration 4 has 0 to 3"),
+        (["--iteration", "4", "--dp-rank", "1"], "--dp-rank 1: iteration 4 has 0 to 0"),
+        (["--iteration", "4", "--order", "loss"], "--order loss: needs --iteration and a run"),
+        (["--doc", "4", "--order", "loss"], "--order loss: needs --iteration and a run"),
+        (["--doc", "80"], "--document 80: "),
+    ],
+)
+def test_docs_refuses(words, message, corpus, capsys):
+    assert spikes.main(["docs", *words, "--", *corpus]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+# --- replay
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A small run in one process with a checkpoint every second iteration."""
+    return _trained(tmp_path_factory.mktemp("run"), 1)
+
+
+def _trained(folder: Path, world: int, *more: str):
+    text = write_text(folder / "text", 400)
+    return train(
+        folder,
+        [
+            *SMALL,
+            *NO_DROPOUT,
+            "--data-path",
+            text,
+            "--split",
+            "100,0,0",
+            "--train-iters",
+            str(ITERATIONS),
+            "--save",
+            str(folder / "save"),
+            "--save-interval",
+            "2",
+            "--eval-iters",
+            "0",
+            *more,
+        ],
+        world,
+    )
+
+
+def replayed(capsys, *argv: str) -> list[dict]:
+    return [json.loads(line) for line in said(capsys, "replay", "--json", *argv)[1].splitlines()]
+
+
+def test_replay_finds_the_loss_that_training_logged(run, capsys):
+    rows = replayed(capsys, "--load", str(run.save), "--iterations", "3")
+    assert len(rows) == 8 and {row["iteration"] for row in rows} == {3}
+    assert np.mean([row["loss"] for row in rows]) == pytest.approx(run.rows[2]["lm_loss"], rel=1e-6)
+    for row in rows:  # the pieces' losses are the sample's
+        counts = [piece["tokens"] - (place == 0) for place, piece in enumerate(row["pieces"])]
+        of_pieces = sum(
+            count * (piece["loss"] or 0) for count, piece in zip(counts, row["pieces"], strict=True)
+        )
+        assert of_pieces / sum(counts) == pytest.approx(row["loss"], rel=1e-5)
+    at_last = replayed(capsys, "--ckpt", str(run.save / "iter_0000006"), "--iterations", "3-3")
+    assert np.mean([row["loss"] for row in at_last]) < np.mean([row["loss"] for row in rows]), (
+        "it has learned since"
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--pipeline-model-parallel-size", "2"],
+        ["--use-distributed-optimizer"],
+    ],
+    ids=["tp", "pp", "dp"],
+)
+def test_replay_in_one_process_of_what_two_wrote(layout, tmp_path, capsys):
+    two = _trained(tmp_path, 2, *layout)
+    rows = replayed(capsys, "--load", str(two.save), "--ckpt-step", "4", "--iterations", "5")
+    assert np.mean([row["loss"] for row in rows]) == pytest.approx(two.rows[4]["lm_loss"], rel=1e-5)
+    assert {row["dp_rank"] for row in rows} == (
+        {0, 1} if "--use-distributed-optimizer" in layout else {0}
+    )
+
+
+@pytest.mark.campaign
+def test_replay_counts_the_tokens_that_training_counts(tmp_path):
+    """Documents of their own positions and attention, and no loss behind their ends."""
+    masks = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
+    masked = _trained(tmp_path, 1, *masks)
+    reading = open_run(str(masked.save), None, 3)
+    state = state_before(str(masked.save), 3, None)
+    losses = np.concatenate(
+        list(state.losses([reading.dataset[one.sample] for one in places(reading, 3)]))
+    )
+    counted = losses[losses != MASKED]
+    assert 0 < len(counted) < len(losses)
+    assert counted.mean(dtype=np.float64) == pytest.approx(masked.rows[2]["lm_loss"], rel=1e-6)
+
+
+def test_what_stands_out_and_whether_another_state_finds_it_too():
+    usual = scale_of([5 + 0.01 * n for n in range(-32, 33)] + [float("nan")])
+    assert (usual.median, usual.sigma) == (
+        pytest.approx(5.0),
+        pytest.approx(1.4826 * 0.16, rel=0.05),
+    )
+    assert not usual.stands_out(6.3)
+    assert all(usual.stands_out(loss) for loss in (6.6, float("nan"), float("inf")))
+    assert not scale_of([5.0, 5.001, 5.002]).stands_out(5.4), (
+        "a small excess is none, however alike the others are"
+    )
+
+    def told(other: float | None) -> str:
+        return verdict(
+            Replayed(9, Place(1, 0, 0), 12.0, other), None if other is None else usual, 50
+        )
+
+    assert told(12.0).startswith("data: at iteration 50 it stands out too (12.00, ")
+    assert told(5.1).startswith("data x state: at iteration 50 it is as others (5.10, ")
+    assert "--other-ckpt" in told(None)
+
+
+def test_replay_says_how_far_it_is(run, capsys, monkeypatch):
+    monkeypatch.setattr(spike_replay, "SECONDS", 0.0)
+    assert spikes.main(["replay", "--load", str(run.save), "--iterations", "3-4"]) == 0
+    assert "  1 of 6 iterations, " in capsys.readouterr().err
+
+
+def test_replay_for_a_reader(run, capsys):
+    code, out = said(
+        capsys, "replay", "--load", str(run.save), "--iterations", "3-4", "--other-ckpt", "6"
+    )
+    lines = out.splitlines()
+    assert code == 0
+    assert (
+        lines[0]
+        == f"iterations 3 to 4 at {run.save}/iter_0000002 and {run.save}/iter_0000006, forward only"
+    )
+    assert lines[1].startswith("iteration 3: loss ") and " there; highest sample " in lines[1]
+    assert lines[3].startswith("usual is ")
+    assert lines[3].endswith(
+        "(48 samples, 32 of them of neighbouring iterations); 0 of 16 stand out"
+    )
+    assert lines[4].startswith("no sample stands out at this state")
+
+
+def test_docs_by_loss(run, capsys):
+    rows = json.loads(
+        said(capsys, "docs", "--iteration", "3", "--order", "loss", "--json", str(run.save))[1]
+    )
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    assert losses == sorted(losses, reverse=True) and len(losses) > 4
+    _, out = said(capsys, "docs", "--iteration", "3", "--order", "loss", str(run.save))
+    state = f"{run.save}/iter_0000002"
+    assert out.startswith(
+        f"iteration 3 reads {len(rows)} pieces of documents; losses in nats per token at {state}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--iterations", "4-3"], "--iterations 4-3: the run has the iterations 1 to 6"),
+        (["--iterations", "3-7"], "--iterations 3-7: the run has the iterations 1 to 6"),
+        (["--iterations", "two"], "--iterations two: give the first and the last as A-B"),
+        (["--iterations", "2"], "no checkpoint before iteration 2"),
+        (["--iterations", "4", "--ckpt-step", "3"], "iter_0000003 does not exist"),
+        (
+            ["--iterations", "4", "--ckpt", "x"],
+            "give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR",
+        ),
+    ],
+)
+def test_replay_refuses(words, message, run, capsys):
+    assert exit_code(spikes.main, "replay", "--load", str(run.save), *words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_neighbours_are_as_many_as_it_takes(corpus):
+    reading = reading_of(corpus, 1)
+    assert neighbours(reading, 4, 4) == [1, 2, 3, 5, 6, 7, 8]
+    assert neighbours(reading, 1, 9) == []
+
+
+# --- analyze
+
+
+def scalars(folder: Path, losses: dict[int, float], name: str) -> None:
+    """A TensorBoard directory of a run, in Megatron's tags; iterations without a loss were
+    skipped."""
+    board = TensorBoard(str(folder / name), 10)
+    for n, loss in losses.items():
+        board.scalar("learning-rate", 1e-3, n, 8 * n)
+        board.scalar("batch-size", 8, n, 8 * n)
+        if loss is not None:
+            board.scalar("lm loss", loss, n, 8 * n)
+            board.scalar("grad-norm", 1 + 0.001 * (n % 7), n, 8 * n)
+    board.flush()
+
+
+def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
+    noise = np.random.default_rng(4).normal(0, 0.02, 400)
+    losses: dict[int, float | None] = {n: 3 + 5 * n**-0.5 + noise[n - 1] for n in range(1, 401)}
+    losses[200] += 1.5
+    scalars(tmp_path, losses, "first")
+    code, out = said(capsys, "analyze", str(tmp_path / "first"))
+    assert code == 10 and "benign spike at iteration 200, worst at 200" in out
+    assert "skip 199 to 201 (3 iterations, 24 samples)" in out
+    again = {
+        n: None if 199 <= n <= 201 else 3 + 5 * n**-0.5 + noise[n - 1] for n in range(150, 401)
+    }
+    scalars(tmp_path, again, "second")
+    code, out = said(capsys, "analyze", str(tmp_path / "first"), str(tmp_path / "second"))
+    first, _, last = out.splitlines()
+    assert (code, first, last) == (
+        0,
+        "397 records of iterations 1 to 400; restarted at 150",
+        "no spike",
+    )
+    records = read_run(str(tmp_path / "first"), str(tmp_path / "second")).records
+    assert [r.iteration for r in records if not r.trained] == [199, 200, 201]
+    assert [r.loss for r in records[:149]] == pytest.approx(
+        [losses[n] for n in range(1, 150)], rel=1e-6
+    )
+    (tmp_path / "empty").mkdir()
+    assert spikes.main(["analyze", str(tmp_path / "empty")]) == 2
+    assert_problem(capsys.readouterr().err.strip(), "log-without-losses", tmp_path / "empty")
+
+
+def test_tensorboard_files_without_the_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
+    (tmp_path / "events.out.tfevents.1").touch()
+    assert spikes.main(["analyze", str(tmp_path)]) == 2
+    assert_problem(capsys.readouterr().err.strip(), "package-missing", "pip install tensorboard")
+
+
+def test_one_restart_for_several_spikes(tmp_path, capsys):
+    noise = np.random.default_rng(4).normal(0, 0.02, 400)
+    bad = {150: 2.0, 300: 1.5}
+    log = tmp_path / "log"
+    log.write_text(
+        "".join(
+            f" iteration {n}/ 400 | lm loss: {3 + noise[n - 1] + bad.get(n, 0):.6E} |\n"
+            for n in range(1, 401)
+        )
+    )
+    code, out = said(capsys, "analyze", str(log), "--json")
+    found = json.loads(out)
+    assert code == 10 and [event["cost"]["iterations"] for event in found["events"]] == [3, 3]
+    assert found["restart"].startswith(
+        "--load DIR --ckpt-step 148 --train-range-to-skip 149 151 299 301    (or any"
+    )
+    _, out = said(capsys, "analyze", str(log))
+    assert out.splitlines()[-2:] == ["all 2 in one restart:", f"  {found['restart']}"]
+    assert len(find_events(read_run(str(log)).records)) == 2

@@ -1,0 +1,438 @@
+"""--train-range-to-skip on small runs, and a fault that they must catch; bad ranges are in
+test_bad_skips.py."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import skip_log, store
+from megatron.data.ledger import read_ledger
+from tests.features.spikes import skip_runs
+from tests.features.spikes.skip_runs import (
+    COLUMNS,
+    EXACT,
+    argv,
+    batches,
+    note_seconds,
+    reads,
+    watched,
+)
+from tests.forkrun import run_ranks
+from tests.runs import (
+    NO_DROPOUT,
+    SMALL,
+    Finished,
+    _rank,
+    same_tensors,
+    train,
+    with_flags,
+    write_text,
+)
+
+SKIP = ("--train-range-to-skip", "2", "3")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 400)
+
+
+def with_ledger(folder: Path) -> tuple[str, str]:
+    return "--data-ledger", str(folder / "ledger")
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory) -> Finished:
+    """6 iterations, none skipped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return watched(text, folder, *with_ledger(folder))
+
+
+@pytest.fixture(scope="module")
+def skips(text, tmp_path_factory) -> Finished:
+    """The same without 2 and 3, with data workers that read ahead."""
+    folder = tmp_path_factory.mktemp("skips") / "run"
+    return watched(text, folder, *SKIP, "--num-workers", "2", *with_ledger(folder))
+
+
+# --- the state after a skip
+
+
+def check_columns(whole: Finished, skips: Finished) -> None:
+    """Rates and positions are those of the run without skips."""
+    assert skips.series(*COLUMNS) == whole.series(*COLUMNS)
+
+
+def check_silence(skips: Finished) -> None:
+    """Log lines of skipped iterations have neither loss nor norm."""
+    lines = [line for line in skips.log.splitlines() if line.startswith(" iteration ")]
+    assert ["lm loss" in line for line in lines] == [True, False, False, True, True, True]
+    assert ["grad norm" in line for line in lines] == [True, False, False, True, True, True]
+    assert [row["lm_loss"] is None for row in skips.rows] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [row["grad_norm"] is None for row in skips.rows] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def check_state(skips: Finished) -> None:
+    """Skipped iterations leave weights and optimizer state as they are."""
+    for iteration in (2, 3):
+        same_tensors(skips.tensors(iteration), skips.tensors(1))
+        before, after = (store.load(skips.save, n).state for n in (1, iteration))
+        assert after.optimizer == before.optimizer and after.consumed_train_samples == 8 * iteration
+        assert after.num_floating_point_operations == before.num_floating_point_operations
+
+
+def check_data(whole: Finished, skips: Finished) -> None:
+    """Skipped iterations are not read; the others read what they read without skips."""
+    everything = batches(whole.folder)
+    assert {n: rows for n, rows in everything.items() if n not in (2, 3)} == batches(skips.folder)
+    assert reads(whole.folder) == list(range(48))
+    assert reads(skips.folder) == [*range(8), *range(24, 48)]
+
+
+def test_columns_are_those_of_the_whole_run(whole, skips):
+    check_columns(whole, skips)
+    assert [row["skipped"] for row in skips.rows] == [0, 1, 1, 0, 0, 0]
+    assert [row["skip_reason"] for row in skips.rows] == [None, "user", "user", None, None, None]
+    assert [row["skipped_iterations_total"] for row in skips.rows] == [0, 1, 2, 2, 2, 2]
+    assert [row["skipped_samples"] for row in skips.rows] == [0, 8, 16, 16, 16, 16]
+    assert skips.first_rank_log.count("skipping iterations 2 to 3: 16 samples (512 tokens)\n") == 1
+
+
+@pytest.mark.parametrize(
+    "ranges", [pytest.param([], marks=pytest.mark.campaign), [*SKIP]], ids=["whole", "skips"]
+)
+def test_the_learning_rates_of_the_seed(text, tmp_path, ranges):
+    """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
+    words = with_flags(
+        SMALL,
+        *(
+            "--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size "
+            "768 --lr 3e-4 --lr-warmup-fraction 0.05 --log-format aurora --seq-length 2 "
+            "--max-position-embeddings 2 --eval-iters 0 --exit-interval 4"
+        ).split(),
+        "--data-path",
+        text,
+        *ranges,
+    )
+    at = words.index("--lr-warmup-iters")
+    done = train(tmp_path / "run", words[:at] + words[at + 2 :])
+    assert re.findall(r"learning_rate=(\S+)", done.log) == [
+        "9.4372e-09",
+        "1.88744e-08",
+        "2.83116e-08",
+        "3.77488e-08",
+    ]
+    assert re.findall(r"consumed_samples= *(\d+)", done.log) == ["768", "1536", "2304", "3072"]
+    assert ["lm loss=" in line for line in done.log.splitlines() if "[training_log]" in line] == [
+        True,
+        not ranges,
+        not ranges,
+        True,
+    ]
+
+
+def test_lines_of_skipped_iterations_have_no_loss_and_no_norm(skips):
+    check_silence(skips)
+
+
+def test_nothing_of_the_state_changes(skips):
+    check_state(skips)
+    assert not any(
+        a.equal(b)
+        for (name, a), b in zip(skips.tensors(4).items(), skips.tensors(1).values(), strict=True)
+        if "fc1.weight" in name
+    )
+
+
+def test_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, skips):
+    check_data(whole, skips)
+    (_, mine), (_, other) = (read_ledger(str(run.folder / "ledger")) for run in (skips, whole))
+    expected = other.copy()
+    expected["flag"][1:3], expected["hash"][1:3] = 1, 0
+    assert mine.tolist() == expected.tolist()
+
+
+def test_a_position_that_stays_is_noticed(text, tmp_path, whole):
+    mutant = watched(text, tmp_path / "run", *SKIP, hook=skip_runs.keep_position)
+    check_columns(whole, mutant)  # these do not see it
+    assert batches(mutant.folder)[4] == batches(whole.folder)[2]
+    with pytest.raises(AssertionError):
+        check_data(whole, mutant)
+
+
+# --- layouts
+
+# ranks, micro-batch, workers
+LAYOUTS = [(1, "1", "0"), (1, "2", "2"), (2, "1", "0"), (2, "2", "0")]
+RAMP = ["--rampup-batch-size", "2", "2", "12", "--train-samples", "38"]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("ramp", [[], RAMP], ids=["constant", "ramp"])
+def test_same_data_after_the_range_in_every_layout(text, tmp_path, ramp):
+    """Iterations after the range train on what they would have; samples of the range are fetched
+    nowhere, nor ahead."""
+    whole, _ = layout(text, tmp_path / "whole", ramp, 1, "2", "0", [])
+    seen = []
+    for number, place in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        if ramp and place[0] == 2 and place[1] == "2":
+            # a batch of 2 is one micro-batch of 1 on each of two ranks
+            continue
+        got, done = layout(text, folder, ramp, *place, ["--train-range-to-skip", "3", "4"])
+        assert got == {n: rows for n, rows in whole.items() if n not in (3, 4)}
+        seen.append((reads(folder), [row["consumed_samples"] for row in done.rows]))
+    assert all(one == seen[0] for one in seen)
+    everything = reads(tmp_path / "whole")
+    assert len(set(everything)) == len(everything) and set(seen[0][0]) < set(everything)
+    assert len(everything) - len(seen[0][0]) == sum(len(whole[n]) for n in (3, 4))
+
+
+def layout(
+    text: str,
+    folder: Path,
+    ramp: list[str],
+    ranks: int,
+    micro_batch: str,
+    workers: str,
+    skips: list[str],
+) -> tuple[dict[int, list], Finished]:
+    words = argv(
+        text,
+        folder,
+        *NO_DROPOUT,
+        *ramp,
+        "--micro-batch-size",
+        micro_batch,
+        "--num-workers",
+        workers,
+        *skips,
+    )
+    for flag in ("--train-iters", "--lr-warmup-iters") if ramp else ():
+        at = words.index(flag)
+        del words[at : at + 2]
+    folder.mkdir()
+    done = train(folder, words, ranks, hook=functools.partial(skip_runs.note_batches, str(folder)))
+    return batches(folder), done
+
+
+# --- kills and resumes
+
+TWELVE = ["--train-iters", "12", "--train-range-to-skip", "5", "8"]
+LONG = ["--train-iters", "22", "--train-range-to-skip", "10", "20", "--save-interval", "4"]
+
+
+@pytest.fixture(scope="module")
+def straight(text, tmp_path_factory) -> Finished:
+    """12 iterations of which 5 to 8 are skipped, in one go."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return train(folder, argv(text, folder, *TWELVE))
+
+
+@pytest.fixture(scope="module")
+def long(text, tmp_path_factory) -> Finished:
+    """22 iterations without 10 to 20, in one go."""
+    folder = tmp_path_factory.mktemp("long") / "run"
+    return train(folder, argv(text, folder, *LONG))
+
+
+def same_end(one: Finished, other: Finished) -> None:
+    """Two runs are the same from beginning to end."""
+    assert one.series(*EXACT) == other.series(*EXACT)
+    same_tensors(one.tensors(), other.tensors())
+    mine, theirs = (store.load(run.save).state for run in (one, other))
+    assert (
+        mine.skipped == theirs.skipped
+        and mine.skipped_train_samples == theirs.skipped_train_samples
+    )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("iteration", [9, 10, 15, 20, 21])
+def test_killed_and_resumed(text, tmp_path, long, iteration):
+    """kill -9 after each of these iterations, before a save of it: the same run in the end."""
+    folder = tmp_path / "run"
+    skip_runs.killed(text, folder, functools.partial(skip_runs.kill_after, iteration), *LONG)
+    assert store.latest(folder / "save") == (iteration - 1) // 4 * 4
+    same_end(train(folder, argv(text, folder, *LONG)), long)
+
+
+@pytest.mark.parametrize(
+    "stop", [6, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 5, 8, 9))]
+)
+def test_stopped_at_each_boundary_and_resumed(text, tmp_path, straight, stop):
+    """On each side of both ends and inside: a save at a skipped iteration is as good as any."""
+    folder = tmp_path / "run"
+    first = train(folder, argv(text, folder, *TWELVE, "--exit-interval", str(stop)))
+    assert store.latest(first.save) == stop
+    resumed = train(folder, argv(text, folder, *TWELVE))
+    same_end(resumed, straight)
+    assert store.load(resumed.save).state.skipped == [[5, 8]]
+
+
+def test_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
+    """No error, no double skip, one entry; and without the flag the ranges are skipped all the
+    same."""
+    folder = tmp_path / "run"
+    for stop in ("3", "6", "7"):
+        train(folder, argv(text, folder, *TWELVE, "--exit-interval", stop))
+    path = folder / "save" / skip_log.FILE_NAME
+    assert len(path.read_text().splitlines()) == 1
+    [record] = skip_runs.records(folder / "save")
+    assert (record.ranges, record.s0, record.s1, record.tokens) == ("5-8", 32, 64, 1024)
+    assert (record.reason, record.source) == ("user", "command line")
+    last = train(folder, argv(text, folder, "--train-iters", "12"))
+    same_end(last, straight)
+    assert f"iterations to skip: 5-8 (user, {folder}/save/skips.jsonl)\n" in last.first_rank_log
+    assert last.first_rank_log.count("iterations to skip: 5-8 (user, command line, new)\n") == 1
+    assert len(path.read_text().splitlines()) == 1
+
+
+@pytest.mark.campaign
+def test_thousands_of_ranges_are_one_record(text, tmp_path):
+    """From the flag's file to the resumed run: what they leave out is left out, once."""
+    folder = tmp_path / "run"
+    ranges = [(2 * n, 2 * n) for n in range(1, 1501)]
+    file = tmp_path / "ranges.args"
+    file.write_text("--train-range-to-skip\n" + "\n".join(f"{a} {b}" for a, b in ranges))
+    flags = ["--train-iters", "4000", f"@{file}"]
+    watched(text, folder, *flags, "--exit-interval", "3")
+    watched(text, folder, *flags, "--exit-interval", "5")
+    alone = watched(text, folder, "--train-iters", "4000", "--exit-interval", "8")
+    trained = [(row["iteration"], row["skipped"]) for row in alone.rows]
+    assert trained == [(n, n % 2 == 0) for n in range(1, 9)]
+    [kept] = skip_runs.records(folder / "save")
+    assert (kept.parts.ranges, kept.tokens) == (tuple(ranges), 1500 * 8 * 32)
+
+
+# --- ranks
+
+GRIDS = {
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "pp4": (4, ["--pipeline-model-parallel-size", "4"]),
+    "vpp": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "dp2": (2, []),
+}
+FOUR_LAYERS = ["--num-layers", "4", "--fp64", *NO_DROPOUT, "--train-range-to-skip", "2", "4"]
+
+
+@pytest.fixture(scope="module")
+def one_rank(text, tmp_path_factory) -> Finished:
+    return watched(text, tmp_path_factory.mktemp("one") / "run", *FOUR_LAYERS)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_layout_skips_alike(text, tmp_path, one_rank, grid):
+    """Equal losses and data, no hang; no stage reads what is skipped."""
+    world, flags = GRIDS[grid]
+    done = watched(text, tmp_path / "run", *FOUR_LAYERS, *flags, world=world)
+    assert done.series(
+        "iteration", "skipped", "skipped_iterations_total", *COLUMNS
+    ) == one_rank.series("iteration", "skipped", "skipped_iterations_total", *COLUMNS)
+    for a, b in zip(done.rows, one_rank.rows, strict=True):
+        assert a["skipped"] or a["lm_loss"] == pytest.approx(b["lm_loss"], rel=1e-10)
+    assert set(reads(done.folder)) == set(reads(one_rank.folder)) == {*range(8), *range(32, 48)}
+    same = {n: sorted(set(rows)) for n, rows in batches(done.folder).items()}
+    assert same == {n: sorted(set(rows)) for n, rows in batches(one_rank.folder).items()}
+    assert len((done.save / skip_log.FILE_NAME).read_text().splitlines()) == 1
+
+
+def test_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
+    """Ranks stay together; what is due on a skipped iteration happens; weights there are those of
+    before."""
+    flags = [
+        "--train-range-to-skip",
+        "2",
+        "5",
+        "--eval-interval",
+        "1",
+        "--eval-iters",
+        "2",
+        "--fp64",
+        *NO_DROPOUT,
+        "--save-interval",
+        "3",
+    ]
+    one = watched(text, tmp_path / "one", *flags)
+    two = watched(text, tmp_path / "two", *flags, world=2)
+    for a, b in zip(one.rows, two.rows, strict=True):
+        assert a["skipped"] == b["skipped"] and a["consumed_samples"] == b["consumed_samples"]
+        if not a["skipped"]:
+            assert b["lm_loss"] == pytest.approx(a["lm_loss"], rel=1e-10)
+    assert re.findall(r"loss at iteration (\d) \|", two.log) == list("123456")
+    assert store.iterations(two.save) == [3, 6]
+    assert two.first_rank_log.count("skipping iterations 2 to 5: 32 samples (1024 tokens)\n") == 1
+
+
+# --- cost, and dropout
+
+
+def test_a_million_iterations_in_a_second(tmp_path):
+    """And not a byte of theirs is read: 2 iterations of 2 samples of 33 tokens, of the 2 million
+    that were consumed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    text = write_text(tmp_path / "text", 2000)
+    last = 1_000_001
+    words = argv(
+        text,
+        folder,
+        "--train-iters",
+        str(last + 1),
+        "--train-range-to-skip",
+        "2",
+        str(last),
+        "--log-interval",
+        "100000",
+        "--save-interval",
+        "10000000",
+        "--global-batch-size",
+        "2",
+        "--split",
+        "100,0,0",
+        "--dataloader-type",
+        "cyclic",
+    )
+    assert run_ranks(
+        1, _rank, words, f"{folder}/log", None, functools.partial(note_seconds, str(folder))
+    ) == [0]
+    said = (folder / "log.0").read_text()
+    assert len(reads(folder)) == 4
+    assert sum(map(int, (folder / "bytes").read_text().split())) == 4 * 2 * 33
+    assert f"skipping iterations 2 to {last}: 2000000 samples (64000000 tokens)\n" in said
+    assert f" iteration {last - 1:8d}/ {last + 1} | consumed samples: " in said
+    assert float((folder / "seconds").read_text()) < 20
+    assert store.load(folder / "save").state.consumed_train_samples == 2 * (last + 1)
+
+
+def test_masks_after_the_range_are_the_same(text, tmp_path):
+    """Dropout of iteration 4 does not depend on what was skipped before."""
+    watched(text, tmp_path / "whole", hook=skip_runs.note_masks)
+    watched(text, tmp_path / "skips", *SKIP, hook=skip_runs.note_masks)
+    masks = (tmp_path / "whole/masks").read_text()
+    assert (tmp_path / "skips/masks").read_text() == masks
+    # micro-batches x (embedding, and three sites of each layer)
+    assert masks.count("\n") == 4 * (1 + 2 * 3)
