@@ -1,5 +1,5 @@
 # The front door. `make quickstart` and `make test` need Python 3.11+ (with venv) and make, and set up the rest in .venv.
-# Overridable: PYTHON=python3.12, VENV=dir, TORCH_INDEX=URL (another index for torch alone, say one with CPU builds),
+# Overridable: PYTHON=python3.12, VENV=dir, TORCH_INDEX=URL (an index for torch alone: https://download.pytorch.org/whl/cpu has CPU builds),
 # MEGATRON_CPU_KERNELS=1 (build the kernels of CPUs where there is a GPU, too).
 
 VENV ?= .venv
@@ -18,11 +18,11 @@ REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-peers test-ci test-all test-versions test-part lint clean install dev peers pretrained
+.PHONY: help quickstart test test-peers test-ci test-all test-versions test-part lint clean install dev peers pretrained data eval s3 serve wandb
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+	@sed -n 's/^\([a-z0-9 -]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 32
 
 quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
@@ -58,6 +58,9 @@ lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 
+data eval s3 serve wandb: $(VENV)/.runtime  ## ... and the packages of that extra (requirements/data.txt, ...)
+	@$(PIP) -r requirements/$@.txt
+
 dev: $(VENV)/.dev $(VENV)/.files  ## ... and the tools for tests
 
 peers: $(VENV)/.peers $(VENV)/.files  ## ... and the packages that tests/peers compares with
@@ -80,7 +83,7 @@ $(PY):
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(PY) setup.py $(CONSTRAINTS) requirements/runtime.txt requirements/build.txt $(wildcard megatron/*/*.cpp megatron/*/*/*.cpp megatron/*/*/*.h)
+$(VENV)/.runtime: $(PY) pyproject.toml setup.py $(CONSTRAINTS) requirements/runtime.txt requirements/build.txt $(wildcard megatron/*/*.cpp megatron/*/*/*.cpp megatron/*/*/*.h)
 	@echo "installing torch, then what goes with it (once; some minutes on a slow network)"
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) -r requirements/build.txt -r requirements/runtime.txt

@@ -1,32 +1,20 @@
-"""Installs the namespace package `megatron`; knows where things lie and nothing of what they do.
-
-There is no pyproject.toml: this file alone works under old and new pip, with build isolation
-(setup_requires brings pybind11) and without, with a C++ compiler (the helpers are built) and
-without (numpy and torch answer instead, slower).
-"""
+"""The C++ extensions and the programs of tools/; pyproject.toml has the rest. Without a C++
+compiler, or without pybind11, numpy and torch answer instead, slower."""
 
 import os
 import platform
-import runpy
 import shutil
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import setup
 from setuptools.command.build_py import build_py
 
 try:
     from pybind11.setup_helpers import Pybind11Extension
-# pip asks for setup_requires first and reads this file again once pybind11 is there
-except ImportError:
+except ImportError:  # --no-build-isolation without it
     Pybind11Extension = None
 
 HERE = Path(__file__).resolve().parent
-
-
-def requirements(name: str) -> list[str]:
-    """The requirement lines of requirements/`name`.txt, without comments."""
-    lines = (HERE / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
 
 
 class BuildWithTools(build_py):
@@ -106,57 +94,4 @@ if Pybind11Extension is not None:
 for extension in extensions:
     extension.optional = True
 
-setup(
-    name="megatron-gpt-pretraining",
-    version=runpy.run_path(str(HERE / "megatron" / "version.py"))["VERSION"],
-    description="GPT pretraining with Megatron's commands, files and logs, from one laptop "
-    "process to many GPUs",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    author="The maintainers of megatron-gpt-pretraining",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    classifiers=[
-        "Development Status :: 4 - Beta",
-        "Environment :: Console",
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: C++",
-        "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.13",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Typing :: Typed",
-    ],
-    python_requires=">=3.11",
-    # PyPI's megatron-core owns megatron.core and may be installed too: no __init__.py, and
-    # never that folder.
-    packages=find_namespace_packages(
-        include=["megatron", "megatron.*"],
-        exclude=["megatron.core", "megatron.core.*", "*.__pycache__"],
-    ),
-    package_dir={"": "."},
-    package_data={"megatron": ["py.typed"]},
-    py_modules=["pretrain_gpt"],
-    entry_points={
-        "console_scripts": [
-            "megatron-pretrain = megatron.console:pretrain",
-            "megatron-tools = megatron.console:tools",
-        ]
-    },
-    cmdclass={"build_py": BuildWithTools},
-    ext_modules=extensions,
-    setup_requires=["pybind11"],
-    install_requires=requirements("runtime"),
-    extras_require={
-        "data": requirements("data"),
-        "dev": requirements("dev"),
-        "peers": requirements("peers"),
-        "s3": requirements("s3"),
-        "eval": ["lm-eval"],
-        "serve": requirements("serve"),
-        "tensorboard": ["tensorboard"],
-        "wandb": ["wandb"],
-    },
-    zip_safe=False,
-)
+setup(cmdclass={"build_py": BuildWithTools}, ext_modules=extensions)

@@ -1,12 +1,12 @@
-"""The name and the version of this suite, written once: setup.py reads them here, and --version
-prints them; and the commit of a checkout."""
+"""The name and the version of this suite, written once: pyproject.toml reads them here, and
+--version prints them; and the commit of a checkout."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 NAME = "megatron-gpt-pretraining"
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 ROOT = Path(__file__).resolve().parents[1]
 
 

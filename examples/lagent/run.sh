@@ -1,6 +1,6 @@
 #!/bin/sh
 # A model with a tool: a tiny model is trained to call a tool in the form of Lagent's ReAct, served, and asked by
-# Lagent (pip install '.[serve]' lagent==0.2.4). Each command is printed before it runs.
+# Lagent (make serve && .venv/bin/pip install lagent==0.2.4). Each command is printed before it runs.
 # Arguments of this script go to the training command:
 #   examples/lagent/run.sh --train-iters 2000
 # Environment variables: PYTHON, LAGENT_DIR (runs/lagent; an earlier run's results in it are removed), SEED (of the
@@ -18,7 +18,7 @@ run() {
 
 for module in fastapi uvicorn lagent; do
     if ! "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$module') is None)"; then
-        echo "error: $module is not installed; run: pip install '.[serve]' lagent==0.2.4" >&2
+        echo "error: $module is not installed; run: make serve && .venv/bin/pip install lagent==0.2.4" >&2
         exit 2
     fi
 done
