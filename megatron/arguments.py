@@ -21,7 +21,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from megatron.problems import Problems as Problems
 
@@ -199,6 +199,14 @@ class Flag:
             return one
         return " ".join([one] * self.nargs) if isinstance(self.nargs, int) else f"{one} [{one} ...]"
 
+    def with_values(self, values: Mapping[str, str]) -> Flag:
+        """The flag with more choices; the help says of each what it does."""
+        text = "".join(f"; {value}: {what}" for value, what in values.items())
+        assert self.choices is not None, f"{self.spelling} has no choices"
+        return dataclasses.replace(
+            self, choices=(*self.choices, *values), help=f"{self.help}{text}"
+        )
+
     def convert(self, words: Sequence[str]) -> Any:
         """The value that `words` (after the flag) spell. Raises ValueError: what is wrong and what
         to write."""
@@ -282,6 +290,13 @@ class FlagAction(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+class Extension:
+    """A group of flags that not every program has, and what else it changes of the command line."""
+
+    # values that it adds to flags of other groups, by field name: what the help says of each
+    adds: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+
+
 def flags_of(tree: type) -> Mapping[str, Flag]:
     """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling
     stands only once."""
@@ -291,10 +306,15 @@ def flags_of(tree: type) -> Mapping[str, Flag]:
 @functools.cache  # apart, because mypy takes the class of a frozen dataclass for unhashable
 def _flags_of(tree: type) -> Mapping[str, Flag]:
     found: dict[str, Flag] = {}
-    for group, owner in typing.get_type_hints(tree).items():
+    owners = typing.get_type_hints(tree)
+    for group, owner in owners.items():
         for name, flag in flags_of_group(owner, group).items():
             assert name not in found, f"{name} is declared twice"
             found[name] = flag
+    for extension in owners.values():
+        if issubclass(extension, Extension):
+            for name, values in extension.adds.items():
+                found[name] = found[name].with_values(values)
     _by_spelling(found.values())
     return types.MappingProxyType(found)
 

@@ -20,13 +20,13 @@ class LoggingConfig:
     """Log lines, metrics file, TensorBoard, timers."""
 
     log_interval: int = arg(100, minimum=1, per_run=True, help="iterations between log lines")
-    log_format: Literal["short", "megatron", "aurora", "internlm"] = arg(
+    log_format: str = arg(
         SHORT,
+        choices=(SHORT, "internlm"),
         per_run=True,
         alias=("--log-dialect",),
         dump=False,
-        help="output format: short (at most 100 columns), megatron (Megatron-LM's lines), aurora "
-        "(AuroraGPT's iteration lines) or internlm (InternLM's)",
+        help="output format; short: at most 100 columns; internlm: InternLM's lines",
     )
     print_arguments: Literal["changed", "all", "none"] | None = arg(
         None,

@@ -76,7 +76,8 @@ def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
                 "[checkpoint-args-damaged]"
             ]
         )
-    parsed = parse(build_parser(tree, prog="args", description=""), words)
+    parser = build_parser(tree, prog="args", description="")
+    parsed = parse(parser, words)
     unknown = {
         line: line.split()[2].rstrip(";")
         for line in parsed.problems
@@ -84,7 +85,13 @@ def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
     }
     text = read_text(path, "utf-8-sig")
     values = _values(path, text, tree)
-    problems = [line for line in parsed.problems if line not in unknown]
+    passed = tuple(f"{s}: " for flag in parser.flags if _may_be_added(flag) for s in flag.spellings)
+    problems = [
+        line
+        for line in parsed.problems
+        if line not in unknown
+        and not (line.startswith(passed) and line.endswith("[value-not-a-choice]"))
+    ]
     if problems:
         raise Problems([f"{path}: {line}" for line in problems])
     saved = {**OLD_DEFAULTS, **parsed.typed} if values is None else values
@@ -125,8 +132,16 @@ def _values(path: Path, text: str, tree: type[Config]) -> Mapping[str, Any] | No
         ) from None
 
 
+def _may_be_added(flag: Flag) -> bool:
+    """May a value that is none of its choices be one that a feature of the other program adds? Then
+    it is passed over."""
+    return flag.per_run and flag.choices is not None
+
+
 def _value(flag: Flag, value: Any) -> Any:
     """A value as JSON has it, as the field has it. Raises ValueError."""
+    if _may_be_added(flag) and type(value) is str and value not in (flag.choices or ()):
+        return flag.default
     if value is None and flag.default is None:
         return None
     if flag.kind in ("switch", "off"):

@@ -8,6 +8,7 @@ from megatron.config.tree import with_features
 from megatron.features.data_ledger.feature import DataLedgerConfig
 from megatron.features.eval_tasks.feature import EvalTasksConfig
 from megatron.features.goodput.feature import GoodputConfig
+from megatron.features.megatron_cli.feature import MegatronCliConfig
 from megatron.features.step_verification.feature import StepVerificationConfig
 from megatron.features.stragglers.feature import StragglerConfig
 from megatron.features.trace.feature import TraceConfig
@@ -20,5 +21,6 @@ FEATURES: tuple[type[Feature], ...] = (
     EvalTasksConfig,
     StepVerificationConfig,
     TraceConfig,
+    MegatronCliConfig,
 )
 RunConfig = with_features(FEATURES)  # all flags of pretrain_gpt.py

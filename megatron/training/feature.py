@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.arguments import Extension
 from megatron.config.tree import Config
 
 if TYPE_CHECKING:
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
     from megatron.training.hook import Hook
+    from megatron.training.launch.initialize import Runtime
+    from megatron.training.logging.internlm_format import StepCounts
+    from megatron.training.logging.iteration import LogFormat
     from megatron.training.logging.training_log import TrainingLog
     from megatron.training.run import Run
     from megatron.training.step import ForwardStep
@@ -28,10 +32,11 @@ class Loop(NamedTuple):
     started: float
 
 
-class Feature:
+class Feature(Extension):
     """A frozen dataclass with the feature's flags (fields made by `arguments.arg`) and, of these
     points, those that it needs. It is read before torch is imported: what is heavy is imported
-    inside `hooks`."""
+    inside the points. `adds` has the values that it adds to flags of the core; what stands behind
+    each is a point here."""
 
     def check(self, facts: Facts) -> Iterable[str]:
         """One line for each problem of its flags that their declarations do not say."""
@@ -52,6 +57,13 @@ class Feature:
     def step_numbers(self) -> int:
         """How many numbers its `StepCounter`s add to the sum over ranks of each step."""
         return 0
+
+    def log_format(
+        self, config: Config, plan: Plan, counts: StepCounts | None, runtime: Runtime | None
+    ) -> LogFormat | None:
+        """The lines of the run, if --log-format has a value that this feature `adds`. `counts`:
+        rates of subsets, where they are counted."""
+        return None
 
     def hooks(self, loop: Loop) -> Iterable[Hook]:
         """What it does in the training loop, if the run asks for it. A hook says itself where it

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.args_file import expand_files
 from megatron.arguments import (
+    Extension,
     Flag,
     OtherFlags,
     Problems,
@@ -132,6 +133,24 @@ def test_a_name_or_spelling_stands_only_once():
         two = dataclass(type("Two", (), {"__annotations__": {"a": Size, "b": second}}))
         with pytest.raises(AssertionError, match="declared twice"):
             flags_of(two)
+
+
+@dataclass(frozen=True)
+class Fashion(Extension):
+    """More styles."""
+
+    adds = {"style": {"wavy": "as a wave"}}
+
+
+def test_a_value_that_an_extension_adds_is_known_where_it_is():
+    more = dataclass(
+        type("More", (), {"__annotations__": {"size": Size, "look": Look, "fashion": Fashion}})
+    )
+    parser = build_parser(more, prog="x", description="d")
+    assert parse_typed(parser, ["--style", "wavy"]) == {"style": "wavy"}
+    assert "{sharp,round,wavy}" in parser.help() and "wavy: as a wave" in parser.help()
+    assert codes_of(problems("--style", "wavy")) == ["value-not-a-choice"]
+    assert "wavy" not in PARSER.help()
 
 
 def test_values_are_read_in_every_spelling():

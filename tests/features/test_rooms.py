@@ -11,8 +11,9 @@ import pytest
 
 from megatron.arguments import flags_of_group
 from megatron.features.registry import FEATURES
-from tests.copies import copy_source, lint_imports, program, python
+from tests.copies import PROGRAM, copy_source, lint_imports, program, python
 from tests.forkrun import ROOT
+from tests.problems import codes_of
 from tests.runs import EXACT, SMALL, Finished, train, with_flags, write_text
 
 ROOMS = {feature.__module__.split(".")[2]: feature for feature in FEATURES}
@@ -22,6 +23,7 @@ USED = {
     "eval_tasks": "--eval-tasks {}/task.yaml --eval-tasks-interval 1",
     "goodput": "--crash-loop-limit 1",
     "step_verification": "--verify-step-interval 1 --verify-step-action majority",
+    "megatron_cli": "--log-format aurora",
     "stragglers": "--log-straggler",
     "trace": "--trace-ranks last",
 }
@@ -58,7 +60,7 @@ def test_no_other_file_names_a_feature(room):
     """Neither its module, nor its class; in the core, none reads a flag of it. tools/NAME.py is its
     own."""
     named = rf"features\.{room}\b|\b{ROOMS[room].__name__}\b"
-    fields = "|".join(flags_of_group(ROOMS[room], room))
+    fields = "|".join(flags_of_group(ROOMS[room], room)) or "(?!)"
     reads = rf"""{named}|\b(config|logging|training|parallel)\.(\w+\.)?({fields})\b|\[["']({fields})["']"""
     found = []
     for top in ("megatron/**/*.py", "tools/**/*.py", "pretrain_gpt.py"):
@@ -75,8 +77,9 @@ def test_no_other_file_names_a_feature(room):
 def test_a_room_that_is_deleted_is_not_missed_by_imports(room, tmp_path):
     tree = without(room, tmp_path / "tree")
     assert "0 broken" in lint_imports(tree)
-    text = program(tree, "pretrain_gpt.py", "--help")
-    assert not any(flag in text for flag in USED[room].split() if flag.startswith("--"))
+    done = python(tree, PROGRAM, "pretrain_gpt.py", *USED[room].split())
+    assert done.returncode == 2
+    assert {"flag-unknown", "value-not-a-choice"} & set(codes_of(done.stderr.splitlines()))
 
 
 @pytest.mark.campaign

@@ -14,10 +14,11 @@ import pytest
 
 from megatron.analysis.run_reader import read_run, smoothed
 from megatron.config.logging import LoggingConfig
-from megatron.training.logging.aurora_format import aurora_line
+from megatron.features.megatron_cli.aurora_format import aurora_line
+from megatron.features.megatron_cli.megatron_format import megatron_line
 from megatron.training.logging.internlm_format import StepRow, internlm_line
 from megatron.training.logging.iteration import Interval, IterationRow
-from megatron.training.logging.megatron_format import megatron_line, validation_block
+from megatron.training.logging.line_format import validation_block
 from megatron.training.logging.points import Boards
 from megatron.training.logging.short_format import evaluation_line, iteration_line
 from megatron.training.logging.tensorboard import TensorBoard
@@ -31,8 +32,7 @@ plot = load_tool("plot")
 
 def row(iteration: int, loss: float) -> IterationRow:
     interval = Interval([loss], 1, 0.5, 8)
-    rates = {"teraflops": 1.0, "lm_teraflops": 1.0, "ds_teraflops": 1.0}
-    return IterationRow(iteration, 4, 8 * iteration, 64, 1e-3, 8, 1.0, 1.5, interval, 1, **rates)
+    return IterationRow(iteration, 4, 8 * iteration, 64, 1e-3, 8, 1.0, 1.5, interval, 1, 1.0)
 
 
 def internlm(iteration: int, loss: float) -> str:
@@ -63,7 +63,7 @@ DUMP = "  seq_length ...................................... 64\n"
 SOURCES = {
     "short": ("", lambda n, loss: iteration_line(row(n, loss), 1.0), SHORT_VALIDATION, 1020.0),
     "megatron": (DUMP, lambda n, loss: megatron_line(row(n, loss), False), BLOCK, 1024.0),
-    "aurora": ("", lambda n, loss: aurora_line(row(n, loss), DATE), BLOCK, 1024.0),
+    "aurora": ("", lambda n, loss: aurora_line(row(n, loss), 1.0, 1.0, DATE), BLOCK, 1024.0),
     "internlm": (
         "data parallel size: 2, pipeline parallel size: 1, tensor parallel size: 1\n",
         internlm,

@@ -115,8 +115,6 @@ class IterationRow:
     interval: Interval
     world_size: int
     teraflops: float | None = None  # a rank, this suite's exact count
-    lm_teraflops: float | None = None  # the two counts of --log-format aurora
-    ds_teraflops: float | None = None
     num_zeros: int | None = None
     params_norm: float | None = None
 

@@ -12,6 +12,7 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
+from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
 from megatron.training.logging.iteration import (
@@ -78,9 +79,13 @@ class TrainingLog:
         logging = self._config.logging
         if logging.is_short:
             return ShortLog(self._config, self._plan, launcher.rank() == launcher.world_size() - 1)
-        from megatron.training.logging.megatron_lines import FORMATS
+        parts = (self._config, self._plan, self._counts, self._runtime)
+        if logging.log_format == "internlm":
+            from megatron.training.logging.internlm_lines import InternlmLines
 
-        return FORMATS[logging.log_format](self._config, self._plan, self._counts, self._runtime)
+            return InternlmLines(*parts)
+        made = (feature.log_format(*parts) for feature in features_of(self._config))
+        return next(filter(None, made))
 
     @property
     def intervals(self) -> tuple[int, ...]:
@@ -227,7 +232,7 @@ class TrainingLog:
             return
         ranks = gather_objects(mine, self._world)
         order = list(dict.fromkeys(name for rank in ranks for name in rank))
-        from megatron.training.logging.megatron_format import timers_block
+        from megatron.training.logging.line_format import timers_block
 
         text = timers_block(order, ranks, logging.timing_log_option)
         if text:

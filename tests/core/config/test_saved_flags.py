@@ -67,6 +67,19 @@ def test_another_default_of_a_later_release_is_no_other_model(tmp_path, monkeypa
     assert saved_flags.read(path).config == config
 
 
+@pytest.mark.parametrize("form", ["with values", "older"])
+def test_a_value_that_a_feature_added_is_passed_over_without_it(tmp_path, form):
+    """But not one that changes weights."""
+    text = saved_flags.to_text(CONFIG).replace('"log_format": "short"', '"log_format": "waves"')
+    text = "--log-format waves\n" + text
+    path = tmp_path / "args"
+    path.write_text(text if form == "with values" else text.partition("# all")[0])
+    assert saved_flags.read(path) == saved_flags.SavedFlags(CONFIG, [])
+    path.write_text("--lr-decay-style waves\n" + text)
+    with pytest.raises(Problems):
+        saved_flags.read(path)
+
+
 def test_flags_that_this_program_does_not_have_are_one_note(tmp_path):
     text = "--of-a-script 3 --removed-switch --lr 1e-4\n"
     saved = saved_flags.read(written(tmp_path, more=text))

@@ -11,6 +11,7 @@ from megatron.config import command_line, summary_lines
 from megatron.config.megatron_compat import argument_dump
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.features.registry import RunConfig
 
 GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -116,11 +117,13 @@ def test_changed_arguments_can_be_given_to_a_shell():
     [("", 1, 0), ("--print-arguments changed", 0, 1), ("--print-arguments none", 0, 0)],
 )
 def test_print_arguments_with_megatrons_format(flags, dumped, changed):
-    line = command_line.read(f"{GOOD} --train-iters 10 --log-format megatron {flags}".split(), {})
+    words = f"{GOOD} --train-iters 10 --log-format megatron {flags}".split()
+    line = command_line.read(words, {}, tree=RunConfig)
     text = "\n".join(argument_dump.start_lines(line, "gloo"))
     assert text.count("end of arguments") == dumped and text.count("--num-layers 4") == changed
 
 
 def test_the_old_name_of_the_flag_still_works():
-    line = command_line.read(f"{GOOD} --train-iters 10 --log-dialect aurora".split(), {})
+    words = f"{GOOD} --train-iters 10 --log-dialect aurora".split()
+    line = command_line.read(words, {}, tree=RunConfig)
     assert line.config.logging.log_format == "aurora" and line.notes == []

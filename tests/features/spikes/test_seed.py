@@ -11,6 +11,7 @@ import pytest
 from megatron.analysis.log_reader import Record, read_text
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
+from megatron.features.registry import RunConfig
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
@@ -71,7 +72,8 @@ def printed(
     iterations are rated as work, as the seed's loop did."""
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
     monkeypatch.setenv("RANK", str(RANKS - 1))
-    config = command_line.read(FLAGS, {"WORLD_SIZE": str(RANKS), "RANK": "0"}).config
+    ranks = {"WORLD_SIZE": str(RANKS), "RANK": "0"}
+    config = command_line.read(FLAGS, ranks, tree=RunConfig).config
     plan = make_plan(config, RANKS, VOCABULARY)
     optimizer = Optimizer()
     scheduler = build_scheduler(config, plan, optimizer)

@@ -10,15 +10,15 @@ import pytest
 
 from megatron.analysis.log_reader import read_metrics, read_text
 from megatron.analysis.run_reader import read_run
-from megatron.training.logging.aurora_format import aurora_line
+from megatron.features.megatron_cli.aurora_format import aurora_line
+from megatron.features.megatron_cli.megatron_format import megatron_line
 from megatron.training.logging.iteration import Interval, IterationRow
-from megatron.training.logging.megatron_format import megatron_line
 
 DATE = datetime(2026, 1, 1)
 
 
 @pytest.mark.parametrize(
-    "line", [lambda row: megatron_line(row, True), lambda row: aurora_line(row, DATE)]
+    "line", [lambda row: megatron_line(row, True), lambda row: aurora_line(row, 1.0, 1.0, DATE)]
 )
 @pytest.mark.parametrize(
     "noise", ["", "[2026-01-01 00:00:00,000] [INFO] [profiler.py:81:start] lr: 3 loss scale\n"]
@@ -35,8 +35,6 @@ def test_our_own_lines(line, noise):
         2.345,
         Interval([6.5, 6.7], 2, 1.0, 16),
         1,
-        1.0,
-        1.0,
         1.0,
     )
     skipped = IterationRow(30, 500, 240, 1024, 1.5e-4, 8, 1.0, None, Interval(user_skips=10), 1)

@@ -1,34 +1,14 @@
-"""FLOP counts against formulas of the papers and against the figures the seed printed."""
-
-import re
+"""FLOP counts against formulas of the papers."""
 
 import pytest
 
-from megatron.training.logging.aurora_format import (
-    aurora_ds_flops_per_token,
-    aurora_lm_flops_per_token,
-)
 from megatron.training.logging.flops import (
     TransformerShape,
     count_flops,
     flops_per_iteration,
-    teraflops_per_rank,
 )
 
 GPT2_345M = TransformerShape(24, 1024, 4096, 16, 16, 64, False, 50304, 1024)
-AURORA = TransformerShape(3, 4096, 11008, 32, 8, 128, True, 32000, 4096)
-
-# seed 004: (elapsed ms, samples per second, tokens per GPU per second, [LM]TFLOPs, [DS]TFLOPs), as
-# printed
-SEED_LINES = """
-29570.0 25.972 4432.597 20.30 26.18
-8457.2 90.810 15498.234 70.98 91.53
-7136.5 107.615 18366.372 84.12 108.46
-7147.0 107.458 18339.524 84.00 108.31
-21224.4 36.185 6175.523 28.29 36.47
-106.8 7190.781 1227226.651 5620.92 7247.49
-84.7 9070.783 1548080.271 7090.49 9142.31
-"""
 
 
 def megatron_flops_per_iteration(shape: TransformerShape, batch_size: int) -> int:
@@ -109,33 +89,3 @@ def test_the_count_equals_the_matrix_products_of_one_layer():
     count = count_flops(TransformerShape(1, h, f, a, g, d, True, v, s))
     assert count.forward * s == forward
     assert count.model == 3 * count.forward
-
-
-def test_aurora_figures_per_token():
-    assert aurora_lm_flops_per_token(AURORA) == 4_580_179_968 == count_flops(AURORA).model
-    assert aurora_ds_flops_per_token(AURORA, full_recompute=True) == 5_905_580_032
-    assert aurora_ds_flops_per_token(AURORA, full_recompute=False) == 5_905_580_032 * 3 // 4
-
-
-@pytest.mark.parametrize("line", SEED_LINES.strip().splitlines())
-def test_the_seeds_printed_teraflops(line):
-    milliseconds, samples_per_second, tgs, lm, ds = map(float, re.split(r"\s+", line))
-    tokens = 768 * 4096
-    seconds = 768 / samples_per_second
-    assert seconds * 1e3 == pytest.approx(milliseconds, abs=0.5)
-    for per_token, printed in (
-        (aurora_lm_flops_per_token(AURORA), lm),
-        (aurora_ds_flops_per_token(AURORA, full_recompute=True), ds),
-    ):
-        assert per_token * tgs / 1e12 == pytest.approx(printed, abs=0.00501)
-        assert teraflops_per_rank(per_token * tokens, seconds, 24) == pytest.approx(
-            printed, rel=3e-5, abs=0.00501
-        )
-
-
-def test_the_quirk_of_the_ds_figure():
-    keys = {}
-    for groups in (8, 4, 2, 1):
-        shape = TransformerShape(1, 64, 128, 8, groups, 8, True, 0, 0)
-        keys[groups] = aurora_ds_flops_per_token(shape, False) // 6 - 2 * 64**2 - 3 * 128 * 64
-    assert keys == {8: 2 * 64**2, 4: 64**2, 2: 0, 1: 0}

@@ -1,23 +1,21 @@
-"""Log lines against the text that the two seeds printed."""
+"""The iteration lines of --log-format megatron and aurora, against the text that the two seeds
+printed."""
 
-import math
 import re
 from datetime import datetime
 
 import pytest
 
-from megatron.training.logging.aurora_format import aurora_line
-from megatron.training.logging.iteration import Interval, IterationRow
-from megatron.training.logging.megatron_format import (
-    megatron_line,
-    progress_line,
-    timers_block,
-    validation_block,
+from megatron.features.megatron_cli.aurora_format import (
+    aurora_ds_flops_per_token,
+    aurora_line,
+    aurora_lm_flops_per_token,
 )
+from megatron.features.megatron_cli.megatron_format import megatron_line
+from megatron.training.logging.flops import TransformerShape, count_flops, teraflops_per_rank
+from megatron.training.logging.iteration import Interval, IterationRow
 
-SEED_345M = """---------------------------------------------------------------------------------------------
- validation loss at iteration 1 | lm loss value: 1.103246E+01 | lm loss PPL: 6.184932E+04 | 
----------------------------------------------------------------------------------------------"""  # noqa: W291
+AURORA = TransformerShape(3, 4096, 11008, 32, 8, 128, True, 32000, 4096)
 SEED_AURORA = (
     "iteration= 1/ 635782 | consumed_samples= 768 | consumed_tokens= 3145728 | "
     "elapsed_time_per_iteration_ms=29570.0 | learning_rate=9.4372e-09 | global_batch_size= 768 | "
@@ -30,6 +28,17 @@ SEED_SKIPPED = (
     "learning_rate=1.88744e-08 | global_batch_size= 768 | loss_scale=1.0 | actual_seqlen= 4096 | "
     "number_of_skipped_iterations= 1 | number_of_nan_iterations= 0"
 )
+# seed 004: (elapsed ms, samples per second, tokens per GPU per second, [LM]TFLOPs, [DS]TFLOPs), as
+# printed
+SEED_LINES = """
+29570.0 25.972 4432.597 20.30 26.18
+8457.2 90.810 15498.234 70.98 91.53
+7136.5 107.615 18366.372 84.12 108.46
+7147.0 107.458 18339.524 84.00 108.31
+21224.4 36.185 6175.523 28.29 36.47
+106.8 7190.781 1227226.651 5620.92 7247.49
+84.7 9070.783 1548080.271 7090.49 9142.31
+"""
 
 
 def row(interval: Interval, **changes) -> IterationRow:
@@ -46,18 +55,6 @@ def row(interval: Interval, **changes) -> IterationRow:
         world_size=1,
     )
     return IterationRow(**fields | changes)
-
-
-def test_validation_block_is_the_seeds():
-    loss = 11.032460
-    assert math.exp(loss) == pytest.approx(6.184932e4, rel=1e-5)
-    block = validation_block("iteration 1", {"lm loss": loss})
-    assert re.sub(r"PPL: \S+", "PPL: X", block) == re.sub(r"PPL: \S+", "PPL: X", SEED_345M)
-    assert block.count("-" * 93) == 2 and "-" * 94 not in block
-
-
-def test_perplexity_is_capped_as_megatrons():
-    assert f"PPL: {math.exp(20):.6E}" in validation_block("iteration 1", {"lm loss": 400.0})
 
 
 def test_iteration_line_to_the_character():
@@ -98,10 +95,8 @@ def aurora(interval: Interval, **changes) -> str:
         global_batch_size=768,
         loss_scale=1.0,
         world_size=24,
-        lm_teraflops=20.302,
-        ds_teraflops=26.18,
     )
-    text = aurora_line(row(interval, **fields | changes), datetime(2024, 9, 16))
+    text = aurora_line(row(interval, **fields | changes), 20.302, 26.18, datetime(2024, 9, 16))
     return re.sub(r" +", " ", text.split(" - ", 1)[1])
 
 
@@ -124,26 +119,31 @@ def test_aurora_skipped_line_has_nothing_stale():
     )
 
 
-def test_timers_block():
-    ranks = [{"evaluate": 2.10126, "never": 0.0}, {"evaluate": 2.5}]
-    assert timers_block(["evaluate", "never"], ranks[:1], "minmax") == (
-        "(min, max) time across ranks (ms):\n    evaluate "
-        ".......................................: (2101.26, 2101.26)"
-    )
-    assert timers_block(["evaluate"], ranks, "minmax").endswith(": (2101.26, 2500.00)")
-    assert timers_block(["evaluate"], ranks, "max").endswith(": 2500.00")
-    assert timers_block(["evaluate"], ranks, "all") == (
-        "times across ranks (ms):\n  evaluate:\n     rank  0: 2101.26\n     rank  1: 2500.00"
-    )
-    assert timers_block(["never"], ranks, "minmax") == ""
+def test_aurora_figures_per_token():
+    assert aurora_lm_flops_per_token(AURORA) == 4_580_179_968 == count_flops(AURORA).model
+    assert aurora_ds_flops_per_token(AURORA, full_recompute=True) == 5_905_580_032
+    assert aurora_ds_flops_per_token(AURORA, full_recompute=False) == 5_905_580_032 * 3 // 4
 
 
-def test_rates_leave_skipped_work_out():
-    interval = Interval(trained=2, seconds=4.0, samples=16, user_skips=8)
-    assert interval.milliseconds == 2000.0
+@pytest.mark.parametrize("line", SEED_LINES.strip().splitlines())
+def test_the_seeds_printed_teraflops(line):
+    milliseconds, samples_per_second, tgs, lm, ds = map(float, re.split(r"\s+", line))
+    tokens = 768 * 4096
+    seconds = 768 / samples_per_second
+    assert seconds * 1e3 == pytest.approx(milliseconds, abs=0.5)
+    for per_token, printed in (
+        (aurora_lm_flops_per_token(AURORA), lm),
+        (aurora_ds_flops_per_token(AURORA, full_recompute=True), ds),
+    ):
+        assert per_token * tgs / 1e12 == pytest.approx(printed, abs=0.00501)
+        assert teraflops_per_rank(per_token * tokens, seconds, 24) == pytest.approx(
+            printed, rel=3e-5, abs=0.00501
+        )
 
 
-def test_progress_counts_from_where_this_process_began():
-    assert progress_line(60, 100, 50, 20.0, 1234.5) == (
-        "   60.0 % | 0:00:20 elapsed, ETA 0:01:20 | 1,234 tokens/s"
-    )
+def test_the_quirk_of_the_ds_figure():
+    keys = {}
+    for groups in (8, 4, 2, 1):
+        shape = TransformerShape(1, 64, 128, 8, groups, 8, True, 0, 0)
+        keys[groups] = aurora_ds_flops_per_token(shape, False) // 6 - 2 * 64**2 - 3 * 128 * 64
+    assert keys == {8: 2 * 64**2, 4: 64**2, 2: 0, 1: 0}

@@ -1,12 +1,12 @@
-"""The iteration line of --log-format aurora (AuroraGPT's), and its two counts of FLOPs: pure
-functions of numbers."""
+"""The iteration line of --log-format aurora (AuroraGPT's), and its two counts of FLOPs."""
 
 from __future__ import annotations
 
 from datetime import datetime
 
 from megatron.training.logging.flops import TransformerShape
-from megatron.training.logging.iteration import IterationRow
+from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.line_format import LineFormat
 
 
 def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
@@ -40,9 +40,9 @@ def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> 
     return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
 
 
-def aurora_line(row: IterationRow, now: datetime) -> str:
-    """AuroraGPT's key=value iteration line; loss and gradient norm are omitted where there is
-    none."""
+def aurora_line(row: IterationRow, lm_teraflops: float, ds_teraflops: float, now: datetime) -> str:
+    """AuroraGPT's key=value iteration line with its two counts; loss and gradient norm are omitted
+    where there is none."""
     i = row.interval
     parts = [
         f"iteration={row.iteration:8d}/{row.train_iters:8d}",
@@ -68,7 +68,19 @@ def aurora_line(row: IterationRow, now: datetime) -> str:
         parts += [
             f"samples_per_second={rate:.3f}",
             f"tokens_per_gpu_per_second_tgs={rate * row.seq_length / row.world_size:.3f}",
-            f"[LM]TFLOPs={row.lm_teraflops:.2f}",
-            f"[DS]TFLOPs={row.ds_teraflops:.2f}",
+            f"[LM]TFLOPs={lm_teraflops:.2f}",
+            f"[DS]TFLOPs={ds_teraflops:.2f}",
         ]
     return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log] - " + " | ".join(parts) + " |"
+
+
+class AuroraLines(LineFormat):
+    """--log-format aurora."""
+
+    def _text(self, row: IterationRow, result: IterationResult) -> str:
+        tokens = row.interval.samples * row.seq_length
+        full = self._config.training.recompute == "full"
+        lm = aurora_lm_flops_per_token(self._shape) * tokens
+        ds = aurora_ds_flops_per_token(self._shape, full) * tokens
+        seconds = row.interval.seconds
+        return aurora_line(row, self._rate(lm, seconds), self._rate(ds, seconds), datetime.now())

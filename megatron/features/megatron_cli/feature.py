@@ -1,0 +1,42 @@
+"""Command lines and logs of Megatron-LM: its log formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.training.feature import Feature
+
+if TYPE_CHECKING:
+    from megatron.config.plan.plan import Plan
+    from megatron.config.tree import Config
+    from megatron.training.launch.initialize import Runtime
+    from megatron.training.logging.internlm_format import StepCounts
+    from megatron.training.logging.iteration import LogFormat
+
+
+@dataclass(frozen=True)
+class MegatronCliConfig(Feature):
+    """Megatron-LM's command line and log."""
+
+    adds = {
+        "log_format": {
+            "megatron": "Megatron-LM's lines",
+            "aurora": "AuroraGPT's iteration lines",
+        }
+    }
+
+    def log_format(
+        self, config: Config, plan: Plan, counts: StepCounts | None, runtime: Runtime | None
+    ) -> LogFormat | None:
+        """The lines of Megatron or of AuroraGPT, a fork of it."""
+        match config.logging.log_format:
+            case "megatron":
+                from megatron.features.megatron_cli.megatron_format import MegatronLines
+
+                return MegatronLines(config, plan, counts, runtime)
+            case "aurora":
+                from megatron.features.megatron_cli.aurora_format import AuroraLines
+
+                return AuroraLines(config, plan, counts, runtime)
+        return None

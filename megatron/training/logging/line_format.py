@@ -1,0 +1,147 @@
+"""Log formats of one line for each interval, from which features make theirs; the other lines of a
+run are the same in all of them, in Megatron's words."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from megatron import launcher
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+from megatron.training.launch.initialize import Runtime
+from megatron.training.logging import flops
+from megatron.training.logging.internlm_format import StepCounts
+from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.short_format import hours
+
+
+class LineFormat:
+    """One line for each --log-interval, printed by the last rank; `_text` is that of a format."""
+
+    ends_with_line = False
+
+    def __init__(
+        self, config: Config, plan: Plan, counts: StepCounts | None, runtime: Runtime | None
+    ):
+        self._config = config
+        self._plan = plan
+        self._counts = counts
+        self._runtime = runtime
+        self._shape = flops.model_shape(config, plan)
+        self._started = time.perf_counter()
+        self._first: int | None = None  # the iteration that this process began at
+        self._last = launcher.rank() == launcher.world_size() - 1
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def add(self, result: IterationResult) -> None:
+        """Remember where this process began."""
+        if self._first is None:
+            self._first = result.iteration - result.iterations
+
+    def line_due(self, iteration: int) -> bool:
+        """At multiples of --log-interval."""
+        return iteration % self._config.logging.log_interval == 0
+
+    def line(self, row: IterationRow, result: IterationResult) -> None:
+        """Print the line, and with --progress the progress."""
+        if not self._last:
+            return
+        print(self._text(row, result), flush=True)
+        mode = self._config.logging.progress
+        if mode == "on" or (mode == "auto" and sys.stderr.isatty()):
+            i = row.interval
+            rate = i.samples * row.seq_length / i.seconds if i.seconds else 0.0
+            seconds = time.perf_counter() - self._started
+            assert self._first is not None  # `add` comes before
+            progress = progress_line(row.iteration, row.train_iters, self._first, seconds, rate)
+            print(progress, file=sys.stderr, flush=True)
+
+    def _text(self, row: IterationRow, result: IterationResult) -> str:
+        raise NotImplementedError
+
+    def status(self, iteration: int, seconds: float) -> None:
+        """Nothing: there is no status line."""
+
+    def evaluation(
+        self,
+        place: str,
+        split: str,
+        iteration: int,
+        losses: Mapping[str, float],
+        bits: float | None,
+    ) -> str:
+        """The block of an evaluation, called validation for a test too."""
+        suffix = split.removeprefix("final ").removeprefix("validation").removeprefix("test")
+        return validation_block(place, losses, suffix)
+
+    def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
+        """The line of a device's memory."""
+        return memory_line(rank, iteration, report)
+
+    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
+        """Nothing: there is no summary."""
+
+    def _rate(self, operations: float, seconds: float) -> float:
+        if seconds <= 0:
+            return 0.0
+        return flops.teraflops_per_rank(operations, seconds, self._plan.world_size)
+
+
+def validation_block(prefix: str, losses: Mapping[str, float], suffix: str = "") -> str:
+    """The validation line between its two rows of dashes, one longer than the line; `suffix` says
+    of which set."""
+    line = f" validation{suffix} loss at {prefix} | "
+    for key, loss in losses.items():
+        line += f"{key} value: {loss:.6E} | {key} PPL: {math.exp(min(20.0, loss)):.6E} | "
+    dashes = "-" * (len(line) + 1)
+    return f"{dashes}\n{line}\n{dashes}"
+
+
+def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], option: str) -> str:
+    """Timers of all ranks in milliseconds; `ranks` holds {name: seconds} by rank. Empty when
+    nothing was timed."""
+    rows = []
+    for name in names:
+        times = [rank.get(name, 0.0) * 1000.0 for rank in ranks]
+        shown = [t for t in times if t > 0.0]
+        if not shown:
+            continue
+        label = "\n    " + (name + " ").ljust(48, ".")
+        if option == "all":
+            each = (f"\n     rank {rank:2d}: {t:.2f}" for rank, t in enumerate(times) if t > 0.0)
+            rows.append(f"\n  {name}:" + "".join(each))
+        elif option == "max":
+            rows.append(f"{label}: {max(shown):.2f}")
+        else:
+            rows.append(f"{label}: ({min(shown):.2f}, {max(shown):.2f})")
+    header = {
+        "all": "times across ranks (ms):",
+        "max": "max time across ranks (ms):",
+        "minmax": "(min, max) time across ranks (ms):",
+    }[option]
+    return header + "".join(rows) if rows else ""
+
+
+def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
+    """Megatron's line of device memory in MB (2^20 bytes); `report` holds bytes."""
+    parts = [
+        f"{key}: {report[key] / 2**20}"
+        for key in ("allocated", "max allocated", "reserved", "max reserved")
+    ]
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | " + " | ".join(parts)
+
+
+def progress_line(
+    done: int, total: int, first: int, seconds: float, tokens_per_second: float
+) -> str:
+    """How far the run is and when it will be over, from the pace since iteration `first`."""
+    left = seconds / max(1, done - first) * (total - done)
+    return (
+        f"  {100.0 * done / max(1, total):5.1f} % | {hours(seconds)} elapsed, ETA {hours(left)} | "
+        f"{tokens_per_second:,.0f} tokens/s"
+    )
