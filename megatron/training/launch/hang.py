@@ -10,14 +10,16 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megatron import launcher, log
-from megatron.training.launch.process import HUNG, Failure, ProcessId
+from megatron.training.launch.process import HUNG, Failure, ProcessId, code_location
 
 STACK_WITHIN = 3.0  # seconds
 STACKS = "megatron-stacks"  # name of the memory file that a stack is written to
@@ -156,9 +158,26 @@ def failure(process: ProcessId, seconds: float, answer: Mapping[str, Any]) -> Fa
     return Failure(process, text, HUNG, silent=True)
 
 
-def report(hang: Failure, answer: Mapping[str, Any]) -> str:
+def report(failure: Failure, answer: Mapping[str, Any]) -> str:
     """The failure and the Python stack of the process, innermost call last."""
-    return f"hang: {hang.process} {hang.text}\n{answer['stack'].rstrip()}".rstrip()
+    return f"hang: {failure.process} {failure.text}\n{answer['stack'].rstrip()}".rstrip()
+
+
+def name(process: ProcessId, seconds: float, answer: Mapping[str, Any]) -> Failure:
+    """`failure`, and its report on stderr."""
+    hang = failure(process, seconds, answer)
+    print(report(hang, answer), file=sys.stderr, flush=True)
+    return hang
+
+
+def describe(known: str, frames: Sequence[FrameType]) -> dict[str, Any]:
+    """The answer of this process in the phase `known`; `frames`: those of its main thread."""
+    places = [(one.f_code.co_filename, one.f_code.co_name) for one in frames]
+    return {
+        "at": code_location(traceback.extract_stack(frames[-1])),
+        "phase": full_phase(known, places),
+        "stack": stack_text(frames),
+    }
 
 
 def unknown(known: str) -> dict[str, Any]:

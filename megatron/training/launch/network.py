@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket
-import stat
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 try:
@@ -20,7 +17,6 @@ except ImportError:  # not on Windows
 ROUTES = Path("/proc/net/route")
 CONNECT_SECONDS = 10.0  # for one attempt
 RETRY_SECONDS = 0.2
-LONGEST_SECRET = 4096  # characters
 
 
 def allow_open_files() -> None:
@@ -32,30 +28,6 @@ def allow_open_files() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):  # macOS: more than the kernel allows
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def run_secret(environ: Mapping[str, str]) -> str:
-    """The secret that all ranks of a run were given: MEGATRON_RUN_SECRET, or the content of the
-    file MEGATRON_RUN_SECRET_FILE; empty without. Raises ValueError for a file that does not hold
-    one."""
-    path = environ.get("MEGATRON_RUN_SECRET_FILE")
-    if not path:
-        return environ.get("MEGATRON_RUN_SECRET", "")
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(file, "rb") as opened:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise ValueError("is not a regular file")
-            text = opened.read(LONGEST_SECRET + 1).decode().strip()
-        if not 0 < len(text) <= LONGEST_SECRET:
-            raise ValueError(f"must hold 1 to {LONGEST_SECRET} characters")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(
-            f"MEGATRON_RUN_SECRET_FILE={path} in the environment: {reason}; give a readable file "
-            "with the secret of the run on every node [file-not-readable]"
-        ) from None
-    return text
 
 
 def is_loopback(address: str) -> bool:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,7 +23,6 @@ from megatron.training.launch.network import (
     interface_towards,
     is_loopback,
     listen_problem,
-    run_secret,
     unreachable,
 )
 from megatron.training.launch.process import HUNG, Failure, ProcessId, this_process
@@ -60,7 +58,6 @@ class Rendezvous:
 
     def _connect(self, watch: SignalWatch) -> MonitorClient | None:
         """Rank 0 starts the server of the monitor and publishes its address in the store."""
-        secret = run_secret(os.environ)
 
         def noticed(failure: Failure) -> None:
             watch.on_failure(failure)
@@ -75,7 +72,6 @@ class Rendezvous:
                     here.world_size,
                     family,
                     address if is_loopback(address) else "",
-                    secret,
                     noticed,
                     self.limits.startup,
                     watch.start.gone if watch.start else lambda ranks: None,
@@ -95,7 +91,7 @@ class Rendezvous:
             address, port, token, process = json.loads(self.store.get("rank-monitor"))
             return MonitorClient(
                 [(address, port), (self.master[0], port)],
-                token + secret,
+                token,
                 ProcessId(**process),
                 watch.leave_for,
                 noticed=noticed,
@@ -133,8 +129,7 @@ def _rank_0_is_missing(text: str, startup: float | None) -> ValueError:
     if startup is None:
         return ValueError(text)
     for process, answer in hang.inspect({}, [0]).items():
-        failure = hang.failure(process, startup, answer)
-        print(hang.report(failure, answer), file=sys.stderr, flush=True)
+        failure = hang.name(process, startup, answer)
         hang.kill(process, failure.text)
         return Refusal(f"{process} {failure.text}", HUNG)
     return ValueError(text)

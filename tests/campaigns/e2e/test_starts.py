@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Slow())
 class Started:
     """Two ranks, plainly or under torchrun."""
 
-    def __init__(self, folder: Path, torchrun: bool, slow: str, **of_rank_1: str):
+    def __init__(self, folder: Path, torchrun: bool, slow: str):
         (folder / "sitecustomize.py").write_text(HOOK)
         self.folder = folder
         port = str(free_port())
@@ -47,15 +47,7 @@ class Started:
         else:
             common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             self.programs = [
-                self._start(
-                    [SCRIPT, *WORDS],
-                    {
-                        **common,
-                        "RANK": rank,
-                        "LOCAL_RANK": rank,
-                        **(of_rank_1 if rank == "1" else {}),
-                    },
-                )
+                self._start([SCRIPT, *WORDS], {**common, "RANK": rank, "LOCAL_RANK": rank})
                 for rank in "01"
             ]
         self._wait(lambda: all((folder / f"slow.{rank}").exists() for rank in slow.split()))
@@ -116,11 +108,3 @@ def test_torchrun_is_killed(tmp_path, slow):
     time.sleep(8.0 if slow == "1" else 1.0)
     started.programs[0].kill()
     assert "[launcher-killed]" in started.all_end()
-
-
-@pytest.mark.campaign
-def test_another_secret_ends_the_run(tmp_path):
-    started = Started(tmp_path, False, "", MEGATRON_RUN_SECRET="another")
-    text = started.all_end(90.0)  # with the imports
-    assert [program.poll() for program in started.programs] == [1, 1]
-    assert "[run-secret-differs]" in text
