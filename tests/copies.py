@@ -22,7 +22,12 @@ LINT = "from importlinter.cli import lint_imports\nlint_imports(cache_dir=None, 
 
 def copy_source(folder: Path, *names: str) -> Path:
     """A copy of these folders and files; returns `folder`."""
-    skipped = shutil.ignore_patterns("core", "*.cpp", "__pycache__")
+    useless = shutil.ignore_patterns("*.cpp", "__pycache__")
+
+    def skipped(parent: str, inside: list[str]) -> set[str]:
+        package = {"core"} if Path(parent) == ROOT / "megatron" else set()  # another project's
+        return {*useless(parent, inside), *package}
+
     for name in names:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=skipped)

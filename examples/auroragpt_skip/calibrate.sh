@@ -1,6 +1,6 @@
 #!/bin/sh
 # Six healthy runs of 2,000 iterations, two kinds of text, and what the spike detector flags in them
-# (docs/spikes.md). A run takes some two minutes of one core.
+# (docs/features/spikes.md). A run takes some two minutes of one core.
 # May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip/healthy). Words given to this script go to every run.
 set -eu
 cd "$(dirname "$0")/../.."

@@ -117,7 +117,7 @@ _DIALECTS = (
             "loss_scale": "loss scale <N>",
             "milliseconds": "<N> (?P<unit>ms|s)",
             "overflow": r"skipped <N> \(fp16 overflow\)",
-            "spike": r"spike-skipped <N> \([^)]*\)",
+            "vetoed": r"(?!user-)\w+-skipped <N> \([^)]*\)",
             "user_skipped": r"user-skipped <N> \([^)]*\)",
             "teraflops": "<N> TFLOP/s per rank",
             "tokens_per_second": "<N>(?P<unit>[kMBT]?) tok/s",
@@ -196,7 +196,7 @@ def _record(head: Mapping[str, str], numbers: dict[str, float]) -> Record:
         for name in ("consumed_samples", "global_batch_size")
         if math.isfinite(number := numbers.pop(name, math.nan))
     }
-    skipped = sum(numbers.pop(name, 0) for name in ("skipped", "overflow", "spike"))
+    skipped = sum(numbers.pop(name, 0) for name in ("skipped", "overflow", "vetoed"))
     user_skipped = numbers.pop("user_skipped", 0)
     if "first_step" in head:
         user_skipped = iteration - int(head["first_step"])

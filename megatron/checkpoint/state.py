@@ -44,8 +44,8 @@ class RunState:
     `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] skipped so
     far. `layout`: world, tp, pp, dp ... at the save. `data`: fingerprint of the flags and files
     that fix the data order. `rng` is empty while all randomness is a pure function of counters.
-    `spikes`: what the detector remembers. `hardware`: processor, device and kernels, which with
-    `versions` decide the last bits.
+    `features`: what each feature keeps, by its name. `hardware`: processor, device and kernels,
+    which with `versions` decide the last bits.
     """
 
     iteration: int = 0
@@ -59,7 +59,7 @@ class RunState:
     rng: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     skips: list[Any] = field(default_factory=list)
-    spikes: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
     skipped: list[Any] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=versions)
@@ -102,6 +102,9 @@ class RunState:
                 "damaged: use another one [checkpoint-damaged]"
             ) from None
         known = {one.name: one for one in fields(cls)}
+        if "features" not in table:  # earlier programs wrote a feature's state among the others
+            others = [key for key in table.keys() - known.keys() if isinstance(table[key], dict)]
+            table["features"] = {key: table.pop(key) for key in sorted(others)}
         strange = sorted(table.keys() - known.keys())
         if version != VERSION or strange:
             raise ForeignCheckpoint(

@@ -1,5 +1,5 @@
 """The ranges of `--train-range-to-skip` and `--iterations-to-skip`, and what is wrong with them:
-docs/spikes.md (bad input)."""
+docs/skipping.md (bad input)."""
 
 from __future__ import annotations
 

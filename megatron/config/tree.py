@@ -14,7 +14,6 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
-from megatron.config.spikes import SpikeConfig
 from megatron.config.training import TrainingConfig
 
 
@@ -32,7 +31,6 @@ class Config:
     training: TrainingConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
-    spikes: SpikeConfig
     profiling: ProfilingConfig
 
     @property

@@ -9,12 +9,14 @@ from megatron.features.data_ledger.feature import DataLedgerConfig
 from megatron.features.eval_tasks.feature import EvalTasksConfig
 from megatron.features.goodput.feature import GoodputConfig
 from megatron.features.megatron_cli.feature import MegatronCliConfig
+from megatron.features.spikes.feature import SpikeConfig
 from megatron.features.step_verification.feature import StepVerificationConfig
 from megatron.features.stragglers.feature import StragglerConfig
 from megatron.features.trace.feature import TraceConfig
 from megatron.training.feature import Feature
 
 FEATURES: tuple[type[Feature], ...] = (
+    SpikeConfig,
     StragglerConfig,
     GoodputConfig,
     DataLedgerConfig,

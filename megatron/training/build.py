@@ -31,7 +31,6 @@ from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Chunks, Run, Services
-from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
     from megatron.parallel.pipeline import Pipeline
@@ -182,15 +181,6 @@ def build_optimizer(
     )
 
 
-def build_spike_policy(action: str) -> SpikePolicy:
-    """That of --spike-action."""
-    if action in ("off", "log"):
-        return SpikePolicy(action)
-    from megatron.training.spikes.actions import SpikeActions
-
-    return SpikeActions(action)
-
-
 def build_run(
     config: Config,
     plan: Plan,
@@ -241,7 +231,6 @@ def build_run(
             ctx.cp,
         ),
         tokenizer.identity(),
-        spikes=build_spike_policy(config.spikes.spike_action),
         fp8=fp8,
         services=services or Services(),
     )

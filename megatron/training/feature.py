@@ -3,7 +3,7 @@ them; each can be deleted with its folder and its two lines there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.arguments import Extension
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
     from megatron.training.logging.iteration import LogFormat
     from megatron.training.logging.training_log import TrainingLog
     from megatron.training.run import Run
+    from megatron.training.save_policy import SavePolicy
     from megatron.training.step import ForwardStep
 
 
 class Loop(NamedTuple):
-    """What a hook may use: the run as it was loaded, the model's forward step, the log, and when
-    this process started."""
+    """What a hook may use: the run as it was loaded, the model's forward step, the log, when this
+    process started, and what saves."""
 
     run: Run
     forward_step: ForwardStep
     lines: TrainingLog
     started: float
+    saving: SavePolicy
 
 
 class Feature(Extension):
@@ -64,6 +66,17 @@ class Feature(Extension):
         """The lines of the run, if --log-format has a value that this feature `adds`. `counts`:
         rates of subsets, where they are counted."""
         return None
+
+    @property
+    def may_veto(self) -> bool:
+        """Whether a hook of it is among `Run.before_update`, so that each step has its norm."""
+        return False
+
+    @property
+    def host_copies(self) -> Mapping[str, int]:
+        """How many copies of the run a rank keeps in host memory, by the flag that asks for
+        them."""
+        return {}
 
     def hooks(self, loop: Loop) -> Iterable[Hook]:
         """What it does in the training loop, if the run asks for it. A hook says itself where it

@@ -16,6 +16,9 @@ class Hook:
     the order of their list, on every rank alike; a point that calls a collective must do so on all
     of them.
 
+    What a checkpoint has to keep of a feature is `run.progress.features[NAME]`, JSON data: read
+    when the hook is made, written in `before_save`. That of a feature that is not here stays.
+
     `before` and `after` are the names of hooks that it must precede or follow, if they are there;
     `placed` says where it stands then.
     """

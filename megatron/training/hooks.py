@@ -40,14 +40,8 @@ def build_hooks(
         from megatron.training.weight_check import WeightComparison
 
         hooks.append(WeightComparison(run))
-    if config.spikes.spike_action != "off":
-        hooks.append(SpikeDetection(run))
     hooks.append(IterationLog(lines))
     hooks += [skipping, evaluation, saving]
-    if run.spikes.decides:
-        from megatron.training.rollback import RollbackBuffer
-
-        hooks.append(RollbackBuffer(run, saving))
     control = config.checkpoint.control_file
     if control and run.runtime.rank == 0:
         from megatron.training.launch.control_file import ControlFile, ControlFileRequests
@@ -56,19 +50,6 @@ def build_hooks(
     if config.training.manual_gc:
         hooks.append(GarbageCollection(config.training))
     return hooks
-
-
-class SpikeDetection(Hook):
-    """Passes each trained iteration to the spike detector; the finding is logged."""
-
-    def __init__(self, run: Run):
-        self._run = run
-
-    def after_step(self, result: IterationResult) -> None:
-        assert result.loss is not None  # the iteration was trained
-        result.finding = self._run.spikes.record(
-            result.iteration, result.loss, result.grad_norm, result.skipped
-        )
 
 
 class IterationLog(Hook):

@@ -51,7 +51,7 @@ class Trainer:
         self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement, self.hooks)
         self.saving = SavePolicy(run, lines, self.hooks)
         core = build_hooks(run, lines, self.evaluation, self.saving, self.skipping)
-        loop = Loop(run, forward_step, lines, started)
+        loop = Loop(run, forward_step, lines, started, self.saving)
         of_features = [hook for each in features_of(run.config) for hook in each.hooks(loop)]
         self.hooks += placed(core, of_features)
         self.step = train_step
@@ -78,7 +78,7 @@ class Trainer:
                         samples = self.open_training_samples()
                         continue
                 except (NotFinite, Refusal):  # all ranks are here
-                    self.saving.after_failure()
+                    self.saving.settle()
                     raise
             if self.evaluation.due(iteration):
                 time_up = self.evaluation.validate(f"iteration {iteration}")
@@ -143,6 +143,7 @@ class Trainer:
             outcome.num_zeros,
             run.optimizer.params_norm() if run.config.logging.log_params_norm else None,
             outcome.skipped,
+            reason=outcome.reason,
             packed=outcome.counts or None,
             metrics=outcome.metrics,
             fwd_bwd_seconds=outcome.fwd_bwd_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.skipping.history import SkipHistory
-from megatron.training.spikes.policy import SpikePolicy
 
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
@@ -69,6 +68,16 @@ class Progress:
     # the ranges already skipped; those to come are `Run.plan.skips`
     skip_history: SkipHistory = field(default_factory=SkipHistory)
     data_order: dict[str, Any] = field(default_factory=dict)  # which data the samples are of
+    # what checkpoints keep of features, by name (`Hook`)
+    features: dict[str, Any] = field(default_factory=dict)
+
+
+class Veto(NamedTuple):
+    """An update that a feature does not let happen: log lines count `{by}-skipped` iterations, and
+    give the reasons."""
+
+    by: str
+    reason: str
 
 
 @dataclass
@@ -87,8 +96,10 @@ class Run:
     rules: BatchRules
     tokenizer: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
-    spikes: SpikePolicy = field(default_factory=SpikePolicy)
     counters: list[StepCounter] = field(default_factory=list)
+    # asked before each update, with the iteration, its loss and its gradient norm, which are those
+    # of all ranks
+    before_update: list[Callable[[int, float, float], Veto | None]] = field(default_factory=list)
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed

@@ -74,14 +74,6 @@ class SavePolicy(Hook):
         elif self._snapshot_due(iteration):
             self._snapshot()
 
-    def after_failure(self) -> None:
-        """The run ends with an error that all ranks have: complete a save in progress, and with
-        --spike-action skip-update save the last updates."""
-        self.settle()
-        # the weights are good: the update was skipped
-        if self._run.spikes.action == "skip-update":
-            self.save()
-
     def on_rollback(self) -> None:
         """Save the run as it is now, since the newest checkpoint is of what was rolled back."""
         self._saved_at = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.single_stage import Forward
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
-from megatron.training.run import Run
+from megatron.training.run import Run, Veto
 from megatron.training.step_sums import MetricValue, StepSums, set_counts
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class NotFinite(ArithmeticError):
 
 class StepOutcome(NamedTuple):
     """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16),
-    `spike` or `nonfinite` (--spike-action); `num_zeros` is that of real parameters (those that are
+    or who vetoed it, and with what `reason`; `num_zeros` is that of real parameters (those that are
     padding always have zero gradients); `requests` are those of all ranks; `counts` are
     what `Run.counters` report; `metrics` are those of `forward_step`."""
 
@@ -57,6 +56,7 @@ class StepOutcome(NamedTuple):
     # up to the sum of losses over the ranks, which waits for the device
     fwd_bwd_seconds: float = 0.0
     metrics: Mapping[str, float | None] = {}
+    reason: str | None = None
 
 
 def train_step(
@@ -101,7 +101,7 @@ def train_step(
         counts |= counter.summed(iteration, values)
     loss = totals.loss / max(1.0, totals.tokens)
     _check_loss(run, iteration, loss, local_loss)
-    result = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
+    result, veto = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
     _check_norm(run, iteration, result)
     metrics = totals.metrics
     if run.config.model.num_experts:
@@ -112,7 +112,7 @@ def train_step(
             routers.update_bias(run.config.model, run.model, totals)
     return StepOutcome(
         loss,
-        _why_skipped(run, result),
+        veto.by if veto else None if result.ok else "overflow",
         result.grad_norm,
         None if result.num_zeros is None else result.num_zeros - run.plan.num_padding,
         time.perf_counter() - start,
@@ -120,6 +120,7 @@ def train_step(
         counts,
         fwd_bwd_seconds,
         metrics,
+        veto.reason if veto else None,
     )
 
 
@@ -191,19 +192,25 @@ def _agree_on_metrics(run: Run, sums: StepSums) -> None:
     sums.reserve_metrics(run.metric_names)
 
 
-def _update(run: Run, iteration: int, loss: float, gradient_scale: float) -> StepResult:
-    """One optimizer step, unless the gradients overflow or --spike-action refuses the update."""
-    admit = (
-        functools.partial(run.spikes.should_update, iteration, loss) if run.spikes.decides else None
-    )
+def _update(
+    run: Run, iteration: int, loss: float, gradient_scale: float
+) -> tuple[StepResult, Veto | None]:
+    """One optimizer step, unless the gradients overflow or a feature vetoes the update."""
+    vetoes: list[Veto] = []
+
+    def admit(norm: float) -> bool:
+        answers = [ask(iteration, loss, norm) for ask in run.before_update]
+        vetoes.extend(answer for answer in answers if answer)
+        return not vetoes
+
     with run.timers("optimizer", 1):
-        result = run.optimizer.step(gradient_scale, admit)
+        result = run.optimizer.step(gradient_scale, admit if run.before_update else None)
         if result.ok and run.buffers.weights is not None:
             with run.timers("params-all-gather", 1):
                 run.buffers.gather_weights()
         if run.fp8:
             run.fp8.step(result.ok)
-    return result
+    return result, vetoes[0] if vetoes else None
 
 
 def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
@@ -220,16 +227,6 @@ def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
             f"{iteration} {iteration}, a lower --lr, or --no-check-for-nan-in-loss-and-grad to go "
             "on regardless [gradient-not-finite]"
         )
-
-
-def _why_skipped(run: Run, result: StepResult) -> str | None:
-    """Why no update was made, None if one was. A refused update has a norm, one that overflowed has
-    none."""
-    if result.ok:
-        return None
-    if result.grad_norm is None:
-        return "overflow"
-    return "nonfinite" if run.spikes.finding.kind == "non-finite" else "spike"
 
 
 def _forwards(
@@ -319,12 +316,10 @@ def next_samples(samples: Iterator[MicroBatch]) -> MicroBatch:
 
 def _checks(run: Run) -> bool:
     """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds
-    its scale, nor where --spike-action leaves such an update out."""
+    its scale, nor where a feature judges the update."""
     dynamic = run.config.precision.fp16 and run.config.precision.loss_scale is None
     return (
-        run.config.training.check_for_nan_in_loss_and_grad
-        and not dynamic
-        and not run.spikes.decides
+        run.config.training.check_for_nan_in_loss_and_grad and not dynamic and not run.before_update
     )
 
 

@@ -49,7 +49,6 @@ from tools.convert.links import ConversionError
 from tools.convert.megatron_layout import TRACKER
 from tools.convert.unpickle_worker import Refused, TorchFile, _opened
 from tools.internlm.read_config import ConfigError, read_config
-from tools.spikes import restart
 
 DEEP = "[" * 200_000 + "]" * 200_000
 
@@ -256,14 +255,6 @@ def test_a_checkpoint_with_a_huge_file_is_passed_over(tmp_path, name):
     assert vouched_file(tmp_path, "args") == vouched_file(tmp_path, "state.json") == b"{}"
     os.truncate(tmp_path / name, 40 << 30)
     assert vouched_file(tmp_path, name if name != "manifest.json" else "args") is None
-
-
-def test_a_directory_is_quoted_in_the_flags_of_spikes():
-    class Spike:
-        start = 20
-        end = 22
-
-    assert restart([Spike()], "my runs; rm x", [10]).startswith("--load 'my runs; rm x' --ckpt")
 
 
 def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments import flags_of_group
+from megatron.checkpoint import store
 from megatron.features.registry import FEATURES
 from tests.copies import PROGRAM, copy_source, lint_imports, program, python
 from tests.forkrun import ROOT
@@ -22,6 +23,7 @@ USED = {
     "data_ledger": "--data-ledger {}/ledger",
     "eval_tasks": "--eval-tasks {}/task.yaml --eval-tasks-interval 1",
     "goodput": "--crash-loop-limit 1",
+    "spikes": "--spike-action skip-update",
     "step_verification": "--verify-step-interval 1 --verify-step-action majority",
     "megatron_cli": "--log-format aurora",
     "stragglers": "--log-straggler",
@@ -46,7 +48,7 @@ def without(room: str, tree: Path) -> Path:
     shutil.rmtree(tree / "megatron" / "features" / room)
     shutil.rmtree(tree / "tests" / "features" / room)
     (tree / "docs" / "features" / f"{room}.md").unlink()
-    (tree / "tools" / f"{room}.py").unlink(missing_ok=True)
+    shutil.rmtree(tree / "tools" / "features" / room, ignore_errors=True)
     registry = tree / "megatron" / "features" / "registry.py"
     lines = registry.read_text().splitlines(keepends=True)
     kept = [line for line in lines if ROOMS[room].__name__ not in line]
@@ -57,8 +59,7 @@ def without(room: str, tree: Path) -> Path:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_other_file_names_a_feature(room):
-    """Neither its module, nor its class; in the core, none reads a flag of it. tools/NAME.py is its
-    own."""
+    """Neither its module, nor its class; in the core, none reads a flag of it."""
     named = rf"features\.{room}\b|\b{ROOMS[room].__name__}\b"
     fields = "|".join(flags_of_group(ROOMS[room], room)) or "(?!)"
     reads = rf"""{named}|\b(config|logging|training|parallel)\.(\w+\.)?({fields})\b|\[["']({fields})["']"""
@@ -66,7 +67,7 @@ def test_no_other_file_names_a_feature(room):
     for top in ("megatron/**/*.py", "tools/**/*.py", "pretrain_gpt.py"):
         for file in ROOT.glob(top):
             path = file.relative_to(ROOT).as_posix()
-            if f"features/{room}/" in path or path.startswith((MAY_IMPORT, f"tools/{room}.py")):
+            if f"features/{room}/" in path or path.startswith(MAY_IMPORT):
                 continue
             if re.search(named if top.startswith("tools") else reads, file.read_text("utf-8")):
                 found.append(path)
@@ -80,6 +81,9 @@ def test_a_room_that_is_deleted_is_not_missed_by_imports(room, tmp_path):
     done = python(tree, PROGRAM, "pretrain_gpt.py", *USED[room].split())
     assert done.returncode == 2
     assert {"flag-unknown", "value-not-a-choice"} & set(codes_of(done.stderr.splitlines()))
+    if (tree / "tools" / f"{room}.py").exists():
+        done = python(tree, PROGRAM, f"tools/{room}.py", "--help")
+        assert done.returncode == 2 and "[feature-not-installed]" in done.stderr
 
 
 @pytest.mark.campaign
@@ -110,6 +114,8 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
     log = program(tree, "pretrain_gpt.py", *words, "--metrics-file", str(part / "metrics.jsonl"))
     (part / "log.0").write_text(log)
     assert Finished(part, 1).series(*EXACT) == wanted[2:] and "saved-flag-unknown" not in log
+    kept, last = (store.load(part / "save", n).state.features for n in (2, 4))
+    assert kept == last and bool(kept) == (room == "spikes")
     program(tree, "tools/generate.py", str(part / "save"), "1 2", "--max-new-tokens", "2")
 
 
@@ -118,7 +124,8 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
 def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_path):
     tree = without(room, tmp_path / "tree")
     for file in (tree / "tools").glob("*.py"):
-        assert program(tree, f"tools/{file.name}", "--help").startswith("usage:")
+        if file.stem != room:
+            assert program(tree, f"tools/{file.name}", "--help").startswith("usage:")
     program(tree, "tools/write_flags_page.py")
     tests = ("tests/features", "tests/core/training/test_hooks.py", "tests/house/test_flags.py")
     text = "import pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"

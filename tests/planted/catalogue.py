@@ -26,7 +26,7 @@ PACKED_RUNS = "tests/core/training/test_packed.py"
 ADAPTERS = "tests/core/kernels/test_libraries.py"
 RANKS = "tests/core/parallel/test_transformer_engine.py"
 SIXTEEN = "tests/core/optimizer/test_low_precision.py"
-SKIPPING = "tests/features/spikes/test_skipping.py"
+SKIPPING = "tests/core/training/skipping/test_skipping.py"
 ACTIONS = "tests/features/spikes/test_actions.py"
 POLICIES = "tests/features/spikes/test_policy.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
@@ -862,25 +862,25 @@ BUGS = {
         f"{NO_UPDATE}[no clipping]",
     ),
     "a flagged value enters the detector's window": Bug(
-        "megatron.training.spikes.detector.SpikeDetector.check",
+        "megatron.features.spikes.detector.SpikeDetector.check",
         "kind not in ('loss', 'grad-norm')",
         "True",
         "tests/features/spikes/test_detector.py::test_every_iteration_of_a_cluster_is_found",
     ),
     "the detector's state not loaded": Bug(
-        "megatron.training.spikes.policy.SpikePolicy.load_state_dict",
+        "megatron.features.spikes.policy.SpikePolicy.load_state_dict",
         "self._detector.load_state_dict(state['detector'])",
         "",
         f"{POLICIES}::test_its_state_goes_through_json_and_on_and_an_empty_one_is_a_fresh_start",
     ),
     "a range that begins one iteration late": Bug(
-        "megatron.training.spikes.actions.SpikeActions.due",
+        "megatron.features.spikes.actions.SpikeActions.due",
         "row.mark - 1",
         "row.mark",
         f"{POLICIES}::test_what_is_skipped_begins_before_the_first_mark_and_ends_after_the_last",
     ),
     "a detector state that changes during a save": Bug(
-        "megatron.training.spikes.detector.SpikeDetector.state_dict",
+        "megatron.features.spikes.detector.SpikeDetector.state_dict",
         "list(self._loss.values)",
         "self._loss.values",
         f"{POLICIES}::test_a_state_that_was_given_does_not_change",
@@ -899,7 +899,7 @@ BUGS = {
         REWIND,
     ),
     "a snapshot without the optimizer": Bug(
-        "megatron.training.rollback._tensors",
+        "megatron.features.spikes.rollback._tensors",
         "[tensor for *_, own in save.own_tensors(run) for _, tensor in own]",
         "[tensor for name, *_, own in save.own_tensors(run) for _, tensor in own"
         " if name[:4] != 'opti']",
@@ -912,25 +912,25 @@ BUGS = {
         REWIND,
     ),
     "the detector not rolled back": Bug(
-        "megatron.training.checkpointing.load.restore_counters",
-        "run.spikes.load_state_dict(state.spikes)",
+        "megatron.features.spikes.rollback.RollbackBuffer.roll_back",
+        "self._policy.load_state_dict(progress.features.get(NAME, {}))",
         "",
         REWIND,
     ),
     "a snapshot taken during the spike is used": Bug(
-        "megatron.training.rollback.RollbackBuffer.roll_back",
+        "megatron.features.spikes.rollback.RollbackBuffer.roll_back",
         "n < request.start",
         "n <= request.start",
         REWIND,
     ),
     "checkpoints of a rolled-back segment left for resume": Bug(
-        "megatron.training.rollback.RollbackBuffer.on_rollback",
+        "megatron.features.spikes.rollback.RollbackBuffer.on_rollback",
         "DISK.rename(path, aside)",
         "",
         REWIND,
     ),
     "a long spike charged to the limit iteration by iteration": Bug(
-        "megatron.training.spikes.policy.SpikePolicy.check",
+        "megatron.features.spikes.policy.SpikePolicy.check",
         "if finding.kind == 'non-finite':\n    self._spent.append(iteration)",
         "self._spent.append(iteration)",
         f"{ACTIONS}::test_a_lasting_shift_of_the_loss_ends_no_run",

@@ -165,7 +165,6 @@ _RULES = (
     schedule.learning_rate,
     services.saving,
     _local_copies,
-    services.spike_action,
     services.profiling,
     services.skipped,
     _kernels,

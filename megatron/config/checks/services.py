@@ -1,4 +1,4 @@
-"""Rules of evaluation, profiling, spikes and skipped iterations."""
+"""Rules of saving, profiling and skipped iterations."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ from collections.abc import Iterator
 from megatron.config.checks.facts import Facts
 from megatron.config.checks.model import recompute
 from megatron.config.plan.plan import batch_schedule
-
-
-def spike_action(f: Facts) -> Iterator[str]:
-    """What --spike-action needs."""
-    if f["spike_action"] != "rewind":
-        return
-    if not f["spike_snapshot_interval"] and f["save"] is None and f["load"] is None:
-        yield (
-            "--spike-action rewind: nothing to roll back to with --spike-snapshot-interval 0 and "
-            "neither --save nor --load; give --save DIR, or an interval such as 50 "
-            "[spike-action-without-snapshots]"
-        )
-    if f["no_save_optim"]:
-        yield (
-            "--no-save-optim: --spike-action rewind saves the iteration it rolls back to, with the "
-            "optimizer; omit one of them [spike-action-needs-optimizer-state]"
-        )
 
 
 def saving(f: Facts) -> Iterator[str]:

@@ -103,7 +103,7 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
     device = "the CPU" if config.training.device == "cpu" else "CUDA"
     again = max(pairs.again for pairs in held)
-    copied = config.spikes.copies * max(
+    saved = max(
         sum(
             size
             for what, size in bytes_per_rank(config, plan, stage).items()
@@ -117,11 +117,12 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     )
     if again:
         lines.append(f"  {again:,} of them while layers are recomputed")
-    if config.spikes.copies:
-        lines.append(
-            f"  in host memory: {config.spikes.copies} snapshots for --spike-action rewind, "
-            f"{copied:,} bytes ({copied / GIB:.2f} GiB) per rank"
-        )
+    for group in vars(config).values():
+        for user, count in getattr(group, "host_copies", {}).items():
+            lines.append(
+                f"  in host memory: {count} snapshots for {user}, {count * saved:,} bytes "
+                f"({count * saved / GIB:.2f} GiB) per rank"
+            )
     return [
         *lines,
         "  not counted: padding of flat buffers, scratch memory inside kernels and collectives, "

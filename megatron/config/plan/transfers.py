@@ -377,7 +377,7 @@ def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
     measured = (
         scaled
         or config.optimizer.clip_grad > 0
-        or config.spikes.spike_action in ("skip-update", "rewind")
+        or any(getattr(group, "may_veto", False) for group in vars(config).values())
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
     numbers = 2 + REQUESTS + config.model.router_numbers

@@ -44,6 +44,8 @@ def aurora_line(row: IterationRow, lm_teraflops: float, ds_teraflops: float, now
     """AuroraGPT's key=value iteration line with its two counts; loss and gradient norm are omitted
     where there is none."""
     i = row.interval
+    vetoes = sum(counts.total() for counts in i.vetoes.values())
+    skipped = i.overflow_skips + i.user_skips + vetoes
     parts = [
         f"iteration={row.iteration:8d}/{row.train_iters:8d}",
         f"consumed_samples={row.consumed_samples:12d}",
@@ -60,7 +62,7 @@ def aurora_line(row: IterationRow, lm_teraflops: float, ds_teraflops: float, now
         parts.append(f"grad_norm={row.grad_norm:.3f}")
     parts += [
         f"actual_seqlen={row.seq_length:5d}",
-        f"number_of_skipped_iterations={i.overflow_skips + i.user_skips + i.spike_skips:3d}",
+        f"number_of_skipped_iterations={skipped:3d}",
         f"number_of_nan_iterations={i.nan_iterations:3d}",
     ]
     if i.trained and i.seconds > 0:

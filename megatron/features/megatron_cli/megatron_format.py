@@ -36,10 +36,11 @@ def megatron_line(row: IterationRow, log_throughput: bool) -> str:
     ]
     if i.user_skips:
         parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
-    if i.spike_skips:
-        parts.append(f" number of spike-skipped iterations: {i.spike_skips:3d}")
-    if i.reasons - {"user"}:
-        parts.append(f" skip reason: {' '.join(sorted(i.reasons))}")
+    for feature, vetoes in i.vetoes.items():
+        parts.append(f" number of {feature}-skipped iterations: {vetoes.total():3d}")
+    reasons = i.reasons.union(*i.vetoes.values())
+    if reasons - {"user"}:
+        parts.append(f" skip reason: {' '.join(sorted(reasons))}")
     return " |".join(parts) + " |"
 
 

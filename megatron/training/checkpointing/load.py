@@ -253,7 +253,7 @@ def restore_counters(
         p.skipped_train_samples = state.skipped_train_samples
         run.progress.skip_history.take(state.skipped_ranges(), state.iteration)
         run.progress.data_order = state.data.get("order", {})
-        run.spikes.load_state_dict(state.spikes)
+        run.progress.features = state.features
 
 
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:

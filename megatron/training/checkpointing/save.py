@@ -236,7 +236,7 @@ def state_of(run: Run) -> RunState:
         data={"order": run.progress.data_order, "tokenizer": run.tokenizer},
         skips=run.progress.skip_history.lines(),
         skipped=[list(one) for one in run.progress.skip_history.executed],
-        spikes=run.spikes.state_dict(),
+        features=dict(progress.features),
         layout=layout_of(run.runtime),
         hardware=hardware(run.config, run.runtime.device),
     )

@@ -4,18 +4,19 @@ what prints and stores them."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.config.moe import PER_LAYER
-from megatron.training.spikes.detector import Finding
 
 
 @dataclass
 class IterationResult:
     """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was
-    made: `overflow` (fp16), `spike` or `nonfinite` (--spike-action)."""
+    made: `overflow` (fp16), or the feature that vetoed it. `reason`: why the data were not read
+    (user, spike ...), or the veto's."""
 
     iteration: int
     global_batch_size: int
@@ -30,11 +31,13 @@ class IterationResult:
     skipped: str | None = None
     # how many at once, up to this one; more than one only where data are not read
     iterations: int = 1
-    reason: str | None = None  # why the data were not read: user, spike ...
+    reason: str | None = None
     # whose data were not read, in the whole run, and their samples
     skipped_iterations_total: int = 0
     skipped_samples: int = 0
-    finding: Finding = Finding()
+    # of features: more columns of the metrics file, and scalars that boards store at once
+    columns: dict[str, Any] = field(default_factory=dict)
+    points: dict[str, float] = field(default_factory=dict)
     packed: Mapping[str, Any] | None = None  # counts of subsets and of packed rows, by name
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
     fwd_bwd_seconds: float = 0.0  # forward and backward with the sum of gradients
@@ -56,9 +59,10 @@ class Interval:
     samples: int = 0
     overflow_skips: int = 0
     user_skips: int = 0
-    spike_skips: int = 0
+    # updates that features vetoed: how many, by feature and reason
+    vetoes: dict[str, Counter[str]] = field(default_factory=dict)
     nan_iterations: int = 0
-    reasons: set[str] = field(default_factory=set)  # why the user or a spike skipped
+    reasons: set[str] = field(default_factory=set)  # of `user_skips`
     metric_values: dict[str, list[float]] = field(default_factory=dict)  # of forward_step
 
     def add(self, r: IterationResult) -> None:
@@ -78,8 +82,7 @@ class Interval:
         if r.skipped:
             self.overflow_skips += r.skipped == "overflow"
             if r.skipped != "overflow":
-                self.spike_skips += 1
-                self.reasons.add(r.skipped)
+                self.vetoes.setdefault(r.skipped, Counter()).update([r.reason or ""])
             self.nan_iterations += r.loss is not None and not math.isfinite(r.loss)
 
     @property

@@ -44,8 +44,7 @@ class MetricsFile(ResultWriter):
             "skip_reason": r.reason or r.skipped,
             "skipped_iterations_total": r.skipped_iterations_total,
             "skipped_samples": r.skipped_samples,
-            "spike": r.finding.kind or None,
-            "spike_sigma": round(r.finding.sigma, 3),
+            **r.columns,
             **counts,
         }
         taken = row.keys() & r.metrics.keys()

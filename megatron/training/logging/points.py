@@ -21,7 +21,6 @@ GROUPED = {
     "num-zeros": "train/num_zeros",
     "params-norm": "train/params_norm",
     "skipped": "train/skipped",
-    "spike": "train/spike_sigma",
     "iteration-time": "perf/iteration_time",
     "tokens-per-second": "perf/tokens_per_second",
     "throughput": "perf/tflops_per_rank",
@@ -99,10 +98,10 @@ class Boards(ResultWriter):
         counts: Mapping[str, Any],
         memory: Callable[[], Mapping[str, float]],
     ) -> None:
-        """As ResultWriter's, every --tensorboard-log-interval iterations; a spike at once."""
+        """As ResultWriter's, every --tensorboard-log-interval iterations; `r.points` at once."""
         n = r.iteration
-        if r.finding.spike:
-            self.scalar("spike", r.finding.sigma, n, r.consumed_samples)
+        for tag, point in r.points.items():
+            self.scalar(tag, point, n, r.consumed_samples)
         if n % self._logging.tensorboard_log_interval:
             return
         for tag, value in self._training_points(r).items():

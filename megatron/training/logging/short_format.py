@@ -59,16 +59,10 @@ def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
         parts.append(f"params norm {significant(row.params_norm)}")
     if i.overflow_skips:
         parts.append(f"skipped {i.overflow_skips} (fp16 overflow)")
-    if i.spike_skips:
-        parts.append(
-            f"spike-skipped {i.spike_skips} "
-            f"({', '.join(sorted(i.reasons & {'spike', 'nonfinite'}))})"
-        )
+    for feature, vetoes in i.vetoes.items():
+        parts.append(f"{feature}-skipped {vetoes.total()} ({', '.join(sorted(vetoes))})")
     if i.user_skips:
-        reasons = (
-            i.reasons if not i.spike_skips else i.reasons - {"spike", "nonfinite"} or i.reasons
-        )
-        parts.append(f"user-skipped {i.user_skips} ({', '.join(sorted(reasons))})")
+        parts.append(f"user-skipped {i.user_skips} ({', '.join(sorted(i.reasons))})")
     if i.nan_iterations:
         parts.append(f"nan {i.nan_iterations}")
     return parts

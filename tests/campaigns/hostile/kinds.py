@@ -4,6 +4,7 @@ and tools use. Judges nothing."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -48,14 +49,15 @@ from tools.convert.hf_files import side_files
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
 from tools.convert.unpickle_worker import answer
+from tools.shared import feature_program
 
 CHECK_SCRIPT = load_tool("check_script")
 CONVERT_DATA = load_tool("convert_data")
 INSPECT = load_tool("inspect_data")
 INTERNLM = load_tool("internlm_config")
 PLOT = load_tool("plot")
+SPIKES = functools.partial(feature_program.call, "spikes")
 PREPROCESS = load_tool("preprocess_data")
-SPIKES = load_tool("spikes")
 CHECKPOINT = "run/iter_0000020"
 VOCAB = 100
 TEXT = "the cat ate 12 apples\n"
@@ -433,7 +435,7 @@ def make_logs(folder: Path) -> None:
 def read_logs(folder: Path) -> Any:
     names = ("x.log", "metrics.jsonl")
     plots = [run_tool(PLOT.main, folder / name) for name in names]
-    spikes = [run_tool(SPIKES.main, "analyze", folder / name, good=(0, 10)) for name in names]
+    spikes = [run_tool(SPIKES, "analyze", folder / name, good=(0, 10)) for name in names]
     return plots, spikes, [repr(read_run(str(folder / name))) for name in names]
 
 

@@ -3,6 +3,7 @@ and flags with a small language of their own. Judges nothing."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ from tools.convert import torch_dist
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
 from tools.convert.unpickle_worker import METADATA
+from tools.shared import feature_program
 
 GENERATE = load_tool("generate")
-GOODPUT = load_tool("goodput")
 WEIGHTS = "decoder.layers.mlp.linear_fc2.weight"
 
 
@@ -107,7 +108,11 @@ def make_events(folder: Path) -> None:
 def read_run_events(folder: Path) -> Any:
     events = newest_events(folder / NAME)
     loop = crash_loop(events, "torchrun h 1", 1)
-    return loop, unreported(events), run_tool(GOODPUT.main, folder / NAME)
+    return (
+        loop,
+        unreported(events),
+        run_tool(functools.partial(feature_program.call, "goodput"), folder / NAME),
+    )
 
 
 def make_prompts(folder: Path) -> None:

@@ -89,6 +89,7 @@ def test_what_would_come_back_changed_is_refused(value, words):
         (b"[" * 100_000, "is not a run state"),
         (b'{"version": 2}', "version 2"),
         (b'{"version": 1, "later": 1}', "unknown entries .'later'."),
+        (b'{"version": 1, "features": {}, "later": {}}', "unknown entries .'later'."),
         (b'{"version": 1, "iteration": "3"}', "iteration is a str"),
         (b'{"version": 1, "iteration": true}', "iteration is a bool"),
         (b'{"version": 1, "skips": {}}', "skips is a dict"),
@@ -98,6 +99,13 @@ def test_bad_texts_are_one_clear_error(text, words):
     with pytest.raises(CheckpointError, match=words) as caught:
         RunState.parse(text, "/run/state.json")
     assert "/run/state.json" in str(caught.value)
+
+
+def test_the_state_of_a_feature_is_kept_whatever_it_is():
+    """Earlier programs wrote it among the others."""
+    old = RunState.parse(b'{"version": 1, "iteration": 5, "spikes": {"marks": [1]}}', "x")
+    assert old.features == {"spikes": {"marks": [1]}} and old.iteration == 5
+    assert RunState.parse(old.dump(), "x") == old
 
 
 def test_entries_added_later_have_defaults():

@@ -103,7 +103,9 @@ class HostReads(TorchDispatchMode):
 
 def reads(monkeypatch, forward_step=None, **flags) -> list[tuple[str, str]]:
     """Those of a step of `flags`."""
+    veto = flags.pop("veto", None)
     run = make_run(**{"fp64": False, "seq_length": 16, "max_position_embeddings": 16, **flags})
+    run.before_update += [veto] if veto else []
     samples = torch.randint(
         0,
         50,
@@ -136,7 +138,7 @@ STEPS = {
         TWO,
     ),
     "fp16": (dict(fp16=True, initial_loss_scale=16.0), SCALED),
-    "spikes": (dict(spike_action="skip-update"), TWO),
+    "updates that may be vetoed": (dict(veto=lambda *numbers: None, clip_grad=0.0), TWO),
     "fp8, tensorwise": (dict(fp8="hybrid", fp8_recipe="tensorwise"), TWO),
     "fp8, delayed": (dict(fp8="hybrid"), TWO),
     "no clipping": (dict(clip_grad=0.0), TWO[:1]),

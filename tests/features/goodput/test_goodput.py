@@ -26,10 +26,8 @@ from megatron.features.goodput.run_events_file import (
     unreported,
 )
 from megatron.training.logging.tensorboard import read_scalars
-from tests.load_tool import load_tool
 from tests.runs import SMALL, train, write_text
-
-goodput = load_tool("goodput")
+from tools.features.goodput import program as goodput
 
 
 def event(name: str, time: float, **content) -> dict:

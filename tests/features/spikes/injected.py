@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megatron.features.spikes import detector as spikes
 from megatron.training import loop
-from megatron.training.spikes import detector as spikes
 from tests.runs import allow_workers
 
 

@@ -17,11 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.checkpoint import store
 from megatron.config.plan.report import memory_lines
+from megatron.features.spikes.actions import BUDGET, EXIT_CODE, SpikeActions
+from megatron.features.spikes.detector import LEVEL_SHIFT
+from megatron.features.spikes.hook import SpikeDetection
+from megatron.features.spikes.policy import Rollback
+from megatron.features.spikes.rollback import RollbackBuffer
 from megatron.training.launch.signals import Refusal
-from megatron.training.rollback import RollbackBuffer
-from megatron.training.spikes.actions import BUDGET, EXIT_CODE
-from megatron.training.spikes.detector import LEVEL_SHIFT
-from megatron.training.spikes.policy import Rollback
 from megatron.training.step import train_step
 from tests.campaigns.e2e.programs import fork_program
 from tests.core.training.tiny_run import make_run, micro_batches, samples
@@ -102,7 +103,7 @@ def states_agree(one: Path, other: Path, iteration: int) -> None:
         for root in (one, other)
     )
     for state in (mine, its):
-        del state["skips"], state["spikes"]["rewinds"]
+        del state["skips"], state["features"]["spikes"]["rewinds"]
     assert mine == its
 
 
@@ -321,7 +322,8 @@ def test_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, data):
 )
 def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     made = make_run(spike_action="rewind", spike_snapshot_interval=4, **kind)
-    buffer = RollbackBuffer(made, saving=None)
+    policy = SpikeActions("rewind")
+    buffer = RollbackBuffer(made, None, policy, 2, 4)
     begun = made.model[0].decoder.final_layernorm.weight.clone()
     for n in range(11):
         made.progress.iteration = n
@@ -330,6 +332,9 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     copies = buffer.snapshots
     assert [one.iteration for one in copies] == [4, 8]
     (told,) = (line for line in memory_lines(made.config, made.plan) if "host memory" in line)
+    for changes in ({"spike_action": "skip-update"}, {"spike_snapshot_interval": 0}):
+        other = make_run(**{"spike_action": "rewind", **changes})
+        assert not any("host memory" in line for line in memory_lines(other.config, other.plan))
     nbytes = sum(tensor.nbytes for one in copies for tensor in one.tensors)
     assert f" {nbytes:,} bytes " in told
     buffer.roll_back(Rollback(1, 6, 10, 7))
@@ -340,7 +345,7 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
     assert made.plan.skips.ranges == ((6, 10),) and [one.iteration for one in copies] == [4, 8]
     assert [one.iteration for one in buffer.snapshots] == [4]
     buffer.roll_back(Rollback(2, 2, 30, 7))  # from the oldest there is on
-    assert made.plan.skips.ranges == ((5, 30),) and made.spikes.rewinds[-1] == Rollback(2, 5, 30, 7)
+    assert made.plan.skips.ranges == ((5, 30),) and policy.rewinds[-1] == Rollback(2, 5, 30, 7)
     with pytest.raises(Refusal, match=r"\[rewind-without-snapshot\]$") as caught:
         buffer.roll_back(Rollback(1, 1, 3, 2))
     assert caught.value.code == EXIT_CODE
@@ -348,11 +353,12 @@ def test_two_copies_are_kept_of_the_size_that_a_dry_run_tells(kind):
 
 def test_no_copy_is_made_while_a_spike_may_grow():
     made = make_run(spike_action="rewind", spike_snapshot_interval=1)
-    buffer = RollbackBuffer(made, saving=None)
+    policy = SpikeActions("rewind")
+    buffer = RollbackBuffer(made, None, policy, 2, 1)
     buffer.maybe_snapshot()
     for n, (loss, norm) in enumerate([*noisy(100), (9.0, 1.0), (9.0, 1.0), (3.0, 1.0)], 1):
         made.progress.iteration = n
-        made.spikes.check(n, loss, norm)
+        policy.check(n, loss, norm)
         buffer.maybe_snapshot()
         assert buffer.snapshots[-1].iteration == (100 if n in (101, 102) else n)
 
@@ -401,22 +407,24 @@ KINDS = {
 def test_a_nan_gradient_or_a_spike_changes_nothing(kind):
     """Weights, moments, step count and scale stay, bit for bit; the next step is as if nothing had
     been."""
-    one, other = (make_run(spike_action="skip-update", **KINDS[kind]) for _ in range(2))
+    one, other = (make_run(**KINDS[kind]) for _ in range(2))
     for made in (one, other):
+        policy = SpikeActions("skip-update")
+        SpikeDetection(made, policy)
         for group in made.optimizer.param_groups:
             group["lr"] = 0.01
         outcome = train_step(made, plot().forward_step, micro_batches(samples(), 2), 1)
         assert outcome.skipped is None
         noise = np.random.default_rng(0).normal(0, 0.01, (100, 2))
         for n in range(100):
-            made.spikes.check(
+            policy.check(
                 2 + n, outcome.loss + noise[n, 0], outcome.grad_norm * math.exp(noise[n, 1])
             )
     before = contents(one)
     if "fp16" not in kind:  # where that is an overflow, and the scale's affair
         outcome = train_step(one, nan_gradient, micro_batches(samples(seed=1), 2), 200)
         assert (
-            outcome.skipped == "nonfinite"
+            (outcome.skipped, outcome.reason) == ("spike", "nonfinite")
             and math.isfinite(outcome.loss)
             and math.isnan(outcome.grad_norm)
         )
@@ -428,7 +436,7 @@ def test_a_nan_gradient_or_a_spike_changes_nothing(kind):
             return loss * times, tokens
 
         outcome = train_step(one, worse, micro_batches(samples(seed=2), 2), 201)
-        assert outcome.skipped == ("spike" if times == 3.0 else "nonfinite"), outcome
+        assert outcome.reason == ("spike" if times == 3.0 else "nonfinite"), outcome
         assert contents(one) == before
     for made in (one, other):
         assert (

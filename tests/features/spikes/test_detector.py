@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron.training.spikes.detector import LEAST, LEVEL_SHIFT, WINDOW, Finding, SpikeDetector
+from megatron.features.spikes.detector import LEAST, LEVEL_SHIFT, WINDOW, Finding, SpikeDetector
 
 SIGMA = 0.02
 

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.analysis.loss_outliers import MASKED, scale_of
 from megatron.analysis.run_reader import read_run
-from megatron.analysis.spike_events import find_events
+from megatron.features.spikes.events import find_events
+from megatron.features.spikes.loss_outliers import MASKED, scale_of
 from megatron.training.logging.tensorboard import TensorBoard
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_problem
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
-from tools import spikes
+from tools.features.spikes import program as spikes
+from tools.features.spikes import replay as spike_replay
+from tools.features.spikes.replay import Replayed, state_before, verdict
+from tools.features.spikes.suspects import Place, neighbours, places
 from tools.shared.run_data import Reading, open_run
-from tools.spike import replay as spike_replay
-from tools.spike.replay import Replayed, state_before, verdict
-from tools.spike.suspects import Place, neighbours, places
 
 ITERATIONS = 6
 

@@ -8,9 +8,9 @@ import math
 
 import pytest
 
+from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
+from megatron.features.spikes.policy import Rollback, SpikePolicy
 from megatron.training.launch.signals import Refusal
-from megatron.training.spikes.actions import EXIT_CODE, SpikeActions
-from megatron.training.spikes.policy import Rollback, SpikePolicy
 from tests.features.spikes.injected import noisy
 
 

@@ -54,22 +54,6 @@ def test_one_rank():
     assert not any("sends in a step" in line for line in lines)
 
 
-def test_copies_of_the_run_for_rewind():
-    """By hand: twice 2 bytes of weight and 4 + 8 of optimizer a parameter; none without rewind, or
-    with interval 0."""
-    line = (
-        f"  in host memory: 2 snapshots for --spike-action rewind, {2 * 14 * 354871296:,} bytes "
-        "(9.25 GiB) per rank"
-    )
-    assert line in describe(*plan(spike_action="rewind"))
-    for changes in (
-        {},
-        {"spike_action": "skip-update"},
-        {"spike_action": "rewind", "spike_snapshot_interval": 0},
-    ):
-        assert not any("host memory" in text for text in describe(*plan(**changes))), changes
-
-
 def test_every_stage_is_there():
     """4 uneven stages of 2 chunks on 2 x 4 x 2 ranks: the same numbers as the functions give, stage
     by stage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 
 import pytest
 
@@ -69,9 +70,9 @@ def test_an_ordinary_line_fits_for_large_runs():
     [
         {},
         {"overflow_skips": 3, "nan_iterations": 2},
-        {"spike_skips": 2, "reasons": {"nonfinite", "spike"}},
+        {"vetoes": {"judge": Counter({"nonfinite": 1, "other": 1})}},
         {"user_skips": 7, "reasons": {"user"}},
-        {"user_skips": 7, "spike_skips": 1, "reasons": {"spike"}},
+        {"user_skips": 7, "vetoes": {"judge": Counter({"other": 1})}, "reasons": {"user", "x"}},
     ],
 )
 @pytest.mark.parametrize("extras", [Extras(), ALL])
@@ -92,7 +93,9 @@ def test_what_is_printed_is_read_back(skips, extras):
         3e-3,
     )
     assert found.grad_norm == 0.812
-    assert found.skipped == skips.get("overflow_skips", 0) + skips.get("spike_skips", 0)
+    assert found.skipped == skips.get("overflow_skips", 0) + sum(
+        vetoes.total() for vetoes in skips.get("vetoes", {}).values()
+    )
     assert found.user_skipped == skips.get("user_skips", 0)
     assert found.numbers["milliseconds"] == 2000 and found.numbers["tokens_per_second"] == 512
     assert found.global_batch_size == (8 if extras is ALL else None)

@@ -41,8 +41,6 @@ KEYS = {
     "skip_reason",
     "skipped_iterations_total",
     "skipped_samples",
-    "spike",
-    "spike_sigma",
 }
 
 
@@ -85,7 +83,7 @@ def test_metrics_file(text, tmp_path):
     """One row an iteration with the documented keys, and numbers that agree with each other and
     with the log."""
     done = run(text, tmp_path / "run", "--train-range-to-skip", "3", "3")
-    assert [set(row) for row in done.rows] == [KEYS] * ITERATIONS
+    assert all(set(row) >= KEYS for row in done.rows)  # features add theirs
     shown = lines(done.log)
     for n, (row, line) in enumerate(zip(done.rows, shown, strict=True), 1):
         assert row["iteration"] == n == int(line["iteration"]) and row["consumed_samples"] == 8 * n

@@ -6,8 +6,9 @@ Iterations and their values in, decisions out, the same on every rank.
 
 from __future__ import annotations
 
+from megatron.features.spikes.policy import WITHIN, Rollback, SpikePolicy
 from megatron.training.launch.signals import Refusal
-from megatron.training.spikes.policy import WITHIN, Rollback, SpikePolicy
+from megatron.training.run import Veto
 
 BUDGET = 10  # updates skipped, in WITHIN iterations
 # iterations after what was skipped: a spike there is the same trouble
@@ -23,10 +24,17 @@ class SpikeActions(SpikePolicy):
 
     decides = True
 
-    def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
-        """Check an iteration before its update; whether to make the update."""
+    @property
+    def spike_open(self) -> bool:
+        """Whether a spike has not ended yet."""
+        return self._row is not None
+
+    def before_update(self, iteration: int, loss: float, grad_norm: float) -> Veto | None:
+        """Check an iteration before its update; the veto, where there is one."""
         finding = self.check(iteration, loss, grad_norm)
-        return not (finding.spike if self.action == "skip-update" else finding.kind == "non-finite")
+        if finding.kind == "non-finite":
+            return Veto("spike", "nonfinite")
+        return Veto("spike", "spike") if finding.spike and self.action == "skip-update" else None
 
     def _check_budget(self) -> None:
         """Raise Refusal when more updates were skipped than allowed. A spike counts as one,

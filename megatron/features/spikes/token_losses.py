@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megatron.analysis.loss_outliers import MASKED
 from megatron.data.samples import sample_of
+from megatron.features.spikes.loss_outliers import MASKED
 from megatron.model.gpt import GPTModel
 from megatron.training.batch import BatchRules, MicroBatch, make_batch
 

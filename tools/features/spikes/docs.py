@@ -16,9 +16,9 @@ import sys
 from megatron.analysis.log_reader import without_nan
 from megatron.arguments import Problems
 from tools import inspect_data
+from tools.features.spikes.options import DocsOptions
+from tools.features.spikes.suspects import Suspect, height, neighbours, places, suspects, usual
 from tools.shared.run_data import Reading, open_run
-from tools.spike.options import DocsOptions
-from tools.spike.suspects import Suspect, height, neighbours, places, suspects, usual
 
 
 def docs(args: DocsOptions) -> int:
@@ -73,7 +73,7 @@ def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     if args.run is None or args.order == "suspicion":
         return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
     # torch, which takes longer to load than all the rest
-    from tools.spike.replay import check_replayable, state_before
+    from tools.features.spikes.replay import check_replayable, state_before
 
     check_replayable(reading)
     state = state_before(args.run, iteration, args.ckpt_step)

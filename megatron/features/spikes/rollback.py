@@ -15,6 +15,8 @@ from megatron.checkpoint import store
 from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.state import RunState
+from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
+from megatron.features.spikes.policy import NAME, Rollback
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing import load, save
 from megatron.training.hook import Hook
@@ -23,8 +25,6 @@ from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip_plan import record_skip
-from megatron.training.spikes.actions import EXIT_CODE
-from megatron.training.spikes.policy import Rollback
 
 
 @dataclass
@@ -40,9 +40,18 @@ class Snapshot:
 class RollbackBuffer(Hook):
     """What a run can roll back to: the last snapshots in memory, and its own checkpoints."""
 
-    def __init__(self, run: Run, saving: SavePolicy):
+    after = ("SavePolicy",)  # on_rollback renames checkpoints once the run has been saved
+    before = ("ControlFileRequests", "StepVerification", "GarbageCollection")
+
+    def __init__(
+        self, run: Run, saving: SavePolicy, policy: SpikeActions, copies: int, interval: int
+    ):
+        """Keeps `copies` snapshots, `interval` iterations apart."""
         self._run = run
         self._saving = saving
+        self._policy = policy
+        self._interval = interval
+        self._copies = copies
         self._loaded = run.progress.iteration
         self._saved: set[int] = set()
         self.snapshots: list[Snapshot] = []  # oldest first
@@ -57,7 +66,12 @@ class RollbackBuffer(Hook):
         """Roll back if --spike-action requests it now, otherwise take a snapshot if that is due.
         Raises Refusal."""
         run = self._run
-        request = run.spikes.due(run.plan.train_iters, run.progress.iteration)
+        try:
+            request = self._policy.due(run.plan.train_iters, run.progress.iteration)
+        except Refusal:
+            if self._policy.action == "skip-update":  # the weights are good
+                self._saving.save()
+            raise
         if request is None:
             self.maybe_snapshot()
             return
@@ -67,21 +81,21 @@ class RollbackBuffer(Hook):
     def maybe_snapshot(self) -> None:
         """Take a snapshot, over the oldest one, if that is due; never while a spike is open."""
         run = self._run
-        every = self._run.config.spikes.spike_snapshot_interval
-        newest = self.snapshots[-1].iteration if self.snapshots else -every
+        newest = self.snapshots[-1].iteration if self.snapshots else -self._interval
         if (
-            not run.config.spikes.copies
-            or run.spikes.spike_open
-            or run.progress.iteration < newest + every
+            not self._copies
+            or self._policy.spike_open
+            or run.progress.iteration < newest + self._interval
         ):
             return
         tensors = _tensors(run)
-        if len(self.snapshots) == run.config.spikes.copies:
+        if len(self.snapshots) == self._copies:
             memory = self.snapshots.pop(0).tensors
         else:
             memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         for mine, tensor in zip(memory, tensors, strict=True):
             mine.copy_(tensor)
+        run.progress.features[NAME] = self._policy.state_dict()
         self.snapshots.append(Snapshot(run.progress.iteration, save.state_of(run).dump(), memory))
 
     def roll_back(self, request: Rollback) -> None:
@@ -107,10 +121,11 @@ class RollbackBuffer(Hook):
             )
         request = replace(request, start=max(request.start, back + 1))
         left = progress.iteration
-        rewinds = [*run.spikes.rewinds, request]
+        rewinds = [*self._policy.rewinds, request]
         order = run.progress.data_order
         where = self._take_back(back, checkpoints)
-        run.spikes.rewinds = rewinds
+        self._policy.load_state_dict(progress.features.get(NAME, {}))
+        self._policy.rewinds = rewinds
         run.progress.data_order = order
         first = progress.iteration + 1
         again = (

@@ -13,7 +13,7 @@ from tests.core.data.vocabularies import write_bpe
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import SMALL, with_flags
-from tools import spikes
+from tools.features.spikes import program as spikes
 
 
 def losses(steps: int = 600, interval: int = 1) -> dict[int, float]:
@@ -310,3 +310,13 @@ def test_an_iteration_that_the_run_has_not(capsys):
     assert "error: no run: give the directory" in capsys.readouterr().err
     assert spikes.main(["docs", "--iteration", "1", "--", *mock]) == 0
     assert "iteration 1 reads" in capsys.readouterr().out
+
+
+def test_a_directory_is_quoted_in_the_flags_of_spikes():
+    class Spike:
+        start = 20
+        end = 22
+
+    assert spikes.restart([Spike()], "my runs; rm x", [10]).startswith(
+        "--load 'my runs; rm x' --ckpt"
+    )

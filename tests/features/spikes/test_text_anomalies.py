@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.analysis.text_anomalies import MOST, Measures, measure, rank
+from megatron.features.spikes.text_anomalies import MOST, Measures, measure, rank
 
 RANDOM = np.random.default_rng(0)
 

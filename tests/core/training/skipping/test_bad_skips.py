@@ -10,8 +10,8 @@ import pytest
 
 from megatron.checkpoint import skip_log
 from megatron.config import command_line
-from tests.features.spikes import skip_runs
-from tests.features.spikes.skip_runs import argv, refused, watched
+from tests.core.training.skipping import skip_runs
+from tests.core.training.skipping.skip_runs import argv, refused, watched
 from tests.forkrun import ROOT, RanksFailed
 from tests.problems import assert_problem
 from tests.runs import train, write_text

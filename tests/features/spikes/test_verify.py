@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from megatron.data.ledger import RECORD, read_ledger
-from tests.features.spikes import skip_runs
-from tests.features.spikes.skip_runs import argv, watched
-from tests.load_tool import load_tool
+from tests.core.training.skipping import skip_runs
+from tests.core.training.skipping.skip_runs import argv, watched
 from tests.runs import Finished, write_text
-
-spikes = load_tool("spikes")
+from tools.features.spikes import program as spikes
 
 
 @pytest.fixture(scope="module")

@@ -23,16 +23,24 @@ import numpy as np
 
 from megatron import threads
 from megatron.analysis import log_reader
-from megatron.analysis.loss_outliers import Scale, mean_loss, scale_of
 from megatron.analysis.run_reader import checkpoints
-from megatron.analysis.text_anomalies import Measures
-from megatron.analysis.token_losses import token_losses
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.features.spikes.loss_outliers import Scale, mean_loss, scale_of
+from megatron.features.spikes.text_anomalies import Measures
+from megatron.features.spikes.token_losses import token_losses
 from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.training.batch import BatchRules
+from tools.features.spikes.options import ReplayOptions
+from tools.features.spikes.suspects import (
+    Place,
+    Suspect,
+    height,
+    neighbours,
+    places,
+    suspects,
+    usual,
+)
 from tools.shared.run_data import Reading, open_run
-from tools.spike.options import ReplayOptions
-from tools.spike.suspects import Place, Suspect, height, neighbours, places, suspects, usual
 
 SECONDS = 5.0  # between two lines of progress
 

@@ -14,8 +14,8 @@ from megatron.arguments import Problems, values_of
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
+from tools.features.spikes.options import VerifyOptions
 from tools.shared.run_data import Reading, checkpoint_after, hash_of, open_run
-from tools.spike.options import VerifyOptions
 
 GOOD = 0
 WRONG = 1

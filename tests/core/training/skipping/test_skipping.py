@@ -11,8 +11,8 @@ import pytest
 
 from megatron.checkpoint import skip_log, store
 from megatron.data.ledger import read_ledger
-from tests.features.spikes import skip_runs
-from tests.features.spikes.skip_runs import (
+from tests.core.training.skipping import skip_runs
+from tests.core.training.skipping.skip_runs import (
     COLUMNS,
     EXACT,
     argv,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.analysis import text_anomalies
-from megatron.analysis.loss_outliers import MASKED, mean_loss
 from megatron.data.sample_lookup import Piece
+from megatron.features.spikes import text_anomalies
+from megatron.features.spikes.loss_outliers import MASKED, mean_loss
 from tools.shared.run_data import Reading
 
 HEAD = 16  # tokens shown

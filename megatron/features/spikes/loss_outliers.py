@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.training.spikes.detector import SIGMA
+from megatron.features.spikes.detector import SIGMA
 
 STANDS_OUT = 6.0  # sigma above the median of the samples
 LEAST_EXCESS = 0.5  # nats above it

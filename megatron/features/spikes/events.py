@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.analysis.log_reader import Record
-from megatron.training.spikes.detector import SIGMA, TOGETHER, Finding, SpikeDetector
+from megatron.features.spikes.detector import SIGMA, TOGETHER, Finding, SpikeDetector
 
 RECOVERY = 200  # iterations in which a benign spike is over
 

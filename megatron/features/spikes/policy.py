@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron import log
-from megatron.training.spikes.detector import TOGETHER, Finding, SpikeDetector
+from megatron.checkpoint.filesystem import ForeignCheckpoint
+from megatron.features.spikes.detector import TOGETHER, Finding, SpikeDetector
 
+NAME = "spikes"  # of the state in a checkpoint
 WITHIN = 1000  # iterations in which spikes are counted
 
 
@@ -49,20 +51,7 @@ class SpikePolicy:
         self._over: OpenSpike | None = None  # the row that the last iteration has ended
         self._spent: list[int] = []
 
-    decides = False  # must it be asked before an update is made?
-
-    @property
-    def spike_open(self) -> bool:
-        """Whether a spike has not ended yet."""
-        return self._row is not None
-
-    def should_update(self, iteration: int, loss: float, grad_norm: float | None) -> bool:
-        """Whether to make the update of an iteration; here always."""
-        return True
-
-    def due(self, train_iters: int, iteration: int) -> Rollback | None:
-        """The rollback to make after `iteration`; here none."""
-        return None
+    decides = False  # does it check before an update is made?
 
     def check(self, iteration: int, loss: float, grad_norm: float | None) -> Finding:
         """Check a trained iteration; returns the finding."""
@@ -138,11 +127,20 @@ class SpikePolicy:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint; it is empty if that run had no spike detection."""
+        """Restore the state of a checkpoint; it is empty if that run had no spike detection. Raises
+        ForeignCheckpoint."""
         SpikePolicy.__init__(self, self.action)
-        if state and self.action != "off":
+        if not state or self.action == "off":
+            return
+        try:
             self._detector.load_state_dict(state["detector"])
             self._marks = list(map(int, state["marks"]))
             self._spent = list(map(int, state["spent"]))
             self._row = state["row"] and OpenSpike(**state["row"])
             self.rewinds = [Rollback(**one) for one in state["rewinds"]]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ForeignCheckpoint(
+                f"the state of {NAME} in the checkpoint lacks something or has it in another form "
+                f"({type(error).__name__} {error}); use another checkpoint, or --finetune "
+                "[checkpoint-damaged]"
+            ) from None
