@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Say what a launch script of Megatron-LM would do here: check_script.py FILE [NAME=VALUE ...]
 
-FILE is a shell script or a YAML recipe of Megatron's CI. It is read and never executed. Printed:
-what happens to each flag of its pretrain_gpt.py command line, everything that keeps it from
-running, and the command that starts it. NAME=VALUE sets a variable that the script expects.
+FILE is a shell script or a YAML recipe of Megatron's CI. It is read and never executed. Printed: a
+verdict, everything that keeps its last pretrain_gpt.py command line from running, what differs from
+Megatron, the other flags, and the command that starts it. NAME=VALUE sets a variable that the
+script expects.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
+import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +30,12 @@ from megatron.config import command_line
 from megatron.config.megatron_compat import flags as megatron_flags
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
-from tools.script.read_shell import Script, ranks, read_recipe, read_shell, shown
+from tools.script.read_script import Script, read_recipe, read_shell, shown
 from tools.shared.program import read
 
 MAX_BYTES = 1 << 17  # of a script
 _CODE = re.compile(r" \[[a-z0-9-]+\]$")
+_KEPT = "\0"  # a blank at which a line is not broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,66 +60,85 @@ def _wrong(options: Options) -> list[str]:
     return found
 
 
-def fate(flags: Parser, words: Sequence[str]) -> str:
-    """What happens to one flag with its values."""
+def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
+    """What happens to one flag with its values: (kind, what differs)."""
     spelling = words[0].partition("=")[0]
     flag = flags.find(spelling)
     if flag is None:
-        return "no effect" if megatron_flags.ignores(spelling) else "ERROR, see below"
+        return ("no effect", "") if megatron_flags.ignores(spelling) else ("refused", "")
     parsed = parse(flags, list(words))
     if parsed.problems:
-        return "ERROR, see below"
+        return "refused", ""
     foreign = megatron_flags.FOREIGN.get(flag.name)
     if foreign is None:
-        return "supported"
+        return "supported", ""
     value = parsed.typed[flag.name]
     given = foreign.shown(value)
     if given is None:
-        return "the default"
+        return "supported", ""  # Megatron's default
     if foreign.refuses(value):
-        return "ERROR, see below"
+        return "refused", ""
     if foreign.verdict == megatron_flags.READ_AS:
-        return f"read as {' '.join(megatron_flags.replaced(parsed.typed)[given])}"
+        return "differs", f"read as {' '.join(megatron_flags.replaced(parsed.typed)[given])}"
     if foreign.verdict == megatron_flags.MORE:
-        return f"more than requested: {foreign.text}"
-    return f"no effect: {foreign.text}"
+        return "differs", f"more than requested: {foreign.text}"
+    return "no effect", foreign.text
 
 
-def table(words: Sequence[str]) -> list[str]:
-    """A line for each flag."""
+def table(words: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """{kind: (flag with its values, what differs)}."""
     flags = command_line.parser(RunConfig)
     starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
-    rows = [words[a:b] for a, b in zip(starts, [*starts[1:], len(words)], strict=True)]
-    width = min(44, max((len(shown(list(row))) for row in rows), default=0))
-    return [f"  {shown(list(row)):<{width}}  {fate(flags, row)}" for row in rows]
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for first, end in zip(starts, [*starts[1:], len(words)], strict=True) if words else ():
+        kind, text = fate(flags, words[first:end])
+        rows.setdefault(kind, []).append((shown(list(words[first:end])), text))
+    return rows
 
 
 def fewest_ranks(words: Sequence[str]) -> int:
     """The ranks of one copy of the model."""
     typed = parse(command_line.parser(RunConfig), list(words)).typed
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    found = 1
-    for name in sizes:
-        found *= max(1, typed.get(name, 1))
-    return found
+    return math.prod(max(1, typed.get(name, 1)) for name in sizes)
 
 
-def report(script: Script, world_size: int) -> tuple[list[str], bool]:
+def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
     """(lines, is it accepted?)."""
-    notes, problems = command_line.judge(script.words, world_size, RunConfig)
-    lines = [f"pretrain_gpt.py with {world_size} rank{'s' * (world_size > 1)}:"]
-    lines += table(script.words)
+    ranks = world_size or script.ranks or fewest_ranks(script.words)
+    notes, problems = command_line.judge(script.words, ranks, RunConfig)
+    rows = table(script.words)
+    count = sum(map(len, rows.values()))
+    problem_count = f"{len(problems)} problem{'s' * (len(problems) != 1)}, " if problems else ""
+    verdict = f"{'refused' if problems else 'accepted'}: {problem_count}{count} flags, "
+    lines = [f"{verdict}{ranks} rank{'s' * (ranks > 1)}"]
+    if not (world_size or script.ranks):
+        lines[0] += f" (world size not found, assumed {ranks}; --world-size N says it)"
     if script.unresolved:
         names = ", ".join(script.unresolved)
-        lines += ["", f"not set in the script: {names}; give NAME=VALUE for each"]
+        lines += [f"not set in the script: {names}; give NAME=VALUE for each"]
+    lines += section("what keeps it from running", (_CODE.sub("", each) for each in problems))
+    differing = (f"{flag}: {text}" for flag, text in rows.get("differs", ()))
+    lines += section(
+        "what differs", (part for line in differing for part in textwrap.wrap(line, 96))
+    )
+    if not problems:
+        others = (note for note in notes if not note.startswith("flags of Megatron-LM"))
+        lines += section("notes", (_CODE.sub("", note) for note in others))
+    for kind in ("no effect", "supported"):
+        flags = [flag.replace(" ", _KEPT) for flag, _ in rows.get(kind, ())]
+        text = textwrap.fill("  ".join(flags), 96, break_on_hyphens=False, break_long_words=False)
+        lines += section(f"{kind} ({len(flags)})", text.replace(_KEPT, " ").splitlines())
     if problems:
-        lines += ["", "what keeps it from running:", *(f"  {_CODE.sub('', p)}" for p in problems)]
         return lines, False
-    other = [note for note in notes if not note.startswith("flags of Megatron-LM")]
-    if other:
-        lines += ["", "notes:", *(f"  {_CODE.sub('', note)}" for note in other)]
-    start = f"torchrun --nproc-per-node {world_size}" if world_size > 1 else "python"
-    return [*lines, "", f"accepted: {start} pretrain_gpt.py {shown(script.words)}"], True
+    start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
+    return [*lines, "", f"{start} pretrain_gpt.py {shown(script.words)}"], True
+
+
+def section(title: str, lines: Iterable[str]) -> list[str]:
+    """Lines under a title; none where there are none."""
+    indented = [f"  {line}" for line in lines]
+    return ["", f"{title}:", *indented] if indented else []
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,6 +153,13 @@ def main(argv: Sequence[str]) -> int:
     recipe = options.script.suffix in (".yaml", ".yml")
     try:
         script = read_recipe(text) if recipe else read_shell(text, given)
+    except ModuleNotFoundError as error:
+        print(
+            f"error: check_script.py needs {error.name}; run: pip install tree-sitter "
+            "tree-sitter-bash [package-missing]",
+            file=sys.stderr,
+        )
+        return 1
     except (ValueError, RecursionError, MemoryError) as error:
         print(f"error: {options.script}: cannot be read ({error})", file=sys.stderr)
         return 1
@@ -140,8 +170,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    world_size = options.world_size or ranks(script) or fewest_ranks(script.words)
-    lines, accepted = report(script, world_size)
+    lines, accepted = report(script, options.world_size)
     print("\n".join(lines))
     return 0 if accepted else 1
 

@@ -3,14 +3,16 @@ each flag's fate is named."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tools import check_script
-from tools.script.read_shell import ranks, read_recipe, read_shell
+from tools.script.read_script import read_recipe, read_shell
 
 ARRAYS = """#!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -45,26 +47,76 @@ echo done
 """
 
 
-def test_the_words_are_those_that_bash_would_pass(tmp_path):
+# {a whole launch script: (ranks, words and variables that it is started with)}
+SCRIPTS = {
+    "alcf.sh": (24, {"NGPUS": "24"}),
+    "container.sbatch": (8, {}),
+    "deepspeed.sh": (16, {}),
+    "distributed_launch.sh": (16, {}),
+    "gpt3_175b.sh": (1024, {"1": "out/175b", "2": "vocab/", "3": "some data"}),
+    "llama3_8b_fp8.sh": (8, {}),
+    "mixtral_8x7b.sh": (32, {"1": "out", "2": "tokenizer.model", "3": "data"}),
+    "mpi.sh": (16, {}),
+    "one_process.sh": (None, {}),
+    "options.sh": (2, {"1": "--batch", "2": "2", "3": "--fast", "4": "--swiglu"}),
+    "sizes.sh": (4, {"1": "1b"}),
+    "slurm_arrays.sbatch": (128, {"SLURM_NNODES": "16"}),
+    "slurm_torchrun.sbatch": (32, {"SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}),
+    "sweep.sh": (2, {}),
+    "written_job.sh": (16, {}),
+}
+# Stands in for each launcher: it keeps its words, but srun executes a shell.
+STAND_IN = """#!/bin/bash
+program=$(basename "$0")
+for ((n = 1; n <= $#; n++)); do
+    case ${!n} in bash|sh) [ $program = srun ] && exec "${@:n}" ;; esac
+done
+printf '%s\\0' "$@" > "$ARGV"
+"""
+LAUNCHERS = ("torchrun", "python", "python3", "srun", "mpirun", "mpiexec", "deepspeed")
+
+
+def started(script: Path, folder: Path, given: dict[str, str]) -> list[str]:
+    """The words after pretrain_gpt.py in the last command that bash starts."""
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
-    fake = tmp_path / "torchrun"
-    fake.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
-    fake.chmod(0o755)
-    path = f"{tmp_path}:/usr/bin:/bin"
-    done = subprocess.run(
-        ["bash", "-c", ARRAYS], env={"PATH": path}, cwd=tmp_path, text=True, capture_output=True
-    )
-    passed = done.stdout.splitlines()
-    at = passed.index("pretrain_gpt.py")
+    (folder / "bin").mkdir()
+    for name in (*LAUNCHERS, "module", "scontrol"):
+        (folder / "bin" / name).write_text(STAND_IN)
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "pretrain_gpt.py").touch()
+    variables = {name: value for name, value in given.items() if not name.isdigit()}
+    environ = {"PATH": f"{folder}/bin:/usr/bin:/bin", "ARGV": str(folder / "argv"), **variables}
+    environ |= {"HOME": os.environ["HOME"], "PWD": str(folder)}
+    words = [given[name] for name in sorted(given) if name.isdigit()]
+    subprocess.run(["bash", str(script), *words], env=environ, cwd=folder, capture_output=True)
+    passed = (folder / "argv").read_text().split("\0")[:-1]
+    return passed[[word.rpartition("/")[2] for word in passed].index("pretrain_gpt.py") + 1 :]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_words_are_those_that_bash_passes(name, tmp_path, capsys):
+    ranks, given = SCRIPTS[name]
+    path = Path(__file__).parent / "launch_scripts" / name
+    script = read_shell(path.read_text(), given)
+    assert script.words == started(path, tmp_path, given)
+    assert script.unresolved == [] and script.ranks == ranks
+    code = check_script.main([str(path), *(f"{name}={value}" for name, value in given.items())])
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert (code, verdict.split(":")[0]) == (0, "accepted"), verdict
+    assert ranks is None or f"{ranks} rank" in verdict
+
+
+def test_the_words_of_arrays_and_strings(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(ARRAYS)
     script = read_shell(ARRAYS, {})
-    assert script.words == passed[at + 1 : -1]
-    assert script.unresolved == [] and ranks(script) == 8
+    assert script.words == started(path, tmp_path, {}) and script.ranks == 8
 
 
 def test_a_variable_that_is_given_wins():
     script = read_shell(ARRAYS, {"NODES": "4", "TP": "8"})
-    assert ranks(script) == 16
+    assert script.ranks == 16
     assert script.words[script.words.index("--tensor-model-parallel-size") + 1] == "8"
     assert script.words[script.words.index("--global-batch-size") + 1] == "128"
 
@@ -114,17 +166,24 @@ def test_a_recipe_of_the_ci():
     assert script.unresolved == ["DATA"]
 
 
+def sections(out: str) -> dict[str, str]:
+    """{title: its lines} of a report."""
+    blocks = [block.partition(":\n") for block in out.split("\n\n")[1:]]
+    return {title.partition(" (")[0]: text for title, _, text in blocks}
+
+
 def test_a_script_that_is_accepted(tmp_path, capsys):
     path = tmp_path / "run.sh"
     more = "--fp8-param-gather --layernorm-epsilon 1e-6 --wandb-host h"
     path.write_text(ARRAYS.replace("--use-mcore-models", f"--use-mcore-models {more}"))
     assert check_script.main([str(path)]) == 0
-    out = capsys.readouterr().out.splitlines()
-    fates = {line.split()[0]: line for line in out if line.startswith("  --")}
-    assert "no effect" in fates["--use-mcore-models"] and "no effect" in fates["--wandb-host"]
-    assert "--norm-epsilon" in fates["--layernorm-epsilon"]
-    assert "bytes" in fates["--fp8-param-gather"]
-    assert "torchrun --nproc-per-node 8 pretrain_gpt.py" in out[-1] and "'my run'" in out[-1]
+    out = capsys.readouterr().out
+    found = sections(out)
+    assert "--use-mcore-models" in found["no effect"] and "--wandb-host h" in found["no effect"]
+    assert "--layernorm-epsilon 1e-6: read as --norm-epsilon" in found["what differs"]
+    assert "--fp8-param-gather" in found["what differs"] and "--swiglu" in found["supported"]
+    last = out.splitlines()[-1]
+    assert "torchrun --nproc-per-node 8 pretrain_gpt.py" in last and "'my run'" in last
 
 
 def test_a_script_that_is_refused_names_every_flag(tmp_path, capsys):
@@ -134,8 +193,52 @@ def test_a_script_that_is_refused_names_every_flag(tmp_path, capsys):
     )
     assert check_script.main([str(path), "--world-size", "8"]) == 1
     out = capsys.readouterr().out
-    for word in ("--multi-latent-attention", "--num-layer", "--lr", "LR"):
-        assert word in out.split("keeps it from running")[1] or word == "LR" and word in out
+    keeps = sections(out)["what keeps it from running"]
+    assert all(word in keeps for word in ("--multi-latent-attention", "--num-layer", "--lr"))
+    assert "not set in the script: LR" in out.splitlines()[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("python pretrain_gpt.py --tensor-model-parallel-size 2", None),
+        ("torchrun --nproc_per_node=4 --nnodes=$N pretrain_gpt.py", None),
+        ("torchrun --nproc_per_node=4 --nnodes=1:3 pretrain_gpt.py", 12),
+        ("srun -N 2 --ntasks-per-node=4 python pretrain_gpt.py", 8),
+        ("srun -n6 python pretrain_gpt.py", 6),
+        ("#SBATCH -n 12\nsrun python pretrain_gpt.py", 12),
+        (
+            "#SBATCH --nodes=2 --gpus-per-node=4\nsrun torchrun --nproc_per_node gpu pretrain_gpt.py",
+            8,
+        ),
+    ],
+)
+def test_the_number_of_ranks(text, ranks):
+    assert read_shell(text, {}).ranks == ranks
+
+
+def test_a_world_size_that_is_not_said_is_named(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text("python pretrain_gpt.py --tensor-model-parallel-size 2")
+    check_script.main([str(path)])
+    assert "assumed 2" in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f() { f; }\nf",
+        "while true; do :; done",
+        'eval "$X" \'a',
+        "X=x\n" + "X=$X$X\n" * 40,
+        "( ( (",
+    ],
+)
+def test_a_script_without_an_end_is_one_error(text, tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    assert check_script.main([str(path)]) == 1
+    assert capsys.readouterr().err.count("error: ") == 1
 
 
 def test_a_file_without_a_command_line_is_an_error(tmp_path, capsys):

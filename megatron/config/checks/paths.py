@@ -154,7 +154,7 @@ def _split(config: Config) -> Iterator[str]:
             f"--split {d.split}: has no meaning with {per_split[0]}, which names the data of each "
             "split; omit it [split-with-data-per-split]"
         )
-    words = [word for word in re.split(r"[,/\s]+", d.split.strip()) if word]
+    words = [word for word in re.split(r"[,/\s'\"]+", d.split.strip()) if word]
     numbers = [as_number(word) for word in words]
     shares = [n for n in numbers if n is not None and 0 <= n < math.inf]
     if not 1 <= len(numbers) <= 3 or len(shares) < len(numbers) or not sum(shares):

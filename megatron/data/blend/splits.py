@@ -19,10 +19,11 @@ def parse_split(split: str) -> SplitMatrix:
     empty one.
 
     Bounds are running sums of the normalized shares from an int 0 (Megatron's cache keys show it).
-    Missing shares are
-    0. Raises ValueError for anything but one to three non-negative numbers with a positive sum.
+    Missing shares are 0. Quotes are passed over, as Megatron does: they reach it from scripts with
+    arrays of quoted flags. Raises ValueError for anything but one to three non-negative numbers
+    with a positive sum.
     """
-    words = [word for word in re.split(r"[,/\s]+", split.strip()) if word]
+    words = [word for word in re.split(r"[,/\s'\"]+", split.strip()) if word]
     try:
         shares = [float(word) for word in words]
     except ValueError:

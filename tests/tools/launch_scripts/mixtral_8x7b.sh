@@ -1,0 +1,36 @@
+#!/bin/bash
+# Experts; an option that only some environments give.
+CHECKPOINTS=$1
+TOKENIZER_MODEL=$2
+DATA_PATH=$3
+MODEL_ARGS=(
+    --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm
+    --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights
+    --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion --rotary-base 1000000
+)
+MOE_ARGS=(
+    --num-experts 8
+    --moe-router-topk 2
+    --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2
+    --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000
+    --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1
+    --lr-warmup-iters 500 --clip-grad 1.0 --bf16
+)
+PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
+    --expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel
+)
+LOGGING_ARGS=(--log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save $CHECKPOINTS)
+if [ -n "${WANDB_API_KEY}" ]; then
+    LOGGING_ARGS+=(--wandb-project ${WANDB_PROJECT:-"Mixtral"})
+fi
+torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py "${MODEL_ARGS[@]}" "${MOE_ARGS[@]}" \
+    --tokenizer-type Llama2Tokenizer --tokenizer-model "${TOKENIZER_MODEL}" --data-path $DATA_PATH --split 99990,8,2 \
+    "${TRAINING_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${LOGGING_ARGS[@]}"

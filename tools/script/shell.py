@@ -1,0 +1,462 @@
+"""Follows a launch script as a shell would, without executing anything: assignments, branches whose
+condition is known, loops, functions. What starts a training is kept as a `Launch`; what only a
+running shell knows (`$(...)`, variables that nobody sets) stays as it is written."""
+
+from __future__ import annotations
+
+import fnmatch
+import os.path
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import tree_sitter_bash
+from tree_sitter import Language, Node, Parser
+
+from tools.script.expansion import Value, Variables, arithmetic, braces, first
+
+MAX_STEPS = 20_000  # commands that are followed
+MAX_DEPTH = 40  # of scripts and functions in each other
+PROGRAM = re.compile(r"(?:^|/)pretrain_\w+\.py$")
+_STARTERS = {
+    *("torchrun", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "aprun", "jsrun"),
+    *("exec", "env", "nohup", "time", "timeout", "numactl", "taskset", "nsys", "ncu", "sbatch"),
+    *("singularity", "apptainer", "docker", "podman", "enroot", "bash", "sh", "command"),
+}
+_SHELLS = ("bash", "sh")
+_UNSET = re.compile(r"\$\{\w+[^}]*\}|\$\w+")
+_ORDER = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that starts pretrain_gpt.py: the words before it, and those after it."""
+
+    launcher: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+class _Exit(Exception):
+    """exit and return."""
+
+
+class _LeaveLoop(Exception):
+    """break and continue, by its argument."""
+
+
+class _Words:
+    """Words as they come together from quoted and unquoted parts."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.open: str | None = None
+
+    def add(self, text: str) -> None:
+        self.open = (self.open or "") + text
+
+    def cut(self) -> None:
+        self.done += [] if self.open is None else [self.open]
+        self.open = None
+
+    def add_split(self, text: str) -> None:
+        """Add a value without quotes: its blanks end words, but within `$(...)`."""
+        for part in re.findall(r"\$\([^()]*\)|\s+|[^\s$]+|\$", text):
+            self.cut() if part.isspace() else self.add(part)
+
+    def add_value(self, value: Value, quoted: bool) -> None:
+        for number, element in enumerate([value] if isinstance(value, str) else value):
+            if number:
+                self.cut()
+            self.add(element) if quoted else self.add_split(element)
+
+
+@dataclass
+class Shell:
+    """The state of a script; `run` follows a text."""
+
+    variables: Variables = field(default_factory=Variables)
+    functions: dict[str, Node] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # written by here-documents
+    launches: list[Launch] = field(default_factory=list)
+    steps: int = 0
+    depth: int = 0
+
+    def run(self, text: str, parameters: Sequence[str] | None = None) -> None:
+        """Follow a script to its end. Raises ValueError for one that has none."""
+        self._within(_parsed(text), self.variables.parameters if parameters is None else parameters)
+
+    def _within(self, node: Node, parameters: Sequence[str]) -> bool | None:
+        """Follow a script or the body of a function, which have parameters of their own."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ValueError("commands start each other without an end")
+        before, self.variables.parameters = self.variables.parameters, list(parameters)
+        try:
+            return self._command(node)
+        except (_Exit, _LeaveLoop):
+            return None
+        finally:
+            self.depth -= 1
+            self.variables.parameters = before
+
+    def _body(self, nodes: Iterable[Node]) -> bool | None:
+        """The status of the last command: did it succeed? None where only a shell knows."""
+        status: bool | None = True
+        for node in nodes:
+            status = self._command(node)
+        return status
+
+    def _command(self, node: Node) -> bool | None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            raise ValueError(f"it runs more than {MAX_STEPS} commands")
+        follow = {
+            "command": self._simple,
+            "list": self._list,
+            "negated_command": self._negated,
+            "if_statement": self._if,
+            "for_statement": self._for,
+            "while_statement": self._while,
+            "case_statement": self._case,
+            "function_definition": self._define,
+            "variable_assignment": self._assign,
+            "redirected_statement": self._redirected,
+            "test_command": self._test,
+        }.get(node.type)
+        if _text(node).startswith("(("):
+            value = arithmetic(_text(node)[2:-2], self.variables)
+            return None if value is None else value != "0"
+        return follow(node) if follow else self._body(_uncommented(node))
+
+    def _list(self, node: Node) -> bool | None:
+        """`&&` and `||`; a condition that is not known is taken to be true."""
+        left, operator, right = node.children[0], _text(node.children[1]), node.children[-1]
+        status = self._command(left)
+        if status is None and operator == "&&":
+            return self._unless_exit([right])
+        if status is None or status != (operator == "&&"):
+            return status
+        return self._command(right)
+
+    def _unless_exit(self, nodes: Iterable[Node]) -> bool | None:
+        """Commands under a condition that is not known: a check that would end the script is taken
+        to have passed."""
+        before = dict(self.variables.values)
+        try:
+            return self._body(nodes)
+        except _Exit:
+            self.variables.values = before
+            return False
+
+    def _negated(self, node: Node) -> bool | None:
+        status = self._body(node.named_children)
+        return None if status is None else not status
+
+    def _define(self, node: Node) -> bool:
+        name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+        if name and body:
+            self.functions[_text(name)] = body
+        return True
+
+    def _if(self, node: Node) -> bool | None:
+        """Also of its elif clauses, one after the other."""
+        then = [_text(child) for child in node.children].index("then")
+        condition, rest = (
+            node.children[:then],
+            [child for child in node.children[then:] if child.is_named],
+        )
+        body = [child for child in rest if child.type not in ("elif_clause", "else_clause")]
+        status = self._body(child for child in condition if child.is_named)
+        if status is None:
+            status = self._unless_exit(body) is not False
+        elif status:
+            self._body(body)
+        for clause in () if status else rest[len(body) :]:
+            if clause.type == "else_clause" or self._if(clause):
+                if clause.type == "else_clause":
+                    self._body(clause.named_children)
+                break
+        return status
+
+    def _for(self, node: Node) -> bool:
+        name, *values, body = node.named_children
+        for word in [word for value in values for word in self.expand(value)]:
+            self.variables.set(_text(name), word)
+            if not self._round(body):
+                break
+        return True
+
+    def _while(self, node: Node) -> bool:
+        *condition, body = node.named_children
+        wanted = node.children[0].type == "while"
+        while self._body(condition) is wanted and self._round(body):
+            pass
+        return True
+
+    def _round(self, body: Node) -> bool:
+        """One round of a loop; does the loop go on?"""
+        try:
+            self._command(body)
+        except _LeaveLoop as left:
+            return left.args[0] == "continue"
+        return True
+
+    def _case(self, node: Node) -> bool | None:
+        value, *items = node.named_children
+        word = self.expand_text(value)
+        for item in items:
+            patterns = item.children_by_field_name("value")
+            if any(fnmatch.fnmatchcase(word, self.expand_text(each)) for each in patterns):
+                return self._body(item.named_children[len(patterns) :])
+        return True
+
+    def _assign(self, node: Node) -> bool:
+        target, value_node = node.named_children[0], node.child_by_field_name("value")
+        name = _text(target)
+        before = self.variables.get(name)
+        adds = any(child.type == "+=" for child in node.children)
+        value: Value
+        if value_node is not None and value_node.type == "array":
+            value = [word for each in _uncommented(value_node) for word in self.expand(each)]
+            if adds and before:
+                value = ([before] if isinstance(before, str) else before) + value
+        else:
+            value = self.expand_text(value_node) if value_node is not None else ""
+            if adds:
+                value = (first(before) or "") + value
+                value = [value, *before[1:]] if isinstance(before, list) else value
+        if target.type == "variable_name":
+            self.variables.set(name, value)
+        return True
+
+    def _redirected(self, node: Node) -> bool | None:
+        """`cat > FILE <<END` writes a file that may be started later; a shell reads a script."""
+        body = node.child_by_field_name("body")
+        document = next(_of_type(node, "heredoc_body"), None)
+        if body is None or document is None:
+            return None if body is None else self._command(body)
+        mark = next(_of_type(node, "heredoc_start"))
+        text = _text(document)
+        if not re.search(r"['\"\\]", _text(mark)):
+            words = _Words()
+            self._add_parts(document, words, quoted=True)
+            words.cut()
+            text = "".join(words.done)
+        words_of_command = self._words_of(body)
+        name = os.path.basename(words_of_command[0]) if words_of_command else ""
+        target = next(_of_type(node, "file_redirect"), None)
+        if name in (*_SHELLS, "sbatch", "srun"):
+            self.run(text)
+        elif name == "cat" and target is not None:
+            self.files[self.expand_text(target.named_children[-1])] = text
+        return None
+
+    def _words_of(self, node: Node) -> list[str]:
+        parts = (child for child in node.named_children if child.type != "variable_assignment")
+        return [word for part in parts for word in self.expand(part)]
+
+    def _test(self, node: Node) -> bool | None:
+        """The condition in `[ ... ]` and `[[ ... ]]`."""
+        if node.type in ("test_command", "parenthesized_expression"):
+            return bool(node.named_children) and self._test(node.named_children[0])
+        if node.type == "unary_expression" and _text(node.children[0]) == "!":
+            status = self._test(node.named_children[-1])
+            return None if status is None else not status
+        if node.type == "binary_expression":
+            left, operator, right = node.children[0], _text(node.children[1]), node.children[-1]
+            if operator in ("&&", "-a", "||", "-o"):
+                decides = operator in ("||", "-o")
+                sides = (self._test(left), self._test(right))
+                return decides if decides in sides else None if None in sides else not decides
+            return self._compare(self._known(left), operator, self._known(right))
+        if node.type != "unary_expression":
+            text = self._known(node)
+            return None if text is None else bool(text)
+        operator, text = _text(node.children[0]), self._known(node.named_children[-1])
+        if operator == "-v":
+            return self.variables.get(_text(node.named_children[-1])) is not None
+        if operator in ("-z", "-n") and text is not None:
+            return bool(text) == (operator == "-n")
+        return False if text == "" else None  # of a file
+
+    def _known(self, node: Node) -> str | None:
+        """A word of a condition, in which a variable that nobody sets is empty; None where only a
+        running shell knows it."""
+        text = self.expand_text(node)
+        return None if "$(" in text or "`" in text else _UNSET.sub("", text)
+
+    def _compare(self, left: str | None, operator: str, right: str | None) -> bool | None:
+        if left is None or right is None:
+            return None
+        if operator in ("=", "==", "!="):
+            return fnmatch.fnmatchcase(left, right) == (operator != "!=")
+        if operator == "=~":
+            try:
+                return re.search(right, left) is not None
+            except re.error:
+                return None
+        sign = _ORDER.get(operator, operator)
+        value = arithmetic(f"{left or 0} {sign} {right or 0}", self.variables)
+        return None if value is None else value == "1"
+
+    def _simple(self, node: Node) -> bool | None:
+        assigned = [child for child in node.named_children if child.type == "variable_assignment"]
+        lines = _text(node)[assigned[-1].end_byte - node.start_byte :] if assigned else ""
+        if re.match(r"[ \t]*\n", lines):  # assignments of a line of their own
+            self._body(assigned)
+        words = self._words_of(node)
+        name = os.path.basename(words[0]) if words else ""
+        if name in self.functions:
+            return self._within(self.functions[name], words[1:])
+        if name in ("exit", "return"):
+            raise _Exit
+        if name in ("break", "continue"):
+            raise _LeaveLoop(name)
+        if name == "test":
+            return self._command(_parsed(f"[ {_text(node).partition(' ')[2]} ]"))
+        if name == "shift":
+            del self.variables.parameters[
+                : int(words[1]) if words[1:] and words[1].isdigit() else 1
+            ]
+        elif name == "eval":
+            self.run(" ".join(words[1:]))
+        elif name in ("false", "getopts", "read"):
+            return False
+        elif words and name not in ("true", ":"):
+            self._start(words, name)
+            return None
+        return True
+
+    def _start(self, words: list[str], name: str) -> None:
+        """A program: a training, or a shell that starts one."""
+        if not (name in _STARTERS or name.startswith(("python", "$")) or PROGRAM.search(words[0])):
+            return
+        program = next((n for n, word in enumerate(words) if PROGRAM.search(word)), None)
+        if program is not None:
+            self.launches.append(Launch(tuple(words[:program]), tuple(words[program + 1 :])))
+            return
+        shells = (n for n, word in enumerate(words) if os.path.basename(word) in _SHELLS)
+        shell = next(shells, len(words) - 2)
+        rest = [word for word in words[shell + 1 :] if word[:1] != "-"]
+        options = "".join(word for word in words[shell + 1 :] if word[:1] == "-")
+        if rest:
+            count = len(self.launches)
+            self.run(rest[0] if "c" in options else self.files.get(rest[0], ""), rest[1:])
+            self.launches[count:] = (
+                Launch((*words[: max(shell, 0)], *launch.launcher), launch.words)
+                for launch in self.launches[count:]
+            )
+
+    def expand(self, node: Node) -> list[str]:
+        """The words that a word with quotes and variables becomes."""
+        words = _Words()
+        self._add(node, words, quoted=False)
+        words.cut()
+        return words.done
+
+    def expand_text(self, node: Node) -> str:
+        """The one text that a word becomes where a shell does not split it."""
+        words = _Words()
+        self._add(node, words, quoted=True)
+        words.cut()
+        return " ".join(words.done)
+
+    def _expand_inner(self, text: str) -> str:
+        """The text that a part of `${...}` becomes."""
+        assignment = next(_of_type(_parsed(f"x={text}"), "variable_assignment"), None)
+        value = assignment.child_by_field_name("value") if assignment is not None else None
+        return self.expand_text(value) if value is not None else ""
+
+    def _add(self, node: Node, words: _Words, quoted: bool) -> None:
+        text = _text(node)
+        if node.type == "raw_string":
+            words.add(text[1:-1])
+        elif node.type == "string":
+            if not re.fullmatch(r'"\$(@|\{\w+\[@\]\})"', text) or self.expand_array(text):
+                words.add("")
+            self._add_parts(node, words, quoted=True)
+        elif node.type in ("concatenation", "command_name"):
+            for child in node.children:
+                self._add(child, words, quoted)
+        elif node.type in ("simple_expansion", "expansion"):
+            self._add_expansion(node, words, quoted)
+        elif node.type == "command_substitution":
+            words.add(self._substitute(node))
+        elif text.startswith("$(("):
+            words.add(arithmetic(self._expand_dollars(text[3:-2]), self.variables) or text)
+        else:
+            words.add(re.sub(r"\\(.)", r"\1", text))
+
+    def _add_parts(self, node: Node, words: _Words, quoted: bool) -> None:
+        """The parts of a string or a here-document, and the text between them."""
+        whole, start = node.text or b"", node.start_byte
+        at = start + (node.type == "string")
+        for child in [*node.named_children, None]:
+            stop = (
+                child.start_byte if child is not None else node.end_byte - (node.type == "string")
+            )
+            if child is not None and child.type in ("string_content", "heredoc_content"):
+                continue
+            between = whole[at - start : stop - start].decode(errors="replace")
+            if between:
+                words.add(re.sub(r'\\([$`"\\])', r"\1", between.replace("\\\n", "")))
+            if child is not None:
+                self._add(child, words, quoted)
+                at = child.end_byte
+
+    def expand_array(self, text: str) -> Value | None:
+        return braces(text.strip('"${}'), self.variables, self._expand_inner)
+
+    def _add_expansion(self, node: Node, words: _Words, quoted: bool) -> None:
+        blanks, dollar, rest = _text(node).partition("$")
+        if blanks:  # in a string the parser takes them as a part of `${`
+            words.add(blanks)
+        text = dollar + rest
+        inner = rest[1:-1] if rest.startswith("{") else rest
+        value = braces(inner, self.variables, self._expand_inner)
+        if value is None:
+            words.add(text)
+        elif isinstance(value, list) and quoted and "@" not in inner:
+            words.add(" ".join(value))
+        else:
+            words.add_value(value, quoted)
+
+    def _expand_dollars(self, text: str) -> str:
+        """`$NAME` and `${NAME}` in a sum."""
+        return re.sub(
+            r"\$\{([^{}]*)\}|\$(\w+)",
+            lambda m: first(braces(m[1] or m[2], self.variables, self._expand_inner)) or m[0],
+            text,
+        )
+
+    def _substitute(self, node: Node) -> str:
+        """`$(...)` of the commands whose answer is in the text; others as they are written."""
+        command = next(_of_type(node, "command"), node)
+        name, *words = self._words_of(command) or [""]
+        if name == "echo":
+            return " ".join(words)
+        if name == "basename" and len(words) == 1 and "$" not in words[0]:
+            return os.path.basename(words[0])
+        if name == "dirname" and len(words) == 1 and "$" not in words[0]:
+            return os.path.dirname(words[0]) or "."
+        return _text(node)
+
+
+def _parsed(text: str) -> Node:
+    return Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+
+
+def _text(node: Node) -> str:
+    return (node.text or b"").decode(errors="replace")
+
+
+def _uncommented(node: Node) -> list[Node]:
+    return [child for child in node.named_children if child.type != "comment"]
+
+
+def _of_type(node: Node, name: str) -> Iterator[Node]:
+    """The nodes of a type at and below a node."""
+    if node.type == name:
+        yield node
+    for child in node.children:
+        yield from _of_type(child, name)
