@@ -13,12 +13,15 @@ PYTEST := $(PY) -m pytest -q
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 # A test that stands still for ten minutes ends its worker: it fails by name, with the stacks of its threads.
 LIMIT := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+# What a machine without the C++ of megatron/ has to answer by numpy and torch.
+PORTABLE := tests/core/data/test_index_helpers.py tests/core/kernels tests/core/model tests/core/training/test_step.py \
+	--ignore=tests/core/kernels/cpu --ignore=tests/core/kernels/cuda
 # After `make peers` a test that is skipped for a missing package is a failure.
 REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-peers test-ci test-all test-versions test-part lint clean install dev peers pretrained data eval s3 serve wandb
+.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part lint clean install dev peers pretrained data eval s3 serve wandb
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -27,13 +30,21 @@ help:  ## this list
 quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
-test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 8 minutes on 2 slow cores)
-	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED)
+test: test-core test-rest  ## the tests of every day (goal: at most 6 minutes on 2 slow cores)
+
+test-core: $(VENV)/.dev $(VENV)/.files  ## the first half: what protects the training run (goal: 3 minutes)
+	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) tests/core
+
+test-rest: $(VENV)/.dev $(VENV)/.files
+	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) --ignore=tests/core tests
+
+test-portable: $(VENV)/.dev  ## a part of tests/core as if no C++ were built
+	PYTHONPATH=tests/portable $(PYTEST) $(PARALLEL) $(LIMIT) $(PORTABLE)
 
 test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `make peers`
 	$(PYTEST) $(PARALLEL) $(LIMIT) --require-peers -m "peers and not campaign and not sweep"
 
-test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 25 minutes on 2 slow cores)
+test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 20 minutes on 2 slow cores)
 	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) -m campaign
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too

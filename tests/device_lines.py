@@ -48,11 +48,11 @@ def trace(number: int, parts: int) -> None:
     cov = coverage.Coverage(config_file=str(_configured()), data_suffix=f"trace.{number}")
     cov.start()
     from megatron.features.trace.traced_rank import TraceError
-    from tests.core.parity.layouts import CAMPAIGN, CASES, SWEEP, argv
+    from tests.core.parity.layouts import LAYOUTS, argv
     from tests.features.trace.tracing import Traced
 
     pretend_libraries()
-    layouts = list(enumerate((SWEEP | CAMPAIGN | CASES).items()))
+    layouts = list(enumerate(LAYOUTS.items()))
     for i, (name, case) in layouts[number - 1 :: parts]:
         flags = [flag for flag in (*case.layout, *case.only) if flag]
         for variant in (case.precision, *(VARIANTS[i % 6 :] + VARIANTS[: i % 6])):

@@ -48,7 +48,7 @@ def _training_modules() -> list[str]:
     return [
         ".".join(path.with_suffix("").parts)
         for path in paths
-        if path.parts[1] not in ("core", "analysis", "inference")
+        if {"core", "analysis", "inference", "eval_tasks"}.isdisjoint(path.parts)
     ]
 
 

@@ -142,12 +142,12 @@ def problem(bug: Bug) -> str:
 
 
 def copy_tree(folder: Path, bugs: Iterable[Bug]) -> Path:
-    """A copy of what the tests of planted bugs need, without compiled code.
+    """A copy of what the tests of planted bugs need, without compiled C++ and with the bytecode.
 
     Each file that a bug will change is written from its syntax tree, so that a bug changes nothing
     but what it is about.
     """
-    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    ignore = shutil.ignore_patterns("*.so")
     for part in ("megatron", "tests", "tools"):
         shutil.copytree(ROOT / part, folder / part, ignore=ignore)
     for part in ("pretrain_gpt.py", ".pytest.ini"):

@@ -40,12 +40,18 @@ def test_the_files_of_a_trial(name):
     assert (len(touched) - len(tests), len(tests)) == TRIALS[name][1:]
 
 
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the source for all trials, one at a time."""
+    return bugs.copy_tree(tmp_path_factory.mktemp("trials"), ())
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", TRIALS)
-def test_a_trial_works(name, tmp_path):
-    copy = bugs.copy_tree(tmp_path, ())
-    patch = FOLDER / f"{name}.patch"
-    subprocess.run(["git", "apply", str(patch)], cwd=copy, check=True)
+def test_a_trial_works(name, copy):
+    apply = ["git", "apply", str(FOLDER / f"{name}.patch")]
+    subprocess.run(apply, cwd=copy, check=True)
     file, _, test = TRIALS[name][0].partition("::")
     result = bugs.run(copy, file, *(["-k", test] if test else []))
+    subprocess.run([*apply, "--reverse"], cwd=copy, check=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-3000:]

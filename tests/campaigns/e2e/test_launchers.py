@@ -298,7 +298,7 @@ def ours(text: str) -> list[str]:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5])
+@pytest.mark.parametrize("seconds", [0.0, 0.6, 2.5])
 def test_ctrl_c_while_it_starts(folder, seconds):
     """While torch is imported, above all: from the script's first line on there is no moment for a
     traceback."""
@@ -385,7 +385,6 @@ runpy.run_path({script!r}, run_name="__main__")
 @pytest.mark.parametrize(
     "ranks, error, said",
     [  # torchrun shows it at the end of its report
-        ("01", "ValueError", "error: planted on rank 0"),
         ("1", "ValueError", "rank 1: error: planted on rank 1"),
         ("01", "KeyError", "KeyError: 'planted on rank 0'"),
     ],
@@ -424,20 +423,19 @@ def test_a_bad_command_line_under_torchrun_is_said_once(folder):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_under_torchrun(folder, rank):
+def test_a_rank_killed_under_torchrun(folder):
     """torchrun, its parent, knows the signal; nothing of ours stands below that or beside it."""
     program = spawn(
         folder, [*RUN, str(free_port())], 100000, "--save-interval", "1000000", "--num-workers", "1"
     )
     program.wait_for("iteration       10/", 120)
-    victim = ranks_of(program)[rank]
+    victim = ranks_of(program)[0]
     os.kill(victim, signal.SIGKILL)
     assert (
         program.end(15) == 1 and ours(program.err) == [] and "terminated without" not in program.err
     )
     report = program.err.partition("Root Cause (first observed failure):")[2]
-    assert f"rank      : {rank} (local_rank: {rank})" in report
+    assert "rank      : 0 (local_rank: 0)" in report
     assert report.rstrip("=\n").endswith(f"traceback : Signal 9 (SIGKILL) received by PID {victim}")
     assert program.left_behind(8.0) == []
 

@@ -56,7 +56,7 @@ def test_the_page_has_every_model_on_one_and_on_eight():
 def test_the_script_trains(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     kept = {k: v for k, v in os.environ.items() if not k.endswith("_CACHE_DIR")}
-    environ = {**kept, "NPROC": "2", "CACHE": str(tmp_path), "PYTHON": sys.executable}
+    environ = {**kept, "NPROC": "1", "CACHE": str(tmp_path), "PYTHON": sys.executable}
     command = ["sh", str(FOLDER / "run.sh"), "llama_1b", *TINY, "--metrics-file", str(metrics)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

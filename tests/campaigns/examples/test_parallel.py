@@ -1,4 +1,4 @@
-"""examples/parallel as it stands, on a small model: one machine of 8, two machines of 4, SLURM;
+"""examples/parallel as it stands, on a small model: one machine of 4, two machines of 2, SLURM;
 every way the same bytes.
 
 Two machines are two network namespaces with an address each, so that nothing of the one is reached
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import store
 from tests.campaigns.e2e.programs import Program, free_port, ranks_of, spawn_program
 from tests.forkrun import ROOT
 from tests.runs import (
@@ -88,7 +87,7 @@ def straight(folder) -> Finished:
         "--save",
         str(run / "save"),
     ]
-    return train(run, [*FLAGS, *LAYOUT.split(), *data], 8)
+    return train(run, [*FLAGS, *LAYOUT.split(), *data], 4)
 
 
 def start(
@@ -107,6 +106,7 @@ def start(
         "PYTHON": sys.executable,
         "DATA": str(folder / "data"),
         "OUT": str(folder / out),
+        "NPROC": "2",
         **environ,
     }
     command = [*prefix, "sh", str(SCRIPTS / script), *words, *FLAGS, *flags]
@@ -128,20 +128,9 @@ def assert_same(folder: Path, out: str, straight: Finished) -> None:
 
 @pytest.mark.campaign
 def test_one_node(folder, straight):
-    """Eight ranks train, evaluate, save, stop, and go on: the run that was not stopped."""
-    program = start(folder, "one", "one_node.sh", flags=FIRST_PART)
+    program = start(folder, "one", "one_node.sh", NPROC="4")
     finished([program])
-    assert (
-        store.latest(folder / "one/checkpoints") == 3
-        and "validation loss at iteration 3 |" in program.out
-    )
-    assert (
-        "> layout: 8 ranks = pipeline 2 x data 2 x context 1 x tensor 2; rank 0 is in "
-        in program.out
-    )
-    program = start(folder, "one", "one_node.sh", part="again")
-    finished([program])
-    assert "successfully loaded checkpoint" in program.out
+    assert "> layout: 4 ranks = pipeline 2 x data 1 x context 1 x tensor 2; " in program.out
     assert_same(folder, "one", straight)
 
 
@@ -204,11 +193,11 @@ def on_both(
 
 @pytest.mark.campaign
 def test_two_nodes(folder, straight, machines):
-    """Four ranks each, which share data, index cache, checkpoints and metrics file: the run of one
-    node of eight."""
+    """Two ranks each, which share data, index cache, checkpoints and metrics file, stop, and go on:
+    the run of one process group that was not stopped."""
     finished(on_both(folder, "two", machines, "first", *FIRST_PART))
     files = sorted((folder / "two/checkpoints/iter_0000003").glob("weights_*"))
-    assert [path.name for path in files] == [f"weights_{rank:05d}.safetensors" for rank in range(8)]
+    assert [path.name for path in files] == [f"weights_{rank:05d}.safetensors" for rank in range(4)]
     finished(on_both(folder, "two", machines, "second"))
     assert_same(folder, "two", straight)
 
@@ -217,7 +206,7 @@ def test_two_nodes(folder, straight, machines):
 def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
     """Both launchers end, and each says last who died: its own with the signal, the other with
     rank, process and host."""
-    programs = on_both(folder, "killed", machines, "node", "--train-iters", "100000", NPROC="2")
+    programs = on_both(folder, "killed", machines, "node", "--train-iters", "100000")
     programs[1].wait_for("iteration        5/", 150)
     victim = ranks_of(programs[1])[1]
     os.kill(victim, 9)
@@ -287,7 +276,7 @@ sys.exit(next((code for code in [process.wait() for process in started] if code)
 @pytest.mark.parametrize(
     "script, tasks",
     [
-        pytest.param("slurm_srun.sbatch", 8, marks=pytest.mark.sweep),
+        pytest.param("slurm_srun.sbatch", 4, marks=pytest.mark.sweep),
         pytest.param("slurm_torchrun.sbatch", 2, marks=pytest.mark.campaign),
     ],
 )

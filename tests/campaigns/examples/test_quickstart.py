@@ -176,7 +176,7 @@ def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_i
     assert "unknown flag --no-such-flag" in done.stdout and "== 5." not in done.stdout
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_it_learns_is_killed_and_resumes_bit_for_bit(quickstart, tmp_path):
     check_learning(quickstart)
     check_the_kill(quickstart)

@@ -167,52 +167,46 @@ class Case(NamedTuple):
     model: tuple[str, ...]
     world: int
     layout: tuple[str, ...]
-    steps: int = 20
+    steps: int = 5
     only: tuple[str, ...] = ()
     precision: str = "--fp64"
 
 
 CASES = {
-    "tp2": Case(GPT2, 2, (TP, "2"), steps=10),
-    "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP), steps=10),
-    "tp2 sp dp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP), steps=10),
-    "dp2, distributed optimizer": Case(GPT2, 2, DISTRIBUTED, steps=10),
+    "tp2": Case(GPT2, 2, (TP, "2")),
+    "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP)),
+    "tp2 sp dp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP)),
+    "dp2, distributed optimizer": Case(GPT2, 2, DISTRIBUTED),
     "dp4, distributed optimizer in 2 instances, overlap": Case(
-        UNTIED, 4, (*OVERLAP, *INSTANCES, "--micro-batch-size", "1"), steps=10
+        UNTIED, 4, (*OVERLAP, *INSTANCES, "--micro-batch-size", "1")
     ),
-    "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2"), steps=10),
-    "pp2": Case(GPT2, 2, (PP, "2"), steps=10),
-    "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP), steps=10),
-    "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), steps=10, only=FULL),
-    "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), steps=10, only=FULL),
-    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), steps=10),
+    "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2")),
+    "pp2": Case(GPT2, 2, (PP, "2")),
+    "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP)),
+    "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),
+    "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), only=FULL),
+    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp2 dp2, stages numbered before replicas": Case(
-        UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping"), steps=10
+        UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping")
     ),
-    "ep2, experts, all-to-all": Case(MOE, 2, (EP, "2", *A2A), steps=10),
-    "ep2, experts, all-gather": Case(MOE, 2, (EP, "2"), steps=10),
-    "tp2 sp, experts": Case(MOE, 2, (TP, "2", SP), steps=10),
-    "tp2, experts": Case(MOE, 2, (TP, "2"), steps=10),
-    "cp2, experts": Case(MOE, 2, (CP, "2"), steps=10),
-    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2"), steps=10),
-    "dp2, experts": Case(MOE, 2, OVERLAP, steps=10),
+    "ep2, experts, all-to-all": Case(MOE, 2, (EP, "2", *A2A)),
+    "ep2, experts, all-gather": Case(MOE, 2, (EP, "2")),
+    "tp2 sp, experts": Case(MOE, 2, (TP, "2", SP)),
+    "tp2, experts": Case(MOE, 2, (TP, "2")),
+    "cp2, experts": Case(MOE, 2, (CP, "2")),
+    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
+    "dp2, experts": Case(MOE, 2, OVERLAP),
     "cp2, experts, capacity by position": Case(
-        (*MOE, *CAPACITY, "--moe-token-drop-policy", "position"), 2, (CP, "2"), steps=10
+        (*MOE, *CAPACITY, "--moe-token-drop-policy", "position"), 2, (CP, "2")
     ),
     "ep2 cp2 tp2 sp, all-to-all, experts, capacity": Case(
-        (*MOE, *CAPACITY), 4, (EP, "2", *A2A, CP, "2", TP, "2", SP), steps=10
+        (*MOE, *CAPACITY), 4, (EP, "2", *A2A, CP, "2", TP, "2", SP)
     ),
-    "ep2 tp2 dp2, all-gather, experts, capacity": Case(
-        (*MOE, *CAPACITY), 4, (EP, "2", TP, "2"), steps=10
-    ),
-    "etp1 ep2 tp2 sp, all-to-all, experts": Case(
-        MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP), steps=10
-    ),
-    "etp2 dp2, experts, distributed optimizer, overlap": Case(
-        EP_MOE, 2, (ETP, "2", *OVERLAP), steps=10
-    ),
+    "ep2 tp2 dp2, all-gather, experts, capacity": Case((*MOE, *CAPACITY), 4, (EP, "2", TP, "2")),
+    "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
+    "etp2 dp2, experts, distributed optimizer, overlap": Case(EP_MOE, 2, (ETP, "2", *OVERLAP)),
     "ep2, all-to-all, experts, their layers recomputed": Case(
-        EP_MOE, 2, (EP, "2", *A2A), steps=10, only=("--moe-layer-recompute",)
+        EP_MOE, 2, (EP, "2", *A2A), only=("--moe-layer-recompute",)
     ),
     "ep2 cp2 tp2 sp, experts, sinkhorn": Case(
         (
@@ -222,13 +216,11 @@ CASES = {
         ),
         4,
         (EP, "2", CP, "2", TP, "2", SP),
-        steps=10,
     ),
     "pp2 vpp2, experts, input jitter, full recompute": Case(
         (*DEEP_MOE, "--moe-input-jitter-eps", "0.1"),
         2,
         (PP, "2", CHUNKS, "2"),
-        steps=10,
         only=FULL,
     ),
     # one micro-batch in both: its tokens are those of all data-parallel ranks
@@ -236,18 +228,14 @@ CASES = {
         (*with_flags(MOE, "--micro-batch-size", "8"), *GLOBAL_BALANCE),
         2,
         ("--micro-batch-size", "4"),
-        steps=10,
     ),
-    "pp2 vpp2, experts, three balancing losses": Case(
-        GLOBAL_MOE, 2, (PP, "2", CHUNKS, "2"), steps=10
-    ),
+    "pp2 vpp2, experts, three balancing losses": Case(GLOBAL_MOE, 2, (PP, "2", CHUNKS, "2")),
     "ep2 cp2 tp2 sp, experts, three balancing losses, full recompute": Case(
-        GLOBAL_MOE, 4, (EP, "2", *A2A, CP, "2", TP, "2", SP), steps=10, only=FULL
+        GLOBAL_MOE, 4, (EP, "2", *A2A, CP, "2", TP, "2", SP), only=FULL
     ),
-    "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL"), steps=10),
+    "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL")),
 }
 CAMPAIGN = {
-    "tp2": Case(GPT2, 2, (TP, "2")),
     "tp4": Case(GPT2, 4, (TP, "4")),
     "tp2 sp": Case(GPT2, 2, (TP, "2", SP)),
     "tp4 sp, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "4", SP)),
@@ -256,11 +244,9 @@ CAMPAIGN = {
     "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
     "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
     "dp4, whole parameters, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (*OVERLAP, *WHOLE)),
-    "dp4, whole parameters in 2 instances": Case(
-        GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE), steps=10
-    ),
+    "dp4, whole parameters in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE)),
     "tp2 sp dp2, whole parameters, rotary swiglu RMSNorm GQA": Case(
-        LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE), steps=10
+        LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE)
     ),
     "dp2, distributed optimizer, overlap, 1 micro-batch": Case(
         GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")
@@ -282,9 +268,7 @@ CAMPAIGN = {
     "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(
         LLAMA, 4, (CP, "2", TP, "2", SP), precision=""
     ),
-    "pp2": Case(GPT2, 2, (PP, "2")),
     "pp4": Case(DEEP, 4, (PP, "4")),
-    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp4 vpp2": Case(DEEPER, 4, (PP, "4", CHUNKS, "2")),
     "pp4 vpp2, no overlap": Case(DEEPER, 4, (PP, "4", CHUNKS, "2", NO_OVERLAP)),
     "tp2 sp pp2": Case(GPT2, 4, (TP, "2", SP, PP, "2")),
@@ -322,7 +306,7 @@ CAMPAIGN = {
     "tp2 sp pp2 vpp2 dp2, distributed optimizer, experts": Case(
         DEEP_EP_MOE, 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *DISTRIBUTED)
     ),
-    "tp2 cp2 pp2, experts": Case(SIGMOID_MOE, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
+    "tp2 cp2 pp2, experts": Case(SIGMOID_MOE, 8, (TP, "2", CP, "2", PP, "2")),
     "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
         MOE, 4, (*OVERLAP, *INSTANCES)
     ),
@@ -339,7 +323,6 @@ CAMPAIGN = {
         (*EP_MOE, "--micro-batch-size", "1"),
         8,
         (EP, "2", *A2A, *DISTRIBUTED, *INSTANCES),
-        steps=10,
     ),
     "ep2 dp4, overlapped gradient reduction, experts": Case(
         EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
@@ -360,13 +343,13 @@ CAMPAIGN = {
         EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP, CP, "2"), only=FULL
     ),
     "ep2 tp2 cp2 pp2, experts, stages numbered before replicas": Case(
-        EP_MOE, 8, (EP, "2", TP, "2", CP, "2", PP, "2", "--use-tp-pp-dp-mapping"), steps=10
+        EP_MOE, 8, (EP, "2", TP, "2", CP, "2", PP, "2", "--use-tp-pp-dp-mapping")
     ),
     "etp1 ep4 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts": Case(
         EP_MOE, 4, (ETP, "1", EP, "4", *A2A, TP, "2", SP, *OVERLAP)
     ),
     "etp1 tp2 sp, distributed optimizer, experts": Case(
-        EP_MOE, 2, (ETP, "1", TP, "2", SP, *DISTRIBUTED), steps=10
+        EP_MOE, 2, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
     ),
     "etp1 tp2 sp dp2, distributed optimizer, experts": Case(
         EP_MOE, 4, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
@@ -397,14 +380,12 @@ CAMPAIGN = {
         (ETP, "1", EP, "2", *A2A, TP, "2", SP, CP, "2", PP, "2", CHUNKS, "2"),
     ),
     "etp1 ep2 tp2 sp dp2 pp2, experts, stages numbered before replicas": Case(
-        EP_MOE, 8, (ETP, "1", EP, "2", TP, "2", SP, PP, "2", "--use-tp-pp-dp-mapping"), steps=10
+        EP_MOE, 8, (ETP, "1", EP, "2", TP, "2", SP, PP, "2", "--use-tp-pp-dp-mapping")
     ),
     "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
-    "tp2 cp2 pp2, options of families": Case(
-        OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), steps=10, only=FULL
-    ),
-    "tp2 cp2 pp2, xielu": Case(XIELU, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
-    "tp2 cp2 pp2, norms of OLMo 2": Case(OLMO, 8, (TP, "2", CP, "2", PP, "2"), steps=10),
+    "tp2 cp2 pp2, options of families": Case(OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), only=FULL),
+    "tp2 cp2 pp2, xielu": Case(XIELU, 8, (TP, "2", CP, "2", PP, "2")),
+    "tp2 cp2 pp2, norms of OLMo 2": Case(OLMO, 8, (TP, "2", CP, "2", PP, "2")),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
         GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)
     ),
@@ -467,6 +448,7 @@ SWEEP = {
     "cp2 pp2": Case(GPT2, 4, (CP, "2", PP, "2")),
     "pp2, fp32": Case(GPT2, 2, (PP, "2"), precision=""),
 }
+LAYOUTS = CASES | CAMPAIGN | SWEEP
 
 
 def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]:

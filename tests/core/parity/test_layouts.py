@@ -37,6 +37,7 @@ from tests.core.parity.layouts import (
     GATHER,
     GPT2,
     LAYOUT,
+    LAYOUTS,
     LLAMA,
     MOE,
     OVERLAP,
@@ -61,9 +62,9 @@ Largest relative difference from a single-process run, over all steps of complet
 (float64 unless noted). Abbreviations: tp tensor, sp sequence, cp context, pp pipeline, dp data parallelism; vpp virtual
 pipeline stages; the number is the size.
 
-`pytest -m "not sweep" tests/core/parity/test_layouts.py` writes this page; `make test-ci` runs the same layouts. They fail if a
-difference exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all` runs more layouts
-(`SWEEP` in tests/core/parity/layouts.py).
+`pytest -m "not sweep" tests/core/parity/test_layouts.py` writes this page; `make test` and `make test-ci` run the same
+layouts. They fail if a difference exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all`
+runs more (`SWEEP` in tests/core/parity/layouts.py).
 
 | layout | ranks | steps | loss | gradient norm |
 |---|---|---|---|---|
@@ -135,12 +136,13 @@ def reference(data, tmp_path_factory) -> Reference:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[Table]:
-    """The differences by layout; those of a whole campaign make the page."""
+    """The differences by layout; those of all that CI has make the page."""
     found: Table = {}
     yield found
-    if found.keys() >= CAMPAIGN.keys():
+    often = CASES | CAMPAIGN
+    if found.keys() >= often.keys():
         tables = {False: HEAD, True: EXPERTS}
-        for name, case in CAMPAIGN.items():
+        for name, case in often.items():
             cells = found[name].cells()
             row = ROW.format(name.replace("|", "\\|"), case.world, case.steps, cells)
             tables[has_experts(case)] += row
@@ -264,20 +266,20 @@ def check_experts(case: Case, run: Finished, one: Finished) -> tuple[float, floa
 
 
 # the one on four ranks that make test has, too
-FOUR = ("tp2 sp dp2, rotary swiglu RMSNorm GQA",)
+FOUR = "tp2 sp dp2, rotary swiglu RMSNorm GQA"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.campaign)
-        if case.world > 2 and name not in FOUR
-        else name
-        for name, case in CASES.items()
-    ],
-)
-def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference):
-    check(CASES[name], tmp_path, data, reference)
+def mark(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The tier of a layout: make test has those of CASES on two ranks."""
+    if name in SWEEP:
+        return (pytest.mark.sweep,)
+    quick = name == FOUR or (name in CASES and CASES[name].world == 2)
+    return () if quick else (pytest.mark.campaign,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in LAYOUTS])
+def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
+    table[name] = check(LAYOUTS[name], tmp_path, data, reference)
 
 
 def only_shared_sums() -> None:
@@ -309,18 +311,6 @@ def test_sums_through_shared_memory_give_the_numbers_of_one_process(
     check(
         Case(model, world, (TP, str(world)), steps=10), tmp_path, data, reference, only_shared_sums
     )
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", CAMPAIGN)
-def test_every_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
-    table[name] = check(CAMPAIGN[name], tmp_path, data, reference)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", SWEEP)
-def test_more_layouts_give_the_numbers_of_one_process(name, tmp_path, data, reference):
-    check(SWEEP[name], tmp_path, data, reference)
 
 
 @pytest.mark.campaign

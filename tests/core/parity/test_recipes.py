@@ -52,7 +52,6 @@ OFTEN = (
     "CI recipe, interleaved stages with everything overlapped",
     "CI recipe, context parallel, replicas numbered last",
     "Llama 3 8B in FP8",
-    "Qwen3",
 )
 
 

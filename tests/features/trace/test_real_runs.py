@@ -6,11 +6,13 @@ import pytest
 
 from megatron.parallel import collectives
 from tests import memory_census, recorder
-from tests.core.parity.layouts import CAMPAIGN, CASES, CP, LLAMA, PP, SP, SWEEP, TP, Case, argv
+from tests.core.parity.layouts import CP, LLAMA, PP, SP, TP, Case, argv
+from tests.core.parity.layouts import LAYOUTS as PARITY
 from tests.features.trace.tracing import Traced
 from tests.runs import train, with_flags, write_text
 
-QUICK = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 instances, overlap")
+QUICK = ("tp2", "dp2, distributed optimizer")
+SHARDS = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 instances, overlap")
 EXPERTS = (
     "ep2 tp2 sp dp2, all-to-all, experts",
     "ep2 tp2 dp2, all-gather, experts",
@@ -21,7 +23,7 @@ PACKED = {
     "cp2 dp2, packed samples": Case(LLAMA, 4, (CP, "2")),
     "tp2 sp pp2, packed samples": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
 }
-LAYOUTS = SWEEP | CAMPAIGN | CASES | PACKED
+LAYOUTS = PARITY | PACKED
 
 
 class Gloo(str):
@@ -39,11 +41,11 @@ class Gloo(str):
 
 def cases() -> list:
     """All layouts of the parity table; in CI every twelfth, of those with ring attention, whose many
-    operations take ten seconds and more, one, and three with experts."""
+    operations take ten seconds and more, one, two of sharded optimizers and sequences and three with experts."""
     found = []
     for i, (name, case) in enumerate(LAYOUTS.items()):
         often = i % 12 == 0 and "cp" not in name and "--num-experts" not in case.model
-        often = often or name in (*EXPERTS, RING)
+        often = often or name in (*SHARDS, *EXPERTS, RING)
         mark = pytest.mark.campaign if often else pytest.mark.sweep
         found.append(pytest.param(case, id=name, marks=[] if name in QUICK else [mark]))
     return found

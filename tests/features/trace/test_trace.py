@@ -23,20 +23,21 @@ from tests.runs import NO_DROPOUT, SMALL, plot, with_flags
 TP = "--tensor-model-parallel-size"
 PP = "--pipeline-model-parallel-size"
 SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-# Wide enough that what the plan does not count is below 1 %, with 8 micro-batches on a replica.
+# Wide enough that what the plan does not count is below 1 %, with 8 micro-batches in one process.
 WIDE = (
     "--hidden-size 512 --seq-length 512 --max-position-embeddings 512 --num-layers 4 "
-    "--global-batch-size 32 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16"
+    "--global-batch-size 16 --mock-data --train-iters 2 --lr-warmup-iters 1 --bf16"
 ).split()
 FLAGS = with_flags(SMALL, *NO_DROPOUT, *WIDE)
 DROPS_INSIDE_DOCUMENTS = ("--attention-dropout", "0.1", "--reset-attention-mask")
+SHORT = with_flags(FLAGS, "--global-batch-size", "8", "--num-layers", "2")
 NARROW = with_flags(FLAGS, "--hidden-size", "32", "--seq-length", "64", "--global-batch-size", "16")
 
 
 def refused(code: str, forward_step=None, flags=(), world: int = 1, rank: int = 0) -> str:
     """The message with which a trace ends."""
     with pytest.raises(TraceError) as error:
-        Traced(with_flags(FLAGS, *flags), world).rank(rank, forward_step)
+        Traced(with_flags(SHORT, *flags), world).rank(rank, forward_step)
     assert str(error.value).endswith(f"[{code}]"), error.value
     return str(error.value)
 
@@ -49,7 +50,7 @@ def plain(batch, model):
     ("flags", "world"),
     [
         ((), 1),
-        ((*SHARDED, TP, "2", "--sequence-parallel", PP, "2"), 16),
+        ((*SHARDED, TP, "2", "--sequence-parallel", PP, "2"), 8),
         ((PP, "2", "--num-layers-per-virtual-pipeline-stage", "1", "--swiglu"), 2),
         (DROPS_INSIDE_DOCUMENTS, 1),
     ],
@@ -253,7 +254,7 @@ def test_a_collective_that_only_one_rank_calls(monkeypatch):
         own(run, sums)
 
     monkeypatch.setattr(step, "_agree_on_metrics", on_rank_0)
-    traced = Traced(FLAGS, 2)
+    traced = Traced(SHORT, 2)
     with pytest.raises(TraceError, match=r"ranks 0 and 1 .*\[trace-collectives-differ\]"):
         check_agreement([traced.rank(0), traced.rank(1)])
 
@@ -266,7 +267,7 @@ def test_a_message_that_nobody_receives(monkeypatch):
         if action.kind == "send_gradient":
             send(links, action, x)
 
-    traced = Traced(with_flags(FLAGS, PP, "2"), 2)
+    traced = Traced(with_flags(SHORT, PP, "2"), 2)
     check_agreement([traced.rank(0), traced.rank(1)])
     monkeypatch.setattr(pipeline.P2PLinks, "send", twice)
     with pytest.raises(TraceError, match="rank 1 sends and rank 0 receives"):
@@ -296,7 +297,7 @@ def test_a_sum_over_the_wrong_group(monkeypatch, missing):
 
 def test_the_lines_and_the_file(tmp_path, capsys):
     file = tmp_path / "trace.json"
-    flags = with_flags(FLAGS, TP, "2", PP, "2")
+    flags = with_flags(SHORT, TP, "2", PP, "2")
     words = ["--dry-run", "--world-size", "8", "--trace", "--trace-output", str(file)]
     plot().pretrain([*flags, *words, "--trace-ranks", "all-stages", "1"])
     text = capsys.readouterr().out

@@ -50,8 +50,8 @@ def figures(tmp_path, *words, here=True):
     "name",
     [
         *QUICK,
-        *(pytest.param(name, marks=pytest.mark.campaign) for name in HEAVY if name not in NEEDS),
-        *(pytest.param(name, marks=[pytest.mark.campaign, pytest.mark.peers]) for name in NEEDS),
+        *(pytest.param(name, marks=pytest.mark.sweep) for name in HEAVY if name not in NEEDS),
+        *(pytest.param(name, marks=[pytest.mark.sweep, pytest.mark.peers]) for name in NEEDS),
     ],
 )
 def test_every_benchmark_runs_in_its_smallest_size(name, tmp_path):

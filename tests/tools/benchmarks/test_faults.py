@@ -26,14 +26,21 @@ FAILURE = {
 END = {"event": "end", "time": 3}
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     "words",
     [
-        "results --runs 1 --faults 2 --seed 6 --kinds SIGKILL exception",
-        "hangs --cells 1 --seed 5 --only data",
-        "flips --flips 5 --clean 0 --seed 3",
-        "share --minutes 0.1 --step-seconds 0.2 --launchers loop --saves local",
+        *(
+            pytest.param(words, marks=pytest.mark.campaign)
+            for words in (
+                "results --runs 1 --faults 2 --seed 6 --kinds SIGKILL exception",
+                "hangs --cells 1 --seed 5 --only data",
+                "flips --flips 5 --clean 0 --seed 3",
+            )
+        ),
+        pytest.param(
+            "share --minutes 0.1 --step-seconds 0.2 --launchers loop --saves local",
+            marks=pytest.mark.sweep,
+        ),
     ],
 )
 def test_a_small_campaign(words, monkeypatch):

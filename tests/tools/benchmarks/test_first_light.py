@@ -25,7 +25,7 @@ def first_light(monkeypatch):
     return load_tool("benchmarks/first_light/run")
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_every_step_runs_on_a_cpu(tmp_path):
     done = subprocess.run(
         ["bash", FOLDER / "first_light.sh", "cpu"],
