@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import selectors
@@ -53,10 +54,7 @@ OTHERS_JOIN_WITHIN = 8.0
 CONNECT_WITHIN = 5.0
 ANSWERS_WITHIN = 4.0
 ABSENCE_REPORTED_EVERY = 60.0
-ACCEPTS_AGAIN_AFTER = 1.0  # where there was no file descriptor
-LONGEST_TEXT = 20_000
 LONGEST_HELLO = 1 << 12  # bytes of what a connection sends that has yet to give the token
-LONGEST_LINE = 1 << 26  # ... and of any other message: an answer of rank 0 describes every rank
 SERVER_IS_SILENT_AFTER = 6  # ticks
 NOTIFIES_EVERY = 5  # ticks of a stall
 MOST_REPORTS = 8  # ranks
@@ -86,7 +84,7 @@ class _Wire:
         with contextlib.suppress(OSError), self._lock:
             self.socket.sendall(line)
 
-    def receive(self, limit: int = LONGEST_LINE) -> list[dict[str, Any]] | None:
+    def receive(self, limit: float = math.inf) -> list[dict[str, Any]] | None:
         """Wait for messages; None when the connection is closed. Raises ValueError for a line above
         `limit` bytes and what is not JSON, RecursionError for brackets nested too deeply."""
         try:
@@ -145,7 +143,6 @@ class MonitorServer:
         self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY, "look": 0.0}
         if startup:
             self._deadlines["joined"] = time.monotonic() + startup
-        self._reported_limit = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="rank monitor server", daemon=True)
@@ -197,10 +194,10 @@ class MonitorServer:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 log.warn_once(
-                    f"rank 0 has no file descriptor left for the connections of other ranks "
+                    "rank 0 has no file descriptor left for the connections of other ranks "
                     f"({error.strerror}); raise its limit (ulimit -n)"
                 )
-                time.sleep(ACCEPTS_AGAIN_AFTER)
+                time.sleep(progress.TICK)
             return
         connection.settimeout(CONNECT_WITHIN)  # of what is sent
         if len(self._visitors) >= self.world_size + STRANGERS:
@@ -241,7 +238,7 @@ class MonitorServer:
             messages = wire.receive(LONGEST_HELLO)
             if messages == []:
                 return  # the rest of the line is to come
-            hello, *others = messages or [{}]
+            hello = messages[0] if messages else {}
             if not secrets.compare_digest(hello["token"], self.token):
                 raise ValueError("not a rank of this run")
             process = ProcessId(**hello["process"])
@@ -260,8 +257,6 @@ class MonitorServer:
             self._deadlines.pop("absent", None)
             self._deadlines.pop("joined", None)
             self._stop_listening()
-        for message in others:
-            self._take(process.rank, message)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -572,7 +567,7 @@ class MonitorClient(Progress):
         self._turn = threading.Event()
         self._answered = threading.Event()
         self._locations: list[str] | None = None
-        self._early: list[dict[str, Any]] | None = []
+        self._early: list[dict[str, Any]] = []
         self._wire = self._connect(addresses, token)
         threading.Thread(target=self._run, name="rank monitor", daemon=True).start()
 
@@ -585,14 +580,15 @@ class MonitorClient(Progress):
                 problem = error
                 continue
             wire.send("hello", token=token, process=asdict(self.process))
-            try:
-                while self._early == []:
-                    self._early = wire.receive()
-                if self._early and self._early[0].get("kind") == "welcome":
-                    wire.socket.settimeout(None)
-                    return wire
-            except (ValueError, RecursionError) as error:
-                problem = error
+            messages: list[dict[str, Any]] | None = []
+            with contextlib.suppress(ValueError, RecursionError):
+                while messages == []:
+                    messages = wire.receive()
+            if messages and messages[0] == {"kind": "welcome"}:
+                wire.socket.settimeout(None)
+                self._early = messages
+                return wire
+            problem = OSError(f"{address} is not the rank monitor of this run")
             wire.socket.close()
         raise OSError(str(problem))
 
@@ -600,7 +596,7 @@ class MonitorClient(Progress):
         """Report that this rank has failed, and wait until it is its turn to print the error; it
         does not return if another rank prints it."""
         self._reported = True
-        self._wire.send("failed", text=text[:LONGEST_TEXT], code=code)
+        self._wire.send("failed", text=text, code=code)
         self._turn.wait(OTHERS_JOIN_WITHIN + OTHERS_EXIT_WITHIN + 2.0)
         while self._ended:
             time.sleep(1.0)  # the other thread ends this process
@@ -725,7 +721,6 @@ class MonitorClient(Progress):
         phase = self._phase
         frames = self._main_frames()
         state = hang.describe(str(phase), frames)
-        state["stack"] = state["stack"][-LONGEST_TEXT:]
         leaves = self._reported or any(one.f_code.co_name == "leave_with" for one in frames)
         if leaves or waits is not None:
             state |= {"at": None, "stack": ""}

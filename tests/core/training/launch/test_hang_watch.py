@@ -11,7 +11,7 @@ from megatron.training.agreement import Requests
 from megatron.training.launch import hang
 from megatron.training.launch.hang_limits import Limits, limits
 from megatron.training.launch.hang_watch import HangWatch
-from tests.runs import SMALL
+from tests.runs import SMALL, with_flags
 
 
 class Monitor:
@@ -66,9 +66,8 @@ def test_evaluation_and_save_have_limits_and_what_is_between_has_the_larger_one(
 
 
 def limits_of(*words: str) -> Limits:
-    return limits(
-        command_line.read([*SMALL, "--mock-data", "--train-iters", "10", *words], {}).config
-    )
+    core = with_flags(SMALL, "--mock-data", "--train-iters", "10", "--log-format", "short")
+    return limits(command_line.read([*core, *words], {}).config)
 
 
 def test_the_flags():

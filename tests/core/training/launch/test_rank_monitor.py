@@ -217,7 +217,7 @@ def test_a_failure_of_the_monitor_itself_is_reported(monkeypatch, capsys):
 
 def test_rank_0_without_file_descriptors_waits_for_one(monkeypatch, capsys):
     """It does not spin, and accepts the connection when there is one."""
-    monkeypatch.setattr(rank_monitor, "ACCEPTS_AGAIN_AFTER", 0.3)
+    monkeypatch.setattr(progress, "TICK", 0.3)
     server = MonitorServer(2)
     attempts = []
 
@@ -252,11 +252,21 @@ def test_the_limit_of_open_files_is_raised():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_the_next_address_is_tried():
+@pytest.mark.parametrize("answer", [b"", b"\xff\n", b"[]\n", b'{"kind": "end", "end": {}}\n'])
+def test_the_next_address_is_tried_where_another_program_answers(answer):
     server = MonitorServer(2)
     place = replace(rank_monitor.this_process(), rank=0)
-    addresses = [("127.0.0.1", 1), ("127.0.0.1", server.port)]
-    assert MonitorClient(addresses, server.token, place, print).process.pid == place.pid
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def respond() -> None:
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        in_thread(respond)
+        addresses = [("127.0.0.1", 1), stranger.getsockname(), ("127.0.0.1", server.port)]
+        assert MonitorClient(addresses, server.token, place, print).process.pid == place.pid
 
 
 # --- ways
