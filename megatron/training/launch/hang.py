@@ -256,28 +256,17 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def find(ranks: Iterable[int]) -> dict[int, ProcessId]:
+def find(ranks: Iterable[int], prepared_only: bool = False) -> dict[int, ProcessId]:
     """The processes of these ranks of this run on this machine: the oldest that is prepared, else
-    the newest (before it come its shells)."""
-    return _processes(
-        {rank: _best(candidates) for rank, candidates in _candidates(set(ranks)).items()}
-    )
-
-
-def started(ranks: Iterable[int]) -> dict[int, ProcessId]:
-    """Those of `find` that are prepared: this program, and no shell around it."""
-    return _processes(
-        {
-            rank: min(pid for is_prepared, pid in candidates if is_prepared)
-            for rank, candidates in _candidates(set(ranks)).items()
-            if any(is_prepared for is_prepared, _ in candidates)
-        }
-    )
-
-
-def _processes(pids: Mapping[int, int]) -> dict[int, ProcessId]:
+    the newest (before it come its shells), unless `prepared_only`."""
     host = socket.gethostname()
-    return {rank: ProcessId(rank, pid, host, host) for rank, pid in pids.items()}
+    processes = {}
+    for rank, candidates in _candidates(set(ranks)).items():
+        prepared = [pid for is_prepared, pid in candidates if is_prepared]
+        if prepared or not prepared_only:
+            pid = min(prepared) if prepared else max(pid for _, pid in candidates)
+            processes[rank] = ProcessId(rank, pid, host, host)
+    return processes
 
 
 def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
@@ -298,11 +287,6 @@ def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
             ):
                 found.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
     return found
-
-
-def _best(candidates: Sequence[tuple[bool, int]]) -> int:
-    prepared = [pid for is_prepared, pid in candidates if is_prepared]
-    return min(prepared) if prepared else max(pid for _, pid in candidates)
 
 
 def kill(process: ProcessId, text: str) -> None:

@@ -403,8 +403,7 @@ class MonitorServer:
             waiting = sorted(set(self._answers) - set(ranks))
             print(
                 f"straggler: {self._processes[rank]} is still in {answer['known']} "
-                f"(phase: {answer['phase']}) after {answer['elapsed']:.0f} s, "
-                f"{answer['share']:.0%} of them without waiting for others; "
+                f"(phase: {answer['phase']}) after {answer['elapsed']:.0f} s; "
                 f"waiting for it: rank {hang.numbers(waiting) or 'none'}",
                 flush=True,
             )
@@ -560,8 +559,7 @@ class MonitorClient(Progress):
         self._on_failure = on_failure
         self._noticed = noticed
         self._reported = self._closed = self._ended = False
-        self._phase_ticks = 0  # since the phase began
-        self._busy_ticks = 0  # ... of which this rank did not wait for others
+        self._began = time.monotonic()  # this phase
         self._notifies_at = 0  # ticks at which rank 0 is notified of a stall next
         self._unanswered = 0  # ticks since it was
         self._turn = threading.Event()
@@ -618,18 +616,13 @@ class MonitorClient(Progress):
     def begin(self, phase: Phase) -> None:
         before = self._phase
         super().begin(phase)
+        self._began = time.monotonic()
         if phase.announced or before.announced:
             name, limit = (str(phase), phase.limit) if phase.announced else ("", 0.0)
             self._wire.send("phase", name=name, limit=limit)
 
     def _tick(self) -> None:
-        before = self._seen[:1]
         self._look()
-        self._phase_ticks = self._phase_ticks + 1 if before == self._seen[:1] else 0
-        if self._phase_ticks == 0:
-            self._busy_ticks = 0
-        elif self._phase_ticks > 1:
-            self._busy_ticks += self._waits() is None
         if not self._is_stalled():
             self._unanswered = self._notifies_at = 0
             return
@@ -730,8 +723,7 @@ class MonitorClient(Progress):
             "stalled": self._is_stalled(),
             "seconds": self._seconds,
             "limit": phase.limit,
-            "elapsed": self._phase_ticks * progress.TICK,
-            "share": self._busy_ticks / max(1, self._phase_ticks - 1),
+            "elapsed": time.monotonic() - self._began,
         }
 
     def _waits(self) -> str | None:

@@ -54,7 +54,7 @@ class StartWatch:
         called again and again."""
         if launcher.under_torchrun():
             return None
-        here = hang.started(ranks)
+        here = hang.find(ranks, prepared_only=True)
         self._seen.update(here)
         now = time.monotonic()
         for rank in self._seen.keys() & set(ranks):
