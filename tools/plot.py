@@ -21,6 +21,7 @@ from megatron.analysis.run_reader import read_run
 from megatron.analysis.text_plot import text_plot
 from megatron.analysis.trace_file import is_trace, read_memory
 from megatron.arguments import arg
+from megatron.features.registry import READERS
 from tools.shared.program import read
 
 DESCRIPTION = (
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             draw_memory(options.output, [one for path in options.runs for one in read_memory(path)])
             print(f"wrote {options.output}")
             return 0
-        runs = [read_run(path, first=options.first) for path in options.runs]
+        runs = [read_run(path, first=options.first, readers=READERS) for path in options.runs]
         if options.output:
             draw_curves(options.output, runs, options.smooth)
             print(f"wrote {options.output}")

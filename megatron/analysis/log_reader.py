@@ -1,5 +1,5 @@
 """Reads what runs wrote of their iterations: one reader for logs of every --log-format, one for
-metrics files, one for the scalars of TensorBoard.
+metrics files, one for points that a feature wrote.
 
 A log may hold other text between its lines and inside them, and several runs one after the other.
 """
@@ -292,37 +292,21 @@ def _evaluation(row: Mapping[str, Any]) -> list[Evaluation]:
         return []
 
 
-_TAGS = {
-    "lm loss": "loss",
-    "grad-norm": "grad_norm",
-    "learning-rate": "learning_rate",
-    "batch-size": "global_batch_size",
-    "train/loss": "loss",
-    "train/grad_norm": "grad_norm",
-    "train/learning_rate": "learning_rate",
-    "train/batch_size": "global_batch_size",
-    "perf/tokens_per_second": "tokens_per_second",
-}
-_EVALUATED = re.compile(r"(?:lm loss )?(?P<split>valid(?:ation)?|test)(?P<name>-[^/ ]+)?(?:/loss)?")
-
-
 def read_points(points: Iterable[tuple[str, int, float]]) -> Log:
-    """TensorBoard's (tag, step, value). An iteration without a loss was skipped."""
+    """What a feature wrote (`Feature.read_points`). An iteration without a loss was skipped; where
+    none has one, there are no records."""
     found = Log([], [])
     known = []
-    for tag, step, value in points:
-        evaluated = _EVALUATED.fullmatch(tag)
-        if tag in _TAGS:
-            known.append((step, _TAGS[tag], value))
-        elif evaluated:
-            name = evaluated["name"] or ""
-            split = "test" if evaluated["split"] == "test" else f"validation{name}"
-            found.evaluations.append(Evaluation(step, split, value))
-    for step, group in groupby(known, key=lambda point: point[0]):
+    for name, iteration, value in points:
+        if name.partition("-")[0] in ("validation", "test"):
+            found.evaluations.append(Evaluation(iteration, name, value))
+        else:
+            known.append((iteration, name, value))
+    for iteration, group in groupby(known, key=lambda point: point[0]):
         numbers = {name: value for _, name, value in group}
         numbers["skipped"] = float("loss" not in numbers)
-        found.records.append(_record({"iteration": str(step)}, numbers))
-    return found
+        found.records.append(_record({"iteration": str(iteration)}, numbers))
+    return found if any(record.trained for record in found.records) else Log([], [])
 
 
 def without_nan(value: object) -> object:

@@ -1,10 +1,10 @@
-"""Reads a run from its directory, or from its log, metrics file or TensorBoard directory."""
+"""Reads a run from its directory, or from its log or metrics file, or what features wrote of it."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,6 @@ from megatron.analysis.log_reader import (
 )
 from megatron.checkpoint.filesystem import iterations
 from megatron.small_files import read_text as read_file
-from megatron.training.logging.tensorboard import read_scalars
 
 LOG_LIMIT = 4 << 30  # bytes
 # What can be drawn, and the label of its axis.
@@ -30,6 +29,7 @@ PANELS = {
     "learning_rate": "learning rate",
 }
 Curve = tuple[list[int], list[float]]
+Reader = Callable[[str], Iterable[tuple[str, int, float]] | None]  # `Feature.read_points`
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Run:
         return curves
 
 
-def read_run(*paths: str, first: int = 1) -> Run:
+def read_run(*paths: str, first: int = 1, readers: Sequence[Reader] = ()) -> Run:
     """The run that wrote these, one after the other, from iteration `first` on: run directories,
-    metrics files, logs or TensorBoard directories.
+    metrics files, logs, or what the `readers` of features know.
 
     Raises ValueError that names the path.
     """
-    logs = [_read(path) for path in paths]
+    logs = [_read(path, readers) for path in paths]
     records, joins = _joined(record for log in logs for record in log.records)
     records = [record for record in records if record.iteration >= first]
     if not records:
@@ -77,50 +77,44 @@ def read_run(*paths: str, first: int = 1) -> Run:
     return Run(paths[0], records, joins, _splits(evaluations))
 
 
-def _read(path: str) -> Log:
+def _read(path: str, readers: Sequence[Reader]) -> Log:
     """The first file of `path` with iterations."""
     if Path(path).is_dir():
-        found = next((log for log in _logs_in(Path(path)) if log.records), Log([], []))
-        where = (
-            "holds no metrics file (metrics.jsonl), no TensorBoard file with the scalar "
-            "'train/loss' or 'lm loss', and no log with iterations"
-        )
+        logs = _logs_in(Path(path), readers)
+        found = next((log for log in logs if log.records), Log([], []))
+        where = "holds no metrics file (metrics.jsonl), no log and no scalars with losses"
     else:
-        found = _read_file(path)
+        found = next(_of_readers(path, readers), None) or _read_file(path)
         where = "no iteration line of a training log is in it ('iteration N/M | ...')"
     if not found.records:
         raise ValueError(f"{path}: {where} [log-without-losses]")
     return found
 
 
-def _logs_in(folder: Path) -> Iterator[Log]:
+def _logs_in(folder: Path, readers: Sequence[Reader]) -> Iterator[Log]:
     """What a directory holds: metrics before scalars, both with every iteration, before logs."""
     for file in sorted(
         folder.glob("*.jsonl"), key=lambda file: (file.name != "metrics.jsonl", file.name)
     ):
         if '"lm_loss"' in _text(str(file)).partition("\n")[0]:  # not run_events.jsonl
             yield _read_file(str(file))
-    if any(folder.rglob("*tfevents*")):
-        yield _read_scalars(str(folder))
+    yield from _of_readers(str(folder), readers)
     for pattern in ("log*", "*.txt", "*.log", "*.out"):
         for file in sorted(folder.glob(pattern)):
             if file.is_file():
                 yield read_text(_text(str(file)))
 
 
+def _of_readers(path: str, readers: Sequence[Reader]) -> Iterator[Log]:
+    found = (reader(path) for reader in readers)
+    return (read_points(points) for points in found if points is not None)
+
+
 def _read_file(path: str) -> Log:
-    if "tfevents" in Path(path).name:
-        return _read_scalars(path)
     text = _text(path)
     if text.lstrip().startswith('{"'):
         return read_metrics(text.splitlines(), path)
     return read_text(text)
-
-
-def _read_scalars(path: str) -> Log:
-    """Without records where no iteration has a loss."""
-    found = read_points(read_scalars(path))
-    return found if any(record.trained for record in found.records) else Log([], [])
 
 
 def _text(path: str) -> str:

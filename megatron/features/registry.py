@@ -5,6 +5,7 @@ megatron/features/NAME/feature.py and name it here; to delete one, delete its fo
 from __future__ import annotations
 
 from megatron.config.tree import with_features
+from megatron.features.boards.feature import BoardsConfig
 from megatron.features.data_ledger.feature import DataLedgerConfig
 from megatron.features.eval_tasks.feature import EvalTasksConfig
 from megatron.features.goodput.feature import GoodputConfig
@@ -24,5 +25,7 @@ FEATURES: tuple[type[Feature], ...] = (
     StepVerificationConfig,
     TraceConfig,
     MegatronCliConfig,
+    BoardsConfig,
 )
 RunConfig = with_features(FEATURES)  # all flags of pretrain_gpt.py
+READERS = tuple(feature.read_points for feature in FEATURES)  # of what they wrote of a run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.training.hook import Hook
     from megatron.training.launch.initialize import Runtime
     from megatron.training.logging.internlm_format import StepCounts
-    from megatron.training.logging.iteration import LogFormat
+    from megatron.training.logging.iteration import LogFormat, ResultWriter
     from megatron.training.logging.training_log import TrainingLog
     from megatron.training.run import Run
     from megatron.training.save_policy import SavePolicy
@@ -77,6 +77,23 @@ class Feature(Extension):
         """How many copies of the run a rank keeps in host memory, by the flag that asks for
         them."""
         return {}
+
+    def writers(self, config: Config, world_size: int) -> Iterable[ResultWriter]:
+        """Where the last rank stores results, beside --metrics-file. Raises ValueError or OSError
+        where one cannot be opened."""
+        return ()
+
+    @property
+    def profile_folder(self) -> str | None:
+        """Where it shows profiles, if it does."""
+        return None
+
+    @classmethod
+    def read_points(cls, path: str) -> Iterable[tuple[str, int, float]] | None:
+        """What it wrote of a run under `path`, in that order: (name, iteration, value), named as
+        the fields of `analysis.log_reader.Record`, or the split that the loss is of; None where it
+        knows nothing of the path."""
+        return None
 
     def hooks(self, loop: Loop) -> Iterable[Hook]:
         """What it does in the training loop, if the run asks for it. A hook says itself where it

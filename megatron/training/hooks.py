@@ -53,7 +53,7 @@ def build_hooks(
 
 
 class IterationLog(Hook):
-    """The log line, metrics and TensorBoard of each iteration."""
+    """The log line and the results of each iteration."""
 
     def __init__(self, lines: TrainingLog):
         self._lines = lines

@@ -14,16 +14,17 @@ from torch.utils.hooks import RemovableHandle
 from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
+from megatron.training.feature import features_of
 from megatron.training.hook import Hook
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.run import Run
 
 
 def trace_directory(config: Config) -> Path:
-    """Where traces are written: --tensorboard-dir, or `profile` in --save or here."""
-    if config.logging.tensorboard_dir:
-        return Path(config.logging.tensorboard_dir)
-    return Path(config.checkpoint.save or ".") / "profile"
+    """Where traces are written: where a feature shows them, or `profile` in --save or here."""
+    folders = (feature.profile_folder for feature in features_of(config))
+    shown = next(filter(None, folders), None)
+    return Path(shown) if shown else Path(config.checkpoint.save or ".") / "profile"
 
 
 class Profiler:

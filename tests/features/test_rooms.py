@@ -20,6 +20,7 @@ from tests.runs import EXACT, SMALL, Finished, train, with_flags, write_text
 ROOMS = {feature.__module__.split(".")[2]: feature for feature in FEATURES}
 # flags under which a feature does something
 USED = {
+    "boards": "--tensorboard-dir {}/board",
     "data_ledger": "--data-ledger {}/ledger",
     "eval_tasks": "--eval-tasks {}/task.yaml --eval-tasks-interval 1",
     "goodput": "--crash-loop-limit 1",

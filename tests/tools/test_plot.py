@@ -13,15 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron.analysis.run_reader import read_run, smoothed
-from megatron.config.logging import LoggingConfig
 from megatron.features.megatron_cli.aurora_format import aurora_line
 from megatron.features.megatron_cli.megatron_format import megatron_line
 from megatron.training.logging.internlm_format import StepRow, internlm_line
 from megatron.training.logging.iteration import Interval, IterationRow
 from megatron.training.logging.line_format import validation_block
-from megatron.training.logging.points import Boards
 from megatron.training.logging.short_format import evaluation_line, iteration_line
-from megatron.training.logging.tensorboard import TensorBoard
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 
@@ -91,25 +88,6 @@ def test_every_format_gives_the_same_curves(source, tmp_path):
     assert run.panels["learning_rate"][1] == pytest.approx([1e-3] * 4)
     assert run.panels["tokens_per_second"][1] == pytest.approx([SOURCES[source][3]] * 4)
     assert run.evaluations == {"validation": ([4], [2.25])}
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-def test_tensorboard(grouped, tmp_path):
-    pytest.importorskip("tensorboard")
-    board = Boards(
-        [TensorBoard(str(tmp_path / "tb"), 10)],
-        LoggingConfig(log_format="short" if grouped else "megatron"),
-    )
-    for n, loss in enumerate(LOSSES, 1):
-        for tag, value in (("lm loss", loss), ("grad-norm", 1.5), ("learning-rate", 1e-3)):
-            board.scalar(tag, value, n, 8 * n)
-    values = {"loss": 2.25, "perplexity": 9.4, "bits_per_byte": None}
-    board.evaluation("lm loss", "validation", 4, 32, values)
-    board.evaluation("lm loss", "validation-en", 4, 32, {"loss": 2.75})
-    board.close()
-    run = read_run(str(tmp_path))
-    assert run.panels["loss"] == ([1, 2, 3, 4], LOSSES) and run.panels["grad_norm"][1] == [1.5] * 4
-    assert run.evaluations == {"validation": ([4], [2.25]), "validation-en": ([4], [2.75])}
 
 
 def test_of_repeated_iterations_the_last_counts(tmp_path):

@@ -75,11 +75,9 @@ def missing(config: Config) -> list[str]:
             staged(c).snapshot_dir if c.snapshot_interval else None,
         ),
         ("--data-cache-path", d.data_cache_path),
-        ("--tensorboard-dir", config.logging.tensorboard_dir),
-        ("--wandb-save-dir", config.logging.wandb_save_dir or None),
     ):
         if path is not None:
-            found += _directory_to_write(flag, path)
+            found += directory_to_write(flag, path)
     for flag, path in (
         ("--metrics-file", config.logging.metrics_file),
         ("--control-file", c.control_file),
@@ -422,7 +420,7 @@ def file_to_write(flag: str, path: str) -> Iterator[str]:
         )
 
 
-def _directory_to_write(flag: str, path: str) -> Iterator[str]:
+def directory_to_write(flag: str, path: str) -> Iterator[str]:
     """A directory that can be made or written: the nearest existing parent must be a writable
     directory."""
     there = os.path.abspath(path)

@@ -26,13 +26,12 @@ class GoodputConfig(Feature):
     )
 
     def hooks(self, loop: Loop) -> Iterator[Hook]:
-        """Events of a run that saves, and their sums on TensorBoard and Weights & Biases."""
+        """Events of a run that saves, and their sums as points."""
         if not loop.run.config.checkpoint.save:
             return
         from megatron.features.goodput.run_events import RunEvents
 
         yield RunEvents(loop.run, loop.started, self.crash_loop_limit)
-        if loop.run.config.logging.has_boards:
-            from megatron.features.goodput.points import GoodputPoints
+        from megatron.features.goodput.points import GoodputPoints
 
-            yield GoodputPoints(loop.run, loop.lines)
+        yield GoodputPoints(loop.run, loop.lines)

@@ -1,4 +1,4 @@
-"""Where the time of a run went, as scalars on TensorBoard and Weights & Biases."""
+"""Where the time of a run went, as points of the writers that take them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from megatron.features.goodput.accounting import KINDS, account
 from megatron.features.goodput.run_events_file import NAME, attempts_of, parse_events
 from megatron.small_files import LIMIT, open_regular
 from megatron.training.hook import Hook
-from megatron.training.logging.points import Boards
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.run import Run
 
@@ -43,11 +42,11 @@ class EventsTail:
 
 class GoodputPoints(Hook):
     """Writes the sums of all attempts after each checkpoint and at the end, as far as rank 0 has
-    written them to run_events.jsonl; the last rank has the boards."""
+    written them to run_events.jsonl; the last rank has the writers."""
 
     def __init__(self, run: Run, lines: TrainingLog):
         self._run = run
-        self._boards = [writer for writer in lines.writers if isinstance(writer, Boards)]
+        self._lines = lines
         assert run.config.checkpoint.save is not None, "the events are next to checkpoints"
         self._tail = EventsTail(Path(run.config.checkpoint.save) / NAME)
 
@@ -58,15 +57,15 @@ class GoodputPoints(Hook):
         self._write(self._run.progress.iteration)
 
     def _write(self, iteration: int) -> None:
-        if not self._boards:
+        writers = [writer for writer in self._lines.writers if writer.takes_points]
+        if not writers:
             return
         try:
             self._tail.update()
         except OSError:  # rank 0 has begun none, or its directory is not this machine's
             return
-        for board in self._boards:
-            for tag, value in points(self._tail.events).items():
-                board.scalar(tag, value, iteration)
+        for writer in writers:
+            writer.points(iteration, points(self._tail.events))
 
 
 def points(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -56,12 +56,6 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     device = devices.choose_device(training.device, here.local_rank)
     for text in devices.device_notes(training.device):
         log.warn_once(text)
-    if (
-        config.logging.log_memory_to_tensorboard
-        and training.device == "auto"
-        and device.type == "cpu"
-    ):
-        log.print_rank_0("--log-memory-to-tensorboard: no effect on the CPU, the only device here")
     devices.keep_freed_memory(device)
     devices.set_determinism(
         training.deterministic_mode, training.cudnn_benchmark, training.cudnn_deterministic

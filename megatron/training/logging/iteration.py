@@ -160,7 +160,10 @@ class LogFormat(Protocol):
 
 
 class ResultWriter:
-    """A file or a service that stores results; what a class does not define, it does not store."""
+    """A file or a service that stores results; what a class does not define, it does not store.
+    `takes_points`: does it define `points`?"""
+
+    takes_points = False
 
     def iteration(
         self,
@@ -180,6 +183,9 @@ class ResultWriter:
 
     def tasks(self, iteration: int, samples: int, scores: Mapping[str, float]) -> None:
         """Store scores by task and metric."""
+
+    def points(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Store other values by tag."""
 
     def timers(self, seconds: Mapping[str, float], iteration: int) -> None:
         """Store the longest times over all ranks."""

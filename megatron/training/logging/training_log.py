@@ -1,4 +1,4 @@
-"""Where the results of an iteration go: log line, metrics file, TensorBoard, Weights & Biases."""
+"""Where the results of an iteration go: log line, metrics file, writers of features."""
 
 from __future__ import annotations
 
@@ -38,10 +38,8 @@ def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
 
             file = OutputFile(logging.metrics_file, "--metrics-file")
             writers.append(MetricsFile(file, config.model.seq_length))
-        if logging.has_boards:
-            from megatron.training.logging.points import open_boards
-
-            writers.append(open_boards(config, world_size))
+        for feature in features_of(config):
+            writers += feature.writers(config, world_size)
     return writers
 
 
@@ -94,11 +92,10 @@ class TrainingLog:
         return (
             1 if logging.metrics_file else logging.log_interval,
             logging.log_interval,
-            *((logging.tensorboard_log_interval,) if logging.has_boards else ()),
         )
 
     def start(self, seconds: float, backend: str) -> None:
-        """The lines that end Megatron's initialisation, and the arguments as TensorBoard text;
+        """The lines that end Megatron's initialisation, and the arguments for the writers;
         `backend` is that of the process groups."""
         log.detail(f"time to initialize megatron (seconds): {seconds:.3f}")
         log.detail_datetime("after megatron is initialized")

@@ -97,7 +97,7 @@ def test_changed_arguments_can_be_given_to_a_shell():
         "10",
         "--save",
         "a b/c'd",
-        "--tensorboard-dir",
+        "--metrics-file",
         "x" * 90,
     ]
     config = config_from(Config, parse(command_line.parser(), words).typed)

@@ -14,8 +14,8 @@ import torch
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.build import ByteTokenizer
 from megatron.data.tokenizers.metadata import describe
+from megatron.features.boards.reader import read_scalars
 from megatron.inference.load_model import open_trained_model
-from megatron.training.logging.tensorboard import read_scalars
 from tests.runs import train
 
 SEQUENCE = 16

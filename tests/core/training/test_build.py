@@ -22,7 +22,6 @@ from megatron.training.build import (
     plan_run,
 )
 from megatron.training.build_data import build_data
-from megatron.training.launch import initialize
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Run
 from tests.core.data.vocabularies import write_sentencepiece, write_tiktoken
@@ -382,19 +381,6 @@ def test_slow_index_helpers_are_said_where_they_are_used(tmp_path: Path, monkeyp
     assert (said(*data), said()) == (1, 0)
     monkeypatch.setattr(index_helpers, "REASON", "")
     assert said(*data) == 0
-
-
-def test_no_device_memory_on_a_machine_without_accelerator(capsys, monkeypatch):
-    monkeypatch.setattr(
-        initialize.devices, "choose_device", lambda wanted, local_rank: torch.device("cpu")
-    )
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    initialize.initialize(
-        config_of("--device", "auto", "--log-memory-to-tensorboard", "--tensorboard-dir", "x")
-    )
-    assert "--log-memory-to-tensorboard: no effect" in capsys.readouterr().out
-    initialize.initialize(config_of("--device", "auto", "--tensorboard-dir", "x"))
-    assert "no effect" not in capsys.readouterr().out
 
 
 def test_bf16_gradients_and_moments_take_half_the_bytes():

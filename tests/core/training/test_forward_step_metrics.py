@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.training import loop
 from megatron.training.step import train_step
@@ -112,17 +111,6 @@ def test_logged_in_every_format(tmp_path, form):
     for name in names:
         value = re.search(re.escape(name) + r"[:= ]+([-+.\deE]+)", text)[1]
         assert float(value) == pytest.approx(shown[name], rel=1e-3)
-
-
-def test_in_tensorboard(tmp_path):
-    found = run(tmp_path, "--tensorboard-dir", str(tmp_path / "board"))
-    board = EventAccumulator(str(tmp_path / "board"))
-    board.Reload()
-    points = board.Scalars("share of large ids")
-    assert [point.step for point in points] == [1, 2, 3, 4]
-    assert [point.value for point in points] == pytest.approx(
-        [row["share of large ids"] for row in found.rows], rel=1e-6
-    )
 
 
 def test_a_pair_without_a_count_is_no_value():

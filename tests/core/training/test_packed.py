@@ -18,6 +18,7 @@ from megatron.data.packed.packed_dataset import PackedFile, PackingRule
 from megatron.data.sample_lookup import LABELS, POSITIONS, TOKENS
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
+from megatron.features.boards.reader import read_scalars
 from megatron.kernels.select import kernel_table
 from megatron.model import gpt
 from megatron.model.gpt import UNSMOOTHED_LOSS
@@ -33,7 +34,6 @@ from megatron.training.batch import (
 from megatron.training.build import make_tokenizer, plan_run
 from megatron.training.build_data import build_data
 from megatron.training.logging.subset_metrics import FILLED, SubsetMetrics
-from megatron.training.logging.tensorboard import read_scalars
 from tests.core.data.packed.packed_files import Listed, build, write_lines, write_pair
 from tests.core.model.tiny import tiny_model
 from tests.core.parity.layouts import CP, DISTRIBUTED, GATHER, LLAMA, PP, SP, TP

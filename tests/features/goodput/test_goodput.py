@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.features.boards.reader import read_scalars
 from megatron.features.goodput import points as goodput_points
 from megatron.features.goodput import run_events
 from megatron.features.goodput.accounting import KINDS, Goodput, account, read_goodput
@@ -25,7 +26,6 @@ from megatron.features.goodput.run_events_file import (
     read_events,
     unreported,
 )
-from megatron.training.logging.tensorboard import read_scalars
 from tests.runs import SMALL, train, write_text
 from tools.features.goodput import program as goodput
 

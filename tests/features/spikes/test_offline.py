@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from megatron.analysis.run_reader import read_run
+from megatron.features.boards.tensorboard import TensorBoard
+from megatron.features.registry import READERS
 from megatron.features.spikes.events import find_events
 from megatron.features.spikes.loss_outliers import MASKED, scale_of
-from megatron.training.logging.tensorboard import TensorBoard
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_problem
@@ -377,7 +378,9 @@ def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
         "397 records of iterations 1 to 400; restarted at 150",
         "no spike",
     )
-    records = read_run(str(tmp_path / "first"), str(tmp_path / "second")).records
+    records = read_run(
+        *(str(tmp_path / name) for name in ("first", "second")), readers=READERS
+    ).records
     assert [r.iteration for r in records if not r.trained] == [199, 200, 201]
     assert [r.loss for r in records[:149]] == pytest.approx(
         [losses[n] for n in range(1, 150)], rel=1e-6

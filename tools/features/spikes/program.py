@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from megatron.analysis.log_reader import without_nan
 from megatron.analysis.run_reader import Run, checkpoints, read_run
+from megatron.features.registry import READERS
 from megatron.features.spikes.detector import LEAST
 from megatron.features.spikes.events import Event, find_events, log_interval, not_judged
 from megatron.features.spikes.picture import draw
@@ -84,7 +85,7 @@ def described(event: Event, run: Run, directory: str | None, saved: Sequence[int
 def analyze(args: AnalyzeOptions) -> int:
     """Find the spikes of a run. Exit codes: 0 none, 10 found, 2 unreadable."""
     try:
-        run = read_run(*args.logs)
+        run = read_run(*args.logs, readers=READERS)
         saved = checkpoints(args.load)
         events = find_events(run.records)
         if args.plot:

@@ -15,7 +15,6 @@ import pytest
 
 from megatron.training.logging import output
 from megatron.training.logging.output import OutputFile, OutputStream
-from megatron.training.logging.tensorboard import TensorBoard, read_scalars
 from tests.campaigns.e2e.programs import SCRIPT, fork_program
 from tests.forkrun import run_ranks
 from tests.runs import SMALL
@@ -116,26 +115,6 @@ def test_a_piece_is_there_as_a_whole_or_not_at_all(tmp_path, failing, capsys):
     assert (tmp_path / "rows").read_text() == "one\nfour\n"
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1 and f"--metrics-file {tmp_path}/rows" in err
-
-
-def test_tensorboard_on_a_failing_disk(tmp_path, failing, capsys):
-    """Events of the failure are lost, those before and after it are there; a close does not wait
-    for anything."""
-    board = TensorBoard(str(tmp_path / "board"), 2)
-    board.scalar("loss", 1.0, 1)
-    board.flush()
-    failing.append(errno.EIO)
-    for n in range(2, 9):
-        board.scalar("loss", 1.0, n)
-    board.flush()
-    failing.clear()
-    board.scalar("loss", 1.0, 9)
-    board.close()
-    assert [step for _, step, _ in read_scalars(str(tmp_path / "board"))] == [1, 9]
-    err = capsys.readouterr().err
-    assert (
-        err.count("\n") == 1 and f"--tensorboard-dir {tmp_path}/board/events.out.tfevents." in err
-    )
 
 
 def test_a_path_that_cannot_be_is_an_error_and_a_full_disk_at_the_start_is_not(

@@ -1,9 +1,8 @@
 """What whole small runs write down: metrics file, iteration lines in both dialects, timers,
-TensorBoard, progress."""
+progress."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from datetime import datetime
@@ -11,18 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron import device as devices
-from megatron.training.checkpointing import save
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import training_log
-from megatron.training.logging.iteration import IterationResult
-from megatron.training.logging.points import Boards
-from megatron.training.logging.tensorboard import TensorBoard
+from megatron.training.logging.iteration import IterationResult, ResultWriter
 from tests.core.training.tiny_run import make_run
 from tests.forkrun import ROOT
-from tests.runs import NO_DROPOUT, SMALL, Finished, train, write_text
+from tests.runs import SMALL, Finished, train, write_text
 
 ITERATIONS = 6
 KEYS = {
@@ -321,120 +316,6 @@ def test_progress(text, tmp_path, wish, count):
     assert found == ["33.3", "66.7", "100.0"][:count]
 
 
-def events(folder: Path):
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
-    return accumulator
-
-
-def points(board, tag: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in board.Scalars(tag)]
-
-
-SWITCHED_ON = (
-    "--log-timers-to-tensorboard --log-batch-size-to-tensorboard "
-    "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard "
-    "--log-world-size-to-tensorboard --log-throughput --log-params-norm --log-num-zeros-in-grad "
-    "--timing-log-level 1"
-).split()
-
-
-def test_tensorboard_with_everything(text, tmp_path):
-    """Megatron's tags, against iterations and against samples, from the last of two ranks."""
-    board = tmp_path / "board"
-    done = run(
-        text,
-        tmp_path / "run",
-        "--tensorboard-dir",
-        str(board),
-        *SWITCHED_ON,
-        "--eval-interval",
-        "3",
-        "--train-range-to-skip",
-        "2",
-        "2",
-        world=2,
-    )
-    assert (
-        "> setting tensorboard ...\n" in done.log
-        and "setting tensorboard" not in done.first_rank_log
-    )
-    found = events(board)
-    both = [
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "world-size",
-        "grad-norm",
-        "num-zeros",
-        "params-norm",
-        "lm loss validation",
-        "lm loss validation ppl",
-    ]
-    alone = [
-        "iteration-time",
-        "throughput",
-        "forward-backward-time",
-        "optimizer-time",
-        "all-grads-sync-time",
-        "optimizer-inner-step-time",
-    ]
-    tags = set(found.Tags()["scalars"])
-    assert tags >= {*both, *(f"{tag} vs samples" for tag in both), *alone}
-    # this device has no memory of its own to tell of
-    assert not any(tag.startswith("mem-") for tag in tags)
-    trained = [row for row in done.rows if not row["skipped"]]
-    for tag, key in (("lm loss", "lm_loss"), ("grad-norm", "grad_norm")):
-        got = points(found, tag)
-        assert [step for step, _ in got] == [1, 3, 4, 5, 6]
-        assert [value for _, value in got] == pytest.approx([row[key] for row in trained], rel=1e-6)
-    assert [s for s, _ in points(found, "lm loss vs samples")] == [
-        row["consumed_samples"] for row in trained
-    ]
-    assert points(found, "skipped") == [(2, 1.0)]
-    rates = points(found, "learning-rate")
-    assert [s for s, _ in rates] == list(range(1, 7))
-    assert [v for _, v in rates] == pytest.approx(
-        [row["learning_rate"] for row in done.rows], rel=1e-6
-    )
-    assert points(found, "batch-size") == [(n, 8.0) for n in range(1, 7)]
-    assert points(found, "world-size") == [(n, 2.0) for n in range(1, 7)]
-    losses = [float(value) for value in re.findall(r"lm loss value: (\S+)", done.log)]
-    valid = points(found, "lm loss validation")
-    assert [s for s, _ in valid] == [3, 6, 6, 6] and [v for _, v in valid] == pytest.approx(
-        losses, rel=1e-6
-    )
-    perplexities = [v for _, v in points(found, "lm loss validation ppl")]
-    assert perplexities == pytest.approx(list(map(math.exp, losses)), rel=1e-5)
-    texts = {
-        tag.removesuffix("/text_summary"): found.Tensors(tag)[0] for tag in found.Tags()["tensors"]
-    }
-    assert texts["num_layers"].step == 0 and texts["num_layers"].tensor_proto.string_val[0] == b"2"
-    assert len(texts) > 200
-
-
-def test_tensorboard_with_defaults(text, tmp_path):
-    board = tmp_path / "board"
-    run(
-        text,
-        tmp_path / "run",
-        "--tensorboard-dir",
-        str(board),
-        "--tensorboard-log-interval",
-        "2",
-        "--no-log-loss-scale-to-tensorboard",
-    )
-    found = events(board)
-    expected = {
-        f"{tag}{suffix}"
-        for tag in ("learning-rate", "lm loss", "grad-norm", "lm loss validation")
-        for suffix in ("", " vs samples")
-    }
-    assert set(found.Tags()["scalars"]) == expected
-    assert [s for s, _ in points(found, "lm loss")] == [2, 4, 6]
-
-
 MIB = 2**20
 REPORT = {
     "allocated": 1.5 * MIB,
@@ -445,35 +326,29 @@ REPORT = {
 }
 
 
-class Board:
-    """Stands for TensorBoard."""
+class Memory(ResultWriter):
+    """Asks for the device's memory."""
 
     def __init__(self):
-        self.points = []
+        self.asked = []
 
-    def scalar(self, tag, value, iteration, samples=None):
-        self.points.append((tag, value, iteration))
+    def iteration(self, result, teraflops, counts, memory):
+        self.asked.append(memory())
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
 def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
-    """Where the device has memory: one line after the first iteration line, and three tags when
-    asked for."""
-    test_run = make_run(
-        log_format="megatron",
-        log_memory_to_tensorboard=True,
-        tensorboard_dir="unused",
-        log_interval=1,
-    )
+    """Where the device has memory: one line after the first iteration line."""
+    test_run = make_run(log_format="megatron", log_interval=1)
     monkeypatch.setattr(devices, "memory_report", lambda device: REPORT)
     ctx = type("Ctx", (), {"dp": type("Axis", (), {"rank": dp_rank})})
-    board = Board()
+    writer = Memory()
     log = training_log.TrainingLog(
         test_run.config,
         test_run.plan,
         test_run.timers,
         test_run.runtime.ctx.world,
-        [Boards([board], test_run.config.logging)],
+        [writer],
         Runtime(torch.device("cpu"), ctx, 1, 0),
     )
     for iteration in (1, 2):
@@ -483,58 +358,4 @@ def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
         "reserved: 4.0 | max reserved: 8.0\n"
     )
     assert capsys.readouterr().out.count(memory) == (1 if dp_rank == 0 else 0)
-    assert [point for point in board.points if point[0].startswith("mem-") and point[2] == 2] == [
-        ("mem-allocated-bytes", 1.5 * MIB, 2),
-        ("mem-reserved-bytes", 4 * MIB, 2),
-        ("mem-allocated-count", 17, 2),
-    ]
-
-
-def note_order(folder: str) -> None:
-    """Write down flushes of TensorBoard and saves, in their order."""
-    real = save.save_checkpoint
-    flush = TensorBoard.flush
-    close = TensorBoard.close
-
-    def say(word: str) -> None:
-        with open(f"{folder}/order", "a") as file:
-            file.write(word)
-
-    def noted_save(run):
-        say(f"save {run.progress.iteration} ")
-        real(run)
-
-    def noted_flush(self):
-        flush(self)
-        say("flush ")
-
-    def noted_close(self):
-        close(self)
-        say("close ")
-
-    save.save_checkpoint = noted_save
-    TensorBoard.flush = noted_flush
-    TensorBoard.close = noted_close
-
-
-def test_points_are_on_the_disk_before_a_checkpoint(text, tmp_path):
-    """What a checkpoint has behind it will not be computed again, so its points must not be lost
-    with the process."""
-    words = [
-        *SMALL,
-        *NO_DROPOUT,
-        "--data-path",
-        text,
-        "--split",
-        "100,0,0",
-        "--train-iters",
-        "4",
-        "--tensorboard-dir",
-        str(tmp_path / "board"),
-        "--save",
-        str(tmp_path / "run/save"),
-        "--save-interval",
-        "2",
-    ]
-    train(tmp_path / "run", words, hook=functools.partial(note_order, str(tmp_path)))
-    assert (tmp_path / "order").read_text() == "flush save 2 flush save 4 close "
+    assert writer.asked == [REPORT, REPORT]

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.config.logging import LoggingConfig
-from megatron.training.logging.points import Boards
-from megatron.training.logging.wandb import WandB
+from megatron.features.boards.feature import BoardsConfig
+from megatron.features.boards.points import Boards
+from megatron.features.boards.wandb import WandB
 from tests.forkrun import ROOT
 from tests.problems import assert_problem, code_of
 
@@ -76,10 +77,8 @@ def test_an_offline_run_has_the_tags_of_tensorboard(monkeypatch, tmp_path):
         folder = tmp_path / str(grouped)
         boards = Boards(
             [WandB("p", "", "", str(folder))],
-            LoggingConfig(
-                log_format="short" if grouped else "megatron",
-                log_validation_ppl_to_tensorboard=True,
-            ),
+            BoardsConfig(log_validation_ppl_to_tensorboard=True),
+            LoggingConfig(log_format="short" if grouped else "megatron"),
         )
         boards.arguments(lambda: {"lr": 0.5, "data_path": ("a", "b"), "load": None})
         for iteration in (1, 2):
@@ -103,7 +102,7 @@ def test_a_missing_package_is_an_error(monkeypatch, tmp_path):
 
 PROGRAM = """
 import sys
-from megatron.training.logging.wandb import WandB
+from megatron.features.boards.wandb import WandB
 try:
     WandB("p", "", "", sys.argv[1])
 except ValueError as error:

@@ -1,4 +1,4 @@
-"""TensorBoard scalars, written and read back. The only importer of tensorboard."""
+"""Scalars of TensorBoard. Its reader (`reader.py`) and this are all that imports tensorboard."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import io
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.training.logging.output import OutputFile
@@ -96,31 +95,3 @@ class TensorBoard:
     def close(self) -> None:
         """Write what is queued; no more will come."""
         self._events.close()
-
-
-def read_scalars(directory: str) -> Iterator[tuple[str, int, float]]:
-    """(tag, step, value) of every scalar under a directory, file by file as they were begun and in
-    the order written.
-
-    Raises ValueError where the package is missing.
-    """
-    try:
-        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-        from tensorboard.util.tensor_util import make_ndarray
-    except ImportError:
-        raise ValueError(
-            f"{directory}: TensorBoard files need the package tensorboard: pip install "
-            "tensorboard [package-missing]"
-        ) from None
-    for path in sorted(Path(directory).rglob("*tfevents*"), key=lambda path: (path.name, path)):
-        for event in LegacyEventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.HasField("simple_value"):
-                    yield value.tag, event.step, value.simple_value
-                elif value.HasField("tensor") and value.metadata.plugin_data.plugin_name in (
-                    "",
-                    "scalars",
-                ):
-                    number = make_ndarray(value.tensor)
-                    if number.ndim == 0 and number.dtype.kind == "f":
-                        yield value.tag, event.step, float(number)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron import log
 from megatron.config.logging import LoggingConfig
 from megatron.config.tree import Config
+from megatron.training.hook import Hook
 from megatron.training.logging.iteration import IterationResult, ResultWriter
+from megatron.training.run import Run
+
+if TYPE_CHECKING:
+    from megatron.features.boards.feature import BoardsConfig
 
 # What Megatron's tags are called with --log-format short.
 GROUPED = {
@@ -65,14 +70,18 @@ class Board(Protocol):
 class Boards(ResultWriter):
     """All boards of a run, in one call each. `world_size` is a scalar of its own if requested."""
 
+    takes_points = True
+
     def __init__(
         self,
         boards: Sequence[Board],
+        flags: BoardsConfig,
         logging: LoggingConfig,
         seq_length: int = 0,
         world_size: int = 1,
     ):
         self._boards = list(boards)
+        self._flags = flags
         self._logging = logging
         self._seq_length = seq_length
         self._world_size = world_size
@@ -102,13 +111,13 @@ class Boards(ResultWriter):
         n = r.iteration
         for tag, point in r.points.items():
             self.scalar(tag, point, n, r.consumed_samples)
-        if n % self._logging.tensorboard_log_interval:
+        if n % self._flags.tensorboard_log_interval:
             return
         for tag, value in self._training_points(r).items():
             if value is not None:
                 self.scalar(tag, value, n, r.consumed_samples)
         points = {**counts, **self._speed_points(r, teraflops), **r.metrics}
-        if self._logging.log_memory_to_tensorboard:
+        if self._flags.log_memory_to_tensorboard:
             points |= {MEMORY[key]: value for key, value in memory().items() if key in MEMORY}
         for tag, value in points.items():
             if value is not None:
@@ -116,14 +125,14 @@ class Boards(ResultWriter):
 
     def _training_points(self, r: IterationResult) -> dict[str, float | None]:
         """What Megatron writes against iterations and against samples."""
-        logging = self._logging
+        flags = self._flags
         asked = {
-            "learning-rate": (logging.log_learning_rate_to_tensorboard, r.learning_rate),
-            "batch-size": (logging.log_batch_size_to_tensorboard, r.global_batch_size),
+            "learning-rate": (flags.log_learning_rate_to_tensorboard, r.learning_rate),
+            "batch-size": (flags.log_batch_size_to_tensorboard, r.global_batch_size),
             "lm loss": (r.skipped is None, r.loss),
             "skipped": (r.skipped not in (None, "overflow"), 1),
-            "loss-scale": (logging.log_loss_scale_to_tensorboard, r.loss_scale),
-            "world-size": (logging.log_world_size_to_tensorboard, self._world_size),
+            "loss-scale": (flags.log_loss_scale_to_tensorboard, r.loss_scale),
+            "world-size": (flags.log_world_size_to_tensorboard, self._world_size),
             "grad-norm": (True, r.grad_norm),
             "num-zeros": (True, r.num_zeros),
             "params-norm": (True, r.params_norm),
@@ -137,7 +146,7 @@ class Boards(ResultWriter):
         logging = self._logging
         if logging.is_short:
             points["tokens-per-second"] = r.global_batch_size * self._seq_length / r.seconds
-        if logging.log_timers_to_tensorboard or logging.is_short:
+        if self._flags.log_timers_to_tensorboard or logging.is_short:
             points["iteration-time"] = r.seconds
             if logging.log_throughput:
                 points["throughput"] = teraflops
@@ -148,10 +157,9 @@ class Boards(ResultWriter):
     ) -> None:
         """As ResultWriter's; perplexity in Megatron's form only if asked for. `split`: validation,
         validation-NAME or test."""
-        logging = self._logging
         for name, value in values.items():
-            asked = name != "perplexity" or logging.is_short
-            if value is not None and (asked or logging.log_validation_ppl_to_tensorboard):
+            asked = name != "perplexity" or self._logging.is_short
+            if value is not None and (asked or self._flags.log_validation_ppl_to_tensorboard):
                 self.scalar(self._evaluation_tag(key, split, name), value, iteration, samples)
 
     def _evaluation_tag(self, key: str, split: str, name: str) -> str:
@@ -165,9 +173,14 @@ class Boards(ResultWriter):
         for name, score in scores.items():
             self.scalar(f"tasks/{name}", score, iteration, samples)
 
+    def points(self, iteration: int, values: Mapping[str, float]) -> None:
+        """As ResultWriter's."""
+        for tag, value in values.items():
+            self.scalar(tag, value, iteration)
+
     def timers(self, seconds: Mapping[str, float], iteration: int) -> None:
         """As ResultWriter's, if asked for."""
-        if self._logging.log_timers_to_tensorboard:
+        if self._flags.log_timers_to_tensorboard:
             for name, value in seconds.items():
                 self.scalar(f"{name}-time", value, iteration)
 
@@ -182,24 +195,40 @@ class Boards(ResultWriter):
             board.close()
 
 
-def open_boards(config: Config, world_size: int) -> Boards:
+class BoardIntervals(Hook):
+    """Says at which iterations something is written."""
+
+    def __init__(self, flags: BoardsConfig, run: Run):
+        self._flags = flags
+        self._run = run
+
+    def on_start(self) -> None:
+        on_cpu = self._run.runtime.device.type == "cpu"
+        chosen = self._run.config.training.device == "auto"
+        if self._flags.log_memory_to_tensorboard and chosen and on_cpu:
+            log.print_rank_0(
+                "--log-memory-to-tensorboard: no effect on the CPU, the only device here"
+            )
+
+    def intervals(self) -> Sequence[int | None]:
+        return (self._flags.tensorboard_log_interval,)
+
+
+def open_boards(flags: BoardsConfig, config: Config, world_size: int) -> Boards:
     """The boards that the flags request. Raises ValueError or OSError where one cannot be
     opened."""
-    logging = config.logging
     boards: list[Board] = []
-    if logging.tensorboard_dir:
+    if flags.tensorboard_dir:
         if log.shows_details():
             log.print_rank_last("> setting tensorboard ...")
-        from megatron.training.logging.tensorboard import TensorBoard
+        from megatron.features.boards.tensorboard import TensorBoard
 
-        boards.append(TensorBoard(logging.tensorboard_dir, logging.tensorboard_queue_size))
-    if logging.wandb_project:
-        from megatron.training.logging import wandb
+        boards.append(TensorBoard(flags.tensorboard_dir, flags.tensorboard_queue_size))
+    if flags.wandb_project:
+        from megatron.features.boards import wandb
 
-        directory = logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
+        directory = flags.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
         boards.append(
-            wandb.WandB(
-                logging.wandb_project, logging.wandb_exp_name, logging.wandb_entity, directory
-            )
+            wandb.WandB(flags.wandb_project, flags.wandb_exp_name, flags.wandb_entity, directory)
         )
-    return Boards(boards, logging, config.model.seq_length, world_size)
+    return Boards(boards, flags, config.logging, config.model.seq_length, world_size)
