@@ -8,7 +8,10 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
 from tests import rewrite_messages
+from tests.core.config.checks import cases
 from tests.problems import CODE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +42,10 @@ def codes_in_source() -> dict[str, set[str]]:
 
 
 def documented() -> list[str]:
-    """The codes of docs/troubleshooting.md, in order."""
+    """The codes of docs/troubleshooting.md, and of the section "Messages" of features."""
+    pages = [page.read_text("utf-8") for page in (ROOT / "docs" / "features").glob("*.md")]
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    text += "".join(page.partition("\n## Messages\n")[2] for page in pages)
     return re.findall(r"^\| `([a-z0-9-]+)` \| .+ \| .+ \|$", text, re.MULTILINE)
 
 
@@ -52,15 +57,16 @@ def test_a_missing_entry_would_be_noticed():
     assert len(codes_in_source()) > 100 and "lr-warmup-too-long" in codes_in_source()
 
 
-def test_the_texts_are_those_of_the_golden_file():
+@pytest.mark.parametrize("file", cases.files(), ids=lambda file: file.parent.name)
+def test_the_texts_are_those_of_the_golden_file(file):
     """After a change of a message: python -m tests.rewrite_messages, and review the diff."""
-    assert rewrite_messages.messages() == rewrite_messages.GOLDEN.read_text(encoding="utf-8")
+    golden = rewrite_messages.golden(file).read_text(encoding="utf-8")
+    assert rewrite_messages.messages(file) == golden
 
 
 def test_every_code_of_a_command_line_has_a_text():
-    shown = set(
-        re.findall(r" \[([a-z0-9-]+)\]$", rewrite_messages.GOLDEN.read_text(), re.MULTILINE)
-    )
+    texts = [rewrite_messages.golden(file).read_text() for file in cases.files()]
+    shown = set(re.findall(r" \[([a-z0-9-]+)\]$", "\n".join(texts), re.MULTILINE))
     config = {
         code
         for code, files in codes_in_source().items()

@@ -440,20 +440,6 @@ def test_a_rank_killed_under_torchrun(folder):
     assert program.left_behind(8.0) == []
 
 
-@pytest.mark.campaign
-def test_a_crash_loop_ends(folder):
-    """A rank fails in the same iteration of each attempt: restarts after the second are refused."""
-    inject.write(folder, [Fault("SIGKILL", "step", 1, 3)] * 9)
-    words = [
-        *"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3".split(),
-        inject.__file__,
-        *argv(14, "--save-interval", "100", "--crash-loop-limit", "2"),
-    ]
-    program = spawn_program(words, folder)
-    assert program.end(400) == 1
-    assert "[crash-loop]" in program.err and len(inject.injected(folder)) == 2
-
-
 @pytest.mark.parametrize(
     "how",
     [

@@ -435,8 +435,12 @@ def make_logs(folder: Path) -> None:
 def read_logs(folder: Path) -> Any:
     names = ("x.log", "metrics.jsonl")
     plots = [run_tool(PLOT.main, folder / name) for name in names]
-    spikes = [run_tool(SPIKES, "analyze", folder / name, good=(0, 10)) for name in names]
-    return plots, spikes, [repr(read_run(str(folder / name))) for name in names]
+    return plots, [repr(read_run(str(folder / name))) for name in names]
+
+
+def read_spikes(folder: Path) -> Any:
+    names = ("x.log", "metrics.jsonl")
+    return [run_tool(SPIKES, "analyze", folder / name, good=(0, 10)) for name in names]
 
 
 def make_ledger(folder: Path) -> None:
@@ -616,6 +620,14 @@ KINDS = [
         ("config.py",),
     ),
     Kind("logs, metrics", make_logs, read_logs, ("x.log", "metrics.jsonl"), cost=4),
+    Kind(
+        "logs, metrics for spikes.py",
+        make_logs,
+        read_spikes,
+        ("x.log", "metrics.jsonl"),
+        needs=("megatron.features.spikes",),
+        cost=4,
+    ),
     Kind("data ledger", make_ledger, read_a_ledger, ("ledger",)),
     Kind("skips.jsonl", make_skips, read_skips, ("skips.jsonl",), (CheckpointError,)),
     Kind(

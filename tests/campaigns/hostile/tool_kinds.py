@@ -15,7 +15,6 @@ from megatron.arguments import Problems
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.config import command_line
-from megatron.features.goodput.run_events_file import NAME, crash_loop, newest_events, unreported
 from tests.campaigns.hostile.campaign import Kind, Refused
 from tests.campaigns.hostile.kinds import run_tool
 from tests.load_tool import load_tool
@@ -102,16 +101,19 @@ def make_events(folder: Path) -> None:
         {"event": "evaluation", "time": 40.0, "iteration": 12, "seconds": 1.0},
         {"event": "end", "time": 41.0, "iteration": 12},
     ]
-    (folder / NAME).write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "run_events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def read_run_events(folder: Path) -> Any:
-    events = newest_events(folder / NAME)
-    loop = crash_loop(events, "torchrun h 1", 1)
+    from megatron.features.goodput import run_events_file
+
+    file = folder / run_events_file.NAME
+    events = run_events_file.newest_events(file)
+    loop = run_events_file.crash_loop(events, "torchrun h 1", 1)
     return (
         loop,
-        unreported(events),
-        run_tool(functools.partial(feature_program.call, "goodput"), folder / NAME),
+        run_events_file.unreported(events),
+        run_tool(functools.partial(feature_program.call, "goodput"), file),
     )
 
 
@@ -194,7 +196,14 @@ KINDS = [
         (CheckpointError, ConversionError, ValueError, OSError),
         cost=2,
     ),
-    Kind("run_events.jsonl", make_events, read_run_events, (NAME,), cost=2),
+    Kind(
+        "run_events.jsonl",
+        make_events,
+        read_run_events,
+        ("run_events.jsonl",),
+        needs=("megatron.features.goodput",),
+        cost=2,
+    ),
     Kind(
         "prompt file",
         make_prompts,

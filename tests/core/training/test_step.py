@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron.model.moe import RouterStep
 from megatron.training.agreement import Requests
-from megatron.training.run import Run
+from megatron.training.run import Run, Veto
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
 from tests import problems
 from tests.core.training.tiny_run import EOD, make_run, micro_batches, samples
@@ -207,3 +207,16 @@ def test_a_forward_step_that_forgets_the_stage_before_is_told():
 def test_exhausted_data_says_what_to_do():
     with problems.raises(ValueError, "data-exhausted", "--train-iters"):
         next_samples(iter(()))
+
+
+def test_a_veto_leaves_everything_as_it_is():
+    """It has the numbers of all ranks, and the norm also without clipping."""
+    run = make_run(clip_grad=0.0)
+    seen = []
+    run.before_update.append(lambda *numbers: seen.append(numbers) or Veto("judge", "why"))
+    before = [p.detach().clone() for p in run.model.parameters()]
+    outcome = train_step(run, plot().forward_step, micro_batches(samples(), 2), 3)
+    assert (outcome.skipped, outcome.reason) == ("judge", "why")
+    assert seen == [(3, outcome.loss, outcome.grad_norm)] and outcome.grad_norm > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert math.isnan(train_step(run, broken, micro_batches(samples(), 2), 4).loss)  # no NotFinite

@@ -18,6 +18,7 @@ from megatron.timers import Timers
 from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.training_log import TrainingLog
 from tests.forkrun import ROOT
+from tests.runs import SMALL, train, with_flags, write_text
 
 SEED = (ROOT / "tests/golden/seed_log.txt").read_text()
 RANKS = 24
@@ -143,3 +144,43 @@ def test_the_seeds_tflops_follow_from_its_rates(capsys, monkeypatch):
     ):
         for name in ("lm_tflops", "ds_tflops"):
             assert mine.numbers[name] == pytest.approx(record.numbers[name], abs=0.01)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data") / "text", 400)
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [pytest.param([], marks=pytest.mark.campaign), ["--train-range-to-skip", "2", "3"]],
+    ids=["whole", "skips"],
+)
+def test_the_learning_rates_of_the_seed(text, tmp_path, ranges):
+    """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
+    words = with_flags(
+        SMALL,
+        *(
+            "--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size "
+            "768 --lr 3e-4 --lr-warmup-fraction 0.05 --log-format aurora --seq-length 2 "
+            "--max-position-embeddings 2 --eval-iters 0 --exit-interval 4"
+        ).split(),
+        "--data-path",
+        text,
+        *ranges,
+    )
+    at = words.index("--lr-warmup-iters")
+    done = train(tmp_path / "run", words[:at] + words[at + 2 :])
+    assert re.findall(r"learning_rate=(\S+)", done.log) == [
+        "9.4372e-09",
+        "1.88744e-08",
+        "2.83116e-08",
+        "3.77488e-08",
+    ]
+    assert re.findall(r"consumed_samples= *(\d+)", done.log) == ["768", "1536", "2304", "3072"]
+    assert ["lm loss=" in line for line in done.log.splitlines() if "[training_log]" in line] == [
+        True,
+        not ranges,
+        not ranges,
+        True,
+    ]

@@ -8,10 +8,12 @@ import math
 
 import pytest
 
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
 from megatron.features.spikes.policy import Rollback, SpikePolicy
 from megatron.training.launch.signals import Refusal
 from tests.features.spikes.injected import noisy
+from tests.problems import raises
 
 
 def fed(
@@ -116,3 +118,9 @@ def test_a_state_that_was_given_does_not_change():
     before = json.dumps(state)
     fed(policy, numbers[201:] + [(math.nan, 1.0)], 202)
     assert json.dumps(state) == before != json.dumps(policy.state_dict())
+
+
+@pytest.mark.parametrize("state", [{"detector": {}}, {"marks": []}, "text", 3, [1]])
+def test_a_state_of_another_form_is_one_error(state):
+    with raises(CheckpointError, "checkpoint-damaged"):
+        SpikePolicy("log").load_state_dict(state)

@@ -1,8 +1,8 @@
 """Command lines that are refused or noted: the code of what each says, and the flags that the line
 names.
 
-The texts are in tests/golden/messages.txt, which `python -m tests.rewrite_messages` writes from
-cases.txt.
+The texts are in tests/golden/messages.txt and in messages.txt of the features, which `python -m
+tests.rewrite_messages` writes from cases.txt.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import NamedTuple
 from megatron.config import command_line
 from megatron.features.registry import RunConfig
 from tests.core.config.checks.checked_flags import BASE
+from tests.forkrun import ROOT
 from tests.problems import CODE
 
+CORE = Path(__file__).parent / "cases.txt"
 BASES = {
     "": BASE,
     "samples": BASE.replace("--train-iters 10", "--train-samples 100"),
@@ -69,11 +71,16 @@ class Case(NamedTuple):
         return [line.removeprefix("error: ") for line in said.getvalue().splitlines()]
 
 
-def cases() -> list[Case]:
-    """All rows of cases.txt."""
+def files() -> list[Path]:
+    """The files of cases: the core's, and those of features."""
+    return [CORE, *sorted((ROOT / "tests" / "features").glob("*/cases.txt"))]
+
+
+def cases(file: Path) -> list[Case]:
+    """All rows of a file."""
     base = ""
     found = []
-    for row in (Path(__file__).parent / "cases.txt").read_text().splitlines():
+    for row in file.read_text().splitlines():
         if row.startswith("=="):
             base = row.rpartition("(")[2].rstrip(")") if row.endswith(")") else ""
         elif row and not row.startswith("#"):

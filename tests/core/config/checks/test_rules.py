@@ -10,7 +10,7 @@ import pytest
 from megatron.arguments import config_from
 from megatron.config.checks import rules as check
 from megatron.config.tree import Config
-from tests.core.config.checks.cases import BASES, cases, lay_out
+from tests.core.config.checks.cases import BASES, cases, files, lay_out
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
     return found
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", [each for file in files() for each in cases(file)], ids=str)
 def test_each_case_is_one_line_with_its_code(case, folder, monkeypatch):
     monkeypatch.chdir(folder)
     [line] = case.lines()

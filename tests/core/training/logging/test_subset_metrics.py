@@ -149,7 +149,7 @@ def test_tensorboard_has_all_of_them(alone):
         (2, (TP, "2")),
         (2, (CP, "2")),
         (2, (PP, "2")),
-        (1, ("--data-ledger", "{}/ledger", "--num-workers", "1")),
+        (1, ("--num-workers", "1")),
     ],
     ids=lambda x: " ".join(x[1]),
 )
@@ -157,7 +157,7 @@ def test_every_layout_counts_alike(layout, blend, alone, tmp_path):
     world, words = layout
     run = train(
         tmp_path / "run",
-        argv(blend, *(word.format(tmp_path) for word in words)),
+        argv(blend, *words),
         world,
         hook=allow_workers,
     )

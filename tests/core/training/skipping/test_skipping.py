@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import skip_log, store
-from megatron.data.ledger import read_ledger
 from tests.core.training.skipping import skip_runs
 from tests.core.training.skipping.skip_runs import (
     COLUMNS,
@@ -24,12 +23,10 @@ from tests.core.training.skipping.skip_runs import (
 from tests.forkrun import run_ranks
 from tests.runs import (
     NO_DROPOUT,
-    SMALL,
     Finished,
     _rank,
     same_tensors,
     train,
-    with_flags,
     write_text,
 )
 
@@ -41,22 +38,18 @@ def text(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data") / "text", 400)
 
 
-def with_ledger(folder: Path) -> tuple[str, str]:
-    return "--data-ledger", str(folder / "ledger")
-
-
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> Finished:
     """6 iterations, none skipped."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return watched(text, folder, *with_ledger(folder))
+    return watched(text, folder)
 
 
 @pytest.fixture(scope="module")
 def skips(text, tmp_path_factory) -> Finished:
     """The same without 2 and 3, with data workers that read ahead."""
     folder = tmp_path_factory.mktemp("skips") / "run"
-    return watched(text, folder, *SKIP, "--num-workers", "2", *with_ledger(folder))
+    return watched(text, folder, *SKIP, "--num-workers", "2")
 
 
 # --- the state after a skip
@@ -116,39 +109,6 @@ def test_columns_are_those_of_the_whole_run(whole, skips):
     assert skips.first_rank_log.count("skipping iterations 2 to 3: 16 samples (512 tokens)\n") == 1
 
 
-@pytest.mark.parametrize(
-    "ranges", [pytest.param([], marks=pytest.mark.campaign), [*SKIP]], ids=["whole", "skips"]
-)
-def test_the_learning_rates_of_the_seed(text, tmp_path, ranges):
-    """Its batch size, length, peak and warm-up: what its two logs print at iterations 1 to 4."""
-    words = with_flags(
-        SMALL,
-        *(
-            "--data-order epoch --train-iters 635782 --global-batch-size 768 --micro-batch-size "
-            "768 --lr 3e-4 --lr-warmup-fraction 0.05 --log-format aurora --seq-length 2 "
-            "--max-position-embeddings 2 --eval-iters 0 --exit-interval 4"
-        ).split(),
-        "--data-path",
-        text,
-        *ranges,
-    )
-    at = words.index("--lr-warmup-iters")
-    done = train(tmp_path / "run", words[:at] + words[at + 2 :])
-    assert re.findall(r"learning_rate=(\S+)", done.log) == [
-        "9.4372e-09",
-        "1.88744e-08",
-        "2.83116e-08",
-        "3.77488e-08",
-    ]
-    assert re.findall(r"consumed_samples= *(\d+)", done.log) == ["768", "1536", "2304", "3072"]
-    assert ["lm loss=" in line for line in done.log.splitlines() if "[training_log]" in line] == [
-        True,
-        not ranges,
-        not ranges,
-        True,
-    ]
-
-
 def test_lines_of_skipped_iterations_have_no_loss_and_no_norm(skips):
     check_silence(skips)
 
@@ -164,10 +124,6 @@ def test_nothing_of_the_state_changes(skips):
 
 def test_the_data_are_those_of_the_whole_run_and_skipped_ones_unread(whole, skips):
     check_data(whole, skips)
-    (_, mine), (_, other) = (read_ledger(str(run.folder / "ledger")) for run in (skips, whole))
-    expected = other.copy()
-    expected["flag"][1:3], expected["hash"][1:3] = 1, 0
-    assert mine.tolist() == expected.tolist()
 
 
 def test_a_position_that_stays_is_noticed(text, tmp_path, whole):
