@@ -232,11 +232,11 @@ def write_folder(
     target: Path | Remote,
     config: dict[str, Any],
     tensors: Sequence[PendingTensor],
-    files: Mapping[str, Path],
+    files: Mapping[str, Path | bytes],
     limit: int,
     source: str,
 ) -> list[str]:
-    """Write the folder atomically; `files` are copied into it under these names. A local one has a
+    """Write the folder atomically; `files` are written into it under these names. A local one has a
     temporary name until it is complete; complete shards of a killed export of the same `source` are
     kept. In a store config.json comes last, and one shard at a time is on the disk. Returns the
     names of the shards."""
@@ -299,7 +299,7 @@ def _written(
     folder: Path,
     config: dict[str, Any],
     plan: Mapping[str, Sequence[PendingTensor]],
-    files: Mapping[str, Path],
+    files: Mapping[str, Path | bytes],
     kept: KeptShards | None = None,
 ) -> Iterator[Path]:
     """Write the files of a folder: the shards of `plan` that are not `kept`, copies of `files`, the
@@ -321,7 +321,7 @@ def _written(
         yield folder / name
     progress.clear()
     for name, file in files.items():
-        DISK.write_file(folder / name, read_bytes(file))
+        DISK.write_file(folder / name, file if isinstance(file, bytes) else read_bytes(file))
         yield folder / name
     if len(plan) > 1:
         weight_map = {one.name: name for name, shard in plan.items() for one in shard}

@@ -3,7 +3,7 @@ memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,8 @@ import torch
 
 from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from tools.convert import hf_tokenizer
 from tools.convert.config_keys import Keys
 from tools.convert.families import config_for, fitting, notes_on, read_config
 from tools.convert.family_table import FAMILIES, Family
@@ -235,7 +237,7 @@ class AsHF:
 
     config: dict[str, Any]
     tensors: list[PendingTensor]
-    files: dict[str, Path]
+    files: Mapping[str, Path | bytes]
 
 
 def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = None) -> AsHF:
@@ -266,10 +268,17 @@ def _family(ours: Ours, asked: str | None, base: dict[str, Any]) -> Family:
     return fitting(ours.model)
 
 
-def _own_files(ours: Ours) -> dict[str, Path]:
+def _own_files(ours: Ours) -> dict[str, Path | bytes]:
     """The tokenizer files of a model that was trained here, under the names that transformers
-    knows."""
-    d = ours.config.data
+    knows; none where the tokenizer's own are not on this machine."""
+    try:
+        made = hf_tokenizer.files(ours.tokenizer(), ours.model.max_position_embeddings)
+    except ConversionError:
+        return {}
+    return made | _copied_files(ours.config.data)
+
+
+def _copied_files(d: TokenizerConfig) -> dict[str, Path]:
     named: dict[str, str | None] = {}
     if d.tokenizer == "HuggingFaceTokenizer" and d.tokenizer_model:
         path = Path(d.tokenizer_model)

@@ -88,7 +88,7 @@ class Ours:
     def vocab_size(self, given: int | None = None) -> int:
         """Rows of the vocabulary that count: as given, else the imported model's, else those of the
         tokenizer."""
-        rows = given or self.base.get("vocab_size") or self._tokenizer().vocab_size
+        rows = given or self.base.get("vocab_size") or self.tokenizer().vocab_size
         held = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
         if rows > held:
             raise ConversionError(
@@ -97,7 +97,8 @@ class Ours:
             )
         return rows
 
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises ConversionError where its files are not on this machine."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 return make_tokenizer(self.config)
@@ -110,7 +111,7 @@ class Ours:
     def special_ids(self) -> dict[str, int | None]:
         """config.json's ids of special pieces; none where the tokenizer is not on this machine."""
         try:
-            tokenizer = self._tokenizer()
+            tokenizer = self.tokenizer()
         except ConversionError:
             return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         return {

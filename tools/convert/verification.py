@@ -20,10 +20,12 @@ import torch
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
+from megatron.data.tokenizers.build import NullTokenizer
 from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.model.gpt import GPTModel
 from tools.convert.families import unverified
 from tools.convert.hf_files import CONFIG, HFFolder, remove_folder
+from tools.convert.hf_tokenizer import ODD_TEXTS
 from tools.convert.links import SHOWN, ConversionError
 from tools.convert.native import Ours
 from tools.convert.stores.remote_folder import RemoteFolder
@@ -250,15 +252,41 @@ def verified(
             raise
         return f"{report}\n{known}; {later}"
     if good:
-        return (
+        said = (
             f"{report}\nverified: every block computes what transformers' does, to "
             f"{TOLERANCE} of the largest value"
         )
+        return f"{said}\n{_tokenizers_compared(ours, theirs, step)}" if export else said
     remove_folder(made)
     raise ConversionError(
         f"{text}\n{made}: removed, since the two models do not compute the same; --unverified "
         "keeps it"
     )
+
+
+def _tokenizers_compared(ours: Path, theirs: Path | RemoteFolder, step: int | None) -> str:
+    """A line on whether AutoTokenizer of the folder `theirs` gives the ids of our tokenizer."""
+    folder = theirs.path if isinstance(theirs, RemoteFolder) else theirs
+    try:
+        with Ours(ours, step) as source:
+            tokenizer = source.tokenizer()
+        loaded = _transformers().AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # it has errors of its own, and its validators have others
+        return f"note: the tokenizer is not compared: {_reason(error)}"
+    texts = ("0 1 2",) if isinstance(tokenizer, NullTokenizer) else ODD_TEXTS
+    different = sum(
+        loaded(text, add_special_tokens=False, verbose=False)["input_ids"]
+        != [int(index) for index in tokenizer.encode_inside(text)]
+        for text in texts
+    )
+    if different:
+        return (
+            f"note: AutoTokenizer has other ids than {type(tokenizer).__name__} for {different} of "
+            f"{len(texts)} texts of odd characters"
+        )
+    return f"verified: AutoTokenizer has our ids for {len(texts)} texts of odd characters"
 
 
 def _sizes(folder: Path | RemoteFolder) -> tuple[int, int]:

@@ -181,7 +181,7 @@ class TikTokenizer(Tokenizer):
         )
         self.eod = self.eos
         pieces = _tiktoken_pieces(tokenizer_model, vocab_size - num_special)
-        self._ranks = {piece: num_special + rank for rank, piece in enumerate(pieces)}
+        self.ranks = {piece: num_special + rank for rank, piece in enumerate(pieces)}
         self._pieces = [name.encode("utf-8") for name in self._names] + pieces
 
     def encode(self, text: str) -> Ids:
@@ -210,7 +210,7 @@ class TikTokenizer(Tokenizer):
         pattern = tiktoken_patterns()[self._settings["pattern"]]
         encoding = library("tiktoken", "TikTokenizer").Encoding
         return encoding(
-            "tiktoken-file", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={}
+            "tiktoken-file", pat_str=pattern, mergeable_ranks=self.ranks, special_tokens={}
         )
 
 

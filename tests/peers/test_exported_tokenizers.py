@@ -1,0 +1,71 @@
+"""hf-export's tokenizer files: transformers' AutoTokenizer gives the ids and the texts of ours."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from megatron.data.tokenizers.build import build_tokenizer
+from tests.core.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe, write_tiktoken
+from tools.convert import hf_tokenizer
+
+pytestmark = pytest.mark.peers
+# Blocks with blanks of many kinds, letters that join, right-to-left text, signs, private characters.
+BLOCKS = (
+    *("\t\n\r \x85\u2000\u2028\u3000", "abcXYZ'stllre", "éßÖİςẞ", "日本語한글", "مرحباनमस्"),
+    *("0123٣४", "👩‍🇩🇪\u0301\u200d", ".,;:!?/=_-", "the theta in a tab"),
+)
+
+
+def odd_texts(count: int) -> list[str]:
+    """Texts of characters of all blocks, in short runs."""
+    draw = random.Random(7)
+    texts = [text for text in ADVERSARIAL if not re.search(r"<\|endoftext\|>|</?s>", text)]
+    while len(texts) < count:
+        runs = (draw.choice(BLOCKS) for _ in range(draw.randrange(1, 12)))
+        texts.append("".join(draw.choice(run) for run in runs for _ in range(draw.randrange(1, 6))))
+    return texts
+
+
+PIECES = (b"th", b" t", b"the", b" the", b"in", "é".encode(), b"aa", b"aaa", b"  ", b"\n\n", b"12")
+
+
+def of_gpt2(files):
+    return {
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": files[0],
+        "merge_file": files[1],
+    }
+
+
+def tiktoken(folder):
+    return {
+        "tokenizer_type": "TikTokenizer",
+        "tokenizer_model": write_tiktoken(folder / "tik.json", PIECES),
+        "vocab_size": 256 + len(PIECES) + 20,
+        "tiktoken_num_special_tokens": 20,
+    }
+
+
+CASES = {
+    "GPT-2 BPE": lambda folder: of_gpt2(write_bpe(folder)),
+    "GPT-2's own": lambda folder: of_gpt2(gpt2_files()),
+    "tiktoken": tiktoken,
+    "bytes": lambda folder: {"tokenizer_type": "ByteTokenizer"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_auto_tokenizer_gives_our_ids(case, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ours = build_tokenizer(**CASES[case](tmp_path))
+    for name, content in hf_tokenizer.files(ours, 64).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in odd_texts(1000):
+        ids = ours.tokenize(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, repr(text)
+        assert theirs.decode(ids) == ours.detokenize(ids), repr(text)
+    assert (theirs.eos_token_id, theirs.model_max_length) == (ours.eod, 64)
