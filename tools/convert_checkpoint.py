@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Import checkpoints from other formats and export them: Hugging Face, Megatron-LM,
-Megatron-DeepSpeed, InternLM. See docs/convert.md.
+Megatron-DeepSpeed and others. See docs/convert.md.
 
 Nothing is downloaded and nothing is overwritten; one tensor is in memory at a time, and each is
 used exactly once.
@@ -29,13 +29,21 @@ from megatron import threads
 
 threads.set_waiting()
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config.checkpoint import is_url
-from tools.convert.choices import FAMILY_NAMES, MLP_ORDERS
+from tools.convert.options import (
+    Answer,
+    family_names,
+    finish,
+    ignored_keys,
+    of_features,
+    path_of,
+    place,
+    step_option,
+    unverified_option,
+)
 from tools.shared.program import Command, run_command
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-Answer = str | tuple[str, bool]  # what to print, and whether all is well
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -46,45 +54,6 @@ def size(word: str) -> int:
     if not match or not int(match[1]):
         raise ValueError("not a size; write 5GB, 200MB or a number of bytes")
     return int(match[1]) * _UNITS[match[2] or ""]
-
-
-def place(word: str) -> Path | str:
-    """A path, or the URL of an object store."""
-    return word if is_url(word) else Path(word)
-
-
-def local(word: str) -> Path:
-    """A path. Raises ValueError for a URL."""
-    if is_url(word):
-        raise ValueError(
-            "is in an object store; give a directory (only Hugging Face folders may be URLs)"
-        )
-    return Path(word)
-
-
-def path_of(metavar: str, text: str, parse: Any = local) -> Any:
-    """A positional path."""
-    return arg(place="positional", metavar=metavar, parse=parse, help=text)
-
-
-def step_option() -> Any:
-    """--ckpt-step."""
-    return arg(None, help="load this iteration instead of the newest")
-
-
-def unverified_option(text: str = "") -> Any:
-    """--unverified."""
-    return arg(
-        False,
-        alias=("--no-verify",),
-        help="skip the comparison with transformers, which loads both models into memory in "
-        f"float32 and removes what was written if they differ{text}",
-    )
-
-
-def ignored_keys(what: str) -> Any:
-    """--ignore-config-key."""
-    return arg((), metavar="KEY", help=f"{what} that are not known and change nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +97,7 @@ class HFExport:
     target: Path | str = path_of("HF_FOLDER", "directory to create, or its s3:// URL", place)
     family: str | None = arg(
         None,
-        choices=FAMILY_NAMES,
+        choices=family_names(),
         help="model family to write (default: the one of the imported "
         "model, else the first that fits)",
     )
@@ -267,51 +236,6 @@ class MegatronExport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InternLMImport:
-    """internlm-import."""
-
-    source: Path = path_of(
-        "SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)"
-    )
-    target: Path = path_of("DIR", "run directory to create")
-    mlp_weights: str | None = arg(
-        None,
-        choices=tuple(sorted(MLP_ORDERS)),
-        help="w2-up: w2 is the up and w3 the down matrix, as before "
-        "February 2024; w2-down: the other way round, as since then and in InternEvo (default: "
-        "what their shapes show)",
-    )
-    max_position_embeddings: int | None = arg(
-        None, help="context length (default: what the file says, or 2048)"
-    )
-    tokenizer_model: Path | None = arg(
-        None, parse=Path, metavar="FILE", help="its SentencePiece model (default: NullTokenizer)"
-    )
-    ignore_config_key: tuple[str, ...] = ignored_keys("keys of model_config.pt")
-    args: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="FILE",
-        help="flags of the run (from tools/internlm_config.py): convert the optimizer's state and "
-        "the counters too, so that --load resumes",
-    )
-
-    def run(self) -> Answer:
-        """Do it."""
-        from tools.convert.internlm_files.checkpoint import internlm_import
-
-        return internlm_import(
-            self.source,
-            self.target,
-            order=self.mlp_weights,
-            args_file=self.args,
-            tokenizer=self.tokenizer_model,
-            positions=self.max_position_embeddings,
-            ignored=self.ignore_config_key,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Upcycle:
     """upcycle."""
 
@@ -404,18 +328,6 @@ class Verify:
             return verify(self.checkpoint, folder, self.ckpt_step, self.tolerance, self.length)
 
 
-def finish(options: Any) -> int:
-    """Run a command and print its answer; the exit code."""
-    try:
-        done = options.run()
-        text, good = done if isinstance(done, tuple) else (done, True)
-        print(text)
-        return 0 if good else 1
-    except (ValueError, OSError, CheckpointError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        return 1
-
-
 COMMANDS = {
     "hf-import": Command("make a run directory of a Hugging Face folder", HFImport, finish),
     "hf-export": Command(
@@ -433,11 +345,6 @@ COMMANDS = {
     ),
     "megatron-export": Command(
         "write a Megatron-LM checkpoint (mp_rank_XX or torch_dist)", MegatronExport, finish
-    ),
-    "internlm-import": Command(
-        "make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
-        InternLMImport,
-        finish,
     ),
     "upcycle": Command(
         "make a mixture of experts of a dense checkpoint: each expert is a copy of the MLP or a "
@@ -470,7 +377,10 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command
     line, 130 Ctrl-C."""
     _give_memory_back()
-    return run_command(COMMANDS, argv, prog="convert_checkpoint.py", description=__doc__ or "")
+    commands = dict(COMMANDS)
+    for formats in of_features():
+        commands |= formats.COMMANDS
+    return run_command(commands, argv, prog="convert_checkpoint.py", description=__doc__ or "")
 
 
 if __name__ == "__main__":

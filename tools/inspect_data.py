@@ -21,9 +21,10 @@ import contextlib
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -35,18 +36,20 @@ from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
 from megatron.data.packed.build import open_files
-from megatron.data.packed.internlm_files import JsonlTokens, meta_path
 from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.packed.packed_dataset import SampleFile
+from megatron.data.packed.sample_formats import SampleFormat
 from megatron.data.sampler import SequentialSampler
 from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.features.registry import FEATURES
 from tools.shared.program import Command, run_command
 from tools.shared.run_data import Reading, open_run
 
 HEAD = 16  # tokens of a piece that are shown as text
 THREADS = 4  # that check pairs side by side
+FORMATS = [one for feature in FEATURES for one in feature.sample_formats]
 IDS_READ = 1 << 18  # tokens of a file whose ids are looked at, without --all-tokens
 
 
@@ -57,7 +60,7 @@ class CheckOptions:
     prefixes: tuple[str, ...] = arg(
         place="positional",
         metavar="PREFIX",
-        help="path without .bin and .idx; or X.bin with X.bin.meta",
+        help="path without .bin and .idx; or an X.bin of another format of packed samples",
     )
     vocab_size: int | None = arg(None, help="report token ids that are not below this number")
     all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
@@ -75,7 +78,7 @@ class ShowOptions(TokenizerConfig):
     prefix: str = arg(
         place="positional",
         metavar="PREFIX",
-        help="path without .bin and .idx; or X.bin with X.bin.meta",
+        help="path without .bin and .idx; or an X.bin of another format of packed samples",
     )
     document: int = arg(0, help="number of the first document to show, from 0")
     count: int = arg(1, help="number of documents to show")
@@ -226,21 +229,25 @@ def _loss_mask(corpus: IndexedDataset, said: int, all_tokens: bool) -> dict[str,
     return {"smallest_id": low or 0, "largest_id": high, "trained_tokens": said}
 
 
-def check_lines(
-    path: str, vocab_size: int | None, all_tokens: bool, write_checksums: bool = False
+def check_samples(
+    one: SampleFormat,
+    path: str,
+    vocab_size: int | None,
+    all_tokens: bool,
+    write_checksums: bool = False,
 ) -> dict[str, Any]:
-    """The same of a .bin of InternLM's and its .meta; lines are read until they have 262144 tokens,
-    or all of them."""
+    """The same of a .bin of a feature's format; samples are read until they have 262144 tokens, or
+    all of them."""
     found: dict[str, Any] = {"prefix": path}
     try:
         if write_checksums:
             raise ValueError(f"{path}: --write-checksums is for .bin/.idx pairs; omit it")
-        samples = JsonlTokens(path)
+        samples = one.open(path)
         low, high = samples.id_range(None if all_tokens else IDS_READ)
         found |= {
             "documents": len(samples.lengths),
             "tokens": int(samples.lengths.sum()),
-            "dtype": "JSON",
+            "dtype": one.content,
             "bin_bytes": samples.bin_bytes,
             "empty_documents": int((samples.lengths == 0).sum()),
             "smallest_id": low,
@@ -295,12 +302,18 @@ def _of_first(pair: dict[str, Any], options: CheckOptions) -> str:
     return "" if whole else f" (of the first {IDS_READ:,} tokens)"
 
 
+def _checker(path: str) -> Callable[..., dict[str, Any]]:
+    """What checks this path."""
+    formats = (one for one in FORMATS if os.path.exists(path + one.index))
+    return next((partial(check_samples, one) for one in formats), check_pair)
+
+
 def check(options: CheckOptions) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
         found = list(
             pool.map(
-                lambda name: (check_lines if os.path.exists(meta_path(name)) else check_pair)(
+                lambda name: _checker(name)(
                     name, options.vocab_size, options.all_tokens, options.write_checksums
                 ),
                 options.prefixes,
@@ -369,7 +382,7 @@ def show(options: ShowOptions) -> int:
     before, after = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     try:
         tokenizer = tokenizer_from(options)
-        _, files = open_files([options.prefix], tokenizer.identity())
+        _, files = open_files([options.prefix], tokenizer.identity(), FORMATS)
         samples = files[0][1]
         if options.document >= len(samples.lengths):
             raise ValueError(

@@ -1,88 +1,11 @@
 #!/usr/bin/env python
-"""Turn an InternLM python config into an .args file: tools/internlm_config.py CONFIG.py
---world-size N > run.args
-
-`torchrun ... pretrain_gpt.py @run.args` then runs it. The config is read, never executed. Each of
-its keys becomes a flag, a comment that says why it needs none, or an error; what it cannot honour
-is listed together and nothing is printed. See docs/internlm.md for every key.
-"""
-
-from __future__ import annotations
+"""Turn an InternLM python config into an .args file: see docs/features/internlm.md."""
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron import interrupt
+from tools.shared import feature_program
 
 if __name__ == "__main__":
-    interrupt.exit_at_once()
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-from megatron.arguments import Problems, arg, config_from, parse_typed
-from megatron.config import command_line
-from megatron.config.checks import rules as check
-from megatron.features.registry import RunConfig
-from tools.internlm.read_config import ConfigError, read_config
-from tools.internlm.to_flags import to_flags
-from tools.shared.program import read
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The command line."""
-
-    config: Path = arg(
-        place="positional", metavar="CONFIG.py", parse=Path, help="the InternLM config to convert"
-    )
-    world_size: int = arg(help="number of ranks (GPUs) of the run")
-
-    def problems(self) -> list[str]:
-        """What is wrong with it."""
-        return (
-            [f"--world-size {self.world_size}: must be at least 1"] if self.world_size < 1 else []
-        )
-
-
-def refused(words: Sequence[str], world_size: int) -> list[str]:
-    """What pretrain_gpt.py would say against these flags, but for files that are not here."""
-    try:
-        typed = parse_typed(command_line.parser(RunConfig), words)
-    except Problems as error:
-        return error.lines
-    return check.problems(
-        config_from(RunConfig, typed | {"dry_run": True}), world_size, tuple(typed)
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 printed, 1 the config cannot be honoured, 2 a wrong command line."""
-    args = read(
-        Options, argv, prog="internlm_config.py", description=__doc__ or "", check=Options.problems
-    )
-    try:
-        values, lines = read_config(args.config)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    found = to_flags(values, args.world_size)
-    found.problems = found.problems or refused(found.words, args.world_size)
-    if found.problems:
-        for problem in found.problems:
-            section = problem.partition(".")[0].partition(":")[0].partition(" ")[0]
-            line = f", line {lines[section]}" if section in lines else ""
-            print(f"error: {args.config}{line}: {problem}", file=sys.stderr)
-        return 1
-    print(
-        f"# {args.config} for {args.world_size} ranks, by tools/internlm_config.py; "
-        "docs/internlm.md says what differs."
-    )
-    print("\n".join(found.lines))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(interrupt.run(main, sys.argv[1:]))
+    feature_program.run("internlm", "config")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.config.command_line import CommandLine
 from megatron.config.plan import report as plan_report
 from megatron.config.plan.plan import Plan
+from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import plan_table
 from megatron.data.request import DataRequest
 from megatron.data.sources import source_of
@@ -41,6 +42,8 @@ def _data_lines(line: CommandLine, plan: Plan) -> list[str]:
             sequence_length=line.config.model.seq_length,
             micro_batch_size=line.config.training.micro_batch_size,
             global_batch_size=plan.batch.final_global_batch_size,
+            sample_formats=formats_of(line.config),
+            generated_samples=generated_by(line.config),
         )
         rows = source_of(data).plan_rows(data, request)
     except (ValueError, OSError) as error:

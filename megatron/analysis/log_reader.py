@@ -123,7 +123,7 @@ _DIALECTS = (
             "tokens_per_second": "<N>(?P<unit>[kMBT]?) tok/s",
         },
     ),
-    _dialect(  # InternLM, whose steps count from 0
+    _dialect(  # name=value, whose steps count from 0
         r"\btflops=\S+ step=(?P<last_step>\d+) ",
         r"[\s\S]{0,2000}",
         r"(?<!\S)NAME<N>",
@@ -151,7 +151,7 @@ _RANKS = re.compile(
 
 def read_text(text: str) -> Log:
     """A log, whose format need not be known. Tokens per second of all ranks are computed where
-    the log has its sequence length or, in InternLM's, its ranks."""
+    the log has its sequence length or, with name=value, its ranks."""
     heads = sorted(
         (head.start(), dialect, head)
         for dialect in range(len(_DIALECTS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
 
-def take(typed: Mapping[str, Any], found: FromCheckpoint) -> None:
+def take(typed: Mapping[str, Any], found: FromCheckpoint, tree: type[Config]) -> None:
     """Take the architecture of the newest checkpoint (or of --ckpt-step) into `found`, and where
     typed flags contradict it."""
     load = typed["load"]
@@ -38,7 +39,7 @@ def take(typed: Mapping[str, Any], found: FromCheckpoint) -> None:
             "flags themselves [checkpoint-args-not-local]"
         )
         return
-    if problem := of_another_suite(load):
+    if problem := of_another_suite(load, typing.get_type_hints(tree).values()):
         found.problems.append(problem)
         # they come from the converted checkpoint
         found.lost |= {name for name, flag in flags_of(Config).items() if flag.group == "model"}

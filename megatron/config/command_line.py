@@ -172,7 +172,7 @@ def _checked(
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
         from megatron.config.checkpoint_args import take
 
-        take(typed, theirs)
+        take(typed, theirs, tree)
     defaults = flags.extra.defaults if flags.extra else {}
     config = config_from(tree, {**defaults, **theirs.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None

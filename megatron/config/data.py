@@ -67,10 +67,12 @@ class DataConfig(TokenizerConfig):
         help="with --packed-samples: omit samples of fewer tokens",
         dump=False,
     )
-    dummy_data: Literal["internlm"] | None = arg(
+    dummy_data: str | None = arg(
         None,
+        choices=(),
+        per_run=True,
         requires="packed_samples",
-        help="with --packed-samples: mock samples, those of InternLM's demos; needs no files",
+        help="with --packed-samples: generated samples; needs no files",
         dump=False,
     )
     split: str | None = arg(

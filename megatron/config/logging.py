@@ -17,11 +17,11 @@ class LoggingConfig:
     log_interval: int = arg(100, minimum=1, per_run=True, help="iterations between log lines")
     log_format: str = arg(
         SHORT,
-        choices=(SHORT, "internlm"),
+        choices=(SHORT,),
         per_run=True,
         alias=("--log-dialect",),
         dump=False,
-        help="output format; short: at most 100 columns; internlm: InternLM's lines",
+        help="output format; short: at most 100 columns",
     )
     print_arguments: Literal["changed", "all", "none"] | None = arg(
         None,
@@ -44,14 +44,12 @@ class LoggingConfig:
     log_subsets: bool = arg(
         False,
         help="tokens and loss per data set of a blend, in the metrics file; "
-        "always with --packed-samples and --log-format internlm",
+        "always with --packed-samples and where --log-format needs them",
         dump=False,
     )
     log_accuracy: bool = arg(
         False,
-        requires=Needs(
-            "--log-subsets", lambda v: v["log_subsets"] or v["log_format"] == "internlm"
-        ),
+        requires=Needs("--log-subsets", lambda v: v["log_subsets"] or v.config.needs_subsets),
         help="with --log-subsets: top-1 token accuracy, total and per data set",
         dump=False,
     )
@@ -71,10 +69,6 @@ class LoggingConfig:
         ),
         help="timers of the ranks in the log: max, minmax or all",
     )
-
-    def counts_subsets(self, packed: bool) -> bool:
-        """Are tokens and losses of each subset counted, where samples are `packed` or not?"""
-        return packed or self.log_subsets or self.log_format == "internlm"
 
     @property
     def is_short(self) -> bool:

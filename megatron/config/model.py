@@ -56,7 +56,7 @@ class TransformerConfig:
         trained="ffn",
         dump=False,
         help="with --swiglu / --geglu, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
-        "x hidden size rounded UP to a multiple of this (InternLM: 256)",
+        "x hidden size rounded UP to a multiple of this",
     )
     num_attention_heads: int = arg(
         None,
@@ -331,12 +331,13 @@ class TransformerConfig:
     init_method_xavier_uniform: bool = arg(
         False, needs=("init_scheme", "megatron"), help="Xavier uniform initial values of matrices"
     )
-    init_scheme: Literal["megatron", "internlm"] = arg(
+    init_scheme: str = arg(
         "megatron",
+        choices=("megatron",),
+        per_run=True,
         requires=_GATED,
         dump=False,
-        help="initialization: megatron, or internlm (fixed standard deviations that depend "
-        "on the layer)",
+        help="initial values of matrices",
     )
     embed_grad_scale: float = arg(
         1.0,

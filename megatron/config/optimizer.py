@@ -102,7 +102,7 @@ class OptimizerConfig:
         needs=_WARM_UP,
         dump=False,
         help="first warm-up iteration has learning rate lr / W for a warm-up of W "
-        "iterations, as in InternLM, instead of 0",
+        "iterations instead of 0",
     )
     weight_decay: float = arg(
         0.01,
@@ -126,7 +126,7 @@ class OptimizerConfig:
         "constant", help="shape of the increase from --start-weight-decay to --end-weight-decay"
     )
     apply_wd_to_all: bool = arg(
-        False, help="apply weight decay to norms and biases, too (InternLM)", dump=False
+        False, help="apply weight decay to norms and biases, too", dump=False
     )
     apply_wd_to_qk_layernorm: bool = arg(
         False,

@@ -148,7 +148,7 @@ class ParallelConfig:
         requires="use_distributed_optimizer",
         dump=False,
         help="with --use-distributed-optimizer, how the state is sharded: even (equal "
-        "ranges) or whole-params (whole parameters, as InternLM does)",
+        "ranges) or whole-params (whole parameters)",
     )
     overlap_grad_reduce: bool = arg(
         False, help="overlap the reduction of gradient buckets with the backward pass"

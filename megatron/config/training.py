@@ -51,7 +51,7 @@ class TrainingConfig:
         dump=False,
         help="START INCREMENT ITERATIONS: micro-batches per iteration on each data-parallel "
         "rank, increased by INCREMENT every ITERATIONS iterations up to "
-        "--global-batch-size (InternLM)",
+        "--global-batch-size",
     )
     step_batch_size_schedule: str | None = arg(
         None,
@@ -166,8 +166,7 @@ class TrainingConfig:
         minimum=0,
         maximum=1,
         dump=False,
-        help="fraction of each stage's layers to recompute, the first ones (InternLM's "
-        "model.checkpoint)",
+        help="fraction of each stage's layers to recompute, the first ones",
     )
     deterministic_mode: bool = arg(
         False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
+from typing import Protocol, runtime_checkable
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
@@ -42,6 +43,25 @@ class Config:
         if self.parallel.context_parallel_size > 1 or fused and self.model.attention_dropout > 0:
             return "auto"
         return backend
+
+    @property
+    def needs_subsets(self) -> bool:
+        """Does a feature need the tokens and losses of each subset of the data?"""
+        groups = vars(self).values()
+        return any(isinstance(one, NeedsSubsets) and one.counts_subsets(self) for one in groups)
+
+    @property
+    def counts_subsets(self) -> bool:
+        """Are they counted?"""
+        return self.data.packed_samples or self.logging.log_subsets or self.needs_subsets
+
+
+@runtime_checkable
+class NeedsSubsets(Protocol):
+    """A group of flags that may need the metrics of subsets, as features do."""
+
+    def counts_subsets(self, config: Config) -> bool:
+        """Does it?"""
 
 
 def with_features(features: Iterable[type]) -> type[Config]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
+
 
 @dataclass(frozen=True)
 class Before:
@@ -25,7 +27,8 @@ class DataRequest:
     `vocab_size` and `eod` are the tokenizer's; mock data are made of them, and with `check_tokens`
     the head of each file is compared with the first. `identity`: the tokenizer's, which data must
     be made by, where the source checks that itself. `before`: where a run in epoch order is
-    resumed. The batch sizes matter to packed samples alone.
+    resumed. The batch sizes, `sample_formats` and `generated_samples` matter to packed samples
+    alone.
     """
 
     sizes: Sequence[int | None]
@@ -38,6 +41,8 @@ class DataRequest:
     before: Before | None = None
     micro_batch_size: int = 1
     global_batch_size: int = 1
+    sample_formats: Sequence[SampleFormat] = ()
+    generated_samples: GeneratedSamples | None = None
 
     @property
     def checked_vocab_size(self) -> int | None:

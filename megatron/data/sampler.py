@@ -85,7 +85,7 @@ class PackedSampler(SequentialSampler):
 
     `total_rows` is the length of the data set. Row numbers, too, are the same whatever the
     data-parallel size is: it takes rows consumed / micro_batch_size + r on rank r, which are
-    InternLM's indices[r::size].
+    indices[r::size] of an epoch's rows.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class EpochOrder:
 
 
 class Packed:
-    """--packed-samples: rows of whole samples, from InternLM's or Megatron's files."""
+    """--packed-samples: rows of whole samples, from .bin/.idx pairs or files of features."""
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""

@@ -9,6 +9,7 @@ from megatron.features.boards.feature import BoardsConfig
 from megatron.features.data_ledger.feature import DataLedgerConfig
 from megatron.features.eval_tasks.feature import EvalTasksConfig
 from megatron.features.goodput.feature import GoodputConfig
+from megatron.features.internlm.feature import InternlmConfig
 from megatron.features.megatron_cli.feature import MegatronCliConfig
 from megatron.features.spikes.feature import SpikeConfig
 from megatron.features.step_verification.feature import StepVerificationConfig
@@ -22,6 +23,7 @@ FEATURES: tuple[type[Feature], ...] = (
     GoodputConfig,
     DataLedgerConfig,
     EvalTasksConfig,
+    InternlmConfig,
     StepVerificationConfig,
     TraceConfig,
     MegatronCliConfig,

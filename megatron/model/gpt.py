@@ -15,6 +15,7 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
+    Scheme,
     count_parameters,
     parameter_table,
     stage_table,
@@ -62,6 +63,7 @@ class GPTModel(nn.Module):
     another chunk a copy of the same name. `first`, `last`: does it hold the embedding, the output
     layer? By default where its layers are the first or last ones; a chunk of an end alone has no
     layers, and its neighbour must not have that end too. `kernels`: what layers compute with.
+    `scheme`: initial values, if not Megatron's.
     """
 
     def __init__(  # noqa: PLR0913
@@ -79,6 +81,7 @@ class GPTModel(nn.Module):
         last: bool | None = None,
         recompute: Recompute | None = None,
         kernels: Kernels | None = None,
+        scheme: Scheme | None = None,
     ):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
@@ -91,7 +94,7 @@ class GPTModel(nn.Module):
         self.positions = model.positions
         self.label_smoothing = model.label_smoothing
         table = stage_table(
-            parameter_table(model, padded_vocab_size, vocab_size), layers, first, last
+            parameter_table(model, padded_vocab_size, vocab_size, scheme), layers, first, last
         )
         kernels = kernels or Kernels()
         scaling = None

@@ -84,9 +84,8 @@ class OptimizerParamScheduler:
     """Sets `lr` and `weight_decay` of every param group of `optimizer`, at once and at each `step`.
 
     All *_steps are samples. The rate is 0 for `zero_lr_steps`, then rises over `lr_warmup_steps`
-    (its place in them is `lr_warmup_lead` ahead: InternLM counts from the first step, Megatron from
-    0), then decays. A group may carry its own `max_lr`, `min_lr` (decoupled learning rate),
-    `lr_mult` and `wd_mult`.
+    (its place in them is `lr_warmup_lead` ahead with --lr-warmup-first-step), then decays. A group
+    may carry its own `max_lr`, `min_lr` (decoupled learning rate), `lr_mult` and `wd_mult`.
     """
 
     def __init__(

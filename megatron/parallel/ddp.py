@@ -56,7 +56,7 @@ class GradBuffers:
     its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
     with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in
     a flat buffer too (`weights`), and `gather_weights` brings them together after an update. With
-    `whole_params` a rank's range of each bucket are whole parameters, as InternLM gives them out;
+    `whole_params` a rank's range of each bucket are whole parameters;
     its sums are then reduced to it, and its weights broadcast. With `fp32_accumulation` a
     reduce-scatter of 16-bit gradients adds in fp32 and rounds once.
     """

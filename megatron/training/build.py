@@ -4,7 +4,6 @@ plan."""
 from __future__ import annotations
 
 import math
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +27,7 @@ from megatron.parallel.sharding import counts_in_norm, init_parameters, sharding
 from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
+from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Chunks, Run, Services
@@ -58,6 +58,9 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
     t = config.training
     ctx = runtime.ctx
     log.detail("building GPT model ...")
+    schemes = (feature.init_scheme(config.model) for feature in features_of(config))
+    scheme = next(filter(None, schemes), None)
+    assert scheme or config.model.init_scheme == "megatron"
     kernels = choose_kernels(runtime.device, getattr(torch, config.precision.params_dtype), config)
     for row in fp8_rows(runtime.device, config):
         if row.on:
@@ -77,6 +80,7 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
             last=ctx.pp.rank == ctx.pp.size - 1 and chunk == len(chunks) - 1,
             recompute=_recompute(t, len(layers)),
             kernels=kernels,
+            scheme=scheme,
         )
         for chunk, layers in enumerate(chunks)
     )
@@ -155,11 +159,6 @@ def build_buffers(config: Config, plan: Plan, ctx: ParallelContext, model: Chunk
         whole_params=p.zero_partition == "whole-params",
         fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
     )
-    if config.logging.log_format == "internlm" and ctx.shard.size > 1:
-        shares = f"Number of elements on ranks: {buffers.layout.elements()}, rank:0"
-        from megatron.training.logging.internlm_format import start_line
-
-        log.print_rank_0(start_line("_partition_param_list", shares, datetime.now()))
     return buffers
 
 

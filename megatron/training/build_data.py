@@ -10,6 +10,7 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
+from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset
@@ -93,6 +94,8 @@ def build_data(
         before=before,
         micro_batch_size=t.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
+        sample_formats=formats_of(config),
+        generated_samples=generated_by(config),
     )
     train, valid, test = source_of(d).build(d, request, rows)
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
@@ -141,7 +144,7 @@ def subset_counters(
 ) -> list[StepCounter]:
     """What counts the subsets of the training data, with --packed-samples and --log-subsets."""
     packed = config.data.packed_samples
-    if train is None or not config.logging.counts_subsets(packed):
+    if train is None or not config.counts_subsets:
         return []
     from megatron.training.logging.subset_metrics import SubsetMetrics
 

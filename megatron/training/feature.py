@@ -3,20 +3,22 @@ them; each can be deleted with its folder and its two lines there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron.arguments import Extension
 from megatron.config.tree import Config
+from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
     from megatron.config.command_line import CommandLine
+    from megatron.config.model import ModelConfig
+    from megatron.config.plan.parameters import Scheme
     from megatron.config.plan.plan import Plan
     from megatron.training.hook import Hook
     from megatron.training.launch.initialize import Runtime
-    from megatron.training.logging.internlm_format import StepCounts
-    from megatron.training.logging.iteration import LogFormat, ResultWriter
+    from megatron.training.logging.iteration import Columns, LogFormat, ResultWriter
     from megatron.training.logging.training_log import TrainingLog
     from megatron.training.run import Run
     from megatron.training.save_policy import SavePolicy
@@ -40,6 +42,14 @@ class Feature(Extension):
     inside the points. `adds` has the values that it adds to flags of the core; what stands behind
     each is a point here."""
 
+    # The module of tools/ with the commands that it adds to tools/convert_checkpoint.py and its
+    # families of Hugging Face models (tools/convert/options.py).
+    converter: ClassVar[str] = ""
+    # For --packed-samples: its formats of files beside .bin/.idx pairs, and by their names what it
+    # generates for --dummy-data.
+    sample_formats: ClassVar[Sequence[SampleFormat]] = ()
+    generated_samples: ClassVar[Mapping[str, GeneratedSamples]] = {}
+
     def check(self, facts: Facts) -> Iterable[str]:
         """One line for each problem of its flags that their declarations do not say."""
         return ()
@@ -48,9 +58,19 @@ class Feature(Extension):
         """One line for each file that its flags name and a run would not find here."""
         return ()
 
+    @staticmethod
+    def converter_command(load: str) -> str | None:
+        """The command and source of tools/convert_checkpoint.py with which it reads a directory
+        that --load names; None if it cannot."""
+        return None
+
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterable[str]:
         """Lines that --dry-run prints after the plan."""
         return ()
+
+    def init_scheme(self, model: ModelConfig) -> Scheme | None:
+        """The initial values, if --init-scheme has a value that this feature adds."""
+        return None
 
     def prepare(self) -> None:
         """What can fail before the ranks connect. Raises ValueError."""
@@ -60,11 +80,16 @@ class Feature(Extension):
         """How many numbers its `StepCounter`s add to the sum over ranks of each step."""
         return 0
 
-    def log_format(
-        self, config: Config, plan: Plan, counts: StepCounts | None, runtime: Runtime | None
-    ) -> LogFormat | None:
-        """The lines of the run, if --log-format has a value that this feature `adds`. `counts`:
-        rates of subsets, where they are counted."""
+    def log_format(self, config: Config, plan: Plan, runtime: Runtime | None) -> LogFormat | None:
+        """The lines of the run, if --log-format has a value that this feature `adds`."""
+        return None
+
+    def counts_subsets(self, config: Config) -> bool:
+        """Does it need the tokens and losses of each subset of the data?"""
+        return False
+
+    def columns(self, config: Config, plan: Plan) -> Columns | None:
+        """What it adds to the metrics of each iteration."""
         return None
 
     @property

@@ -30,14 +30,12 @@ from megatron.data.chat.templates import find_template
 from megatron.data.file_access import map_file
 from megatron.data.index_cache import IndexCache
 from megatron.data.ledger import Ledger, read_ledger
-from megatron.data.packed.internlm_files import JsonlTokens, _load_meta
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.bpe import _special_names, _tiktoken_pieces
 from megatron.data.tokenizers.gpt2_bpe import read_merges, read_vocabulary
 from megatron.training.launch.control_file import ControlFile
 from tests import problems
 from tests.campaigns.hostile.kinds import make_hugging_face
-from tests.core.data.packed.packed_files import write_lines
 from tests.problems import raises
 from tests.runs import SMALL
 from tools import check_script
@@ -48,7 +46,6 @@ from tools.convert.hf_files import INDEX, HFFolder, _written, side_files
 from tools.convert.links import ConversionError
 from tools.convert.megatron_layout import TRACKER
 from tools.convert.unpickle_worker import Refused, TorchFile, _opened
-from tools.internlm.read_config import ConfigError, read_config
 
 DEEP = "[" * 200_000 + "]" * 200_000
 
@@ -91,11 +88,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "data ledger": lambda path: read_ledger(str(path)),
     "data ledger to write": lambda path: Ledger(str(path), 32),
     "index": lambda path: map_file(str(path)),
-    "samples of InternLM": lambda path: _load_meta(str(path), 100),
     "chat template": lambda path: find_template(str(path), None, {}),
     "PyTorch .pt": lambda path: TorchFile(_opened(path)),
     "small file of a checkpoint": filesystem.read_small_file,
-    "InternLM config": read_config,
 }
 REST = ("data ledger to write", "chat template", "small file of a checkpoint")
 EXPECTED = (ValueError, OSError, Problems, ConversionError, Refused, CheckpointError)
@@ -165,13 +160,6 @@ def test_metrics_that_no_number_holds_are_named(tmp_path, text):
     (tmp_path / "m.jsonl").write_text('{"iteration": 1}\n' + text + "\n")
     with pytest.raises(ValueError, match=r"m\.jsonl, line 1"):
         read_run(str(tmp_path / "m.jsonl"))
-
-
-def test_an_internlm_config_that_repeats_itself_is_refused(tmp_path):
-    lines = ["a = [1, 1]", *["a = [a, a]"] * 30]
-    (tmp_path / "config.py").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="line 16: has more than 100000 values"):
-        read_config(tmp_path / "config.py")
 
 
 def test_a_tokenizer_file_that_cannot_be_read_is_not_passed_over(tmp_path):
@@ -268,14 +256,6 @@ def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path):
     assert peak < 1_000_000
     with pytest.raises(OSError, match="more than 99999 bytes"):
         small_files.read_bytes(tmp_path / "x", 99_999)
-
-
-def test_a_line_of_samples_is_bounded(tmp_path):
-    path = write_lines(tmp_path / "x.bin", [[1, 2], [3]])
-    Path(path).write_bytes(b"")
-    os.truncate(path, 8 << 30)
-    with problems.raises(ValueError, "data-file-damaged"):
-        JsonlTokens(path).ids(1)
 
 
 def test_a_lock_that_is_a_link_to_itself_is_a_lock(tmp_path):

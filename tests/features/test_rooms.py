@@ -24,6 +24,7 @@ USED = {
     "data_ledger": "--data-ledger {}/ledger",
     "eval_tasks": "--eval-tasks {}/task.yaml --eval-tasks-interval 1",
     "goodput": "--crash-loop-limit 1",
+    "internlm": "--log-format internlm",
     "spikes": "--spike-action skip-update",
     "step_verification": "--verify-step-interval 1 --verify-step-action majority",
     "megatron_cli": "--log-format aurora",

@@ -20,10 +20,17 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 # Calls a tool's main() with each command line on stdin; prints [exit code, stdout, stderr] of each,
 # and its commands.
 CALLS = """
-import contextlib, importlib.util, io, json, sys
+import contextlib, importlib, importlib.util, io, json, sys
 spec = importlib.util.spec_from_file_location("tool", sys.argv[1])
 tool = sys.modules["tool"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
+if not hasattr(tool, "main"):  # a feature's
+    import runpy
+    from tools.shared import feature_program
+    feature_program.run = lambda name, module="program": places.append(f"tools.features.{name}.{module}")
+    places = []
+    runpy.run_path(sys.argv[1], run_name="__main__")
+    tool = importlib.import_module(places[0])
 commands = list(getattr(tool, "COMMANDS", ()))
 
 def call(argv):

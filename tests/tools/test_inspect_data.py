@@ -19,7 +19,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import Ledger, read_ledger, tokens_hash
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.core.data.corpora import write_corpus
-from tests.core.data.packed.packed_files import write_lines
+from tests.core.data.packed.packed_files import write_file
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
@@ -455,12 +455,12 @@ def test_check_of_2419_files(tmp_path, capsys):
 
 @pytest.mark.campaign
 def test_packed_samples(tmp_path, capsys):
-    """Rows of InternLM's files: the ledger of a run on two ranks agrees, over epochs, and find is
+    """Rows of packed files: the ledger of a run on two ranks agrees, over epochs, and find is
     the inverse of at."""
     random = np.random.default_rng(3)
     for name in ("en/a", "cn/b"):
         samples = [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(30)]
-        write_lines(tmp_path / f"data/{name}.bin", samples)
+        write_file(tmp_path / f"data/{name}.bin", samples)
     words = flags(
         "--packed-samples",
         "--train-data-path",
@@ -505,22 +505,3 @@ def test_packed_samples(tmp_path, capsys):
         assert all(one["iteration"] == one["sample"] // 4 + 1 for one in found["shown"])
     said = refused(capsys, "find", "--document", "30", "--prefix", prefix, str(tmp_path / "save"))
     assert "has the documents 0 to 29" in said
-
-
-def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
-    path = write_lines(tmp_path / "en/a.bin", [[-5, 6], [], [70, 8, 9]])
-    found = ask(capsys, "check", path, "--vocab-size", "71")["pairs"][0]
-    assert (found["documents"], found["tokens"], found["empty_documents"]) == (3, 5, 1)
-    assert (found["smallest_id"], found["largest_id"]) == (-5, 70)
-    assert (
-        "the vocabulary has 70"
-        in ask(capsys, "check", path, "--vocab-size", "70", code=1)["pairs"][0]["problem"]
-    )
-    assert TOOL.main(["check", path]) == 0
-    assert (
-        f"{path}: 3 documents, 1 of them empty, 5 tokens of JSON, ids -5 .. 70"
-        in capsys.readouterr().out
-    )
-    with open(path, "r+b") as file:
-        file.write(b"[")
-    assert "sample 0, at byte 0: is no" in ask(capsys, "check", path, code=1)["pairs"][0]["problem"]

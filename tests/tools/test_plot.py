@@ -15,7 +15,6 @@ import pytest
 from megatron.analysis.run_reader import read_run, smoothed
 from megatron.features.megatron_cli.aurora_format import aurora_line
 from megatron.features.megatron_cli.megatron_format import megatron_line
-from megatron.training.logging.internlm_format import StepRow, internlm_line
 from megatron.training.logging.iteration import Interval, IterationRow
 from megatron.training.logging.line_format import validation_block
 from megatron.training.logging.short_format import evaluation_line, iteration_line
@@ -30,13 +29,6 @@ plot = load_tool("plot")
 def row(iteration: int, loss: float) -> IterationRow:
     interval = Interval([loss], 1, 0.5, 8)
     return IterationRow(iteration, 4, 8 * iteration, 64, 1e-3, 8, 1.0, 1.5, interval, 1, 1.0)
-
-
-def internlm(iteration: int, loss: float) -> str:
-    rates = {"tgs/last_tgs_1": 512.0}
-    return internlm_line(
-        StepRow(iteration - 1, loss, 1.0, rates, 1e-3, 1.0, 1.5, 1, 512, 0, None, 0.1, {}), DATE, 1
-    )
 
 
 def metrics(iteration: int, loss: float | None, **changes) -> str:
@@ -61,12 +53,6 @@ SOURCES = {
     "short": ("", lambda n, loss: iteration_line(row(n, loss), 1.0), SHORT_VALIDATION, 1020.0),
     "megatron": (DUMP, lambda n, loss: megatron_line(row(n, loss), False), BLOCK, 1024.0),
     "aurora": ("", lambda n, loss: aurora_line(row(n, loss), 1.0, 1.0, DATE), BLOCK, 1024.0),
-    "internlm": (
-        "data parallel size: 2, pipeline parallel size: 1, tensor parallel size: 1\n",
-        internlm,
-        BLOCK,
-        1024.0,
-    ),
     "metrics": ("", metrics, VALIDATION_ROW, 1024.0),
 }
 

@@ -12,9 +12,16 @@ from typing import Any
 
 from megatron.config import architecture
 from megatron.config.model import ModelConfig
+from tools.convert import family_table
 from tools.convert.config_keys import Keys, read_json
-from tools.convert.family_table import FAMILIES, Family
+from tools.convert.family_table import Family
 from tools.convert.links import SHOWN, ConversionError
+from tools.convert.options import of_features
+
+FAMILIES: Mapping[str, Family] = {
+    **family_table.FAMILIES,
+    **{name: one for formats in of_features() for name, one in formats.families().items()},
+}
 
 # What tests/tools/convert/test_verified_exports.py compared with transformers: by family the values
 # of `features`, all pairs of them but those `apart`.

@@ -41,12 +41,12 @@ from tools.convert.links import (
 # Our parameters of a layer.
 _LAYER = "decoder.layers.{}."
 _ATTENTION = _LAYER + "self_attention."
-_INPUT_NORM = _LAYER + "input_layernorm"
-_QKV = _ATTENTION + "linear_qkv"
-_PROJ = _ATTENTION + "linear_proj"
-_MLP_NORM = _LAYER + "pre_mlp_layernorm"
-_FC1 = _LAYER + "mlp.linear_fc1"
-_FC2 = _LAYER + "mlp.linear_fc2"
+INPUT_NORM = _LAYER + "input_layernorm"
+LINEAR_QKV = _ATTENTION + "linear_qkv"
+PROJ = _ATTENTION + "linear_proj"
+MLP_NORM = _LAYER + "pre_mlp_layernorm"
+FC1 = _LAYER + "mlp.linear_fc1"
+FC2 = _LAYER + "mlp.linear_fc2"
 _FINAL_NORM = "decoder.final_layernorm"
 _WINDOW = 4096  # sliding_window of mistral, qwen2 and qwen3 where the key is missing
 _FIRST_WINDOW_LAYER = 28  # and max_window_layers of qwen2 and qwen3
@@ -83,7 +83,7 @@ class Family:
 Sources = Mapping[str, str | tuple[tuple[str, ...], Transform]]  # a plain name: the same tensor
 
 
-def _llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names:
+def llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names:
     """Llama's names, which most families have; `changes` are other names of some of our
     parameters. Without `gated` the MLP has an up and a down matrix."""
     at = "model.layers.{}."
@@ -91,14 +91,14 @@ def _llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names
     gate_up = ((at + "mlp.gate_proj", at + "mlp.up_proj"), GATE_UP)
     table: Sources = {
         "embedding.word_embeddings": "model.embed_tokens",
-        _INPUT_NORM: at + "input_layernorm",
-        _QKV: (qkv, QKV),
+        INPUT_NORM: at + "input_layernorm",
+        LINEAR_QKV: (qkv, QKV),
         _ATTENTION + "q_layernorm": at + "self_attn.q_norm",
         _ATTENTION + "k_layernorm": at + "self_attn.k_norm",
-        _PROJ: at + "self_attn.o_proj",
-        _MLP_NORM: at + "post_attention_layernorm",
-        _FC1: gate_up if gated else at + "mlp.up_proj",
-        _FC2: at + "mlp.down_proj",
+        PROJ: at + "self_attn.o_proj",
+        MLP_NORM: at + "post_attention_layernorm",
+        FC1: gate_up if gated else at + "mlp.up_proj",
+        FC2: at + "mlp.down_proj",
         _FINAL_NORM: "model.norm",
         "output_layer": "lm_head",
         **(changes or {}),
@@ -115,7 +115,7 @@ def _moe_names(block: str, gate: str, up: str, down: str) -> Names:
     expert = at + block + ".experts.{expert}."
     shared = at + "mlp.shared_expert."
     mlp = _LAYER + "mlp."
-    return _llama_names(
+    return llama_names(
         {
             mlp + "router": f"{at}{block}.gate",
             mlp + "experts.linear_fc1": ((expert + gate, expert + up), EXPERTS_GATE_UP),
@@ -130,37 +130,19 @@ def _moe_names(block: str, gate: str, up: str, down: str) -> Names:
     )
 
 
-def _internlm2_names() -> Names:
-    """InternLM2 keeps queries, keys and values by query group, as we do; w1 is the gate, w3 the up
-    matrix."""
-    at = "model.layers.{}."
-    return _llama_names(
-        {
-            "embedding.word_embeddings": "model.tok_embeddings",
-            "output_layer": "output",
-            _INPUT_NORM: at + "attention_norm",
-            _MLP_NORM: at + "ffn_norm",
-            _QKV: at + "attention.wqkv",
-            _PROJ: at + "attention.wo",
-            _FC1: ((at + "feed_forward.w1", at + "feed_forward.w3"), GATE_UP),
-            _FC2: at + "feed_forward.w2",
-        }
-    )
-
-
 def _neox_names(base: str, attention: str, final_norm: str) -> Names:
     """GPT-NeoX keeps queries, keys and values of each head together, as we do."""
     at = base + "layers.{}."
-    return _llama_names(
+    return llama_names(
         {
-            _INPUT_NORM: at + "input_layernorm",
-            _QKV: f"{at}{attention}.query_key_value",
-            _PROJ: f"{at}{attention}.dense",
+            INPUT_NORM: at + "input_layernorm",
+            LINEAR_QKV: f"{at}{attention}.query_key_value",
+            PROJ: f"{at}{attention}.dense",
             _ATTENTION + "q_layernorm": f"{at}{attention}.q_layernorm",
             _ATTENTION + "k_layernorm": f"{at}{attention}.k_layernorm",
-            _MLP_NORM: at + "post_attention_layernorm",
-            _FC1: at + "mlp.dense_h_to_4h",
-            _FC2: at + "mlp.dense_4h_to_h",
+            MLP_NORM: at + "post_attention_layernorm",
+            FC1: at + "mlp.dense_h_to_4h",
+            FC2: at + "mlp.dense_4h_to_h",
             _FINAL_NORM: base + final_norm,
         }
     )
@@ -172,12 +154,12 @@ def _gpt2_names(qkv: Transform = FUSED_QKV, matrix: Transform = TRANSPOSED) -> N
     return {
         "embedding.word_embeddings": (("transformer.wte",), SAME),
         "embedding.position_embeddings": (("transformer.wpe",), SAME),
-        _INPUT_NORM: ((at + "ln_1",), SAME),
-        _QKV: ((at + "attn.c_attn",), qkv),
-        _PROJ: ((at + "attn.c_proj",), matrix),
-        _MLP_NORM: ((at + "ln_2",), SAME),
-        _FC1: ((at + "mlp.c_fc",), matrix),
-        _FC2: ((at + "mlp.c_proj",), matrix),
+        INPUT_NORM: ((at + "ln_1",), SAME),
+        LINEAR_QKV: ((at + "attn.c_attn",), qkv),
+        PROJ: ((at + "attn.c_proj",), matrix),
+        MLP_NORM: ((at + "ln_2",), SAME),
+        FC1: ((at + "mlp.c_fc",), matrix),
+        FC2: ((at + "mlp.c_proj",), matrix),
         _FINAL_NORM: (("transformer.ln_f",), SAME),
         "output_layer": (("lm_head",), SAME),
     }
@@ -418,14 +400,6 @@ def _gemma_embedding(keys: Keys, flags: Flags) -> Flags:
     return flags | {"embedding_multiplier": flags["hidden_size"] ** 0.5}
 
 
-def _internlm_rotary(keys: Keys) -> None:
-    rotary = keys.take("rotary", {}, dict)
-    if rotary.get("type", "dynamic") not in ("dynamic", "origin"):
-        keys.refuse("rotary", rotary, "the types dynamic and origin can be")
-    if "base" in rotary:
-        keys.table = keys.table | {"rope_theta": rotary["base"]}
-
-
 # --- flags -> config.json
 
 
@@ -459,10 +433,10 @@ def _write_bigcode(m: ModelConfig) -> dict[str, Any]:
 _RMS_NORM: Flags = {"normalization": "RMSNorm"}
 _LAYER_NORM: Flags = {"normalization": "LayerNorm"}
 _INTERLEAVED: Flags = {"rotary_interleaved": True}
-_QKV_BIAS = ("add_qkv_bias",)
-_ATTENTION_BIASES = (*_QKV_BIAS, "add_attention_output_bias")
-_ALL_BIASES = (*_ATTENTION_BIASES, "add_mlp_bias")
-_ATTENTION_BIAS = Key("attention_bias", False, _ATTENTION_BIASES)
+QKV_BIAS = ("add_qkv_bias",)
+ATTENTION_BIASES = (*QKV_BIAS, "add_attention_output_bias")
+_ALL_BIASES = (*ATTENTION_BIASES, "add_mlp_bias")
+_ATTENTION_BIAS = Key("attention_bias", False, ATTENTION_BIASES)
 _MLP_BIAS = Key("mlp_bias", False, ("add_mlp_bias",))
 _NO_PARALLEL = (False, "attention and MLP run one behind the other")
 _POST_NORMS: Flags = _RMS_NORM | {
@@ -471,7 +445,7 @@ _POST_NORMS: Flags = _RMS_NORM | {
     "post_mlp_layernorm": True,
     "qk_layernorm": True,
 }
-_POST_NORM_NAMES = _llama_names(
+_POST_NORM_NAMES = llama_names(
     {
         _LAYER + "post_self_attn_layernorm": "model.layers.{}.post_attention_layernorm",
         _LAYER + "post_mlp_layernorm": "model.layers.{}.post_feedforward_layernorm",
@@ -498,7 +472,7 @@ _NEOX_ENDS: Names = {
 }
 
 
-def _like_llama(
+def like_llama(
     model_type: str,
     architecture: str,
     names: Names,
@@ -588,16 +562,16 @@ FAMILIES: Mapping[str, Family] = {
             _MASKS,
             "transformer.",
         ),
-        _like_llama(
+        like_llama(
             "llama",
             "LlamaForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(keys=(_ATTENTION_BIAS, _MLP_BIAS)),
         ),
-        _like_llama(
+        like_llama(
             "qwen2",
             "Qwen2ForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 flags=_RMS_NORM | {"add_qkv_bias": True},
                 kv_heads=32,
@@ -606,10 +580,10 @@ FAMILIES: Mapping[str, Family] = {
                 written=_no_window_used,
             ),
         ),
-        _like_llama(
+        like_llama(
             "qwen3",
             "Qwen3ForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 flags=_RMS_NORM | {"qk_layernorm": True},
                 keys=(_ATTENTION_BIAS,),
@@ -619,53 +593,19 @@ FAMILIES: Mapping[str, Family] = {
                 written=_no_window_used,
             ),
         ),
-        _like_llama(
+        like_llama(
             "mistral",
             "MistralForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(kv_heads=8, last=_no_window, written=lambda m: {"sliding_window": None}),
         ),
-        _like_llama(
-            "internlm",
-            "InternLMForCausalLM",
-            _llama_names(),
-            Dialect(
-                keys=(Key("bias", True, _ATTENTION_BIASES),),
-                first=_internlm_rotary,
-                written=lambda m: {"rotary": {"base": m.rotary_base, "type": "dynamic"}},
-                omitted=(
-                    "head_dim num_key_value_heads rope_theta rope_scaling rope_parameters"
-                ).split(),
-            ),
-        ),
-        _like_llama(
-            "internlm2",
-            "InternLM2ForCausalLM",
-            _internlm2_names(),
-            Dialect(
-                keys=(Key("bias", True, _ATTENTION_BIASES),),
-                omitted=("head_dim", "rope_parameters"),
-            ),
-        ),
-        _like_llama(
-            "internlm3",
-            "InternLM3ForCausalLM",
-            _llama_names(),
-            Dialect(
-                keys=(
-                    Key("qkv_bias", False, _QKV_BIAS),
-                    Key("bias", False, ("add_attention_output_bias", "add_mlp_bias")),
-                ),
-                omitted=("rope_parameters",),
-            ),
-        ),
-        _like_llama(
+        like_llama(
             "phi3",
             "Phi3ForCausalLM",
-            _llama_names(
+            llama_names(
                 {
-                    _QKV: (("model.layers.{}.self_attn.qkv_proj",), FUSED_QKV_ROWS),
-                    _FC1: _GATE_UP_ROWS,
+                    LINEAR_QKV: (("model.layers.{}.self_attn.qkv_proj",), FUSED_QKV_ROWS),
+                    FC1: _GATE_UP_ROWS,
                 }
             ),
             Dialect(
@@ -677,13 +617,13 @@ FAMILIES: Mapping[str, Family] = {
                 written=_phi3_keys,
             ),
         ),
-        _like_llama(
+        like_llama(
             "seed_oss",
             "SeedOssForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 keys=(
-                    Key("attention_bias", True, _QKV_BIAS),
+                    Key("attention_bias", True, QKV_BIAS),
                     Key("attention_out_bias", False, ("add_attention_output_bias",)),
                     _MLP_BIAS,
                 ),
@@ -692,13 +632,13 @@ FAMILIES: Mapping[str, Family] = {
                 dropouts=("residual_dropout",),
             ),
         ),
-        _like_llama(
+        like_llama(
             "starcoder2",
             "Starcoder2ForCausalLM",
-            _llama_names(
+            llama_names(
                 {
-                    _FC1: "model.layers.{}.mlp.c_fc",
-                    _FC2: "model.layers.{}.mlp.c_proj",
+                    FC1: "model.layers.{}.mlp.c_fc",
+                    FC2: "model.layers.{}.mlp.c_proj",
                 },
                 gated=False,
             ),
@@ -714,10 +654,10 @@ FAMILIES: Mapping[str, Family] = {
                 written=lambda m: {"sliding_window": None},
             ),
         ),
-        _like_llama(
+        like_llama(
             "nemotron",
             "NemotronForCausalLM",
-            _llama_names(gated=False),
+            llama_names(gated=False),
             Dialect(
                 flags=_LAYER_NORM | {"apply_layernorm_1p": True},
                 keys=(_ATTENTION_BIAS, _MLP_BIAS),
@@ -726,13 +666,13 @@ FAMILIES: Mapping[str, Family] = {
                 partial=0.5,
             ),
         ),
-        _like_llama(
+        like_llama(
             "stablelm",
             "StableLmForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 flags=_LAYER_NORM,
-                keys=(Key("use_qkv_bias", False, _QKV_BIAS),),
+                keys=(Key("use_qkv_bias", False, QKV_BIAS),),
                 fixed={
                     "use_parallel_residual": _NO_PARALLEL,
                     "qk_layernorm": (False, "each head has norm weights of its own there"),
@@ -744,36 +684,36 @@ FAMILIES: Mapping[str, Family] = {
                 dropouts=("hidden_dropout",),
             ),
         ),
-        _like_llama(
+        like_llama(
             "glm",
             "GlmForCausalLM",
-            _llama_names({_FC1: _GATE_UP_ROWS}),
+            llama_names({FC1: _GATE_UP_ROWS}),
             Dialect(
                 flags=_RMS_NORM | _INTERLEAVED,
-                keys=(Key("attention_bias", False, _QKV_BIAS),),
+                keys=(Key("attention_bias", False, QKV_BIAS),),
                 epsilon=("rms_norm_eps", 1.5625e-07),
                 kv_heads=2,
                 head_dim=128,
                 partial=0.5,
             ),
         ),
-        _like_llama(
+        like_llama(
             "helium",
             "HeliumForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 flags=_RMS_NORM | _INTERLEAVED,
-                keys=(Key("attention_bias", False, _QKV_BIAS), _MLP_BIAS),
+                keys=(Key("attention_bias", False, QKV_BIAS), _MLP_BIAS),
                 epsilon=("rms_norm_eps", 1e-8),
                 kv_heads=20,
                 head_dim=128,
                 theta=100000,
             ),
         ),
-        _like_llama(
+        like_llama(
             "ernie4_5",
             "Ernie4_5ForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 flags=_RMS_NORM | _INTERLEAVED,
                 keys=(Key("use_bias", False, _ALL_BIASES),),
@@ -784,37 +724,37 @@ FAMILIES: Mapping[str, Family] = {
                 tied=True,
             ),
         ),
-        _like_llama(
+        like_llama(
             "ministral",
             "MinistralForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(kv_heads=8, last=_no_window, written=_wide_window),
         ),
-        _like_llama(
+        like_llama(
             "arcee",
             "ArceeForCausalLM",
-            _llama_names(gated=False),
+            llama_names(gated=False),
             Dialect(
                 keys=(_ATTENTION_BIAS, _MLP_BIAS),
                 activations=RELU2,
                 epsilon=("rms_norm_eps", 1e-5),
             ),
         ),
-        _like_llama(
+        like_llama(
             "jais2",
             "Jais2ForCausalLM",
-            _llama_names(gated=False),
+            llama_names(gated=False),
             Dialect(
                 flags=_LAYER_NORM,
                 keys=(
-                    Key("attention_bias", True, _ATTENTION_BIASES),
+                    Key("attention_bias", True, ATTENTION_BIASES),
                     Key("mlp_bias", True, ("add_mlp_bias",)),
                 ),
                 activations=RELU2,
                 epsilon=("layer_norm_eps", 1e-5),
             ),
         ),
-        _like_llama(
+        like_llama(
             "persimmon",
             "PersimmonForCausalLM",
             _neox_names("model.", "self_attn", "final_layernorm"),
@@ -829,7 +769,7 @@ FAMILIES: Mapping[str, Family] = {
                 dropouts=("hidden_dropout",),
             ),
         ),
-        _like_llama(
+        like_llama(
             "mixtral",
             "MixtralForCausalLM",
             _moe_names("block_sparse_moe", "w1", "w3", "w2"),
@@ -842,14 +782,14 @@ FAMILIES: Mapping[str, Family] = {
                 written=lambda m: {"sliding_window": None, "intermediate_size": m.expert_ffn},
             ),
         ),
-        _like_llama(
+        like_llama(
             "qwen2_moe",
             "Qwen2MoeForCausalLM",
             _QWEN_EXPERTS,
             Dialect(
                 flags=_RMS_NORM | {"moe_shared_expert_gate": True},
                 keys=(
-                    Key("qkv_bias", True, _QKV_BIAS),
+                    Key("qkv_bias", True, QKV_BIAS),
                     Key("num_experts", 60, ("num_experts",)),
                     _topk(4),
                     Key("moe_intermediate_size", 1408, _EXPERT_WIDTH),
@@ -864,7 +804,7 @@ FAMILIES: Mapping[str, Family] = {
                 written=_qwen_moe,
             ),
         ),
-        _like_llama(
+        like_llama(
             "qwen3_moe",
             "Qwen3MoeForCausalLM",
             _QWEN_EXPERTS,
@@ -882,7 +822,7 @@ FAMILIES: Mapping[str, Family] = {
                 written=_qwen_moe,
             ),
         ),
-        _like_llama(
+        like_llama(
             "olmoe",
             "OlmoeForCausalLM",
             _QWEN_EXPERTS,
@@ -897,7 +837,7 @@ FAMILIES: Mapping[str, Family] = {
                 written=lambda m: _normalization(m) | {"intermediate_size": m.expert_ffn},
             ),
         ),
-        _like_llama(
+        like_llama(
             "gpt_neox",
             "GPTNeoXForCausalLM",
             {**_neox_names("gpt_neox.", "attention", "final_layer_norm"), **_NEOX_ENDS},
@@ -905,7 +845,7 @@ FAMILIES: Mapping[str, Family] = {
                 flags=_LAYER_NORM | {"add_mlp_bias": True},
                 keys=(
                     Key("use_parallel_residual", True, ("use_parallel_residual",)),
-                    Key("attention_bias", True, _ATTENTION_BIASES),
+                    Key("attention_bias", True, ATTENTION_BIASES),
                 ),
                 activations=GELU_ERF | GELU_TANH | {"gelu_fast": "gelu (tanh)"},
                 epsilon=("layer_norm_eps", 1e-5),
@@ -923,10 +863,10 @@ FAMILIES: Mapping[str, Family] = {
             ),
             _NEOX_BUFFERS,
         ),
-        _like_llama(
+        like_llama(
             "smollm3",
             "SmolLM3ForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 keys=(_ATTENTION_BIAS, _MLP_BIAS),
                 kv_heads=4,
@@ -936,12 +876,12 @@ FAMILIES: Mapping[str, Family] = {
                 written=_smollm3_keys,
             ),
         ),
-        _like_llama(
+        like_llama(
             "glm4",
             "Glm4ForCausalLM",
-            _llama_names(
+            llama_names(
                 {
-                    _FC1: _GATE_UP_ROWS,
+                    FC1: _GATE_UP_ROWS,
                     _LAYER + "post_self_attn_layernorm": "model.layers.{}.post_self_attn_layernorm",
                     _LAYER + "post_mlp_layernorm": "model.layers.{}.post_mlp_layernorm",
                 }
@@ -950,20 +890,20 @@ FAMILIES: Mapping[str, Family] = {
                 flags=_RMS_NORM
                 | _INTERLEAVED
                 | {"post_self_attn_layernorm": True, "post_mlp_layernorm": True},
-                keys=(Key("attention_bias", False, _QKV_BIAS),),
+                keys=(Key("attention_bias", False, QKV_BIAS),),
                 epsilon=("rms_norm_eps", 1.5625e-07),
                 kv_heads=2,
                 head_dim=128,
                 partial=0.5,
             ),
         ),
-        _like_llama(
+        like_llama(
             "apertus",
             "ApertusForCausalLM",
-            _llama_names(
+            llama_names(
                 {
-                    _INPUT_NORM: "model.layers.{}.attention_layernorm",
-                    _MLP_NORM: "model.layers.{}.feedforward_layernorm",
+                    INPUT_NORM: "model.layers.{}.attention_layernorm",
+                    MLP_NORM: "model.layers.{}.feedforward_layernorm",
                     _LAYER + "mlp.xielu": "model.layers.{}.mlp.act_fn",
                 },
                 gated=False,
@@ -981,8 +921,8 @@ FAMILIES: Mapping[str, Family] = {
                 "model.layers.{}.mlp.act_fn.eps": -1e-6,
             },
         ),
-        _like_llama("olmo2", "Olmo2ForCausalLM", _POST_NORM_NAMES, Dialect(**_OLMO)),
-        _like_llama(
+        like_llama("olmo2", "Olmo2ForCausalLM", _POST_NORM_NAMES, Dialect(**_OLMO)),
+        like_llama(
             "olmo3",
             "Olmo3ForCausalLM",
             _POST_NORM_NAMES,
@@ -995,7 +935,7 @@ FAMILIES: Mapping[str, Family] = {
                 written=_olmo3_keys,
             ),
         ),
-        _like_llama(
+        like_llama(
             "exaone4",
             "Exaone4ForCausalLM",
             _POST_NORM_NAMES,
@@ -1007,10 +947,10 @@ FAMILIES: Mapping[str, Family] = {
                 written=_exaone4_keys,
             ),
         ),
-        _like_llama(
+        like_llama(
             "granite",
             "GraniteForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 keys=(
                     _ATTENTION_BIAS,
@@ -1022,10 +962,10 @@ FAMILIES: Mapping[str, Family] = {
                 ),
             ),
         ),
-        _like_llama(
+        like_llama(
             "gemma",
             "GemmaForCausalLM",
-            _llama_names(),
+            llama_names(),
             Dialect(
                 flags=_RMS_NORM | {"apply_layernorm_1p": True},
                 keys=(_ATTENTION_BIAS,),

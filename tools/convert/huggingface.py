@@ -16,8 +16,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert import hf_tokenizer
 from tools.convert.config_keys import Keys
-from tools.convert.families import config_for, fitting, notes_on, read_config
-from tools.convert.family_table import FAMILIES, Family
+from tools.convert.families import FAMILIES, config_for, fitting, notes_on, read_config
+from tools.convert.family_table import Family
 from tools.convert.hf_files import (
     CONFIG,
     HFFolder,

@@ -18,6 +18,7 @@ from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
+from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
@@ -122,6 +123,8 @@ def open_run(
         before=before,
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
+        sample_formats=formats_of(config),
+        generated_samples=generated_by(config),
     )
     dataset, _, _ = source_of(d).build(d, request, [])
     assert dataset is not None, "--train-iters is at least 1"

@@ -159,8 +159,9 @@ def blends(d: DataConfig) -> Iterator[str]:
             )
 
 
-def missing_data(d: DataConfig) -> Iterator[str]:
-    """The pairs that are not on this machine, and files of paths that cannot be read."""
+def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
+    """The pairs that are not on this machine, and files of paths that cannot be read. `indices`:
+    of the formats of packed samples."""
     for flag, words in read_blends(d):
         if isinstance(words, str):
             yield f"{flag}: {words}"
@@ -180,7 +181,7 @@ def missing_data(d: DataConfig) -> Iterator[str]:
                 if d.packed_samples:
                     from megatron.config.checks.packed import word_problems
 
-                    found = word_problems(flag, prefix)
+                    found = word_problems(flag, prefix, indices)
                 yield from _corpus(flag, prefix, len(words)) if found is None else found
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.config.checks.facts import Facts
 
 # Flags that cannot be combined with --packed-samples, the value that disables them, what to do.
 _APART = (
-    ("mock_data", False, "it is one long text; --dummy-data internlm makes up samples"),
+    ("mock_data", False, "it is one long text; --dummy-data generates samples"),
     (
         "data_path",
         None,
@@ -53,11 +53,13 @@ def rule(f: Facts) -> Iterator[str]:
         )
 
 
-def word_problems(flag: str, word: str) -> list[str] | None:
-    """What is wrong with a word of a data flag that is a directory or a file of InternLM's; None if
-    it is neither, but a prefix or a pattern."""
+def word_problems(flag: str, word: str, indices: Sequence[str]) -> list[str] | None:
+    """What is wrong with a word of a data flag that is a directory, or a file of a format whose
+    second file has one of `indices` behind its name; None if it is neither, but a prefix or a
+    pattern."""
     if not os.path.isdir(word) or os.path.isfile(word + ".idx"):
-        return [] if os.path.isfile(word.removesuffix(".bin") + ".bin.meta") else None
+        file = word.removesuffix(".bin") + ".bin"
+        return [] if any(os.path.isfile(file + end) for end in indices) else None
     files = [
         os.path.join(path, name)
         for path, _, names in os.walk(word, followlinks=True)
@@ -66,17 +68,18 @@ def word_problems(flag: str, word: str) -> list[str] | None:
     ]
     if not files:
         return [
-            f"{flag}: {word} holds no .bin; give a folder of InternLM's (FOLDER/SUBSET/X.bin with "
-            "X.bin.meta), or a prefix written by tools/preprocess_data.py "
+            f"{flag}: {word} holds no .bin; give a folder with one directory per subset "
+            "(FOLDER/SUBSET/X.bin), or a prefix written by tools/preprocess_data.py "
             "[packed-folder-without-data]"
         ]
     bare = sorted(
         path
         for path in files
-        if not (os.path.isfile(path + ".meta") or os.path.isfile(path[:-4] + ".idx"))
+        if not any(map(os.path.isfile, [path[:-4] + ".idx", *(path + end for end in indices)]))
     )
+    second = " or ".join([".idx", *(f".bin{end}" for end in indices)])
     return [
-        f"{flag}: {path} has no {os.path.basename(path)}.meta next to it (nor an .idx); copy it "
-        "too, or make both again [packed-meta-missing]"
+        f"{flag}: {path} has no {second} next to it; copy it too, or make both again "
+        "[packed-meta-missing]"
         for path in bare[:3]
     ]

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -28,12 +28,28 @@ SPLITS = ("train", "valid", "test")
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
+class HasIndex(Protocol):
+    """A format of packed samples: X.bin, and a file with `index` behind that name."""
+
+    index: str
+
+
 @runtime_checkable
-class NamesFiles(Protocol):
-    """A group of flags that looks for its files itself, as features do."""
+class KnowsFiles(Protocol):
+    """A group of flags that knows files which the core does not, as features do."""
+
+    sample_formats: Sequence[HasIndex]
 
     def missing(self) -> Iterable[str]:
         """What a real run would not find on this machine."""
+
+    @staticmethod
+    def converter_command(load: str) -> str | None:
+        """What tools/convert_checkpoint.py reads the checkpoint of another suite with."""
+
+
+def _knowing(groups: Iterable[object]) -> list[KnowsFiles]:
+    return [group for group in groups if isinstance(group, KnowsFiles)]
 
 
 def problems(config: Config) -> list[str]:
@@ -52,10 +68,11 @@ def missing(config: Config) -> list[str]:
     """What a real run would not find on this machine."""
     d = config.data
     c = config.checkpoint
+    knowing = _knowing(vars(config).values())
     found = []
     if not any(_given(d).values()):
         found.append(
-            "no data: give --train-data-path FOLDER, or --dummy-data internlm [data-missing]"
+            "no data: give --train-data-path FOLDER, or --dummy-data [data-missing]"
             if d.packed_samples
             else (
                 "no data: give --data-path PREFIX (written by tools/preprocess_data.py), or "
@@ -65,8 +82,8 @@ def missing(config: Config) -> list[str]:
     elif sum(_given(d).values()) == 1 and _has_files(d):
         from megatron.config.checks.data_paths import missing_data
 
-        found += missing_data(d)
-    found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c))]
+        found += missing_data(d, [one.index for group in knowing for one in group.sample_formats])
+    found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
     found += [] if config.training.skip_train else _overwritten(c)
     for flag, path in (
         ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
@@ -84,9 +101,8 @@ def missing(config: Config) -> list[str]:
     ):
         if path is not None:
             found += file_to_write(flag, path)
-    for group in vars(config).values():
-        if isinstance(group, NamesFiles):
-            found += group.missing()
+    for group in knowing:
+        found += group.missing()
     return found
 
 
@@ -199,7 +215,7 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
         )
 
 
-def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
+def _checkpoint(c: CheckpointConfig, groups: Iterable[object]) -> Iterator[str]:
     if c.load is None:
         return
     if not os.path.lexists(c.load) and not _same_path(c.load, c.save):
@@ -215,7 +231,7 @@ def _checkpoint(c: CheckpointConfig) -> Iterator[str]:
             "directories [path-is-a-file]"
         )
         return
-    if problem := of_another_suite(c.load):
+    if problem := of_another_suite(c.load, groups):
         yield problem
         return
     here = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
@@ -312,10 +328,11 @@ def _same_path(one: str, other: str | None) -> bool:
     return other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
-def of_another_suite(load: str) -> str | None:
+def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
     """The problem of a --load that only the converter can read: without this, training would find
-    no checkpoint and start from random weights."""
-    command = _converter_command(load)
+    no checkpoint and start from random weights. `groups`: those of the command line, or their
+    classes."""
+    command = _converter_command(load, _knowing(groups))
     return command and (
         f"--load {load}: not a checkpoint of this suite; convert it: python "
         f"tools/convert_checkpoint.py {command}, then give --load DIR "
@@ -323,7 +340,7 @@ def of_another_suite(load: str) -> str | None:
     )
 
 
-def _converter_command(load: str) -> str | None:
+def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
     newest = newest_checkpoint(load)
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {shlex.quote(load)} DIR"
@@ -333,23 +350,9 @@ def _converter_command(load: str) -> str | None:
         return f"megatron-import {shlex.quote(load)} DIR"
     if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
         return f"deepspeed-import {shlex.quote(load)} DIR"
-    if newest is None and (step := _internlm_step(load)):
-        return f"internlm-import {shlex.quote(step)} DIR"
+    if newest is None:
+        return next(filter(None, (group.converter_command(load) for group in groups)), None)
     return None
-
-
-def _internlm_step(load: str) -> str | None:
-    """The folder of a step of InternLM's training: `load`, or the newest in it (LOAD/50)."""
-    steps = sorted((n for n in listing(load) if n.isdecimal()), key=int, reverse=True)
-    folders = [load, *(os.path.join(load, n) for n in steps)]
-    return next(
-        (
-            one
-            for one in folders
-            if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", n) for n in listing(one))
-        ),
-        None,
-    )
 
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:

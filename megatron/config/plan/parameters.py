@@ -106,35 +106,6 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
     return draw
 
 
-def internlm_scheme(model: ModelConfig) -> Scheme:
-    """InternLM's initial values, whatever the width (of the version whose logs
-    the demos show).
-
-    What ends the attention branch has 0.006 / sqrt(2 (layer + 1)), by its OWN layer; so has the up
-    half of a gated MLP, and the matrix after it has 0.0015.
-    """
-
-    def draw(role: str, layer: int) -> Draw:
-        if role in ("word_embedding", "position_embedding", "output_layer"):
-            return "normal", 0.0052
-        scaled = 0.006 / math.sqrt(2.0 * (layer + 1))
-        of_role = {
-            "qkv": 0.006,
-            "attention_output": scaled,
-            "mlp_in": (0.006, scaled) if model.gated else 0.006,
-            "mlp_out": 0.0015,
-        }
-        return "normal", of_role[role]
-
-    return draw
-
-
-SCHEMES: dict[str, Callable[[ModelConfig], Scheme]] = {
-    "megatron": megatron_scheme,
-    "internlm": internlm_scheme,
-}
-
-
 def parameter_table(
     model: ModelConfig,
     padded_vocab_size: int,
@@ -146,7 +117,7 @@ def parameter_table(
     `vocab_size` is the number of rows of the (padded) vocabulary that mean something; without it
     all do. `scheme` gives the initial values of matrices (default: that of --init-scheme).
     """
-    draw = scheme or SCHEMES[model.init_scheme](model)
+    draw = scheme or megatron_scheme(model)
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
     # With tied weights the first and the last pipeline stage each have a copy that sees its own use

@@ -80,8 +80,8 @@ def split_layers(
     layers once, in order.
 
     Chunk c of stage s is the virtual stage c * stages + s (Narayanan et al. 2021). Layers are
-    shared as evenly as can be; what does not divide goes to the last virtual stages, one each
-    (InternLM's rule), so that neither two of them nor two stages differ by more than a layer.
+    shared as evenly as can be; what does not divide goes to the last virtual stages, one each,
+    so that neither two of them nor two stages differ by more than a layer.
     `first` and `last` are the layers of the first and the last stage, in equal chunks; the others
     share the rest. Raises ValueError with the flags, values and remedy.
     """

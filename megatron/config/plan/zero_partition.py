@@ -1,7 +1,4 @@
-"""Assignment of whole parameters to the ranks of the sharded optimizer, by InternLM's rule.
-
-It reproduces the numbers of elements that the demos log.
-"""
+"""Assignment of whole parameters to the ranks of the sharded optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
 
 @dataclass(frozen=True)
 class Partition:
-    """`order`: the parameters' numbers as InternLM walks them; `pieces`: of each, by its number,
+    """`order`: the parameters' numbers as they are walked; `pieces`: of each, by its number,
     (elements, owner)."""
 
     order: tuple[int, ...]
@@ -27,8 +24,8 @@ def whole_parameters(
     """Walk the parameters, which are named in the model's order, and go to the next rank when one
     has its share.
 
-    InternLM's blocks have attention first, then both norms, then the MLP, whose gate and up
-    matrices are two parameters there and one here. A parameter with which a rank passes 1.01 of the
+    The walk has attention first, then both norms, then the MLP, whose gate and up matrices count
+    as two parameters. A parameter with which a rank passes 1.01 of the
     mean goes to the next rank, uncounted.
     """
     order = sorted(range(len(names)), key=lambda number: _place(names, number))

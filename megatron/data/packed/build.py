@@ -12,16 +12,10 @@ from megatron.data.blend.splits import SPLITS
 from megatron.data.build import Blends, Splits, read_blends
 from megatron.data.indexed_dataset import idx_path
 from megatron.data.packed.documents import Documents
-from megatron.data.packed.internlm_dummy import SUBSETS, VOCABULARY, DummySamples
-from megatron.data.packed.internlm_files import (
-    JsonlTokens,
-    meta_path,
-    subset_names,
-    subset_of,
-    token_files,
-)
+from megatron.data.packed.folders import subset_names, subset_of, token_files
 from megatron.data.packed.loss_mask import tokens_of
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
+from megatron.data.packed.sample_formats import SampleFormat
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_lookup import Dataset
@@ -44,14 +38,14 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
     global_batch_size = request.global_batch_size
     vocab_size = request.checked_vocab_size
     identity = request.identity
+    formats = request.sample_formats
     mode: Literal["pieces", "blocks", "padded"] = (
         "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
     )
-    # InternLM's demos ask for samples of 50 tokens and more, but its generated ones are never left
-    # out.
-    shortest = 0 if data.dummy_data else data.min_sample_length
+    generated = request.generated_samples
+    shortest = 0 if generated else data.min_sample_length
     rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
-    blends: Blends = [None] * len(SPLITS) if data.dummy_data else read_blends(data)
+    blends: Blends = [None] * len(SPLITS) if generated else read_blends(data)
     assert isinstance(blends, list)  # packed samples have a flag of their own for each split
     found: list[Dataset | None] = []
     sets: list[Dataset] | None = None
@@ -82,14 +76,16 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
     for split, blend, size in zip(SPLITS, blends, request.sizes, strict=True):
         if size == 0:
             found.append(None)
-        elif data.dummy_data and split == "train":
-            if vocab_size is not None and vocab_size < VOCABULARY:
+        elif generated and split == "train":
+            name = f"--dummy-data {data.dummy_data}"
+            size_needed = generated.vocabulary
+            if vocab_size is not None and vocab_size < size_needed:
                 raise ValueError(
-                    f"--dummy-data internlm: has ids up to {VOCABULARY - 1}, the vocabulary has "
-                    f"{vocab_size}; give --vocab-size {VOCABULARY} or more [token-id-out-of-range]"
+                    f"{name}: has ids up to {size_needed - 1}, the vocabulary has "
+                    f"{vocab_size}; give --vocab-size {size_needed} or more [token-id-out-of-range]"
                 )
-            files: list[tuple[str, SampleFile]] = [(SUBSETS[0], DummySamples(sequence_length))]
-            found.append(made(split, DummySamples.prefix, list(SUBSETS), files, size))
+            files = [(generated.subsets[0], generated.open(sequence_length))]
+            found.append(made(split, name, list(generated.subsets), files, size))
         elif blend is None:
             found.append(None)
         elif split == "valid" and data.multiple_validation_sets:
@@ -99,7 +95,7 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
                     f"valid-{name}",
                     f"--valid-data-path {os.path.dirname(paths[0])}",
                     [name],
-                    [(name, _open(path, identity)) for path in paths],
+                    [(name, _open(path, identity, formats)) for path in paths],
                     size,
                 )
                 for name, paths in validation_sets(blend[0]).items()
@@ -109,7 +105,7 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
                 made(
                     split,
                     f"--{split}-data-path {' '.join(blend[0])}",
-                    *open_files(blend[0], identity),
+                    *open_files(blend[0], identity, formats),
                     size,
                 )
             )
@@ -118,8 +114,8 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
 
 
 def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
-    """By name the files of each set: of a folder each directory with .bin files is one, as InternLM
-    has it, called by what its path has beyond the folder that all are in; a prefix or a pattern is
+    """By name the files of each set: of a folder each directory with .bin files is one,
+    called by what its path has beyond the folder that all are in; a prefix or a pattern is
     one."""
     found: dict[str, list[str]] = {}
     for word in words:
@@ -132,12 +128,14 @@ def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def open_files(
-    words: Sequence[str], identity: Mapping[str, object] | None = None
+    words: Sequence[str],
+    identity: Mapping[str, object] | None = None,
+    formats: Sequence[SampleFormat] = (),
 ) -> tuple[list[str], list[tuple[str, SampleFile]]]:
     """(names of the subsets, (subset, file) of each file) that the words of a data flag name.
 
-    A word is a folder, whose directories are the subsets and whose files may be InternLM's or
-    Megatron's; or a prefix or a pattern of pairs, of which each is a subset of its own name.
+    A word is a folder, whose directories are the subsets and whose files are pairs or of one of
+    `formats`; or a prefix or a pattern of pairs, of which each is a subset of its own name.
     """
     subsets: list[str] = []
     files: list[tuple[str, SampleFile]] = []
@@ -150,21 +148,24 @@ def open_files(
             paths = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
             found = [(os.path.basename(path)[:-4], path) for path in paths]
             subsets += [name for name, _ in found]
-        files += [(subset, _open(path, identity)) for subset, path in found]
+        files += [(subset, _open(path, identity, formats)) for subset, path in found]
     return list(dict.fromkeys(subsets)), files
 
 
-def _open(path: str, identity: Mapping[str, object] | None) -> SampleFile:
+def _open(
+    path: str, identity: Mapping[str, object] | None, formats: Sequence[SampleFormat]
+) -> SampleFile:
     prefix = path[:-4]
     pair = os.path.exists(idx_path(prefix))
-    lines = os.path.exists(meta_path(path))
-    if pair and lines:
-        raise ValueError(
-            f"{path}: has {idx_path(prefix)} (Megatron's) and {meta_path(path)} (InternLM's) "
-            "next to it; remove the one that is not its own [packed-format-ambiguous]"
-        )
-    if lines or (not pair and os.path.exists(path)):
-        return JsonlTokens(path)
+    for one in formats:
+        second = os.path.exists(path + one.index)
+        if pair and second:
+            raise ValueError(
+                f"{path}: has {idx_path(prefix)} and {path}{one.index} next to it; remove the one "
+                "that is not its own [packed-format-ambiguous]"
+            )
+        if second or (not pair and os.path.exists(path)):
+            return one.open(path)
     if identity is not None:
         provenance.check(prefix, identity)
     return Documents(prefix)

@@ -1,8 +1,8 @@
 """The loss mask inside the token ids of a packed sample: one int32 per token says which token it is
 and whether the model is trained to predict it.
 
-A token that is trained is its id; one that is not is -id, as in InternLM's files. Ids of 0 are
-never trained there, where 0 is a token for padding or unknown text. In other vocabularies 0 is
+A token that is trained is its id; one that is not is -id. So an id of 0 is
+never trained: in many vocabularies 0 is a token for padding or unknown text. In others it is
 ordinary text ("!" of GPT-2 and Llama 3), so 0 with training is `TRAINED_ZERO`, which a reader that
 does not know it refuses as an id outside the vocabulary.
 """

@@ -1,9 +1,8 @@
 """Packed samples: rows of `rows` x `sequence_length` tokens, filled with whole samples one behind
 the other.
 
-The rule is InternLM's: the samples of a file are
-shuffled, put end to end and cut every row; what is left of a file is dropped, so a row never mixes
-files. The rows of all files are reshuffled each epoch.
+The samples of a file are shuffled, put end to end and cut every row; what is left of a file is
+dropped, so a row never mixes files. The rows of all files are reshuffled each epoch.
 """
 
 from __future__ import annotations
@@ -48,6 +47,16 @@ class SampleFile(Protocol):
         """What distinguishes its samples and their order from others, in any directory."""
 
 
+class CheckedSamples(SampleFile, Protocol):
+    """Samples whose file can be checked."""
+
+    bin_bytes: int
+
+    def id_range(self, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) id of the first samples until they have `limit` tokens (None: all),
+        (0, -1) without any."""
+
+
 @dataclass(frozen=True)
 class PackingRule:
     """How samples fill a row of `rows` x `sequence_length` tokens; those of fewer than `min_length`
@@ -56,8 +65,8 @@ class PackingRule:
     mode "pieces": a sample that a row's end cuts continues in the next row; what is in one row is a
     piece, cut again every `sequence_length` tokens, and attention stays inside a piece. "blocks":
     the same tokens, but attention stays inside the blocks of `sequence_length` tokens and crosses
-    samples (InternLM's pack_sample_into_one=True). "padded": `rows` samples, each cut to
-    `sequence_length`, the rest of the row zeros (InternLM without flash attention).
+    samples. "padded": `rows` samples, each cut to
+    `sequence_length`, the rest of the row zeros.
     """
 
     sequence_length: int

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from megatron.config.plan.plan import Plan
     from megatron.config.tree import Config
     from megatron.training.launch.initialize import Runtime
-    from megatron.training.logging.internlm_format import StepCounts
     from megatron.training.logging.iteration import LogFormat
 
 
@@ -26,17 +25,15 @@ class MegatronCliConfig(Feature):
         }
     }
 
-    def log_format(
-        self, config: Config, plan: Plan, counts: StepCounts | None, runtime: Runtime | None
-    ) -> LogFormat | None:
+    def log_format(self, config: Config, plan: Plan, runtime: Runtime | None) -> LogFormat | None:
         """The lines of Megatron or of AuroraGPT, a fork of it."""
         match config.logging.log_format:
             case "megatron":
                 from megatron.features.megatron_cli.megatron_format import MegatronLines
 
-                return MegatronLines(config, plan, counts, runtime)
+                return MegatronLines(config, plan, runtime)
             case "aurora":
                 from megatron.features.megatron_cli.aurora_format import AuroraLines
 
-                return AuroraLines(config, plan, counts, runtime)
+                return AuroraLines(config, plan, runtime)
         return None

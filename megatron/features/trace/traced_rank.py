@@ -143,7 +143,7 @@ def _samples(config: Config) -> Any:
     rows = config.training.micro_batch_size
     length = config.model.seq_length
     packed = config.data.packed_samples
-    subset = config.logging.counts_subsets(packed) and not packed
+    subset = config.counts_subsets and not packed
     shape = (1, 4, rows * length) if packed else (rows, length + 1 + subset)
     one = MicroBatch(torch.zeros(shape, dtype=torch.int64), packed, subset)
     return itertools.repeat(one)
@@ -153,7 +153,7 @@ def _count_subsets(run: Run) -> None:
     """As if all data were of one subset."""
     config = run.config
     packed = config.data.packed_samples
-    if config.logging.counts_subsets(packed):
+    if config.counts_subsets:
         ctx = run.runtime.ctx
         subsets = SubsetMetrics(("train",), ctx, config.logging.log_accuracy, packed)
         run.counters.append(subsets)

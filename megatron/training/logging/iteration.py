@@ -122,6 +122,16 @@ class IterationRow:
     params_norm: float | None = None
 
 
+class Columns(Protocol):
+    """Columns of the metrics besides those of the core."""
+
+    def add(self, result: IterationResult) -> None:
+        """Take in one iteration."""
+
+    def of(self, result: IterationResult) -> Mapping[str, Any]:
+        """Those of the iteration that came last, by name."""
+
+
 class LogFormat(Protocol):
     """The lines of one --log-format."""
 

@@ -13,7 +13,6 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
-from megatron.training.logging.internlm_format import StepCounts
 from megatron.training.logging.iteration import IterationResult, IterationRow
 from megatron.training.logging.short_format import hours
 
@@ -23,12 +22,9 @@ class LineFormat:
 
     ends_with_line = False
 
-    def __init__(
-        self, config: Config, plan: Plan, counts: StepCounts | None, runtime: Runtime | None
-    ):
+    def __init__(self, config: Config, plan: Plan, runtime: Runtime | None):
         self._config = config
         self._plan = plan
-        self._counts = counts
         self._runtime = runtime
         self._shape = flops.model_shape(config, plan)
         self._started = time.perf_counter()

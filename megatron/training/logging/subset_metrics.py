@@ -13,7 +13,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training.batch import Batch, MicroBatch
 from megatron.training.step_counter import StepCounter
 
-# Of the rows of data-parallel rank 0, as InternLM logs them: pieces, the longest one's tokens, the
+# Of the rows of data-parallel rank 0: pieces, the longest one's tokens, the
 # most and the fewest pieces of a row.
 FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
 

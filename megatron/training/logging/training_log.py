@@ -66,22 +66,15 @@ class TrainingLog:
         self._runtime = runtime
         self._memory_printed = False
         self._latest: IterationResult | None = None
-        self._counts = None
-        if config.logging.counts_subsets(config.data.packed_samples):
-            from megatron.training.logging.internlm_format import StepCounts
-
-            self._counts = StepCounts(config.model.seq_length, plan.world_size)
+        columns = (feature.columns(config, plan) for feature in features_of(config))
+        self._columns = [one for one in columns if one]
         self._format = self._log_format()
 
     def _log_format(self) -> LogFormat:
         logging = self._config.logging
         if logging.is_short:
             return ShortLog(self._config, self._plan, launcher.rank() == launcher.world_size() - 1)
-        parts = (self._config, self._plan, self._counts, self._runtime)
-        if logging.log_format == "internlm":
-            from megatron.training.logging.internlm_lines import InternlmLines
-
-            return InternlmLines(*parts)
+        parts = (self._config, self._plan, self._runtime)
         made = (feature.log_format(*parts) for feature in features_of(self._config))
         return next(filter(None, made))
 
@@ -112,8 +105,8 @@ class TrainingLog:
         """Take in one iteration; print its line when the interval is full."""
         self._interval.add(result)
         self._format.add(result)
-        if self._counts:
-            self._counts.add(result)
+        for columns in self._columns:
+            columns.add(result)
         if self.writers:
             self._write(result)
         self._latest = result
@@ -183,7 +176,9 @@ class TrainingLog:
     def _write(self, r: IterationResult) -> None:
         trained = r.skipped != "user"
         teraflops = self._teraflops(r.global_batch_size, r.seconds) if trained else None
-        counts = self._counts.of(r) if self._counts else {}
+        counts = dict(r.packed or {})
+        for columns in self._columns:
+            counts |= columns.of(r)
         for writer in self.writers:
             writer.iteration(r, teraflops, counts, self._memory)
 

@@ -34,6 +34,20 @@ class Refused(Exception):
     """A program reported the file and ended with a code that is not 0."""
 
 
+def run_tool(main: Callable[[list[str]], int], *words: object, good: tuple[int, ...] = (0,)) -> str:
+    """What a program prints. Raises Refused where it ends with another code than `good`."""
+    out = io.StringIO()
+    err = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+    if code not in good:
+        raise Refused(err.getvalue() or out.getvalue())
+    return out.getvalue()
+
+
 class Hang(BaseException):
     """A reader took longer than HANG_SECONDS."""
 

@@ -3,9 +3,8 @@ and tools use. Judges nothing."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
+import importlib
 import itertools
 import json
 from collections.abc import Callable
@@ -38,43 +37,31 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.features.registry import RunConfig
 from megatron.training.launch.control_file import ControlFile
 from tests.campaigns.hostile import forged, oracles
-from tests.campaigns.hostile.campaign import Kind, Refused
+from tests.campaigns.hostile.campaign import Kind, Refused, run_tool
 from tests.core.checkpoint.saves import Unsynced, save
-from tests.core.data.packed.packed_files import write_lines
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
+from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.tools.chat.conversations import CONVERSATIONS
-from tests.tools.internlm_configs import demo
 from tools.convert.hf_files import side_files
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
 from tools.convert.unpickle_worker import answer
 from tools.shared import feature_program
 
+# Files that features alone open, if there are any.
+FEATURES = [
+    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for path in sorted(ROOT.glob("tests/features/*/hostile_kinds.py"))
+]
 CHECK_SCRIPT = load_tool("check_script")
-CONVERT_DATA = load_tool("convert_data")
 INSPECT = load_tool("inspect_data")
-INTERNLM = load_tool("internlm_config")
 PLOT = load_tool("plot")
 SPIKES = functools.partial(feature_program.call, "spikes")
 PREPROCESS = load_tool("preprocess_data")
 CHECKPOINT = "run/iter_0000020"
 VOCAB = 100
 TEXT = "the cat ate 12 apples\n"
-
-
-def run_tool(main: Callable[[list[str]], int], *words: object, good: tuple[int, ...] = (0,)) -> str:
-    """What a program prints. Raises Refused where it ends with another code than `good`."""
-    out = io.StringIO()
-    err = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as end:
-            code = end.code
-    if code not in good:
-        raise Refused(err.getvalue() or out.getvalue())
-    return out.getvalue()
 
 
 # --- checkpoints
@@ -203,18 +190,6 @@ def make_cache(folder: Path) -> None:
     make_pair(folder)
     (folder / "cache").mkdir()
     _cached(folder)
-
-
-def make_packed(folder: Path) -> None:
-    write_lines(folder / "in/x.bin", [[1, 2, -3], [4], [5, -6, 7, 8]])
-
-
-def read_packed(folder: Path) -> str:
-    found = INSPECT.check_lines(str(folder / "in/x.bin"), VOCAB, True)
-    if "problem" in found:
-        raise ValueError(found["problem"])
-    run_tool(CONVERT_DATA.main, "to-megatron", folder / "in", folder / "out")
-    return (folder / "out/x.bin").read_bytes().hex()
 
 
 def preprocess(folder: Path, *flags: object) -> IndexedDataset:
@@ -394,10 +369,6 @@ def read_scripts(folder: Path) -> list[str]:
     return found
 
 
-def read_internlm(folder: Path) -> str:
-    return run_tool(INTERNLM.main, folder / "config.py", "--world-size", 64)
-
-
 # --- what runs write
 
 
@@ -550,7 +521,6 @@ KINDS = [
         checksummed=True,
         forged={"objects": forged.cache_of_objects},
     ),
-    Kind("InternLM .bin and .meta", make_packed, read_packed, ("in/x.bin", "in/x.bin.meta")),
     Kind(
         "text records",
         make_texts,
@@ -613,12 +583,6 @@ KINDS = [
         (Problems, OSError, Refused),
     ),
     Kind("launch script, recipe", make_scripts, read_scripts, ("run.sh", "recipe.yaml"), cost=8),
-    Kind(
-        "InternLM config",
-        lambda folder: (folder / "config.py").write_text(demo("7b")),
-        read_internlm,
-        ("config.py",),
-    ),
     Kind("logs, metrics", make_logs, read_logs, ("x.log", "metrics.jsonl"), cost=4),
     Kind(
         "logs, metrics for spikes.py",
@@ -645,4 +609,5 @@ KINDS = [
         (CheckpointError,),
         forged=forged.LOCKS,
     ),
+    *(kind for features in FEATURES for kind in features.KINDS),
 ]

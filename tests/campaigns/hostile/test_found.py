@@ -20,9 +20,7 @@ from megatron.data.tokenizers import bpe
 from tests.campaigns.hostile import forged
 from tests.campaigns.hostile.kinds import read_checkpoint
 from tests.core.training.built_runs import config_of
-from tests.load_tool import exit_code, load_tool
 from tests.problems import raises
-from tests.tools.internlm_configs import demo, written
 
 
 @pytest.mark.parametrize("text", ["[]", "0", "1e5", '"eos_token"', "true", "null"])
@@ -69,24 +67,6 @@ def test_a_word_longer_than_a_command_line_can_hold(tmp_path):
     (tmp_path / "args").write_text("--lr 1\n--data-path '" + "[" * 200_000 + "'\n")
     with pytest.raises(arguments.Problems, match="line 2"):
         args_file.read_words(tmp_path / "args")
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("mlp_ratio=MLP_RATIO", "mlp_ratio=1e308"),
-        ('dtype="torch.float16"', "dtype=[1]"),
-        ('dtype="torch.float16"', "dtype=1 .join(['a'])"),
-        ("hidden_size=HIDDEN_SIZE", "hidden_size=10**400"),
-        ("warmup_ratio=0.01", "warmup_ratio=1e305"),
-    ],
-)
-def test_an_internlm_config_with_such_a_value(tmp_path, capsys, old, new):
-    text = demo("7b")
-    assert old in text
-    path = written(tmp_path, text.replace(old, new, 1))
-    assert exit_code(load_tool("internlm_config").main, path, "--world-size", 8) in (1, 2)
-    assert "error: " in capsys.readouterr().err
 
 
 def test_an_unrestricted_unpickler_would_run_the_payload(tmp_path, monkeypatch):

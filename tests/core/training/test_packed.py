@@ -1,5 +1,4 @@
-"""--packed-samples in training: the rows of InternLM's demo logs, pieces that do not see each
-other, every layout alike."""
+"""--packed-samples in training: pieces that do not see each other, every layout alike."""
 
 from __future__ import annotations
 
@@ -16,25 +15,20 @@ import torch
 from megatron.data.packed.loss_mask import mark
 from megatron.data.packed.packed_dataset import PackedFile, PackingRule
 from megatron.data.sample_lookup import LABELS, POSITIONS, TOKENS
-from megatron.data.sampler import PackedSampler
-from megatron.data.samples import Samples
 from megatron.features.boards.reader import read_scalars
 from megatron.kernels.select import kernel_table
 from megatron.model import gpt
-from megatron.model.gpt import UNSMOOTHED_LOSS
 from megatron.parallel.context import Axis
 from megatron.training import step
 from megatron.training.batch import (
     BatchRules,
     MicroBatch,
-    load_samples,
     make_batch,
-    training_samples,
 )
 from megatron.training.build import make_tokenizer, plan_run
 from megatron.training.build_data import build_data
-from megatron.training.logging.subset_metrics import FILLED, SubsetMetrics
-from tests.core.data.packed.packed_files import Listed, build, write_lines, write_pair
+from megatron.training.logging.subset_metrics import FILLED
+from tests.core.data.packed.packed_files import Listed, build, write_file, write_pair
 from tests.core.model.tiny import tiny_model
 from tests.core.parity.layouts import CP, DISTRIBUTED, GATHER, LLAMA, PP, SP, TP
 from tests.core.training.built_runs import RUNTIME, config_of
@@ -42,88 +36,6 @@ from tests.forkrun import RanksFailed
 from tests.runs import NO_DROPOUT, SMALL, allow_workers, plot, same_tensors, train, with_flags
 
 CPU = torch.device("cpu")
-# From the logs of the 7B (DP 8) and 20B (DP 4) demos: tokens, then
-# samples, longest, most, fewest of data-parallel rank 0.
-DEMOS = {
-    8: [
-        (120836, 19, 2048, 6, 3),
-        (120572, 16, 2048, 5, 3),
-        (122032, 16, 2048, 6, 3),
-        (121125, 18, 2048, 6, 3),
-        (121365, 14, 2048, 4, 3),
-        (121223, 14, 2048, 4, 3),
-    ],
-    4: [
-        (60571, 18, 2048, 6, 3),
-        (60265, 19, 2048, 6, 3),
-        (60244, 17, 2048, 5, 3),
-        (60328, 17, 2048, 5, 3),
-        (61028, 22, 1893, 8, 4),
-        (61004, 13, 2048, 4, 3),
-    ],
-}
-
-
-def test_the_twelve_steps_of_the_demo_logs():
-    """Through what training reads by: data set, sampler of each rank, loader, batch, and the sums
-    of its ranks."""
-    demo = (
-        "--seq-length",
-        "2048",
-        "--max-position-embeddings",
-        "2048",
-        "--micro-batch-size",
-        "2",
-        "--packed-samples",
-        "--dummy-data",
-        "internlm",
-        "--vocab-size",
-        "103168",
-        "--eval-iters",
-        "0",
-        "--min-sample-length",
-        "50",
-    )
-    for dp, rows in DEMOS.items():
-        config = config_of(*demo, "--global-batch-size", str(8 * dp))
-        config = replace(config, data=replace(config.data, mock_data=False))
-        plan = plan_run(config, dp, 103168)
-        data = build_data(config, plan, RUNTIME, make_tokenizer(config))
-        totals = [torch.zeros(2 + len(DEMOS[8][0]) - 1 + 2 * 3, dtype=torch.float64) for _ in rows]
-        for rank in range(dp):
-            ctx = RUNTIME.ctx
-            ctx = type(
-                "Ranks", (), {"dp": Axis("dp", dp, rank), "cp": ctx.cp, "tp": ctx.tp, "pp": ctx.pp}
-            )
-            counts = SubsetMetrics(data.train.subsets, ctx)
-            numbers = training_samples(
-                PackedSampler(len(data.train), 2, rank, dp), plan.batch, plan.skips, 1, len(rows)
-            )
-            samples = load_samples(Samples(data.train, 103169), numbers, 0)
-            for total in totals:
-                slots = torch.zeros(counts.size, dtype=torch.float64)
-                for _ in range(4):
-                    lines = next(samples)
-                    counts.see(lines)
-                    batch = make_batch(lines, BatchRules(None), CPU)
-                    losses = torch.full_like(batch.loss_mask, 2.0)
-                    counts.add(slots, batch, {UNSMOOTHED_LOSS: losses})
-                counts.close(slots)
-                total[: counts.size] += slots
-        found = [counts.summed(1, total.tolist()[: counts.size]) for total in totals]
-        assert [
-            (
-                row["tokens/en"],
-                row["num_samples_in_batch"],
-                row["largest_length"],
-                row["largest_batch"],
-                row["smallest_batch"],
-            )
-            for row in found
-        ] == rows
-        assert all(
-            (row["loss/en"], row["tokens/cn"], row["loss/code"]) == (2.0, 0, None) for row in found
-        )
 
 
 def test_each_flag_changes_the_rows(folders):
@@ -153,23 +65,6 @@ def test_each_flag_changes_the_rows(folders):
         rows = kernel_table(CPU, torch.float64, config)
         [reason] = [row.reason for row in rows if row.operation == "attention" and row.on]
         assert ("document masks" in reason) == documents
-
-
-@pytest.mark.parametrize(
-    "dp", [pytest.param(4, marks=pytest.mark.campaign), pytest.param(8, marks=pytest.mark.sweep)]
-)
-def test_the_demo_logs_from_whole_runs(dp, tmp_path):
-    """The same from the metrics file of pretrain_gpt.py on as many ranks, with a model of width
-    8."""
-    words = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 2048 "
-        "--max-position-embeddings 2048 --micro-batch-size 2 --lr 1e-3 --lr-warmup-iters 1 "
-        "--train-iters 6 --packed-samples --dummy-data internlm --vocab-size 200 --num-workers 0 "
-        f"--eval-iters 0 --device cpu --global-batch-size {8 * dp}"
-    ).split()
-    run = train(tmp_path, [*words, *NO_DROPOUT], dp)
-    assert run.series("tokens/en", *FILLED) == DEMOS[dp]
-    assert run.rows[-1]["consumed_tokens"] == 6 * 8 * dp * 2048
 
 
 # --- pieces do not see each other
@@ -358,8 +253,7 @@ def argv(folder: str, *extra: str) -> list[str]:
 
 
 def write_folder(folder: Path, other: int = 0) -> str:
-    """en and cn in InternLM's format, code in Megatron's; one token of each file's marked sample is
-    moved by `other`."""
+    """Three subsets; one token of each file's marked sample is moved by `other`."""
     random = np.random.default_rng(4)
     for name in ("en/a", "en/b", "cn/c", "code/d"):
         samples = [random.integers(-2, MARKED, random.integers(1, 70)).tolist() for _ in range(60)]
@@ -367,10 +261,7 @@ def write_folder(folder: Path, other: int = 0) -> str:
         marked[3] += other
         for at in range(0, 60, 5):
             samples.insert(at, marked)
-        if name == "code/d":
-            write_pair(folder / name, samples)
-        else:
-            write_lines(folder / f"{name}.bin", samples)
+        write_pair(folder / name, samples)
     return str(folder)
 
 
@@ -489,7 +380,7 @@ def test_validation_reads_a_folder_of_its_own(folders, tmp_path):
     """New rows at each validation, or with --full-validation all of them each time; on two ranks as
     on one."""
     random = np.random.default_rng(8)
-    write_lines(
+    write_file(
         tmp_path / "valid/en/a.bin",
         [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(20)],
     )
@@ -519,7 +410,7 @@ def test_each_folder_of_validation_has_a_loss_of_its_own_by_name(folders, tmp_pa
     random = np.random.default_rng(9)
     for name in ("en", "cn/x", "cn/y"):
         samples = [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(60)]
-        write_lines(tmp_path / "valid" / name / "a.bin", samples)
+        write_file(tmp_path / "valid" / name / "a.bin", samples)
     words = argv(folders[0], "--eval-interval", "2", "--full-validation", "--eval-iters", "1")
     several = [
         *words,

@@ -234,11 +234,12 @@ def test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself(text, tmp_path)
 
 
 @pytest.mark.campaign
-def test_a_repeated_step_counts_packed_samples_once(tmp_path):
+def test_a_repeated_step_counts_packed_samples_once(text, tmp_path):
     sizes = [*SMALL[: SMALL.index("--tokenizer-type")], *SMALL[SMALL.index("--micro-batch-size") :]]
     words = with_flags(
         sizes,
-        *"--train-iters 4 --packed-samples --dummy-data internlm --vocab-size 200".split(),
+        *"--train-iters 4 --packed-samples --tokenizer-type NullTokenizer --vocab-size 211".split(),
+        *("--train-data-path", text),
         *"--eval-iters 0 --global-batch-size 12 --lr-warmup-iters 1".split(),
     )
     verified = ["--verify-step-interval", "2", "--verify-step-action", "majority"]

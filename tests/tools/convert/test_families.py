@@ -23,11 +23,10 @@ from tests.tools.convert.hf_models import (
     rewrite_on_ranks,
     same_model,
 )
-from tools.convert.choices import FAMILY_NAMES
-from tools.convert.families import VERIFIED
-from tools.convert.family_table import FAMILIES
+from tools.convert.families import FAMILIES, VERIFIED
 from tools.convert.huggingface import hf_export, hf_import
 from tools.convert.links import links_of
+from tools.convert.options import family_names
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -169,4 +168,4 @@ def test_a_family_is_the_model_of_transformers(name, table, tmp_path):
 
 
 def test_the_command_line_names_every_family():
-    assert sorted(FAMILIES) == list(FAMILY_NAMES)
+    assert sorted(FAMILIES) == list(family_names())

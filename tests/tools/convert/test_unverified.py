@@ -15,8 +15,7 @@ from tests.core.model.tiny import VOCAB, tiny_config, tiny_model
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_problem
 from tools.convert import verification
-from tools.convert.families import config_for, unverified
-from tools.convert.family_table import FAMILIES
+from tools.convert.families import FAMILIES, config_for, unverified
 from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
 from tools.convert.native import write_checkpoint

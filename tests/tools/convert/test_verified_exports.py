@@ -23,8 +23,8 @@ from tests.core.model.tiny import tiny_model
 from tests.tools.convert.exports_page import EXPORTS_HEAD, PAGE, exports_page
 from tests.tools.convert.hf_models import IDS, REMOTE, VOCAB, as_llama, configs, default_config
 from tools.convert.config_keys import Keys
-from tools.convert.families import PLAIN, VERIFIED, config_for, features, read_config
-from tools.convert.family_table import FAMILIES, Family
+from tools.convert.families import FAMILIES, PLAIN, VERIFIED, config_for, features, read_config
+from tools.convert.family_table import Family
 from tools.convert.links import ConversionError, links_of
 
 transformers = pytest.importorskip("transformers")

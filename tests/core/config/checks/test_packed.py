@@ -5,19 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config import command_line
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
 
 PACKED = BASE.replace("--mock-data", "--packed-samples")
-
-
-def test_packed_rows_of_made_up_samples_need_nothing_else():
-    assert checked("--dummy-data internlm", base=PACKED)[0] == []
-    assert (
-        command_line.read(f"{PACKED} --dummy-data internlm".split(), {}).config.data.tokenizer
-        == "NullTokenizer"
-    )
 
 
 def test_flags_of_packing_alone_have_no_effect():
@@ -30,19 +21,14 @@ def test_flags_of_packing_alone_have_no_effect():
     ]
 
 
-def test_made_up_samples_are_never_left_out():
-    problems, notes = checked("--dummy-data internlm --min-sample-length 50", base=PACKED)
-    assert not problems and codes_of(notes) == ["flag-has-no-effect"]
-
-
 def test_folders_are_looked_at_before_the_start(tmp_path: Path):
     (tmp_path / "en").mkdir()
     flags = f"--tokenizer-type NullTokenizer --train-data-path {tmp_path}"
     assert codes_of(checked(flags, base=PACKED)[0]) == ["packed-folder-without-data"]
     (tmp_path / "en/a.bin").touch()
     [line] = checked(flags, base=PACKED)[0]
-    assert_problem(line, "packed-meta-missing", f"{tmp_path}/en/a.bin", "a.bin.meta")
-    (tmp_path / "en/a.bin.meta").touch()
+    assert_problem(line, "packed-meta-missing", f"{tmp_path}/en/a.bin", ".idx")
+    (tmp_path / "en/a.idx").touch()
     assert checked(flags, base=PACKED)[0] == []
     assert checked(f"{flags}/en/a", base=PACKED)[0] == []
     assert codes_of(checked(f"{flags}/en/b", base=PACKED)[0]) == ["data-not-found"]

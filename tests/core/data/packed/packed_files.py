@@ -1,9 +1,7 @@
-"""Files of packed samples as InternLM's and Megatron's tools write them, and the data sets built of
-them."""
+"""Files of packed samples, and the data sets built of them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -31,22 +29,6 @@ class Listed:
         return repr(self.samples).encode()
 
 
-def write_lines(path: Path, samples: list[list[int]], dtype=np.int64) -> str:
-    """X.bin and X.bin.meta as InternLM's tokenizer tools write them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    at = 0
-    meta = []
-    with open(path, "wb") as file:
-        for sample in samples:
-            line = json.dumps({"tokens": sample}).encode() + b"\n"
-            file.write(line)
-            meta.append((at, len(sample)))
-            at += len(line)
-    with open(f"{path}.meta", "wb") as file:
-        np.save(file, np.array(meta, dtype))
-    return str(path)
-
-
 def write_pair(prefix: Path, samples: list[list[int]]) -> str:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedDatasetBuilder(prefix, np.int32) as builder:
@@ -55,7 +37,13 @@ def write_pair(prefix: Path, samples: list[list[int]]) -> str:
     return str(prefix)
 
 
-def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, **given):
+def write_file(path: Path, samples: list[list[int]]) -> str:
+    """X.bin and X.idx; the path of the first."""
+    return write_pair(path.with_suffix(""), samples) + ".bin"
+
+
+def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, more=(), **given):
+    """`more`: of the request."""
     flags = data_flags(packed_samples=True, train_data_path=words, **given)
     return build_datasets(
         flags,
@@ -64,4 +52,5 @@ def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, **given
         global_batch_size=batch,
         sizes=sizes,
         vocab_size=vocab,
+        **dict(more),
     )

@@ -1,9 +1,7 @@
-"""Packed rows: InternLM's worked example, a plain packer of lists, and folders
-that are wrong."""
+"""Packed rows: a worked example, a plain packer of lists, and folders that are wrong."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -14,14 +12,12 @@ import pytest
 from megatron.data.data_order import data_order_differences, data_order_fingerprint
 from megatron.data.packed import packed_dataset
 from megatron.data.packed.build import open_files
-from megatron.data.packed.internlm_dummy import DummySamples
-from megatron.data.packed.internlm_files import JsonlTokens
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from tests import problems
-from tests.core.data.packed.packed_files import Listed, build, write_lines, write_pair
+from tests.core.data.packed.packed_files import Listed, build, write_file, write_pair
 
 MODES = ("pieces", "blocks", "padded")
 
@@ -171,63 +167,50 @@ def test_a_global_batch_is_the_same_rows_on_any_number_of_ranks(dp_size, micro_b
     assert PackedSampler(100, 2, 0, 2).micro_batches_left(0) == 50
 
 
-def test_folders_of_both_formats_are_the_same_rows(tmp_path):
-    """Subsets are the directories by name; files in the order of their names; links are followed,
-    z_ does not count."""
+def test_the_subsets_are_the_directories_by_name(tmp_path):
+    """Files in the order of their names; links are followed, z_ does not count."""
     random = np.random.default_rng(1)
-    files = {
-        name: [random.integers(1, 900, random.integers(1, 20)).tolist() for _ in range(30)]
-        for name in ("cn/b", "cn/a", "cn/deep/c", "code/a", "z_cn/late")
-    }
-    for name, samples in files.items():
-        write_lines(tmp_path / "lines" / f"{name}.bin", samples, np.int32)
-        write_pair(tmp_path / "pairs" / name, samples)
-    os.symlink(tmp_path / "lines/code", tmp_path / "lines/en")
-    os.symlink(tmp_path / "pairs/code", tmp_path / "pairs/en")
-    (tmp_path / "lines/a_plain_file.txt").write_text("counts for nothing")
-    for kind in ("lines", "pairs"):
-        subsets, opened = open_files([str(tmp_path / kind)])
-        assert subsets == ["cn", "code", "en"]
-        assert [(s, os.path.relpath(f.prefix, tmp_path / kind)) for s, f in opened] == [
-            ("cn", "cn/a"),
-            ("cn", "cn/b"),
-            ("cn", "cn/deep/c"),
-            ("code", "code/a"),
-            ("en", "en/a"),
-            ("cn", "z_cn/late"),
-        ]
-    lines, pairs = (
-        build([str(tmp_path / kind)], min_sample_length=3)[0] for kind in ("lines", "pairs")
-    )
-    assert len(lines) == len(pairs) > 60 and lines.subsets == ("cn", "code", "en")
-    assert all(np.array_equal(lines[k], pairs[k]) for k in range(len(lines)))
-    assert set(np.concatenate([lines[k][packed_dataset.SUBSET] for k in range(len(lines))])) == {
-        0,
-        1,
-        2,
-    }
-    assert lines.order()["min_length"] == 3 and lines.order() != pairs.order()
-    alone = build([str(tmp_path / "pairs/cn/a"), str(tmp_path / "lines/cn/b.bin")])[0]
+    for name in ("cn/b", "cn/a", "cn/deep/c", "code/a", "z_cn/late"):
+        samples = [random.integers(1, 900, random.integers(1, 20)).tolist() for _ in range(30)]
+        write_pair(tmp_path / name, samples)
+    os.symlink(tmp_path / "code", tmp_path / "en")
+    (tmp_path / "a_plain_file.txt").write_text("counts for nothing")
+    subsets, opened = open_files([str(tmp_path)])
+    assert subsets == ["cn", "code", "en"]
+    assert [(s, os.path.relpath(f.prefix, tmp_path)) for s, f in opened] == [
+        ("cn", "cn/a"),
+        ("cn", "cn/b"),
+        ("cn", "cn/deep/c"),
+        ("code", "code/a"),
+        ("en", "en/a"),
+        ("cn", "z_cn/late"),
+    ]
+    rows = build([str(tmp_path)], min_sample_length=3)[0]
+    assert rows.subsets == ("cn", "code", "en") and rows.order()["min_length"] == 3
+    found = {int(subset) for row in rows for subset in row[packed_dataset.SUBSET]}
+    assert found == {0, 1, 2}
+    alone = build([str(tmp_path / "cn/a"), str(tmp_path / "cn/b.bin")])[0]
     assert alone.subsets == ("a", "b")
-    several = write_pair(tmp_path / "several/x", [])
-    with IndexedDatasetBuilder(several, np.int32) as builder:  # documents of several sequences
-        for sample in files["cn/a"]:
-            builder.add_document(
-                np.array(sample, np.int32), [1, len(sample) - 1] if len(sample) > 1 else [1]
-            )
-    again = build([several])[0]
-    once = build([str(tmp_path / "pairs/cn/a")])[0]
-    assert all(np.array_equal(once[k], again[k]) for k in range(len(once)))
+
+
+def test_documents_of_several_sequences_are_samples(tmp_path):
+    samples = [ids(1 + n, 2 + n % 7) for n in range(30)]
+    once = build([write_pair(tmp_path / "once", samples)])[0]
+    with IndexedDatasetBuilder(tmp_path / "several", np.int32) as builder:
+        for sample in samples:
+            builder.add_document(np.array(sample, np.int32), [1, len(sample) - 1])
+    again = build([str(tmp_path / "several")])[0]
+    assert len(once) and all(np.array_equal(once[k], again[k]) for k in range(len(once)))
 
 
 def test_what_the_order_of_the_rows_depends_on(tmp_path):
     """Each difference is told with its flag; paths and the length of the run are none."""
     samples = [ids(n, 9) for n in range(1, 60)]
-    path = write_lines(tmp_path / "a.bin", samples)
-    other = write_lines(tmp_path / "b.bin", samples[::-1] + [[1, 2]])
+    path = write_file(tmp_path / "a.bin", samples)
+    other = write_file(tmp_path / "b.bin", samples[::-1] + [[1, 2]])
     os.makedirs(tmp_path / "moved")
-    for end in ("", ".meta"):
-        os.symlink(path + end, tmp_path / f"moved/a.bin{end}")
+    for end in ("bin", "idx"):
+        os.symlink(f"{path[:-3]}{end}", tmp_path / f"moved/a.{end}")
 
     def differs(*words, **given) -> str:
         now = build(list(words) or [path], **given)[0]
@@ -254,7 +237,7 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
     random = np.random.default_rng(2)
     samples = [random.integers(1, 900, random.integers(1, 20)).tolist() for _ in range(30)]
     dataset = build(
-        [write_lines(tmp_path / "a.bin", samples), write_pair(tmp_path / "b", samples)],
+        [write_file(tmp_path / "a.bin", samples), write_pair(tmp_path / "b", samples)],
         sizes=(90, 0, 0),
     )[0]
     raw = {prefix: Path(f"{prefix}.bin").read_bytes() for prefix in dataset.prefixes()}
@@ -264,11 +247,7 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
         for piece in dataset.pieces_of(k):
             mine = samples[piece.document][piece.offset : piece.offset + piece.length]
             stored = raw[piece.prefix][piece.first_byte : piece.end_byte]
-            assert (
-                json.loads(stored)["tokens"] == samples[piece.document]
-                if piece.prefix.endswith("a")
-                else (np.frombuffer(stored, np.int32).tolist() == mine)
-            )
+            assert np.frombuffer(stored, np.int32).tolist() == mine
             tokens += mine
             shown = held.setdefault((piece.prefix, piece.document), {})
             shown[k] = shown.get(k, 0) + piece.length
@@ -288,59 +267,15 @@ def test_negative_ids_are_read_and_not_predicted(tmp_path):
     assert dataset[0][:2].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12], [0, 7, 8, 0, 10, 11, 12, 0]]
 
 
-def wrong_meta(change):
-    def damage(path: Path) -> None:
-        meta = np.load(f"{path}.meta")
-        with open(f"{path}.meta", "wb") as file:
-            np.save(file, change(meta))
-
-    return damage
-
-
-def put(row, column, value):
-    def change(meta):
-        meta[row, column] = value
-        return meta
-
-    return change
-
-
 DAMAGE = {
-    "no meta": (
-        lambda p: os.remove(f"{p}.meta"),
-        r"a\.bin\.meta: is missing next to .*a\.bin; copy it too",
-    ),
-    "no array": (
-        lambda p: Path(f"{p}.meta").write_bytes(b"[[0, 5]]"),
-        r"a\.bin\.meta: not an array in numpy's \.npy format",
-    ),
-    "a pickle": (wrong_meta(lambda m: m.astype(object)), r"a\.bin\.meta: not an array in numpy's"),
-    "one column": (
-        wrong_meta(lambda m: m[:, 0]),
-        r"a\.bin\.meta: holds int64 \[3\], not integers \[samples, 2\]",
-    ),
-    "floats": (
-        wrong_meta(lambda m: m.astype(float)),
-        r"a\.bin\.meta: holds float64 \[3, 2\], not integers",
-    ),
-    "beyond the file": (
-        wrong_meta(put(2, 0, 4000)),
-        r"entry 2 says that its line begins at byte 4000, .*a\.bin has \d+ ",
-    ),
-    "before the file": (wrong_meta(put(1, 0, -1)), r"entry 1 says that its line begins at byte -1"),
-    "negative length": (wrong_meta(put(1, 1, -4)), r"entry 1 says that its line has -4 tokens"),
-    "both indexes": (
-        lambda p: Path(str(p)[:-4] + ".idx").touch(),
-        r"a\.bin: has .*a\.idx \(Megatron's\) and .*InternLM's",
-    ),
     "an id too large": (
-        lambda p: write_lines(p, [[1, 2000], [3], [4]]),
+        lambda p: write_file(p, [[1, 2000], [3], [4]]),
         r"a\.bin: its first sample holds the id 2000, the "
         r"vocabulary has 1000; "
         r"give the tokenizer",
     ),
     "too few tokens": (
-        lambda p: write_lines(p, [[1, 2]]),
+        lambda p: write_file(p, [[1, 2]]),
         r"its 1 train samples of at least 0 tokens hold 2, which make 0 "
         r"whole rows of 2 x 4 tokens .*; use "
         r"more data",
@@ -350,7 +285,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_refused_at_the_start(damage, tmp_path):
-    path = Path(write_lines(tmp_path / "en" / "a.bin", [ids(1, 9), ids(20, 9), ids(40, 9)]))
+    path = Path(write_file(tmp_path / "en" / "a.bin", [ids(1, 9), ids(20, 9), ids(40, 9)]))
     assert len(build([str(tmp_path)])[0]) == 3
     hurt, message = DAMAGE[damage]
     hurt(path)
@@ -358,41 +293,9 @@ def test_a_damaged_file_is_refused_at_the_start(damage, tmp_path):
         build([str(tmp_path)])
 
 
-LINES = {
-    "another length": (
-        b'{"tokens": [1, 2]}',
-        r"sample 1, at byte \d+: has 2 tokens, .*a\.bin\.meta says 9",
-    ),
-    "no tokens": (b'{"text": "a"}', r'is not a JSON object with a list of ids under "tokens"'),
-    "no JSON": (b'{"tokens": [1, 2', "is not JSON"),
-    "floats": (b'{"tokens": [1.5, 2]}', "holds something else than whole numbers"),
-    "lists": (b'{"tokens": [[1], [2, 3]]}', "holds something else than whole numbers"),
-    "true": (b'{"tokens": [true, false]}', "holds something else than whole numbers"),
-}
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_a_line_that_is_not_what_its_meta_says(line, tmp_path):
-    path = write_lines(tmp_path / "en" / "a.bin", [ids(1, 9), ids(20, 9), ids(40, 9)])
-    data = Path(path).read_bytes().split(b"\n")
-    text, message = LINES[line]
-    data[1] = text.ljust(len(data[1]))
-    Path(path).write_bytes(b"\n".join(data))
-    with pytest.raises(ValueError, match=message):
-        JsonlTokens(path).read(1, 0, 9)
-    assert JsonlTokens(path).read(2, 3, 2).tolist() == [43, 44]
-
-
-def test_lines_in_any_order_and_without_a_last_line_end(tmp_path):
-    path = write_lines(tmp_path / "a.bin", [ids(1, 9), ids(20, 9), ids(40, 9)])
-    Path(path).write_bytes(Path(path).read_bytes()[:-1])
-    wrong_meta(lambda meta: meta[::-1])(Path(path))
-    assert [JsonlTokens(path).ids(n)[0] for n in range(3)] == [40, 20, 1]
-
-
 def test_ids_that_the_vocabulary_lacks_are_told_where_they_stand(tmp_path):
     """In a row as a token, and behind a row's end, where it is only the last label."""
-    path = write_lines(tmp_path / "en" / "a.bin", [[*ids(1, 8), 5000, *ids(10, 7)]])
+    path = write_file(tmp_path / "en" / "a.bin", [[*ids(1, 8), 5000, *ids(10, 7)]])
     samples = Samples(build([str(tmp_path)], vocab=None, batch=4)[0], 1000)
     for k in range(2):
         with pytest.raises(
@@ -418,38 +321,15 @@ def test_ids_that_the_vocabulary_lacks_are_told_where_they_stand(tmp_path):
 )
 def test_a_file_must_belong_to_one_subset(names, message, tmp_path):
     for name in [*names, "en/fine"]:
-        write_lines(tmp_path / f"{name}.bin", [ids(1, 9)])
+        write_file(tmp_path / f"{name}.bin", [ids(1, 9)])
     with pytest.raises(ValueError, match=message):
         open_files([str(tmp_path)])
 
 
 def test_a_parent_with_the_name_of_a_subset_does_no_harm(tmp_path):
-    write_lines(tmp_path / "en/data/cn/a.bin", [ids(1, 9)])
-    write_lines(tmp_path / "en/data/en/a.bin", [ids(1, 9)])
+    write_file(tmp_path / "en/data/cn/a.bin", [ids(1, 9)])
+    write_file(tmp_path / "en/data/en/a.bin", [ids(1, 9)])
     assert [s for s, _ in open_files([str(tmp_path / "en/data")])[1]] == ["cn", "en"]
     with problems.raises(FileNotFoundError, "packed-folder-without-data", ".bin"):
         (tmp_path / "empty").mkdir()
         open_files([str(tmp_path / "empty")])
-
-
-def test_the_dummy_data_of_the_demos():
-    """1,212,475,002 tokens, 296,014 rows of 4,096, in less memory than the samples as lists by
-    three orders."""
-    file = PackedFile(DummySamples(2048), 0, PackingRule(2048, 2))
-    assert (len(file.file.lengths), file.tokens, len(file)) == (1_000_000, 1_212_475_002, 296_014)
-    random = np.random.RandomState(1999)
-    n = random.randint(1, 30, size=1_000_000)
-    r = random.randint(10, 200, size=1_000_000)
-    for sample in (0, 1, 77, 999_999):
-        whole = ([int(n[sample]), int(r[sample])] + list(range(n[sample])) * int(r[sample]))[:2048]
-        assert file.file.read(sample, 0, len(whole)).tolist() == whole and file.file.lengths[
-            sample
-        ] == len(whole)
-        assert (
-            file.file.read(sample, 1, 5).tolist() == whole[1:6]
-            and file.file.read(sample, 7, 3).tolist() == whole[7:10]
-        )
-    kept = file.order.nbytes + file.ends.nbytes + file.file.lengths.nbytes
-    assert kept < 20_000_000, kept
-    with problems.raises(ValueError, "token-id-out-of-range", "--dummy-data", "199", "100"):
-        build(None, dummy_data="internlm", vocab=100)

@@ -7,8 +7,8 @@ from datetime import datetime
 
 import pytest
 
-from megatron.training.logging.flops import TransformerShape, teraflops_per_rank
-from megatron.training.logging.internlm_format import (
+from megatron.analysis.run_reader import read_run
+from megatron.features.internlm.log_format import (
     StepRow,
     TokenRates,
     flops_per_token,
@@ -16,6 +16,7 @@ from megatron.training.logging.internlm_format import (
     skipped_line,
     start_line,
 )
+from megatron.training.logging.flops import TransformerShape, teraflops_per_rank
 
 DEMOS = {
     "7b": TransformerShape(32, 4096, 11008, 32, 32, 128, True, 103168, 2048),
@@ -240,3 +241,18 @@ def test_the_beginnings_and_ends_of_lines_are_those_of_the_20b_log(china):
         "2023-11-10 11:45:40,621 INFO launch.py:409 in launch -- x",
         "2023-11-10 11:45:40,621 INFO hybrid_zero_optim.py:268 in _partition_param_list -- x",
     ]
+
+
+def test_its_logs_can_be_plotted(tmp_path):
+    losses = [5.0, 4.0, 3.0]
+    head = "data parallel size: 2, pipeline parallel size: 1, tensor parallel size: 1\n"
+    rates = {"tgs/last_tgs_1": 512.0}
+    rows = [
+        StepRow(step, loss, 1.0, rates, 1e-3, 1.0, 1.5, 1, 512, 0, None, 0.1, {})
+        for step, loss in enumerate(losses)
+    ]
+    lines = [internlm_line(row, datetime(2026, 1, 1), 1) for row in rows]
+    (tmp_path / "log").write_text(head + "\n".join(lines) + "\n")
+    panels = read_run(str(tmp_path / "log")).panels
+    assert panels["loss"] == ([1, 2, 3], losses)
+    assert panels["tokens_per_second"][1] == pytest.approx([1024.0] * 3)

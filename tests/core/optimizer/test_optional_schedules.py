@@ -1,4 +1,4 @@
-"""InternLM's schedules: learning rate, second moment, loss scale, decay of all,
+"""Optional schedules: learning rate, second moment, loss scale, decay of all parameters, gradients of
 embeddings."""
 
 import json
@@ -50,7 +50,7 @@ def rates(
 def formula(
     total: int, warmup: int, init: int, step: int, lr: float = 1e-4, eta_min: float = 1e-5
 ) -> float:
-    """InternLM's formula, written out."""
+    """The formula, written out."""
     end = warmup + init
     if step < init:
         return 0.0

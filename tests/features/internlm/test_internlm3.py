@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear, silu
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsFile, write_file
 from megatron.inference.load_model import open_trained_model
 from tests.tools.convert.hf_models import IDS, POSITIONS, VOCAB, rewrite_on_ranks
-from tools.convert.family_table import FAMILIES
+from tools.convert.families import FAMILIES
 from tools.convert.huggingface import hf_export, hf_import
 from tools.convert.links import links_of
 

@@ -11,14 +11,14 @@ import pytest
 
 from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.packed import internlm_files
-from megatron.data.packed.internlm_files import JsonlTokens
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
-from tests.core.data.packed.packed_files import write_lines, write_pair
-from tests.load_tool import load_tool
+from megatron.features.internlm import token_files
+from megatron.features.internlm.token_files import JsonlTokens
+from tests.core.data.packed.packed_files import write_pair
+from tests.features.internlm.lines import write_lines
+from tools.features.internlm import token_data as TOOL
 from tools.shared import progress
 
-TOOL = load_tool("convert_data")
 NAMES = ("en/a", "en/deep/b", "cn/a", "z_cn/a")
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_nothing_half_done(tmp_path, capsys, monkeypatch):
     def full(source, target):
         raise OSError(28, os.strerror(28), target)
 
-    monkeypatch.setattr(internlm_files.os, "replace", full)
+    monkeypatch.setattr(token_files.os, "replace", full)
     assert "No space left on device" in refused(
         capsys, "to-internlm", tmp_path / "pairs", tmp_path / "out"
     )

@@ -14,11 +14,12 @@ from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.features.registry import RunConfig
+from tests.features.internlm.configs import INTERNEVO_7B, SIZES, demo, written
 from tests.forkrun import ROOT
-from tests.tools.internlm_configs import INTERNEVO_7B, SIZES, demo, written
-from tools.internlm.read_config import ConfigError, read_config
-from tools.internlm.to_flags import to_flags
-from tools.internlm_config import main
+from tests.load_tool import exit_code
+from tools.features.internlm.config import main
+from tools.features.internlm.read_config import ConfigError, read_config
+from tools.features.internlm.to_flags import to_flags
 
 
 def converted(folder: Path, text: str, world: int, capsys: pytest.CaptureFixture[str]) -> Config:
@@ -405,7 +406,9 @@ def test_command_line(tmp_path, capsys):
 
 
 def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
-    page, flags = ((ROOT / "docs" / name).read_text() for name in ("internlm.md", "flags.md"))
+    page, flags = (
+        (ROOT / "docs" / name).read_text() for name in ("features/internlm.md", "flags.md")
+    )
     values, _ = read_config(written(tmp_path, demo("20b")))
     keys = [
         f"{key}.{inner}" if inner else key
@@ -418,3 +421,28 @@ def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
     table = page.partition("## Keys")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(--[a-z0-9-]+)", table))
     assert len(named) > 60 and [flag for flag in sorted(named) if f"`{flag}`" not in flags] == []
+
+
+def test_an_internlm_config_that_repeats_itself_is_refused(tmp_path):
+    lines = ["a = [1, 1]", *["a = [a, a]"] * 30]
+    (tmp_path / "config.py").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="line 16: has more than 100000 values"):
+        read_config(tmp_path / "config.py")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("mlp_ratio=MLP_RATIO", "mlp_ratio=1e308"),
+        ('dtype="torch.float16"', "dtype=[1]"),
+        ('dtype="torch.float16"', "dtype=1 .join(['a'])"),
+        ("hidden_size=HIDDEN_SIZE", "hidden_size=10**400"),
+        ("warmup_ratio=0.01", "warmup_ratio=1e305"),
+    ],
+)
+def test_an_internlm_config_with_such_a_value(tmp_path, capsys, old, new):
+    text = demo("7b")
+    assert old in text
+    path = written(tmp_path, text.replace(old, new, 1))
+    assert exit_code(main, path, "--world-size", 8) in (1, 2)
+    assert "error: " in capsys.readouterr().err

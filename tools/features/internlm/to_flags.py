@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tools.internlm.sections import Args, Section
+from tools.features.internlm.sections import Args, Section
 
 DTYPES = {
     "torch.float16": ["--fp16"],

@@ -6,8 +6,7 @@ import numpy as np
 
 SAMPLES = 1_000_000
 SEED = 1999
-SUBSETS = ("en", "cn", "code")  # all samples are of the first
-VOCABULARY = 200  # ids are below
+TIMES = 200  # a pattern is repeated fewer times; ids are below
 
 
 class DummySamples:
@@ -19,7 +18,7 @@ class DummySamples:
     def __init__(self, sequence_length: int) -> None:
         random = np.random.RandomState(SEED)
         self._cycle = random.randint(1, 30, size=SAMPLES).astype(np.uint8)
-        self._times = random.randint(10, VOCABULARY, size=SAMPLES).astype(np.uint8)
+        self._times = random.randint(10, TIMES, size=SAMPLES).astype(np.uint8)
         self.lengths = np.minimum(self._cycle.astype(np.int32) * self._times + 2, sequence_length)
 
     def read(self, sample: int, first: int, count: int) -> np.ndarray:

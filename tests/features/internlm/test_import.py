@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from megatron.config.checks.paths import of_another_suite
+from megatron.features.internlm.feature import InternlmConfig
 from megatron.inference.load_model import open_trained_model
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers
+GROUPS = [InternlmConfig]
 HEADS = 4
 WIDTH = 64
 FFN = 256
@@ -177,11 +179,11 @@ def test_the_command_that_load_prints_converts_it(tmp_path, convert, monkeypatch
     (tmp_path / "a run").mkdir()
     write_folder(tmp_path / "a run" / "50", llama(), 2, 1)
     monkeypatch.chdir(tmp_path)
-    said = of_another_suite("a run")
+    said = of_another_suite("a run", GROUPS)
     words = shlex.split(said.partition("python ")[2].partition(", then give")[0])
     assert words[0] == "tools/convert_checkpoint.py"
     convert(*words[1:])
-    assert of_another_suite("DIR") is None
+    assert of_another_suite("DIR", GROUPS) is None
 
 
 def test_what_does_not_fit_is_said(tmp_path, convert):

@@ -16,10 +16,10 @@ import pytest
 from megatron.args_file import read_words
 from tests.campaigns.e2e.programs import spawn_program
 from tests.core.data.vocabularies import write_sentencepiece
+from tests.features.internlm.configs import SIZES, demo, written
 from tests.forkrun import ROOT
 from tests.runs import train, with_flags
-from tests.tools.internlm_configs import SIZES, demo, written
-from tools.internlm_config import main
+from tools.features.internlm.config import main
 
 EXAMPLES = ROOT / "examples/internlm"
 RANKS = {"7b": 4, "20b": 8, "30b": 4}
@@ -121,7 +121,7 @@ def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_pat
 
 @pytest.mark.campaign
 def test_the_pages_recipe_makes_internlms_files_of_text_and_a_run_of_them(tmp_path, capsys):
-    """The commands of docs/internlm.md as they stand there, where this checkout's tools are."""
+    """The commands of docs/features/internlm.md as they stand there, where this checkout's tools are."""
     for name in ("tools", "megatron"):
         (tmp_path / name).symlink_to(ROOT / name)
     model = Path(write_sentencepiece(tmp_path))
@@ -135,7 +135,7 @@ def test_the_pages_recipe_makes_internlms_files_of_text_and_a_run_of_them(tmp_pa
         path.parent.mkdir(parents=True)
         data = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    page = (ROOT / "docs/internlm.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/features/internlm.md").read_text(encoding="utf-8")
     block = next(
         body
         for body in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)

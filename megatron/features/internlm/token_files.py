@@ -1,9 +1,8 @@
 """InternLM's token files: X.bin has one sample per line, {"tokens": [ids]}, and X.bin.meta says
 where each begins.
 
-It reads and writes this format, and knows the folders it comes in; it must not know rows, flags or
-a vocabulary. X.bin.meta is a .npy array of integers [n, 2
-or more]: in the first column the byte where a line begins, in the last one its tokens.
+X.bin.meta is a .npy array of integers [n, 2 or more]: in the first column the byte where a line
+begins, in the last one its tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import tokenize
 import uuid
 import weakref
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -202,54 +200,3 @@ class JsonlWriter:
                 self._file.close()
             for path in aside:
                 Path(path).unlink(missing_ok=True)
-
-
-def token_files(folder: str) -> list[str]:
-    """Every .bin file below a folder: directories and files in the order of their names, those of a
-    directory before its sub-directories; links are followed. Raises FileNotFoundError if there is
-    none."""
-    found = []
-    for path, directories, names in os.walk(folder, followlinks=True):
-        directories.sort()
-        found += [
-            os.path.join(path, name)
-            for name in sorted(names)
-            if name.endswith(".bin") and PARTIAL not in name
-        ]
-    if not found:
-        raise FileNotFoundError(
-            f"{folder}: the directory holds no .bin; give a folder of InternLM's "
-            "(FOLDER/SUBSET/X.bin with X.bin.meta), or a prefix written by "
-            "tools/preprocess_data.py [packed-folder-without-data]"
-        )
-    return found
-
-
-def subset_names(folder: str) -> list[str]:
-    """The subsets of a folder: its directories in the order of their names. One whose name is
-    another's behind z and _ (z_en next to en) is no subset of its own, it only sorts last."""
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-    return [
-        name for name in names if not (name.lstrip("z_") != name and name.lstrip("z_") in names)
-    ]
-
-
-def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
-    """Which subset a file below `folder` belongs to: the one whose name a directory on the way has,
-    but for z and _ in front. Raises ValueError if that is none, or several."""
-    on_the_way = os.path.relpath(path, folder).split(os.sep)[:-1]
-    found = [
-        name for name in names if any(name in (part, part.lstrip("z_")) for part in on_the_way)
-    ]
-    if len(found) != 1:
-        which = (
-            f"belongs to {len(found)} of them ({', '.join(found)})"
-            if found
-            else "belongs to none of them"
-        )
-        known = ", ".join(names) or "there are none"
-        raise ValueError(
-            f"{path}: the subsets of {folder} are its directories ({known}), and this "
-            f"file {which}; move it, or rename a directory [packed-subset-unclear]"
-        )
-    return found[0]

@@ -1,5 +1,4 @@
-"""The iteration line of --log-format internlm, and the rates of tokens on it: pure functions of
-numbers.
+"""--log-format internlm, and the rates of tokens on its lines.
 
 Fields, their order and meaning: InternLM's source and the logs of the 7B and 20B demos. Steps
 count from 0 there.
@@ -8,14 +7,21 @@ count from 0 there.
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from megatron import launcher, log
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.flops import TransformerShape
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.line_format import LineFormat
 
 WINDOW = 50  # steps of tgs_SMA
 BLOCKS = (10, 50)  # steps of the last_tgs_N
@@ -103,7 +109,6 @@ class StepCounts:
         if r.packed is None:
             return {}
         return {
-            **r.packed,
             **{name: value for name, value in self.rates.items() if name.startswith("tgs/")},
             "fwd_bwd_time": r.fwd_bwd_seconds,
             "inf_nan_skip_batches": self.failed_updates,
@@ -135,6 +140,12 @@ def start_line(function: str, text: str, now: datetime) -> str:
     """A line at the start of a run, as in InternLM's demos; `function` is InternLM's."""
     stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
     return f"{stamp} INFO {_PLACES[function]} in {function} -- {text}"
+
+
+def print_partition(elements: Sequence[int]) -> None:
+    """How many elements of its data-parallel group's parameters each rank owns."""
+    text = f"Number of elements on ranks: {elements}, rank:0"
+    log.print_rank_0(start_line("_partition_param_list", text, datetime.now()))
 
 
 def internlm_line(row: StepRow, now: datetime, process: int) -> str:
@@ -185,3 +196,66 @@ def skipped_line(first: int, last: int, reason: str, now: datetime, process: int
     """The line of steps that are not trained."""
     stamp = now.astimezone().isoformat(timespec="milliseconds")
     return f"{stamp} INFO {_STEP} - pid={process} : skipped=1 reason={reason} step={first}-{last}"
+
+
+class InternlmLines(LineFormat):
+    """--log-format internlm: the line of the last iteration of the interval."""
+
+    def __init__(self, config: Config, plan: Plan, runtime: Runtime | None):
+        super().__init__(config, plan, runtime)
+        self._counts = StepCounts(config.model.seq_length, plan.world_size)
+
+    def add(self, result: IterationResult) -> None:
+        """Count the iteration."""
+        super().add(result)
+        self._counts.add(result)
+
+    def start(self) -> None:
+        """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""
+        p = self._config.parallel
+        plan = self._plan
+        runtime = self._runtime
+        assert runtime is not None
+        device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
+        here = (
+            f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: "
+            f"{device}"
+        )
+        print(start_line("set_device", here, datetime.now()), flush=True)
+        log.print_rank_0(
+            start_line(
+                "launch",
+                "Distributed environment is initialized, data parallel size: "
+                f"{plan.data_parallel_size}, pipeline parallel size: "
+                f"{p.pipeline_model_parallel_size}, tensor parallel size: "
+                f"{p.tensor_model_parallel_size}",
+                datetime.now(),
+            )
+        )
+
+    def _text(self, row: IterationRow, r: IterationResult) -> str:
+        process = os.getpid()
+        if r.skipped == "user":
+            reason = r.reason or "user"
+            return skipped_line(
+                r.iteration - r.iterations, r.iteration - 1, reason, datetime.now(), process
+            )
+        full = self._config.training.recompute == "full"
+        operations = flops_per_token(self._shape, full)
+        step = StepRow(
+            r.iteration - 1,
+            r.loss,
+            self._rate(operations * r.global_batch_size * row.seq_length, r.seconds),
+            self._counts.rates,
+            r.learning_rate,
+            r.loss_scale,
+            r.grad_norm,
+            r.global_batch_size // self._plan.batch.divisor,
+            (r.consumed_samples - r.skipped_samples) * row.seq_length,
+            self._counts.failed_updates,
+            r.adam_beta2,
+            r.fwd_bwd_seconds,
+            r.packed or {},
+            r.line_metrics,
+        )
+        return internlm_line(step, datetime.now(), process)

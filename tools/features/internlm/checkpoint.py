@@ -26,19 +26,19 @@ from megatron.config.plan.parameters import (
     parameter_table,
 )
 from megatron.config.tokenizer import TokenizerConfig
-from tools.convert.choices import MLP_ORDERS
 from tools.convert.config_keys import is_unset, names_of, not_known
 from tools.convert.hf_files import PendingTensor, new_folder, work_folder
-from tools.convert.internlm_files.optimizer import (
+from tools.convert.links import QKV, ConversionError
+from tools.convert.native import write_checkpoint
+from tools.convert.torch_files import StoredPart, Unpickler
+from tools.features.internlm.choices import MLP_ORDERS
+from tools.features.internlm.optimizer import (
     Ranks,
     has_optimizer,
     optimizer_parts,
     read_flags,
     run_state,
 )
-from tools.convert.links import QKV, ConversionError
-from tools.convert.native import write_checkpoint
-from tools.convert.torch_files import StoredPart, Unpickler
 
 MODEL_CONFIG = "model_config.pt"
 _FILE = re.compile(r"model_tp(\d+)_pp(\d+)\.pt")

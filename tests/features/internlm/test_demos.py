@@ -6,13 +6,16 @@ import pytest
 import torch
 
 from megatron.arguments import config_from
+from megatron.config import command_line
 from megatron.config.checks.rules import problems
 from megatron.config.model import ModelConfig
+from megatron.config.plan import report
 from megatron.config.plan.batch_ramps import micro_batch_steps
 from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.config.training import TrainingConfig
-from megatron.config.tree import Config
+from megatron.features.internlm.initial_values import internlm_scheme
+from megatron.features.registry import RunConfig
 from megatron.parallel.sharding import Sharding, draw_values
 from tests.problems import assert_problem, raises
 
@@ -50,6 +53,39 @@ def test_widths_and_parameters_are_those_of_the_demos(demo):
     assert model.ffn == ffn and count_parameters(parameter_table(model, VOCAB)) == size
 
 
+LOGGED = {
+    ("7b", 8): [
+        894509056,
+        944865280,
+        966909952,
+        966909952,
+        966909952,
+        944865280,
+        966909952,
+        670068736,
+    ],
+    ("20b", 16): [1262168320, 1269084160, 1269084160, 1222844160],
+    ("30b", 16): [1782007296, 1812307968, 1812307968, 1706469888],
+}
+
+
+@pytest.mark.parametrize("demo", LOGGED, ids=str)
+def test_the_elements_on_each_rank_that_the_demos_log(demo, capsys):
+    """Seeds 000 and 001 and the log of the older 30B page, through a dry
+    run."""
+    name, world = demo
+    words = [
+        f"@examples/internlm/{name}.args",
+        "--zero-partition",
+        "whole-params",
+        "--dry-run",
+        "--world-size",
+        str(world),
+    ]
+    report.print_plan(command_line.read(words, {}, tree=RunConfig))
+    assert f"  elements per ZeRO rank: {LOGGED[demo]}\n" in capsys.readouterr().out
+
+
 def test_one_tensor_parallel_rank_holds_what_its_log_sums_to():
     """The 20B log's four ZeRO shares of rank 0; there the output bias is rank 0's alone, here every
     rank has it."""
@@ -63,7 +99,8 @@ def test_one_tensor_parallel_rank_holds_what_its_log_sums_to():
 
 
 def test_initial_deviations_depend_on_the_layer_and_the_half():
-    table = {s.name: s for s in parameter_table(model_of(64, 3, 4), 512)}
+    model = model_of(64, 3, 4)
+    table = {s.name: s for s in parameter_table(model, 512, scheme=internlm_scheme(model))}
     assert (
         table["embedding.word_embeddings.weight"].std == table["output_layer.weight"].std == 0.0052
     )
@@ -177,6 +214,6 @@ BAD = [
     ("changes", "code", "named"), BAD, ids=[" ".join(changes) for changes, *_ in BAD]
 )
 def test_what_cannot_be_is_refused(changes, code, named):
-    assert not problems(config_from(Config, GOOD), 1)
-    [line] = problems(config_from(Config, GOOD | changes), 1, tuple(changes))
+    assert not problems(config_from(RunConfig, GOOD), 1)
+    [line] = problems(config_from(RunConfig, GOOD | changes), 1, tuple(changes))
     assert_problem(line, code, named)

@@ -1,0 +1,102 @@
+"""What the commands of tools/convert_checkpoint.py share, and what features add to them. Imports no
+torch, so that --help is immediate."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from megatron.arguments import arg
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.config.checkpoint import is_url
+from megatron.features.registry import FEATURES
+
+if TYPE_CHECKING:
+    from tools.convert.family_table import Family
+    from tools.shared.program import Command
+
+Answer = str | tuple[str, bool]  # what to print, and whether all is well
+
+# Keys of tools/convert/family_table.py's FAMILIES.
+_FAMILY_NAMES = (
+    *("apertus", "arcee", "ernie4_5", "exaone4", "gemma", "glm", "glm4", "gpt2", "gpt_bigcode"),
+    *("gpt_neox", "granite", "helium", "jais2", "llama"),
+    *("ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "olmoe", "persimmon"),
+    *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
+    *("starcoder2",),
+)
+
+
+class Formats(Protocol):
+    """A feature's module of tools/ (`Feature.converter`): formats of checkpoints."""
+
+    COMMANDS: Mapping[str, Command]
+    FAMILY_NAMES: tuple[str, ...]  # of Hugging Face models
+
+    def families(self) -> Mapping[str, Family]:
+        """By name; imports what is heavy."""
+
+
+def of_features() -> list[Formats]:
+    """Of each feature that has some."""
+    modules = [feature.converter for feature in FEATURES if feature.converter]
+    return [cast(Formats, importlib.import_module(name)) for name in modules]
+
+
+def family_names() -> tuple[str, ...]:
+    """Of every family that is converted."""
+    return tuple(sorted([*_FAMILY_NAMES, *(n for one in of_features() for n in one.FAMILY_NAMES)]))
+
+
+def place(word: str) -> Path | str:
+    """A path, or the URL of an object store."""
+    return word if is_url(word) else Path(word)
+
+
+def local(word: str) -> Path:
+    """A path. Raises ValueError for a URL."""
+    if is_url(word):
+        raise ValueError(
+            "is in an object store; give a directory (only Hugging Face folders may be URLs)"
+        )
+    return Path(word)
+
+
+def path_of(metavar: str, text: str, parse: Any = local) -> Any:
+    """A positional path."""
+    return arg(place="positional", metavar=metavar, parse=parse, help=text)
+
+
+def step_option() -> Any:
+    """--ckpt-step."""
+    return arg(None, help="load this iteration instead of the newest")
+
+
+def unverified_option(text: str = "") -> Any:
+    """--unverified."""
+    return arg(
+        False,
+        alias=("--no-verify",),
+        help="skip the comparison with transformers, which loads both models into memory in "
+        f"float32 and removes what was written if they differ{text}",
+    )
+
+
+def ignored_keys(what: str) -> Any:
+    """--ignore-config-key."""
+    return arg((), metavar="KEY", help=f"{what} that are not known and change nothing")
+
+
+def finish(options: Any) -> int:
+    """Run a command and print its answer; the exit code."""
+    try:
+        done = options.run()
+        text, good = done if isinstance(done, tuple) else (done, True)
+        print(text)
+        return 0 if good else 1
+    except (ValueError, OSError, CheckpointError) as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 1
