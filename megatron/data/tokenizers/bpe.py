@@ -88,7 +88,7 @@ class GPT2BPETokenizer(Tokenizer):
         if self._asked != "tiktoken":
             expected = gigatoken.GPT2_PROBE
             if not self._published:
-                expected = gigatoken.digest_of_probe(self._tiktoken.encode)
+                expected = gigatoken.digest_of_probe(self._tiktoken.encode_by_cuts)
             encode = gigatoken.engine(self._vocabulary, self._merges, expected)
             if encode is not None:
                 return "gigatoken", encode
@@ -121,13 +121,16 @@ class _Tiktoken:
         self._ids = None if rising else np.array(ids)  # by rank; else the ids are the ranks
         ranks = zip(map(gpt2_bpe.bytes_of, pieces), ids if rising else range(len(ids)), strict=True)
         self._ranks = dict(ranks)
-        # encode_to_numpy looks for special pieces: slower, although it spares a list
-        self._by_pattern = self._encoder(gpt2_bpe.GPT2_PATTERN)
 
     def _encoder(self, pattern: str) -> Callable[[str], list[int]]:
         encoding = library("tiktoken", "GPT2BPETokenizer").Encoding
         made = encoding("gpt2", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
+        # encode_to_numpy looks for special pieces: slower, although it spares a list
         return made.encode_ordinary
+
+    @functools.cached_property
+    def _by_pattern(self) -> Callable[[str], list[int]]:
+        return self._encoder(gpt2_bpe.GPT2_PATTERN)
 
     @functools.cached_property
     def _by_cut(self) -> Callable[[str], list[int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
+import itertools
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +165,10 @@ def products(path: str, merges: Sequence[tuple[str, str]]) -> list[str]:
     Raises ValueError, naming the file, for a merge of what no earlier merge makes, and for two that
     make the same.
     """
-    known = set(byte_alphabet())
+    index = {piece: byte for byte, piece in enumerate(byte_alphabet())}  # rises with the rank
     for number, (left, right) in enumerate(merges, start=1):
         product = left + right
-        if left not in known or right not in known or product in known:
+        if left not in index or right not in index or product in index:
             raise ValueError(
                 f"--merge-file {path}, merge {number} ({left} {right}): each merge must join "
                 "pieces that merges above it make, into a new one; give the merges.txt of a "
@@ -177,64 +179,65 @@ def products(path: str, merges: Sequence[tuple[str, str]]) -> list[str]:
                 f"--merge-file {path}, merge {number}: makes a piece of {len(product)} bytes; at "
                 f"most {LONGEST} are possible [tokenizer-file-malformed]"
             )
-        known.add(product)
-    reached = set(byte_alphabet())
-    order = _Order(merges)
-    for left, right in merges:
-        if left in reached and right in reached and order.meet(left, right):
-            reached.add(left + right)
-    made = (left + right for left, right in merges)
-    return [product for product in made if product in reached]
+        index[product] = 255 + number
+    names = itertools.chain.from_iterable(merges)
+    halves = np.fromiter(map(index.__getitem__, names), np.int64).reshape(-1, 2)
+    reached = np.ones(len(index), bool)
+    reached[256:] = _meet(halves)
+    if not reached.all():  # nor is what is made of such a product
+        for merge, (left, right) in enumerate(halves, start=256):
+            reached[merge] &= reached[left] and reached[right]
+    return list(itertools.compress(index, reached))[256:]
 
 
-class _Order:
-    """Which pair makes each product, and when."""
+def _meet(halves: np.ndarray) -> np.ndarray:
+    """Of each merge, whether its two pieces side by side, each merged from its own bytes, still
+    stand there when the merge comes: no earlier merge joined the end of one with the start of the
+    other. `halves` int64 [n, 2]: what each merge joins, bytes as they are and products as
+    256 + rank; the result is bool [n].
 
-    def __init__(self, merges: Sequence[tuple[str, str]]):
-        self.ranks = {pair: rank for rank, pair in enumerate(merges)}
-        self.pairs = {left + right: (left, right) for left, right in merges}
-        # of each piece the rank of the merge that makes it
-        self.made = dict.fromkeys(byte_alphabet(), -1)
-        self.made |= {left + right: rank for rank, (left, right) in enumerate(merges)}
-
-    def meet(self, left: str, right: str) -> bool:
-        """Whether two pieces side by side, each merged from its own bytes, still stand there when
-        their own merge comes: no earlier merge joined the end of one with the start of the other.
-
-        Goes back in time over the pairs of neighbours that met there. A merge takes its places from
-        left to right: of two equal pieces the left one was made first, and the left one is merged
-        with what is before it before a pair of the same rank takes it.
-        """
-        ranks = self.ranks
-        pairs = self.pairs
-        made = self.made
-        end = begin = ranks[left, right]  # when the merges come that take them away
-        left_made = made[left]
-        right_made = made[right]
-        while True:
-            if left_made > right_made:
-                end = left_made
-                left = pairs[left][1]
-                left_made = made[left]
-            elif right_made >= 0:
-                begin = right_made
-                right = pairs[right][0]
-                right_made = made[right]
-            else:
-                return True
-            rank = ranks.get((left, right), end)
-            if rank < end and rank <= begin:
-                return False
+    Goes back in time over the pairs of neighbours that met there, for all merges at once. A merge
+    takes its places from left to right: of two equal pieces the left one was made first, and the
+    left one is merged with what is before it before a pair of the same rank takes it.
+    """
+    size = 256 + len(halves)
+    keys = halves @ [size, 1]
+    by_key = np.argsort(keys)
+    keys = keys[by_key]
+    left_half, right_half = np.pad(halves, ((256, 0), (0, 0))).T  # a byte has none
+    meet = np.ones(len(halves), bool)
+    merge = np.arange(len(halves))
+    left, right = halves.T
+    end = begin = merge + 256  # the merges that take the two away
+    while len(merge):
+        bytes_both = np.maximum(left, right) < 256
+        left_is_newer = left > right
+        end = np.where(left_is_newer, left, end)
+        begin = np.where(left_is_newer, begin, right)
+        left, right = (
+            np.where(left_is_newer, right_half[left], left),
+            np.where(left_is_newer, right, left_half[right]),
+        )
+        key = left * size + right
+        place = np.searchsorted(keys, key).clip(max=len(keys) - 1)
+        joined = np.where(keys[place] == key, by_key[place] + 256, end)
+        apart = (joined < end) & (joined <= begin) & ~bytes_both
+        meet[merge[apart]] = False
+        going = ~(apart | bytes_both)
+        merge, left, right, end, begin = (
+            array[going] for array in (merge, left, right, end, begin)
+        )
+    return meet
 
 
 @functools.cache
-def _byte_of() -> Mapping[str, int]:
-    return {character: byte for byte, character in enumerate(byte_alphabet())}
+def _charmap() -> Any:
+    return codecs.charmap_build("".join(byte_alphabet()))
 
 
 def bytes_of(piece: str) -> bytes:
     """The bytes of a piece; an added piece, which is not in the byte alphabet, is UTF-8."""
     try:
-        return bytes(map(_byte_of().__getitem__, piece))
-    except KeyError:
+        return codecs.charmap_encode(piece, "strict", _charmap())[0]
+    except UnicodeEncodeError:
         return piece.encode("utf-8")
