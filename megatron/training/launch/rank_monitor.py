@@ -52,7 +52,7 @@ OTHERS_EXIT_WITHIN = 1.0
 # where a rank fails while others are still starting: they are waited for, to be notified
 OTHERS_JOIN_WITHIN = 8.0
 CONNECT_WITHIN = 5.0
-ANSWERS_WITHIN = 4.0
+ANSWERS_WITHIN = 4.0  # of the request, or of the latest answer of another rank
 ABSENCE_REPORTED_EVERY = 60.0
 LONGEST_HELLO = 1 << 12  # bytes of what a connection sends that has yet to give the token
 SERVER_IS_SILENT_AFTER = 6  # ticks
@@ -280,8 +280,10 @@ class MonitorServer:
             self._stalled(rank, int(message["seconds"]))
         elif kind == "at":
             self._answers[rank] = message
-            if self._wires.keys() <= self._answers.keys():
-                self._deadlines["answer"] = 0.0
+            if "answer" in self._deadlines:
+                # nobody is silent while this thread has answers to read
+                complete = self._wires.keys() <= self._answers.keys()
+                self._deadlines["answer"] = 0.0 if complete else time.monotonic() + ANSWERS_WITHIN
 
     def _stalled(self, rank: int, seconds: int) -> None:
         """A rank has made no progress for longer than its limit: ask all what they do."""

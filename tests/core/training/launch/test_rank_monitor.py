@@ -407,6 +407,27 @@ def test_a_silent_rank_is_inspected_by_a_rank_on_its_host(monkeypatch, capfd):
     assert [2] in asked and "inspected" in capfd.readouterr().err
 
 
+def test_nobody_is_silent_while_answers_arrive(monkeypatch):
+    """Of many ranks, or on a loaded machine, they come one after another."""
+    monkeypatch.setattr(progress, "TICK", 0.05)
+    monkeypatch.setattr(rank_monitor, "ANSWERS_WITHIN", 0.6)
+    ranks = Ranks(4, 4)
+    answered: queue.Queue[set[int]] = queue.Queue()
+    monkeypatch.setattr(
+        ranks.server, "_judge", lambda seconds: answered.put(set(ranks.server._answers))
+    )
+    for rank, line in enumerate(ranks.lines):
+        state = line._state()
+
+        def later(seconds: float = 0.3 * rank, state: dict = state) -> dict:
+            time.sleep(seconds)
+            return state
+
+        monkeypatch.setattr(line, "_state", later)
+    ranks.lines[0].begin(ITERATION)
+    assert answered.get(timeout=60) == {0, 1, 2, 3}
+
+
 def test_a_rank_in_a_long_phase_need_not_answer():
     """It may hold the interpreter's lock in a save; in an iteration it does not."""
     ranks = Ranks(2, 2)
