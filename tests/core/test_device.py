@@ -286,7 +286,6 @@ print(done, min(faults[30:]))    # the heap moves up for some turns (2 to 10 wer
     "environ, keep, done, faults",
     [
         ({}, "keep", "True", range(1000)),
-        ({}, "", "None", range(10000, 20000)),
         ({"MALLOC_TOP_PAD_": "0"}, "keep", "False", range(10000, 20000)),
     ],
 )

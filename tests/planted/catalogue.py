@@ -145,7 +145,7 @@ BUGS = {
         "self.mask(step.loss_mask)",
         "torch.ones_like(self.mask(step.loss_mask))",
         "tests/core/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
-        "",
+        "campaign",
     ),
     "tokens of experts counted on one context-parallel rank": Bug(
         "megatron.model.moe.Router.balancing_loss",
@@ -158,7 +158,7 @@ BUGS = {
         "coeff * step.loss_scale",
         "coeff",
         "tests/core/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
-        "",
+        "campaign",
     ),
     "sinkhorn evaluated as the softmax of the selected experts": Bug(
         "megatron.config.moe.MoEConfig.router_probabilities",
@@ -218,7 +218,7 @@ BUGS = {
         "layer not in self._so_far",
         "True",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
-        "",
+        "campaign",
     ),
     # Megatron-LM 5916 and 7165
     "experts left out of the norm": Bug(
@@ -283,7 +283,7 @@ BUGS = {
         "torch.cat((losses, count(experts, m.experts, mask)))",
         "torch.cat((losses, count(experts, m.experts, mask))) + step.sums.get(self.number, 0)",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
-        "",
+        "campaign",
     ),
     "input gradient not summed": Bug(
         "megatron.parallel.layers._tp_comm",

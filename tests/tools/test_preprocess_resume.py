@@ -56,12 +56,12 @@ def corpus(tmp_path: Path) -> list[str]:
     draw = random.Random(5)
     for name in ("a.jsonl", "b.jsonl.gz"):
         lines = []
-        for number in range(1500):
+        for number in range(500):
             texts = {
                 key: "".join(draw.choices(ADVERSARIAL, k=2))[:300] * draw.randint(0, 2)
                 for key in ("text", "more")
             }
-            lines.append("no JSON" if number % 400 == 7 else json.dumps(texts))
+            lines.append("no JSON" if number % 130 == 7 else json.dumps(texts))
         (gzip.open if name.endswith("gz") else open)(tmp_path / name, "wb").write(
             "\n".join(lines).encode()
         )

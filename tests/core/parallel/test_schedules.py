@@ -135,7 +135,7 @@ def test_groups_of_micro_batches(stages):
     formulas."""
     played = 0
     for chunks in (2, 3):
-        for micro_batches in range(stages, 4 * stages):
+        for micro_batches in range(stages, 3 * stages + 1):
             for group in range(stages, micro_batches + 1):
                 if 0 < micro_batches % group < stages:
                     continue

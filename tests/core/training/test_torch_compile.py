@@ -158,8 +158,8 @@ MASKS = "--hidden-dropout 0.1 --attention-dropout 0.2 --reset-attention-mask"
 @pytest.mark.parametrize(
     "backend, flags",
     [
-        ("aot_eager", "--recompute-granularity selective"),
-        pytest.param("inductor", "", marks=pytest.mark.campaign),
+        pytest.param("aot_eager", "--recompute-granularity selective", marks=pytest.mark.campaign),
+        pytest.param("inductor", "", marks=pytest.mark.sweep),
     ],
 )
 def test_masks_in_the_graph_are_those_of_eager_layers(kernels_of_cuda, backend, flags):
