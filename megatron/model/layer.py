@@ -81,23 +81,19 @@ class TransformerLayer(nn.Module):
         self.sites = {"attention": ctx.tp.rank} if model.attention_dropout else {}
         if model.hidden_dropout:
             self.sites |= {"attention_output": part, "mlp_output": part}
-        self.input_layernorm = (
-            None if model.no_pre_layernorm else Norm(model, params.at("input_layernorm"))
-        )
+
+        def norm(name: str, present: bool) -> nn.Module:
+            return Norm(model, params.at(name)) if present else nn.Identity()
+
+        self.input_layernorm = norm("input_layernorm", not model.no_pre_layernorm)
         self.self_attention = SelfAttention(
             model, params.at("self_attention"), ctx, recompute_core=again.again("core_attn")
         )
-        self.post_self_attn_layernorm = (
-            Norm(model, params.at("post_self_attn_layernorm"))
-            if model.post_self_attn_layernorm
-            else None
+        self.post_self_attn_layernorm = norm(
+            "post_self_attn_layernorm", model.post_self_attn_layernorm
         )
-        self.pre_mlp_layernorm = (
-            None if model.no_pre_layernorm else Norm(model, params.at("pre_mlp_layernorm"))
-        )
-        self.post_mlp_layernorm = (
-            Norm(model, params.at("post_mlp_layernorm")) if model.post_mlp_layernorm else None
-        )
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", not model.no_pre_layernorm)
+        self.post_mlp_layernorm = norm("post_mlp_layernorm", model.post_mlp_layernorm)
         self.moe = model.is_moe_layer(number)
         self.mlp: nn.Module
         if self.moe:
@@ -126,22 +122,18 @@ class TransformerLayer(nn.Module):
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
         seeds = seeds or {}
-        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        normed = self.input_layernorm(x)
         y = self.self_attention(
             normed, rotary if self.rotates else None, document_ids, seeds.get("attention")
         )
-        if self.post_self_attn_layernorm is not None:
-            y = self.post_self_attn_layernorm(y)
+        y = self.post_self_attn_layernorm(y)
         y = self.drop(y, seeds.get("attention_output"))
         attended = (normed if self.residual_after_norm else x) + y
-        normed = x if self.parallel else attended
-        if self.pre_mlp_layernorm is not None:
-            normed = self.pre_mlp_layernorm(normed)
+        normed = self.pre_mlp_layernorm(x if self.parallel else attended)
         inputs = (normed, router_step) if self.moe else (normed,)
         again = self.recompute_mlp and torch.is_grad_enabled()
         y = recompute(self.mlp, *inputs) if again else self.mlp(*inputs)
-        if self.post_mlp_layernorm is not None:
-            y = self.post_mlp_layernorm(y)
+        y = self.post_mlp_layernorm(y)
         y = self.drop(y, seeds.get("mlp_output"))
         return (normed if self.residual_after_norm else attended) + y
 
