@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 class Census(TorchDispatchMode):
     """While it is on: bytes of every storage on the CPU that an operation has taken or returned, until
     it is freed (`live`), and the most there were (`peak`). What an operation uses inside and frees
-    again is not counted, nor memory that processes share."""
+    again is not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Census(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known or _caller() == "shared_sums.py":
+        if key in self._known:
             return
         nbytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, partial(self._freed, key)), nbytes
@@ -50,16 +49,6 @@ class Census(TorchDispatchMode):
 
     def _freed(self, key: int, reference: weakref.ref) -> None:
         self.live -= self._known.pop(key)[1]
-
-
-def _caller() -> str:
-    """The file of megatron/ that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if "/megatron/" in frame.f_code.co_filename:
-            return Path(frame.f_code.co_filename).name
-        frame = frame.f_back
-    return ""
 
 
 def watch() -> None:

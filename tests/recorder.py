@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel import collectives
-from megatron.parallel.shared_sums import SharedSums
 
 
 class Call(NamedTuple):
@@ -102,7 +101,6 @@ class Recorder:
         operation = dist.P2POp
         unwrapped = {wrapped[name]: originals[name] for name in ("isend", "irecv")}
         dist.P2POp = lambda op, *args, **kwargs: operation(unwrapped[op], *args, **kwargs)
-        SharedSums.start = self._shared(SharedSums.start)
         for name in self.FORBIDDEN:
             setattr(dist, name, self._refuse(name, getattr(dist, name)))
 
@@ -115,15 +113,6 @@ class Recorder:
             return function(*args, **kwargs)
 
         return call
-
-    def _shared(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A sum through shared memory."""
-
-        def start(sums: SharedSums, x: torch.Tensor) -> Any:
-            self.note("all-reduce", sums.axis.ranks, x)
-            return function(sums, x)
-
-        return start
 
     def _peer(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         kinds = {"isend": "send", "irecv": "receive"}

@@ -97,9 +97,6 @@ def _exchange_rows(
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
     """Start an all-reduce (sum) of `x` in place over an axis of several ranks; the function waits
     for it and returns it."""
-    if axis.shared and axis.shared.takes(x):
-        work = axis.shared.start(x)
-        return Pending([work], work.result, axis)
     return Pending([dist.all_reduce(x, group=axis.group, async_op=True)], lambda: x, axis)
 
 

@@ -15,18 +15,13 @@ from megatron.config.parallel import ParallelConfig
 @dataclass(frozen=True)
 class Axis:
     """An axis of the grid of ranks: this rank's coordinate, among the ranks that differ from it
-    along this axis only.
-
-    `shared`: memory of one machine through which these ranks sum (parallel/shared_sums.py), if they
-    have it.
-    """
+    along this axis only."""
 
     name: str
     size: int = 1
     rank: int = 0
     ranks: tuple[int, ...] = (0,)
     group: Any = None
-    shared: Any = None
 
 
 class Replicas(NamedTuple):

@@ -27,7 +27,6 @@ STACKS = "megatron-stacks"  # name of the memory file that a stack is written to
 PHASES = (
     ("/torch/distributed/", "collective"),
     ("megatron/parallel/collectives.py", "collective"),
-    ("megatron/parallel/shared_sums.py", "collective"),
     ("receive_activation", "pipeline transfer"),
     ("receive_gradient", "pipeline transfer"),
     ("send_activation", "pipeline transfer"),
@@ -55,7 +54,6 @@ NEVER_JOINED = "never joined"
 WAITING = (
     "/torch/distributed/",
     "megatron/parallel/collectives.py",
-    "megatron/parallel/shared_sums.py",
     "megatron/parallel/pipeline.py",
 )
 # ... and for the device, which runs the collectives of CUDA

@@ -3,7 +3,7 @@ starts process groups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -78,11 +78,6 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
             timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
         )
     ctx = ParallelContext(parallel, world_size, here.rank)
-    if ctx.tp.size > 1:
-        from megatron.parallel.shared_sums import open_shared
-
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        ctx.tp = replace(ctx.tp, shared=open_shared(ctx.tp, timeout))
     if world_size > 1:
         log.detail(layout_line(ctx))
     log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")

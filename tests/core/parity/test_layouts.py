@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ import torch
 from megatron.checkpoint import store
 from megatron.config.moe import ROUTER_SUMS
 from megatron.inference.load_model import open_trained_model
-from megatron.parallel import ddp, shared_sums
-from megatron.parallel.context import Axis
+from megatron.parallel import ddp
 from megatron.training import routers
 from tests.core.parity.layouts import (
     A2A,
@@ -38,7 +36,6 @@ from tests.core.parity.layouts import (
     GPT2,
     LAYOUT,
     LAYOUTS,
-    LLAMA,
     MOE,
     OVERLAP,
     PP,
@@ -222,12 +219,13 @@ def check(
     folder: Path,
     data: str,
     reference: Reference,
-    hook: Callable[[], None] = count_tokens,
 ) -> Differences:
     """Assert that the layout trains like one process; the differences."""
     one = reference(case)
     flags = argv(data, case.model, case.steps, *case.precision.split(), *case.layout, *case.only)
-    run = train(folder / "run", [*flags, *records(case, folder / "run")], case.world, hook=hook)
+    run = train(
+        folder / "run", [*flags, *records(case, folder / "run")], case.world, hook=count_tokens
+    )
     assert [row["iteration"] for row in run.rows] == list(range(1, case.steps + 1))
     losses, norms = (largest_difference(run, one, key) for key in ("lm_loss", "grad_norm"))
     limit, norm_limit = TOLERANCE[case.precision]
@@ -280,37 +278,6 @@ def mark(name: str) -> tuple[pytest.MarkDecorator, ...]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in LAYOUTS])
 def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
     table[name] = check(LAYOUTS[name], tmp_path, data, reference)
-
-
-def only_shared_sums() -> None:
-    """Hook: every sum of tensor-parallel ranks, small ones too, goes through the memory they
-    share."""
-
-    def opened(axis: Axis, timeout: timedelta) -> shared_sums.SharedSums:
-        sums = open_shared(axis, timeout)
-        assert sums is not None, "this machine's ranks share no memory"
-        return sums
-
-    def taken(sums: shared_sums.SharedSums, x: torch.Tensor) -> bool:
-        assert takes(sums, x), f"{x.dtype} {tuple(x.shape)} {x.stride()} goes through gloo"
-        return True
-
-    open_shared = shared_sums.open_shared
-    takes = shared_sums.SharedSums.takes
-    shared_sums.LEAST_BYTES = 0
-    shared_sums.open_shared = opened
-    shared_sums.SharedSums.takes = taken
-
-
-@pytest.mark.parametrize(
-    ("model", "world"), [(GPT2, 2), pytest.param(LLAMA, 4, marks=pytest.mark.campaign)]
-)
-def test_sums_through_shared_memory_give_the_numbers_of_one_process(
-    model, world, tmp_path, data, reference
-):
-    check(
-        Case(model, world, (TP, str(world)), steps=10), tmp_path, data, reference, only_shared_sums
-    )
 
 
 @pytest.mark.campaign
