@@ -134,13 +134,16 @@ def _rows(table: Mapping[str, Any]) -> str:
 
 
 def merge(
-    parts: Iterable[Manifest], extra_files: Mapping[str, FileRecord], source: str
+    parts: Iterable[Manifest],
+    extra_files: Mapping[str, FileRecord],
+    source: str,
+    covers: bool = True,
 ) -> Manifest:
     """The manifest of a checkpoint from its ranks' parts; tensors sorted by name. Raises
     CheckpointError.
 
-    All parts must agree on iteration and on shape and dtype of every tensor; together they must
-    cover each tensor exactly once.
+    All parts must agree on iteration and on shape and dtype of every tensor; if `covers`, they must
+    together cover each tensor exactly once.
     """
     parts = list(parts)
     files: dict[str, FileRecord] = {}
@@ -167,7 +170,7 @@ def merge(
         parts[0].block_bytes,
         source,
     )
-    for name in merged.tensors:
+    for name in merged.tensors if covers else ():
         merged.check_cover(name)
     return merged
 

@@ -220,31 +220,33 @@ def write_rank_files(
 ) -> None:
     """Second step, on every rank, after the first: this rank's tensors and its part of the
     manifest."""
-    part = write_tensors(temporary, rank, slices, iteration, disk)
+    file = f"weights_{rank:05d}.safetensors"
+    part = sharded.write(temporary, file, slices, iteration, disk=disk)
     disk.write_file(part_file(temporary, rank), part.dump())
 
 
-def write_tensors(
-    temporary: Path, rank: int, slices: Sequence[TensorSlice], iteration: int, disk: Disk = DISK
-) -> Manifest:
-    """This rank's tensors; returns its part of the manifest."""
-    file = f"weights_{rank:05d}.safetensors"
-    return sharded.write(temporary, file, slices, iteration, disk=disk)
-
-
-def finish(temporary: Path, world_size: int, state: RunState, args: str, disk: Disk = DISK) -> None:
+def finish(
+    temporary: Path,
+    world_size: int,
+    state: RunState,
+    args: str,
+    disk: Disk = DISK,
+    only: int | None = None,
+) -> None:
     """Third step, on rank 0 alone, when every rank has done the second: the small files, the
-    manifest last."""
-    parts = [read_manifest(part_file(temporary, rank)) for rank in range(world_size)]
+    manifest last. `only`: the directory holds the part of this rank alone."""
+    ranks = range(world_size) if only is None else (only,)
+    parts = [read_manifest(part_file(temporary, rank)) for rank in ranks]
     small = {STATE: state.dump(), ARGS: args.encode()}
     records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
     assert parts[0].iteration == state.iteration, (
         f"a state of iteration {state.iteration} in {temporary}"
     )
-    whole = manifest.merge(parts, records, str(temporary / manifest.FILE_NAME))
+    source = str(temporary / manifest.FILE_NAME)
+    whole = manifest.merge(parts, records, source, covers=only is None)
     for name, data in small.items():
         disk.write_file(temporary / name, data)
-    for rank in range(world_size):
+    for rank in ranks:
         disk.remove(part_file(temporary, rank))
     disk.write_file(temporary / manifest.FILE_NAME, whole.dump())
     disk.fsync_directory(temporary)

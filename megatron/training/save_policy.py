@@ -76,6 +76,7 @@ class SavePolicy(Hook):
 
     def on_rollback(self) -> None:
         """Save the run as it is now, since the newest checkpoint is of what was rolled back."""
+        self.settle()  # or a pending save of what was rolled back becomes the newest later
         self._saved_at = -1
         if self._local_copies:
             self._local_copies.start_line()

@@ -647,10 +647,10 @@ BUGS = {
         f"{LOCAL}::test_a_part_is_verified",
     ),
     "a local copy of an abandoned history": Bug(
-        "megatron.checkpoint.local_copies.newest_of_lines",
-        "min(limit, one.start)",
-        "limit",
-        f"{LOCAL}::test_lines",
+        "megatron.training.checkpointing.local_copies.LocalCopies.start_line",
+        "newest is None or newest.iteration != self._run.progress.iteration",
+        "newest is None",
+        f"{LOCAL}::test_copies_of_a_line_that_was_left",
     ),
     "a newest checkpoint that may be removed": Bug(
         "megatron.checkpoint.retention.prune",

@@ -11,7 +11,7 @@ import torch
 from megatron import log
 from megatron.checkpoint import slots, store
 from megatron.checkpoint.candidates import Candidate, candidates
-from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.filesystem import DISK, CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.sharded import Reader
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
@@ -77,10 +77,9 @@ def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
             store.clear_leftovers(root)
         except CheckpointError as error:
             log.warn_once(str(error))
-    if c.non_persistent_ckpt_type != "local" and Path(save, "local_copies.jsonl").exists():
-        from megatron.checkpoint.local_copies import forget
-
-        forget(Path(save))
+    newest = Path(save, "local_copies.json")
+    if c.non_persistent_ckpt_type != "local" and newest.exists():
+        DISK.remove(newest)
 
 
 def _tries(c: CheckpointConfig, load: str) -> tuple[list[Candidate], list[str], str | None]:

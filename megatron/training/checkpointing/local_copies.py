@@ -5,32 +5,27 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron import launcher, log
 from megatron.checkpoint import file_transfer, local_copies, store
 from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.file_transfer import Route
-from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
-from megatron.checkpoint.local_copies import Copy, Found, part_root
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.local_copies import LocalSave, part
 from megatron.checkpoint.sharded import TensorSlice
-from megatron.checkpoint.state import RunState
-from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.parallel.collectives import all_reduce_, broadcast_object, gather_objects
+from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.training.checkpointing.save import (
     PendingSave,
+    begin_save,
     layout_of,
     own_tensors,
     ranks_text,
     save_directory,
-    state_of,
 )
 from megatron.training.run import Run
 
@@ -54,17 +49,8 @@ def partners(c: CheckpointConfig, rank: int, ranks_of_node: int) -> list[int]:
     return list(range(first, first + block, jump))
 
 
-def all_slices(run: Run) -> list[TensorSlice]:
-    """Everything that this rank holds, including what other ranks hold too."""
-    return [
-        TensorSlice(name, sharding.shape, tensor.dtype, box, tensor)
-        for name, sharding, _, own in own_tensors(run)
-        for box, tensor in own
-    ]
-
-
 class LocalCopies:
-    """The copies that a run in training makes."""
+    """The copies that a run in training makes: a target of saves."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -72,7 +58,8 @@ class LocalCopies:
         self._rank = run.runtime.rank
         self._ranks_of_node = here.local_world_size or here.world_size
         c = run.config.checkpoint
-        self._directory = node_directory(c)
+        self._root = Path(save_directory(c))
+        self._node = node_directory(c)
         self._partners = partners(c, self._rank, self._ranks_of_node)
         self._world = file_transfer.on_cpu(run.runtime.ctx.world)
         self.start_line()
@@ -80,146 +67,133 @@ class LocalCopies:
     def _gather(self, value: Any) -> list[Any]:
         return gather_objects(value, self._world)
 
-    def _together(self, action: Callable[[], None]) -> None:
-        """Run the action on every rank; an error of one is raised on all."""
-        failure: CheckpointError | None = None
-        try:
-            with explained("save in", self._directory):
-                action()
-        except CheckpointError as error:
-            failure = error
-        failed = torch.tensor(failure is not None, dtype=torch.int32)
-        if all_reduce_(failed, self._world, "max"):
-            store.together(self._gather, self._directory, lambda: _raise(failure))
+    def _together(self, action: Callable[[], None], mine: bool = True) -> None:
+        """Run the action on every rank, or where it is `mine`; an error of one is raised on all."""
+        store.together(self._gather, self._node, action, mine)
 
     def start_line(self) -> None:
-        """Training continues from the current iteration: copies of later iterations are no longer
-        used."""
-        root = Path(save_directory(self._run.config.checkpoint))
+        """Training continues from the current iteration: copies of another are no longer used."""
+        newest: LocalSave | None = None
 
-        added: list[local_copies.Line] = []
+        def forget() -> None:
+            nonlocal newest
+            self._run.services.fence()
+            try:
+                newest = local_copies.read_newest(self._root)
+            except CheckpointError:
+                pass  # a new run, which no copy belongs to
+            if newest is None or newest.iteration != self._run.progress.iteration:
+                newest = LocalSave(newest.run if newest else secrets.token_hex(8))
+                local_copies.write_newest(self._root, newest)
 
-        def add() -> None:
-            if self._rank == 0:
-                self._run.services.fence()
-                added.append(local_copies.add_line(root, self._run.progress.iteration))
-
-        self._together(add)
-        self._line = broadcast_object(added, self._world)[0]
-        self._folder = self._directory / self._line.run
+        self._together(forget, self._rank == 0)
+        newest = broadcast_object(newest, self._world)
+        assert newest is not None, "rank 0 has read or made it"
+        self._newest = newest
+        self._remove_others()
 
     def slices(self) -> list[TensorSlice]:
-        """What this rank's part consists of."""
-        return all_slices(self._run)
+        """Everything that this rank holds, including what other ranks hold too."""
+        return [
+            TensorSlice(name, sharding.shape, tensor.dtype, box, tensor)
+            for name, sharding, _, own in own_tensors(self._run)
+            for box, tensor in own
+        ]
 
     def save(self) -> PendingSave | None:
         """Write a part on each rank; with --async-save only the copy in memory is made here."""
-        run = self._run
-        iteration = run.progress.iteration
-        state = state_of(run)
-        roots = [part_root(self._folder, one, self._rank) for one in self._partners]
-        folders: dict[int, Path] = {}
-
-        begun: list[tuple[str, bytes, str]] = []
-
-        def begin() -> None:
-            for rank, root in zip(self._partners, roots, strict=True):
-                folders[rank] = store.begin(root, iteration)
-            if self._rank == 0:
-                args = saved_flags.to_text(run.config, leave_out=("local_rank",))
-                begun.append((secrets.token_hex(8), state.dump(), args))
-
-        self._together(begin)
-        save, dumped, args = broadcast_object(begun, self._world)[0]
-        copy = Copy(self._line.line, save, iteration, self._rank, layout_of(run.runtime))
-        message = (
-            f" local copies of iteration {iteration} saved to {self._directory}"
-            if run.config.logging.is_short
-            else f"  saved local copies at iteration {iteration:7d} to {self._directory}"
+        iteration = self._run.progress.iteration
+        return begin_save(
+            self._run,
+            self,
+            f" local copies of iteration {iteration} saved to {self._node}"
+            if self._run.config.logging.is_short
+            else f"  saved local copies at iteration {iteration:7d} to {self._node}",
+            is_snapshot=True,
         )
-        own = folders[self._rank]
-        slices = self.slices()
-        writer = run.services.writer
 
-        def finish(write: Callable[[], Manifest]) -> None:
-            self._finish(
-                folders,
-                lambda: local_copies.finish_part(own, write(), dumped, args, copy),
-                iteration,
-                message,
+    def begin(self) -> Path:
+        self._new = LocalSave(
+            self._newest.run,
+            broadcast_object(secrets.token_hex(8), self._world),
+            self._run.progress.iteration,
+            ranks_text(layout_of(self._run.runtime)),
+        )
+        folder = self._new.folder(self._node)
+
+        def make() -> None:
+            for rank in self._partners:
+                DISK.make_root(part(folder, rank, self._rank))
+
+        self._or_none(lambda: self._together(make))
+        return part(folder, self._rank, self._rank)
+
+    def commit(self, pending: PendingSave, write: Callable[[], None]) -> None:
+        self._or_none(lambda: self._write(pending, write))
+        self._newest = self._new
+        log.print_rank_0(pending.message)
+        self._remove_others()
+
+    def _write(self, pending: PendingSave, write: Callable[[], None]) -> None:
+        """Write the own part, exchange parts with the partners; when all are on the disks, this
+        save is the one that counts."""
+        world_size = self._run.runtime.world_size
+        self._together(write)
+        self._together(
+            lambda: store.finish(
+                pending.temporary, world_size, pending.state, pending.args, only=self._rank
             )
+        )
+        self._together(lambda: self._mirror(pending.temporary.parent))
 
-        if writer is None:
-            finish(lambda: store.write_tensors(own, self._rank, slices, iteration))
-            return None
+        def publish() -> None:
+            self._run.services.fence()
+            local_copies.write_newest(self._root, self._new)
 
-        def written() -> Manifest:
-            writer.result()
-            return local_copies.taken_manifest(own, self._rank)
+        self._together(publish, self._rank == 0)
 
-        writer.start(slices, own, self._rank, iteration, run.runtime.device)
-        log.detail(f"  scheduled async local copies at iteration {iteration:7d}")
-        state = RunState.parse(dumped, "the run")
-        return PendingSave(own, iteration, state, args, message, True, lambda: finish(written))
-
-    def _finish(
-        self, folders: dict[int, Path], write: Callable[[], None], iteration: int, message: str
-    ) -> None:
-        """Write the own part, exchange parts with the partners and give all their final names; then
-        remove the older ones."""
+    def _or_none(self, action: Callable[[], None]) -> None:
+        """A step of a save; if it fails, nothing of the save stays."""
         try:
-            self._together(write)
-            self._together(lambda: self._mirror(folders))
+            action()
         except CheckpointError:
-            for folder in folders.values():
-                store.discard(folder, DISK)
+            # that of another job, which may have taken the run over, stays
+            self._remove(lambda: DISK.remove_tree(self._new.folder(self._node)))
             self._gather(None)  # no rank ends the run before this is done
             raise
-        self._together(lambda: self._publish(folders.values(), iteration))
-        log.print_rank_0(message)
-        self._remove_others(iteration)
 
-    def _mirror(self, folders: dict[int, Path]) -> None:
-        own = folders[self._rank]
+    def _mirror(self, folder: Path) -> None:
+        group = self._world.group
         count = len(self._partners)
         place = self._partners.index(self._rank)
         for step in range(1, count):
             to = self._partners[(place + step) % count]
             source = self._partners[(place - step) % count]
+            mirror = part(folder, source, self._rank)
             file_transfer.exchange(
-                Route(own, to, self._world.group),
-                Route(folders[source], source, self._world.group),
+                Route(part(folder, self._rank, self._rank), to, group),
+                Route(mirror, source, group),
             )
-            DISK.fsync_directory(folders[source])
-        if self._rank == 0:
-            self._run.services.fence()
+            DISK.fsync_directory(mirror)
 
-    def _publish(self, folders: Iterable[Path], iteration: int) -> None:
-        for folder in folders:
-            store.publish(folder.parent, folder, iteration)
+    def _remove_others(self) -> None:
+        """Remove what this node has of other saves than the newest."""
+        run = self._node / self._newest.run
+        kept = self._newest.folder(self._node)
+        self._remove(lambda: local_copies.remove_others(run, kept))
 
-    def _is_mine(self, holder: int) -> bool:
-        """Whether this rank removes what `holder` wrote: itself or, on the first rank of a node, a
-        rank that no longer exists."""
-        first = self._rank // self._ranks_of_node * self._ranks_of_node
-        others = range(first, first + self._ranks_of_node)
-        return holder == self._rank or self._rank == first and holder not in others
-
-    def _remove_others(self, iteration: int | None) -> None:
-        try:
-            local_copies.remove_others(self._folder, self._is_mine, iteration)
-        except CheckpointError as error:
-            log.print_line(f"WARNING: older local copies stay: {error}")
+    def _remove(self, action: Callable[[], None]) -> None:
+        """On one rank of each node; a failure is a warning."""
+        if self._rank % self._ranks_of_node == 0:
+            try:
+                action()
+            except CheckpointError as error:
+                log.print_line(f"WARNING: older local copies stay: {error}")
 
     def remove(self) -> None:
         """Remove this run's copies, since it ends with a checkpoint."""
         self._gather(None)  # all ranks have written the checkpoint
-        self._remove_others(None)
-
-
-def _raise(failure: CheckpointError | None) -> None:
-    if failure:
-        raise failure
+        self._remove(lambda: DISK.remove_tree(self._node / self._newest.run))
 
 
 # --- loading
@@ -232,10 +206,8 @@ class LocalCandidate(Candidate):
 
     step: int
     run: Run
-    save: str
+    newest: LocalSave
     places: dict[int, list[tuple[int, str]]]
-    copy: Copy
-    run_id: str
 
     def open(self) -> local_copies.Part:
         """This rank's part, fetched from another rank if it is missing or damaged here; all ranks
@@ -258,10 +230,10 @@ class LocalCandidate(Candidate):
                 for rank, holder in sorted(fetched.items())
             )
         )
-        path = Path(chosen[me][1])
         if fetched:
-            path = self._fetch(chosen, fetched)
-        return local_copies.open_part(path, self.save)
+            self._fetch(chosen, fetched)
+        path = self._own() if me in fetched else Path(chosen[me][1])
+        return local_copies.open_part(path, self.newest.save)
 
     def _choose(self) -> tuple[dict[int, tuple[int, str]], list[str]]:
         """For each rank the first place with a good copy of its part, and what is wrong with
@@ -288,118 +260,104 @@ class LocalCandidate(Candidate):
                         chosen[rank] = picks[rank]
         return chosen, problems
 
-    def _fetch(self, chosen: dict[int, tuple[int, str]], fetched: dict[int, int]) -> Path:
-        """Send parts to the ranks that lack them; returns the path of this rank's."""
+    def _own(self) -> Path:
+        """Where this rank's own part belongs."""
         me = self.run.runtime.rank
-        world = self.run.runtime.ctx.world
-        group = file_transfer.on_cpu(world).group
-        directory = node_directory(self.run.config.checkpoint)
-        root = part_root(directory / self.run_id, me, me)
+        return part(self.newest.folder(node_directory(self.run.config.checkpoint)), me, me)
+
+    def _fetch(self, chosen: dict[int, tuple[int, str]], fetched: dict[int, int]) -> None:
+        """Send parts to the ranks that lack them."""
+        me = self.run.runtime.rank
+        world = file_transfer.on_cpu(self.run.runtime.ctx.world)
+        own = self._own()
+
+        def make() -> None:
+            DISK.remove_tree(own)
+            DISK.make_root(own)
+
+        def bring() -> None:
+            failures = []
+            for rank, holder in sorted(fetched.items()):
+                try:
+                    if me == rank:
+                        file_transfer.exchange(None, Route(own, holder, world.group))
+                    elif me == holder:
+                        path = Path(chosen[rank][1])
+                        file_transfer.exchange(Route(path, rank, world.group), None)
+                except CheckpointError as error:
+                    failures.append(error)
+            if failures:
+                raise failures[0]
 
         def gather(value: Any) -> list[Any]:
             return gather_objects(value, world)
 
-        def bring() -> None:
-            failure = None
-            for rank, holder in sorted(fetched.items()):
-                try:
-                    if me == rank:
-                        file_transfer.exchange(None, Route(into[0], holder, group))
-                    elif me == holder:
-                        path = Path(chosen[rank][1])
-                        file_transfer.exchange(Route(path, rank, group), None)
-                except CheckpointError as error:
-                    failure = failure or error
-            if failure:
-                raise failure
-            if into:
-                store.publish(root, into[0], self.step)
-
-        into: list[Path] = []
-        if me in fetched:
-            store.together(gather, directory, lambda: into.append(store.begin(root, self.step)))
-        else:
-            store.together(gather, directory, lambda: None)
-        store.together(gather, directory, bring)
-        return store.iteration_directory(root, self.step) if into else Path(chosen[me][1])
+        store.together(gather, own, make, me in fetched)
+        store.together(gather, own, bring)
 
 
 def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> list[Candidate]:
-    """`tries`, and the states in local copies of the run in --load, the newest first; all ranks
-    call this."""
+    """`tries`, and the newest save in local copies of the run in --load, the newest first; all
+    ranks call this."""
     assert c.load is not None and c.non_persistent_local_ckpt_dir is not None
     if c.ckpt_step is not None or c.finetune or store.is_checkpoint(Path(c.load)):
         return tries
-    rank = run.runtime.rank
     world = run.runtime.ctx.world
-    lines: list[local_copies.Line] = []
-    if rank == 0:
+    newest: LocalSave | None = None
+    if run.runtime.rank == 0:
         try:
-            lines = local_copies.read_lines(Path(c.load))
+            newest = local_copies.read_newest(Path(c.load))
         except CheckpointError as error:
             log.warn_once(str(error))
-    lines = gather_objects(lines, world)[0]
-    if not lines:
+    newest = gather_objects(newest, world)[0]
+    if newest is None or not newest.save:
         return tries
-    run_id = lines[-1].run
-    folder = node_directory(c) / run_id
-    found, problems = local_copies.parts_in(folder)
-    listed = gather_objects((socket.gethostname(), found, problems), world)
-    for problem in dict.fromkeys(one for _, _, problems in listed for one in problems):
-        log.print_rank_0(f"WARNING: a local copy is not used: {problem}")
-    newest = local_copies.newest_of_lines(lines)
-    least = max((one.step for one in tries if one.step is not None), default=-1)
-    more: list[Candidate] = []
-    for copy, places in _saves([(host, found) for host, found, _ in listed]):
-        text = _unusable(copy, places, newest, layout_of(run.runtime))
-        if text is None:
-            path = c.non_persistent_local_ckpt_dir
-            more.append(LocalCandidate(path, copy.iteration, run, copy.save, places, copy, run_id))
-        elif copy.iteration > least:
-            log.print_rank_0(f" local copies of iteration {copy.iteration} are not used: {text}")
+    parts: list[tuple[int, int, str]] = []
+    problem: str | None = None
+    try:
+        parts = local_copies.parts_in(newest.folder(node_directory(c)))
+    except CheckpointError as error:
+        problem = str(error)
+    listed = gather_objects((socket.gethostname(), parts, problem), world)
+    for text in dict.fromkeys(text for _, _, text in listed if text):
+        log.print_rank_0(f"WARNING: local copies are not used: {text}")
+    places = _places([(host, parts) for host, parts, _ in listed])
+    if unusable := _unusable(newest, places, run):
+        if all(one.step is None or one.step < newest.iteration for one in tries):
+            log.print_rank_0(
+                f" local copies of iteration {newest.iteration} are not used: {unusable}"
+            )
+        return tries
+    path = c.non_persistent_local_ckpt_dir
+    copies = LocalCandidate(path, newest.iteration, run, newest, places)
     # of the same iteration the checkpoint first
-    return sorted([*tries, *more], key=lambda one: -(one.step or 0))
+    return sorted([*tries, copies], key=lambda one: -(one.step or 0))
 
 
-def _saves(
-    listed: Sequence[tuple[str, Sequence[Found]]],
-) -> list[tuple[Copy, dict[int, list[tuple[int, str]]]]]:
-    """(one of its parts, the places of each rank's part) of every save that any rank sees, the
-    newest first. A directory that several ranks of a host see counts once: as one of the rank whose
-    part it is if that is among them, else of the one that wrote it."""
-    saves: dict[str, tuple[Copy, dict[int, list[tuple[int, str]]]]] = {}
-    seen: dict[tuple[str, str], tuple[int, Found]] = {}
-    for rank, (host, found) in enumerate(listed):
-        for one in found:
-            before = seen.get((host, one.path))
-            if before is None or (rank == one.holder and before[0] != one.copy.rank):
-                seen[host, one.path] = rank, one
-            if rank == one.copy.rank:
-                seen[host, one.path] = rank, one
-    for rank, one in seen.values():
-        _, places = saves.setdefault(one.copy.save, (one.copy, {}))
-        places.setdefault(one.copy.rank, []).append((rank, one.path))
-    for _, places in saves.values():
-        for part, options in places.items():
-            options.sort(key=lambda option: (option[0] != part, option))
-    return sorted(saves.values(), key=lambda one: -one[0].iteration)
+def _places(
+    listed: Sequence[tuple[str, Sequence[tuple[int, int, str]]]],
+) -> dict[int, list[tuple[int, str]]]:
+    """For each rank's part (rank that can read it, path), its own rank first. A directory that
+    several ranks of a host see counts once: as one of the rank whose part it is if that is among
+    them, else of the one that wrote it, else of the first."""
+    readers: dict[tuple[str, str], tuple[bool, bool, int, int]] = {}
+    for reader, (host, parts) in enumerate(listed):
+        for rank, holder, path in parts:
+            option = reader != rank, reader != holder, reader, rank
+            readers[host, path] = min(option, readers.get((host, path), option))
+    places: dict[int, list[tuple[int, str]]] = {}
+    for (_, path), (_, _, reader, rank) in sorted(readers.items(), key=lambda item: item[1]):
+        places.setdefault(rank, []).append((reader, path))
+    return places
 
 
-def _unusable(
-    copy: Copy,
-    places: dict[int, list[tuple[int, str]]],
-    newest: dict[str, float],
-    layout: dict[str, int],
-) -> str | None:
+def _unusable(newest: LocalSave, places: dict[int, list[tuple[int, str]]], run: Run) -> str | None:
     """Why a save cannot be loaded; None if it can be tried."""
-    if copy.iteration > newest.get(copy.line, -1):
-        return "the run has continued from an earlier iteration since"
-    if copy.layout != layout:
-        return f"they were written by {ranks_text(copy.layout)}, this run has {ranks_text(layout)}"
-    missing = sorted(set(range(layout["world_size"])) - places.keys())
-    if missing:
-        return f"the part of rank {_numbers(missing)} was not found"
-    return None
+    ranks = ranks_text(layout_of(run.runtime))
+    if newest.ranks != ranks:
+        return f"they were written by {newest.ranks}, this run has {ranks}"
+    missing = sorted(set(range(run.runtime.world_size)) - places.keys())
+    return f"the part of rank {_numbers(missing)} was not found" if missing else None
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -24,18 +25,72 @@ from megatron.training.logging.flops import flops_per_iteration, model_shape
 from megatron.training.run import Run
 
 
+class Target(Protocol):
+    """Where a save goes: a run directory, or directories of the nodes. All ranks call this."""
+
+    def slices(self) -> list[TensorSlice]:
+        """What this rank writes."""
+
+    def begin(self) -> Path:
+        """The directory in which this rank may write now. Raises CheckpointError."""
+
+    def commit(self, pending: PendingSave, write: Callable[[], None]) -> None:
+        """Make it the newest save, say so, and remove older ones; `write` returns when this rank's
+        tensors are on the disk. Raises CheckpointError, and then nothing of it is there."""
+
+
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that --async-save has started: all that is written of it except the tensors, and the
-    message when it is complete."""
+    """A save that has begun: all that is written of it except the tensors, and the message when it
+    is complete."""
 
+    target: Target
     temporary: Path
     iteration: int
     state: RunState
     args: str
     message: str
-    is_snapshot: bool = False
-    finish: Callable[[], None] | None = None  # of local copies
+    is_snapshot: bool
+
+
+class RunDirectory:
+    """A save that all ranks write into one run directory."""
+
+    def __init__(self, run: Run, directory: str):
+        self._run = run
+        self._directory = directory
+        self._rank = run.runtime.rank
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_objects(value, self._run.runtime.ctx.world)
+
+    def slices(self) -> list[TensorSlice]:
+        return own_slices(self._run)
+
+    def begin(self) -> Path:
+        return store.begin(
+            self._directory,
+            self._run.progress.iteration,
+            rank=self._rank,
+            gather=self._gather,
+            fence=self._run.services.fence,
+        )
+
+    def commit(self, pending: PendingSave, write: Callable[[], None]) -> None:
+        store.commit(
+            pending.temporary,
+            pending.iteration,
+            write,
+            pending.state,
+            pending.args,
+            rank=self._rank,
+            world_size=self._run.runtime.world_size,
+            gather=self._gather,
+            fence=self._run.services.fence,
+        )
+        log.print_rank_0(pending.message)
+        if self._rank == 0:
+            _clean_up(self._run)
 
 
 def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box, torch.Tensor]]]]:
@@ -99,7 +154,7 @@ def save_checkpoint(run: Run) -> PendingSave | None:
     log.detail(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     return begin_save(
         run,
-        directory,
+        RunDirectory(run, directory),
         f" checkpoint of iteration {iteration} saved to {directory}"
         if run.config.logging.is_short
         else f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}",
@@ -118,29 +173,20 @@ def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
 
 
 def begin_save(
-    run: Run, directory: str, message: str, is_snapshot: bool = False
+    run: Run, target: Target, message: str, is_snapshot: bool = False
 ) -> PendingSave | None:
-    """Write all tensors and the state into a run directory; with --async-save only the copy is made
-    here."""
-    ctx = run.runtime.ctx
-    slices = own_slices(run)
+    """Write all tensors and the state to a target; with --async-save only the copy is made here."""
+    rank = run.runtime.rank
+    slices = target.slices()
     iteration = run.progress.iteration
-    temporary = store.begin(
-        directory,
-        iteration,
-        rank=ctx.rank,
-        gather=lambda value: gather_objects(value, ctx.world),
-        fence=run.services.fence,
-    )
+    temporary = target.begin()
     args = saved_flags.to_text(run.config, leave_out=("local_rank",))
-    pending = PendingSave(temporary, iteration, state_of(run), args, message, is_snapshot)
+    pending = PendingSave(target, temporary, iteration, state_of(run), args, message, is_snapshot)
     if run.services.writer is None:
-        _finish(
-            run, pending, lambda: store.write_rank_files(temporary, ctx.rank, slices, iteration)
-        )
+        target.commit(pending, lambda: store.write_rank_files(temporary, rank, slices, iteration))
         return None
-    run.services.writer.start(slices, temporary, ctx.rank, iteration, run.runtime.device)
-    log.detail(f"  scheduled an async save at iteration {iteration:7d} to {directory}")
+    run.services.writer.start(slices, temporary, rank, iteration, run.runtime.device)
+    log.detail(f"  scheduled an async save at iteration {iteration:7d} to {temporary.parent}")
     return pending
 
 
@@ -150,27 +196,8 @@ def finish_save(run: Run, pending: PendingSave) -> None:
 
     Raises CheckpointError if it could not be written; it is no longer pending either way.
     """
-    if pending.finish:
-        return pending.finish()
     assert run.services.writer is not None  # it writes what is pending
-    _finish(run, pending, run.services.writer.result)
-
-
-def _finish(run: Run, pending: PendingSave, write: Callable[[], None]) -> None:
-    store.commit(
-        pending.temporary,
-        pending.iteration,
-        write,
-        pending.state,
-        pending.args,
-        rank=run.runtime.rank,
-        world_size=run.runtime.world_size,
-        gather=lambda value: gather_objects(value, run.runtime.ctx.world),
-        fence=run.services.fence,
-    )
-    log.print_rank_0(pending.message)
-    if run.runtime.rank == 0:
-        _clean_up(run)
+    pending.target.commit(pending, run.services.writer.result)
 
 
 def own_slices(run: Run) -> list[TensorSlice]:

@@ -7,6 +7,7 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing.save import (
     PendingSave,
+    RunDirectory,
     begin_save,
     save_directory,
     snapshot_directory,
@@ -34,7 +35,7 @@ def save_snapshot(run: Run) -> PendingSave | None:
     assert slot is not None, "rank 0 has chosen it"
     return begin_save(
         run,
-        slot,
+        RunDirectory(run, slot),
         f" snapshot of iteration {iteration} saved to {slot}"
         if run.config.logging.is_short
         else f"  saved snapshot at iteration {iteration:7d} to {slot}",

@@ -140,7 +140,7 @@ def test_the_last_save_that_fails_is_an_error(data, tmp_path, world, flags, befo
 def write_nonsense() -> None:
     """A fault of the program: what the ranks have written does not fit together."""
 
-    def merge(*args):
+    def merge(*args, **kwargs):
         raise filesystem.CheckpointError("planted")
 
     manifest.merge = merge

@@ -18,13 +18,20 @@ import torch.distributed as dist
 
 from megatron.checkpoint import file_transfer, lock, store
 from megatron.checkpoint.file_transfer import Route
-from megatron.checkpoint.filesystem import Disk
-from megatron.checkpoint.local_copies import LINES, Line, add_line, newest_of_lines, verify
+from megatron.checkpoint.filesystem import CheckpointError, Disk
+from megatron.checkpoint.local_copies import (
+    NEWEST,
+    LocalSave,
+    read_newest,
+    verify,
+    write_newest,
+)
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.training import loop
 from megatron.training.checkpointing.local_copies import partners
 from tests.core.training.checkpointing.refusing_disk import FULL
 from tests.forkrun import RanksFailed, run_ranks
+from tests.problems import raises
 from tests.runs import EXACT, SMALL, Finished, same_tensors, train, with_flags
 
 BASE = (
@@ -69,14 +76,14 @@ class Place:
     def part(self, rank: int, holder: int) -> Path:
         """The newest part of a rank that a holder has."""
         node = self.node(holder // (self.world // 2))
-        (found,) = node.glob(f"*/{rank:05d}-on-{holder:05d}/iter_*")
-        return found
+        (part,) = node.glob(f"*/*/{rank:05d}-on-{holder:05d}")
+        return part
 
     def parts(self) -> set[str]:
         return {
-            f"{path.parent.name} {int(path.name[5:])}"
+            f"{path.parent.name} {int(path.parts[-3][5:12])}"
             for number in (0, 1)
-            for path in self.node(number).glob("*/*-on-*/iter_*")
+            for path in self.node(number).glob("*/*/*-on-*/manifest.json")
         }
 
 
@@ -131,7 +138,7 @@ def resumed(place: Place, straight, layout: str, at: int, before: int, *extra: s
     whole = straight(layout)
     assert finished.series(*EXACT) == whole.series(*EXACT)
     same_tensors(finished.tensors(), whole.tensors())
-    assert not place.parts(), "local copies remain after the end"
+    assert not list(place.folder.glob("node-*/*")), "local copies remain after the end"
     return text
 
 
@@ -224,8 +231,7 @@ def test_copies_of_a_run_that_was_removed(tmp_path, data, straight, two_nodes):
     assert place.parts(), "another run's copies are left alone"
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("between", ["copies", "no copies"])
+@pytest.mark.parametrize("between", ["copies", pytest.param("no copies", marks=pytest.mark.sweep)])
 def test_copies_of_a_line_that_was_left(between, tmp_path, data, straight, two_nodes):
     """A run that went back to 3 and came to no save of its own makes the copies of 5 useless."""
     place = Place(tmp_path, data, "dp 2")
@@ -295,7 +301,7 @@ def test_a_kill_in_a_save(seed, tmp_path, data, straight, two_nodes):
     whole = straight("dp 2")
     assert finished.series(*EXACT) == whole.series(*EXACT)
     same_tensors(finished.tensors(), whole.tensors())
-    assert not place.parts()
+    assert not list(tmp_path.glob("node-*/*"))
 
 
 def lose_the_lock(save: str) -> None:
@@ -326,7 +332,6 @@ def test_a_run_that_lost_its_lock_makes_no_copy(tmp_path, data):
     with pytest.raises(RanksFailed, match="save-directory-taken-over"):
         train(tmp_path, flags, hook=functools.partial(lose_the_lock, str(tmp_path / "save")))
     assert place.parts() == {"00000-on-00000 3"}
-    assert not list(tmp_path.glob("node-0/*/*/.iter*"))
 
 
 def fill_the_disk(rank: int, at: int) -> None:
@@ -334,7 +339,7 @@ def fill_the_disk(rank: int, at: int) -> None:
     step = Disk.step
 
     def full(self, action, path) -> None:
-        if f"iter_{at:07d}" in str(path) and f"node-{rank}" in str(path) and action == "write":
+        if f"iter_{at:07d}-" in str(path) and f"node-{rank}" in str(path) and action == "write":
             raise OSError(FULL, os.strerror(FULL))
         step(self, action, path)
 
@@ -352,20 +357,18 @@ def test_a_full_disk_is_a_warning_and_the_older_copies_stay(tmp_path, data, stra
     resumed(place, straight, "dp 2", 4, rows_of(place), "--replication")
 
 
-def test_lines():
-    """A copy counts up to where a later line began."""
-    assert newest_of_lines([Line("r", "a", 0), Line("r", "b", 12), Line("r", "c", 10)]) == {
-        "a": 10,
-        "b": 10,
-        "c": float("inf"),
-    }
-
-
-def test_a_damaged_file_of_lines_begins_a_new_run(tmp_path):
-    first = add_line(tmp_path, 0)
-    assert add_line(tmp_path, 4).run == first.run
-    (tmp_path / LINES).write_text("{")
-    assert add_line(tmp_path, 4).run != first.run
+@pytest.mark.parametrize(
+    "text",
+    ["{", "{}", '{"run": "../../..", "save": "", "iteration": 0, "ranks": ""}', '{"run": 5}'],
+)
+def test_a_damaged_file_is_refused(text, tmp_path):
+    """No name in it leads out of the directory of local copies."""
+    saved = LocalSave("0" * 16, "1" * 16, 4, "2 ranks")
+    write_newest(tmp_path, saved)
+    assert read_newest(tmp_path) == saved
+    (tmp_path / NEWEST).write_text(text)
+    with raises(CheckpointError, "local-copies-file-damaged"):
+        read_newest(tmp_path)
 
 
 def test_partners():
@@ -417,7 +420,7 @@ def test_a_part_is_verified(tmp_path, data):
     """Every bit of it: the part of a run of one rank."""
     flags = [*BASE, *LOCAL, "--data-path", data, "--save", str(tmp_path / "save")]
     train(tmp_path, [*flags, "--non-persistent-local-ckpt-dir", str(tmp_path / "node-%n")], 1, 6)
-    (part,) = tmp_path.glob("node-0/*/*/iter_*")
+    (part,) = tmp_path.glob("node-0/*/*/*-on-*")
     assert verify(part) is None
     flip(part)
     assert "[checkpoint-damaged]" in verify(part)
