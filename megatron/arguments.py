@@ -296,6 +296,11 @@ class Extension:
     # values that it adds to flags of other groups, by field name: what the help says of each
     adds: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
+    @classmethod
+    def other_flags(cls) -> OtherFlags | None:
+        """Flags of another program that it reads; one extension of a program may have some."""
+        return None
+
 
 def flags_of(tree: type) -> Mapping[str, Flag]:
     """Every flag of a dataclass whose fields are dataclasses, by field name. A name or spelling
@@ -383,16 +388,29 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
     )
 
 
+class ReadAs(NamedTuple):
+    """What flags of another program came to: `typed` with the values that they stand for, what is
+    wrong with them, and what is worth a line."""
+
+    typed: dict[str, Any]
+    problems: list[str]
+    notes: list[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class OtherFlags:
     """Flags that no config class declares: `flags` are read, but the help does not show them; of a
     further spelling `explain` may know why there is no such flag, `ignores` that it has no effect,
-    and `synonyms` what it is called here."""
+    and `synonyms` what it is called here. `read_as` gets the parser, what was typed of the
+    program's own flags, of these, and the spellings that are ignored."""
 
     flags: Sequence[Flag] = ()
     explain: Callable[[str], str | None] = lambda spelling: None
     ignores: Callable[[str], bool] = lambda spelling: False
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    read_as: Callable[[Parser, dict[str, Any], dict[str, Any], Sequence[str]], ReadAs] = (
+        lambda parser, typed, foreign, ignored: ReadAs(typed, [], [])
+    )
 
 
 class Parser:

@@ -7,13 +7,16 @@ large is imported.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from megatron import launcher, log
 from megatron.arguments import (
+    Extension,
     OtherFlags,
     Parsed,
     Parser,
@@ -30,9 +33,9 @@ from megatron.version import version_line
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 DESCRIPTION = (
-    "Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them. Flags "
-    "of Megatron-LM that have no effect here, or are refused, are listed with the reason in "
-    "docs/flags.md."
+    "Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them. "
+    "docs/flags.md has all of them, and those of other programs that are read, have no effect or "
+    "are refused."
 )
 # A flag that could not be read: what must not be called missing because of it.
 _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
@@ -52,10 +55,11 @@ _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
 class CommandLine:
     """A command line without problems.
 
-    `typed`: what the user gave, by field name; `foreign`: Megatron's flags that have no effect
-    here; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run; `extra`:
-    what `extra_args_provider` added. Of --save, --load and --snapshot-dir in an object store,
-    `save_url`, `load_url` and `snapshot_url`; the configuration then has their staging directories.
+    `typed`: what the user gave, by field name; `foreign`: flags of another program that a feature
+    has read; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run;
+    `extra`: what `extra_args_provider` added. Of --save, --load and --snapshot-dir in an object
+    store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their staging
+    directories.
     """
 
     config: Config
@@ -73,35 +77,23 @@ class CommandLine:
 def parser(
     tree: type[Config] = Config, extra_args_provider: ExtraArgsProvider | None = None
 ) -> Parser:
-    """All flags of `tree`, Megatron's foreign ones too (help leaves those out), and those that
-    `extra_args_provider` adds to the parser of argparse."""
+    """All flags of `tree`, those too that a feature reads of another program (help leaves those
+    out), and those that `extra_args_provider` adds to the parser of argparse."""
     return build_parser(
         tree,
         prog="pretrain_gpt.py",
         description=DESCRIPTION,
-        others=_other_flags,
+        others=functools.partial(_other_flags, tree),
         extra_args_provider=extra_args_provider,
     )
 
 
-def _other_flags() -> OtherFlags:
-    """The flags of Megatron-LM that have no field here."""
-    from megatron.config.megatron_compat import flags as compat
-
-    return OtherFlags(compat.parser_flags(), compat.explain, compat.ignores, compat.SYNONYMS)
-
-
-def _judge_foreign(
-    foreign: Mapping[str, Any], ignored: Sequence[str]
-) -> tuple[list[str], list[str], list[list[str]]]:
-    """Of typed flags of Megatron-LM that have no field here: errors, notes, and the command lines
-    that replace some."""
-    if not foreign and not ignored:
-        return [], [], []
-    from megatron.config.megatron_compat import flags as compat
-
-    replacements = list(compat.replaced(foreign).values())
-    return compat.refused(foreign), compat.accepted(foreign, ignored), replacements
+def _other_flags(tree: type[Config]) -> OtherFlags:
+    """The flags that an extension of the program reads without a field."""
+    for owner in typing.get_type_hints(tree).values():
+        if issubclass(owner, Extension) and (others := owner.other_flags()):
+            return others
+    return OtherFlags()
 
 
 def read(
@@ -163,11 +155,11 @@ def _checked(
 ) -> tuple[CommandLine, list[str]]:
     known = flags_of(tree)
     foreign = {name: value for name, value in parsed.typed.items() if name not in known}
-    refused, accepted, replacements = _judge_foreign(foreign, parsed.ignored)
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
-    for words in replacements:
-        typed = parse(flags, words).typed | typed
-    typed, unsupported = _with_deepspeed(flags, typed, foreign.get("deepspeed_config"))
+    of_others: list[str] = []
+    accepted: list[str] = []
+    if foreign or parsed.ignored:
+        typed, of_others, accepted = flags.others.read_as(flags, typed, foreign, parsed.ignored)
     theirs = FromCheckpoint()
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
         from megatron.config.checkpoint_args import take
@@ -186,8 +178,7 @@ def _checked(
     )
     problems = [
         *parsed.problems,
-        *refused,
-        *unsupported,
+        *of_others,
         *theirs.problems,
         *(text for text in found if not text.startswith(unread) and text not in theirs.problems),
     ]
@@ -199,28 +190,3 @@ def _checked(
     config = replace(config, checkpoint=staged(c))
     extra = flags.extra.namespace if flags.extra else None
     return CommandLine(config, typed, foreign, notes, world_size, here.rank, extra, *urls), problems
-
-
-def _with_deepspeed(
-    flags: Parser, typed: dict[str, Any], path: str | None
-) -> tuple[dict[str, Any], list[str]]:
-    """(typed flags and those of the JSON file of --deepspeed_config, problems)."""
-    if path is None:
-        return typed, []
-    from megatron.config.megatron_compat.deepspeed import read_deepspeed
-
-    try:
-        words, problems = read_deepspeed(path)
-    except OSError as error:
-        missing = f"--deepspeed_config {path}: {error.strerror or error}; give a JSON file"
-        return typed, [] if typed.get("dry_run") else [f"{missing} [file-not-readable]"]
-    theirs = parse(flags, words)
-    problems += [f"--deepspeed_config {path}: {line}" for line in theirs.problems]
-    for name, value in theirs.typed.items():
-        if typed.get(name, value) != value:
-            flag = next(flag.spelling for flag in flags.flags if flag.name == name)
-            problems.append(
-                f"{flag} {typed[name]}: --deepspeed_config {path} says {value}; make them agree "
-                "[flag-contradicts-deepspeed-config]"
-            )
-    return theirs.typed | typed, problems

@@ -1,10 +1,11 @@
-"""Command lines and logs of Megatron-LM: its log formats."""
+"""Command lines and logs of Megatron-LM: its flags that have no field here, its log formats."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.arguments import OtherFlags
 from megatron.training.feature import Feature
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ class MegatronCliConfig(Feature):
             "aurora": "AuroraGPT's iteration lines",
         }
     }
+
+    @classmethod
+    def other_flags(cls) -> OtherFlags:
+        """Megatron's flags that have no field here."""
+        from megatron.features.megatron_cli import foreign
+
+        return foreign.other_flags()
 
     def log_format(self, config: Config, plan: Plan, runtime: Runtime | None) -> LogFormat | None:
         """The lines of Megatron or of AuroraGPT, a fork of it."""

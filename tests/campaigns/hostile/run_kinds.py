@@ -14,6 +14,7 @@ import torch
 from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
+from megatron.features.registry import RunConfig
 from megatron.training.checkpointing import load, save, saved_args
 from megatron.training.run import Run
 from tests.campaigns.hostile import forged
@@ -91,7 +92,7 @@ def read_saved_flags(folder: Path) -> str:
     with contextlib.redirect_stderr(said):
         try:
             line = command_line.read(
-                [*words, "--load", str(folder / "run"), "--use-checkpoint-args"], {}
+                [*words, "--load", str(folder / "run"), "--use-checkpoint-args"], {}, tree=RunConfig
             )
         except SystemExit:
             raise Refused(said.getvalue()) from None

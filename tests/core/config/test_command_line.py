@@ -265,7 +265,7 @@ def test_what_the_launcher_puts_before_the_flags_is_accepted(launched, tmp_path)
     if launched == "--local-rank=0":
         done = start(f"{launched} {GOOD} --dry-run", tmp_path, PYTHONPATH=without_torch(tmp_path))
         assert done.returncode == 0 and done.stderr == ""
-    assert command_line.read(f"{launched} {GOOD}".split(), {}).config.parallel.local_rank == 0
+    assert read(f"{launched} {GOOD}").config.parallel.local_rank == 0
 
 
 def without_torch(folder: Path) -> str:

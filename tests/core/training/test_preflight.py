@@ -15,6 +15,7 @@ from megatron.config import command_line
 from megatron.config.data import DataConfig
 from megatron.config.plan import report
 from megatron.data.indexed_dataset import idx_path
+from megatron.features.registry import RunConfig
 from megatron.training import preflight
 from tests.forkrun import ROOT
 from tests.problems import raises
@@ -48,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 def refused(capsys, argv: list[str]) -> list[str]:
     """The lines that end this command line; none where it may run."""
-    line = command_line.read(argv, {})
+    line = command_line.read(argv, {}, tree=RunConfig)
     capsys.readouterr()
     try:
         preflight.check(line)
@@ -196,12 +197,14 @@ def test_a_dry_run_shows_it(folder, capsys):
         "400",
         "--dry-run",
     ]
-    line = command_line.read(words, {})
+    line = command_line.read(words, {}, tree=RunConfig)
     plan = report.print_plan(line)
     with pytest.raises(SystemExit) as leave:
         preflight.check_dry(line, plan)
     assert leave.value.code == 2 and "samples of train" in capsys.readouterr().err
-    line = command_line.read(with_flags(words, "--data-path", "/nowhere/a", "/nowhere/b"), {})
+    line = command_line.read(
+        with_flags(words, "--data-path", "/nowhere/a", "/nowhere/b"), {}, tree=RunConfig
+    )
     preflight.check_dry(line, plan)
 
 
@@ -211,4 +214,4 @@ def test_a_damaged_index_and_ids_of_another_vocabulary(folder, tmp_path, capsys)
     prefix = write_text(tmp_path / "c", 20)
     Path(idx_path(prefix)).write_bytes(Path(idx_path(prefix)).read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"c\.idx"):
-        preflight.check(command_line.read([*BASE, "--data-path", prefix], {}))
+        preflight.check(command_line.read([*BASE, "--data-path", prefix], {}, tree=RunConfig))

@@ -20,9 +20,9 @@ from megatron.config.megatron_compat.flags import (
     prefixes,
 )
 from megatron.features.registry import RunConfig
-from tests.problems import assert_problem, code_of
+from tests.problems import assert_problem, code_of, codes_of
 
-GOLDEN = Path(__file__).resolve().parents[3] / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 ROWS = [
     line.split("\t")
     for line in (GOLDEN / "megatron_flags.txt").read_text().splitlines()
@@ -273,8 +273,10 @@ BASE = (
 )
 def test_what_is_read_in_place_of_another_flag(typed, expected):
     kept = " ".join(typed[typed.find(" --save") :].split()) if " --save" in typed else ""
-    got = command_line.read([*BASE.split(), *typed.split(), "--dry-run"], {}).config
-    want = command_line.read([*BASE.split(), *expected.split(), *kept.split(), "--dry-run"], {})
+    got = command_line.read([*BASE.split(), *typed.split(), "--dry-run"], {}, tree=RunConfig).config
+    want = command_line.read(
+        [*BASE.split(), *expected.split(), *kept.split(), "--dry-run"], {}, tree=RunConfig
+    )
     assert got == want.config
 
 
@@ -302,24 +304,34 @@ def test_a_flag_with_a_value_has_one_spelling():
 
 def test_fused_attention_with_dropout_is_the_built_in_one():
     for flags in (["--attention-backend", "fused"], ["--use-flash-attn", "--bf16"]):
-        line = command_line.read([*BASE.split(), *flags, "--dry-run"], {})
+        line = command_line.read([*BASE.split(), *flags, "--dry-run"], {}, tree=RunConfig)
         assert line.config.attention_backend == "auto"
         assert [n for n in line.notes if code_of(n) == "fused-attention-with-dropout"]
-        line = command_line.read([*BASE.split(), *flags, "--attention-dropout", "0"], {})
+        line = command_line.read(
+            [*BASE.split(), *flags, "--attention-dropout", "0"], {}, tree=RunConfig
+        )
         assert line.config.attention_backend == line.config.kernels.attention != "auto"
 
 
 def test_a_schedule_of_batch_sizes_may_be_several_words():
     words = ["--step-batch-size-schedule", "0:4", "1K:8"]
     base = BASE.replace("--train-iters 4", "--train-samples 400").split()
-    read = command_line.read([*base, *words, "--dry-run"], {}).config
+    read = command_line.read([*base, *words, "--dry-run"], {}, tree=RunConfig).config
     assert read.training.step_batch_size_schedule == "0:4 1K:8"
 
 
 def test_attention_with_context_parallelism_has_its_own_kernels():
     more = "--context-parallel-size 2 --position-embedding-type rope --bf16 --dry-run".split()
     for flags in (["--attention-backend", "flash"], ["--use-flash-attn"]):
-        line = command_line.read([*BASE.split(), *more, *flags, "--world-size", "2"], {})
+        line = command_line.read(
+            [*BASE.split(), *more, *flags, "--world-size", "2"], {}, tree=RunConfig
+        )
         assert line.config.kernels.attention == "flash"
         assert line.config.attention_backend == "auto"
         assert [n for n in line.notes if code_of(n) == "attention-backend-with-context-parallel"]
+
+
+def test_a_program_without_the_feature_does_not_know_them():
+    words = ["--bert-load", "x", "--deepspeed_config", "y", "--moe-of-tomorrow", "1"]
+    problems = parse(command_line.parser(), words).problems
+    assert codes_of(problems) == ["flag-unknown"] * 3

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron.config import command_line
+from megatron.features.registry import RunConfig
 from tests.core.config.checks.checked_flags import BASE
 from tests.problems import assert_problem
 
@@ -26,7 +27,9 @@ FILE = {
 def read(tmp_path, content: object, *more: str):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(content))
-    return command_line.read([*BASE.split(), *more, "--deepspeed_config", str(path)], {})
+    return command_line.read(
+        [*BASE.split(), *more, "--deepspeed_config", str(path)], {}, tree=RunConfig
+    )
 
 
 def test_what_it_sets_are_flags(tmp_path):
@@ -35,7 +38,7 @@ def test_what_it_sets_are_flags(tmp_path):
         "--global-batch-size 32 --clip-grad 0.5 --use-distributed-optimizer --fp16 "
         "--initial-loss-scale 4096 --hysteresis 3"
     )
-    assert c == command_line.read([*BASE.split(), *expected.split()], {}).config
+    assert c == command_line.read([*BASE.split(), *expected.split()], {}, tree=RunConfig).config
 
 
 def test_a_fixed_loss_scale(tmp_path):
@@ -64,6 +67,6 @@ def test_what_is_refused(tmp_path, capsys, content, code, named):
 def test_a_missing_file_is_an_error_of_a_real_run_only(capsys):
     words = [*BASE.split(), "--deepspeed_config", "none.json"]
     with pytest.raises(SystemExit):
-        command_line.read(words, {})
+        command_line.read(words, {}, tree=RunConfig)
     assert_problem(capsys.readouterr().err.strip(), "file-not-readable", "none.json")
-    assert command_line.read([*words, "--dry-run"], {}).config.training.dry_run
+    assert command_line.read([*words, "--dry-run"], {}, tree=RunConfig).config.training.dry_run
