@@ -429,71 +429,42 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
         len(read) == 216 and len(written) == 224 and torch.equal(read[:211], written[:211].float())
     )
     layouts = ((1, ()), (4, (TP, "4", SP)), (4, (TP, "2")), (4, (TP, "2", SP, CP, "2")))
-    go_on(
-        one,
-        flags,
-        tmp_path / "two/save",
-        "2 ranks (tensor 2)",
-        layouts,
-    )
+    go_on(one, flags, tmp_path / "two/save", "2 ranks (tensor 2)", layouts)
 
 
 @pytest.mark.campaign
-def test_experts_saved_in_one_layout_resume_in_another(data, tmp_path):
-    """Saved at TP 2: resumed at TP 1, TP 2 x PP 2 and DP 2 x CP 2 with the distributed
-    optimizer."""
-    flags = argv(data, MOE, 8, "--fp64")
+@pytest.mark.parametrize(
+    ("model", "before", "written_by", "layouts"),
+    [
+        (
+            MOE,
+            (TP, "2", SP),
+            "2 ranks (tensor 2)",
+            ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED))),
+        ),
+        (
+            EP_MOE,
+            (EP, "4", *A2A, *DISTRIBUTED),
+            "4 ranks (data 4)",
+            ((1, ()), (4, (TP, "2", SP, PP, "2")), (2, (EP, "2", *A2A, *OVERLAP))),
+        ),
+        (
+            EP_MOE,
+            (ETP, "1", TP, "2", SP, *DISTRIBUTED),
+            "2 ranks (tensor 2)",
+            ((4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)), (4, (ETP, "4", TP, "2", SP))),
+        ),
+    ],
+    ids=["tp", "ep", "etp"],
+)
+def test_experts_saved_in_one_layout_resume_in_another(
+    model, before, written_by, layouts, data, tmp_path
+):
+    flags = argv(data, model, 8, "--fp64")
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    layout = ("--exit-interval", "4", TP, "2", SP)
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
-    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED)))
-    go_on(
-        one,
-        flags,
-        tmp_path / "two/save",
-        "2 ranks (tensor 2)",
-        layouts,
-    )
-
-
-@pytest.mark.campaign
-def test_experts_saved_with_expert_parallelism_resume_in_any_layout(data, tmp_path):
-    """Saved at EP 4 with the distributed optimizer: resumed in one process, at TP 2 x PP 2, and at
-    EP 2."""
-    flags = argv(data, EP_MOE, 8, "--fp64")
-    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    layout = ("--exit-interval", "4", EP, "4", *A2A, *DISTRIBUTED)
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 4)
-    layouts = ((1, ()), (4, (TP, "2", SP, PP, "2")), (2, (EP, "2", *A2A, *OVERLAP)))
-    go_on(
-        one,
-        flags,
-        tmp_path / "two/save",
-        "4 ranks (data 4)",
-        layouts,
-    )
-
-
-@pytest.mark.campaign
-def test_experts_saved_with_expert_tensor_parallelism_resume_in_any_layout(data, tmp_path):
-    """Saved at ETP 1 of TP 2 with the distributed optimizer: resumed in one process, at ETP 2 x
-    EP 2, and at ETP 4."""
-    flags = argv(data, EP_MOE, 8, "--fp64")
-    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    layout = ("--exit-interval", "4", ETP, "1", TP, "2", SP, *DISTRIBUTED)
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *layout], 2)
-    layouts = (
-        (1, ()),
-        (4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)),
-        (4, (ETP, "4", TP, "2", SP)),
-    )
-    go_on(
-        one,
-        flags,
-        tmp_path / "two/save",
-        "2 ranks (tensor 2)",
-        layouts,
-    )
+    stopped = (*saved(tmp_path / "two"), "--exit-interval", "4", *before)
+    train(tmp_path / "two", [*flags, *stopped], int(written_by[0]))
+    go_on(one, flags, tmp_path / "two/save", written_by, layouts)
 
 
 @pytest.mark.campaign
@@ -508,13 +479,7 @@ def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data
     with torch.no_grad():
         assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
     layouts = ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER)))
-    go_on(
-        one,
-        flags,
-        tmp_path / "two/save",
-        "2 ranks (context 2)",
-        layouts,
-    )
+    go_on(one, flags, tmp_path / "two/save", "2 ranks (context 2)", layouts)
 
 
 def go_on(
