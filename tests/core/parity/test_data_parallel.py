@@ -5,6 +5,7 @@ import pytest
 
 from tests.runs import NO_DROPOUT, SMALL, train, write_text
 
+STEPS = 5
 LAYOUTS = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]
 
 
@@ -18,7 +19,7 @@ def argv(data: str, micro_batch: int, extra: list[str]) -> list[str]:
         "--split",
         "90,10,0",
         "--train-iters",
-        "10" if extra else "20",
+        str(STEPS),
         "--micro-batch-size",
         str(micro_batch),
         *extra,
@@ -40,7 +41,7 @@ def test_layouts_agree_in_float64(tmp_path, extra):
     reference = train(tmp_path / "one", argv(data, 2, extra)).series(
         "lm_loss", "grad_norm", "consumed_samples"
     )
-    assert len(reference) == (10 if extra else 20)
+    assert len(reference) == STEPS
     for world, micro_batch in LAYOUTS if not extra else [(2, 1), (4, 2)]:
         got = train(tmp_path / f"{world}x{micro_batch}", argv(data, micro_batch, extra), world)
         for (loss, norm, consumed), (other_loss, other_norm, other) in zip(

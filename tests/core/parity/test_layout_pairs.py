@@ -1,4 +1,4 @@
-"""A checkpoint of any layout goes on in any other: the next 10 losses and gradient norms of the run
+"""A checkpoint of any layout goes on in any other: the next 4 losses and gradient norms of the run
 that never stopped."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.core.parity.layouts import (
 from tests.runs import Finished, train, write_text
 
 STOP = 3
-STEPS = 10
+STEPS = 4
 VPP = (PP, "2", CHUNKS, "2")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # name: (ranks, flags)
     "one": (1, ()),
