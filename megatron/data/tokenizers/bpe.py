@@ -104,7 +104,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _published(self) -> bool:
-        """Whether these are GPT-2's own files, known to be right: spares the check, 1 s."""
+        """Whether these are GPT-2's own files, known to be right: spares the check."""
         return tuple(self.identity()["sha256"]) == gpt2_bpe.GPT2_SHA256
 
 
