@@ -698,7 +698,7 @@ BUGS = {
         "megatron.training.batch._packed_masks",
         "labels != NO_LABEL",
         "labels >= NO_LABEL",
-        f"{PACKED_RUNS}::test_the_twelve_steps_of_the_demo_logs",
+        "tests/features/internlm/test_demo_steps.py::test_the_twelve_steps_of_the_demo_logs",
     ),
     "every token of a chat is trained": Bug(
         "megatron.data.chat.encode.ChatEncoder.encode",
