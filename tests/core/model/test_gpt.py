@@ -598,8 +598,8 @@ def test_what_was_built_is_checked(monkeypatch):
     monkeypatch.setattr(
         gpt,
         "parameter_table",
-        lambda model, padded, vocab: [
-            *real(model, padded, vocab),
+        lambda model, padded, vocab, scheme: [
+            *real(model, padded, vocab, scheme),
             *real(tiny_config(num_layers=1, qk_layernorm=True), padded, vocab)[5:7],
         ],
     )
