@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forkrun import ROOT
 from tests.planted import bugs
 
 FOLDER = Path(__file__).parent
@@ -55,3 +56,35 @@ def test_a_trial_works(name, copy):
     result = bugs.run(copy, file, *(["-k", test] if test else []))
     subprocess.run([*apply, "--reverse"], cwd=copy, check=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout[-3000:]
+
+
+# Deleting InternLM: what a person removes whole, and the files that name it besides (35 of the
+# program before features were rooms). tests/features/test_rooms.py deletes it in a copy and runs it.
+REMOVED = (
+    "megatron/features/internlm/",
+    "tools/features/internlm/",
+    "tools/internlm_config.py",
+    "tools/convert_data.py",
+)
+NAMES_IT = {
+    "megatron/features/registry.py",  # its two lines
+    # a template of conversations and a family of models, as llama3 is one
+    "megatron/data/chat/templates.py",
+    "tools/generate.py",
+    "tools/preprocess_data.py",
+    "tools/serve.py",
+    "tools/convert/verified_exports.json",
+    "tools/convert/unpickle_worker.py",  # a module whose classes are passed over
+}
+
+
+def test_the_files_that_name_internlm():
+    files = [file for top in ("megatron", "tools") for file in (ROOT / top).rglob("*")]
+    found = {
+        path
+        for file in [*files, ROOT / "pretrain_gpt.py"]
+        if file.suffix in (".py", ".json", ".cpp")
+        and not (path := file.relative_to(ROOT).as_posix()).startswith(REMOVED)
+        and "internlm" in file.read_text(encoding="utf-8").lower()
+    }
+    assert found == NAMES_IT
