@@ -17,6 +17,9 @@ from megatron.features.internlm.log_format import (
     start_line,
 )
 from megatron.training.logging.flops import TransformerShape, teraflops_per_rank
+from tests.core.config.checks.checked_flags import checked
+from tests.problems import codes_of
+from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 DEMOS = {
     "7b": TransformerShape(32, 4096, 11008, 32, 32, 128, True, 103168, 2048),
@@ -256,3 +259,23 @@ def test_its_logs_can_be_plotted(tmp_path):
     panels = read_run(str(tmp_path / "log")).panels
     assert panels["loss"] == ([1, 2, 3], losses)
     assert panels["tokens_per_second"][1] == pytest.approx([1024.0] * 3)
+
+
+def test_its_lines_count_subsets_by_themselves():
+    assert checked("--log-accuracy --log-format internlm")[0] == []
+    assert codes_of(checked("--log-accuracy")[0]) == ["flag-needs-other-flag"]
+
+
+def test_lines_and_metrics_have_the_subsets_and_rates(tmp_path):
+    text = write_text(tmp_path / "en", 100), write_text(tmp_path / "cn", 100, seed=2)
+    words = [*with_flags(SMALL, *NO_DROPOUT, "--eval-iters", "0"), "--data-path", *text]
+    words += ["--train-iters", "4", "--log-interval", "1", "--log-format", "internlm"]
+    run = train(tmp_path / "run", words)
+    line = next(line for line in run.first_rank_log.splitlines() if " step=2 " in line)
+    row = run.rows[2]
+    assert f" tokens/en={row['tokens/en']} tokens/cn={row['tokens/cn']} " in line
+    metric = round(row["lm_loss"], 4)
+    assert f" loss_from_metric={metric} loss/en={round(row['loss/en'], 4)} " in line
+    assert f" tgs/tgs_all={row['tgs/tgs_all']} " in line and " acc=" not in line
+    assert row["tgs/last_tgs_1"] > 0 and row["fwd_bwd_time"] > 0
+    assert row["inf_nan_skip_batches"] == 0 and row["adam_beta2"] == 0.999
