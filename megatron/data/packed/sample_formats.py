@@ -48,7 +48,8 @@ def formats_of(config: Config) -> tuple[SampleFormat, ...]:
 
 def generated_by(config: Config) -> GeneratedSamples | None:
     """What --dummy-data names."""
+    name = config.data.dummy_data
     for part in vars(config).values():
-        if isinstance(part, OffersSamples) and config.data.dummy_data in part.generated_samples:
-            return part.generated_samples[config.data.dummy_data]
+        if name and isinstance(part, OffersSamples) and name in part.generated_samples:
+            return part.generated_samples[name]
     return None

@@ -41,7 +41,7 @@ class TokenFiles:
 class Demo:
     """The million samples of InternLM's demos."""
 
-    subsets = ("en", "cn", "code")
+    subsets: tuple[str, ...] = ("en", "cn", "code")
     vocabulary = 200
 
     def open(self, sequence_length: int) -> DummySamples:
