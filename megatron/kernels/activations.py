@@ -59,19 +59,19 @@ class _TanhGelu(torch.autograd.Function):
         linear = torch.tensor(GELU_LINEAR, dtype=wide_dtype(x), device=x.device)
 
         def work(run: slice) -> None:
-            part = source[run].to(wide_dtype(x))
+            block = source[run].to(wide_dtype(x))
             value, rise = (
-                t[run] if t.dtype == part.dtype else torch.empty_like(part) for t in targets
+                t[run] if t.dtype == block.dtype else torch.empty_like(block) for t in targets
             )
-            torch.mul(part, part, out=rise)
-            torch.add(linear, rise, alpha=GELU_CUBIC, out=rise).mul_(part)
+            torch.mul(block, block, out=rise)
+            torch.add(linear, rise, alpha=GELU_CUBIC, out=rise).mul_(block)
             torch.sigmoid(rise, out=value)
             # a third of x times the slope of what the sigmoid is taken of
-            rise.add_(part, alpha=-2 / 3 * GELU_LINEAR)
+            rise.add_(block, alpha=-2 / 3 * GELU_LINEAR)
             torch.ops.aten.sigmoid_backward.grad_input(rise, value, grad_input=rise)
             torch.add(value, rise, alpha=3, out=rise)
-            value.mul_(part)
-            if part.dtype != x.dtype:
+            value.mul_(block)
+            if block.dtype != x.dtype:
                 targets[0][run], targets[1][run] = value, rise
 
         for_each(row_blocks(len(source), 1), x.device, work)

@@ -128,7 +128,7 @@ def _bf16(
 
 def _chunked_why(spec: AttentionSpec) -> str:
     if spec.features or spec.dtype == torch.float64:
-        return f"needed for {spec.said or 'fp64'}"
+        return f"needed for {spec.feature_names or 'fp64'}"
     if _emulated(spec):
         return "fp32 arithmetic"
     return f"fastest on a CPU for {CHUNKS_ON_CPU[0]} to {CHUNKS_ON_CPU[-1]} positions"
@@ -175,7 +175,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
             spec.device, spec.dtype, spec.head_dim, spec.compiled
         ),
         slower=lambda spec: None if spec.features else "what torch's fused attention is",
-        why=lambda spec: f"takes {spec.said}",
+        why=lambda spec: f"takes {spec.feature_names}",
     ),
     Implementation(
         "chunked",

@@ -87,7 +87,7 @@ class AttentionSpec:
         }
 
     @property
-    def said(self) -> str:
+    def feature_names(self) -> str:
         """Its features in words."""
         return " and ".join(self.features.values())
 

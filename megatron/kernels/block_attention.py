@@ -122,8 +122,14 @@ class _Plan:
         keys = self.keys_of(rows)
         query_ids, key_ids = self.ids
         same = query_ids[:, rows, None] == key_ids[:, None, keys]
-        positions = [seen.nonzero() for seen in same.any(1)]
-        return [slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0) for at in positions]
+        ranges = []
+        for visible in same.any(1):  # of a sample
+            positions = visible.nonzero()
+            empty = len(positions) == 0
+            ranges.append(
+                slice(0, 0) if empty else slice(int(positions[0]), int(positions[-1]) + 1)
+            )
+        return ranges
 
     def row_blocks(self, heads: tuple[int, int]) -> Iterator[_Rows]:
         """The blocks of consecutive queries that see any key."""
@@ -141,9 +147,9 @@ class _Plan:
     def _document_bias(self, sample: int, rows: slice, keys: slice, upper: Tensor | None) -> Tensor:
         """-inf [rows, keys] where the documents differ or the key is later."""
         query_ids, key_ids = self.ids
-        other = query_ids[sample, rows, None] != key_ids[sample, None, keys]
-        bias = torch.zeros(other.shape, dtype=self.dtype, device=self.device).masked_fill_(
-            other, -torch.inf
+        hidden = query_ids[sample, rows, None] != key_ids[sample, None, keys]
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            hidden, -torch.inf
         )
         if upper is not None:
             bias[:, -upper.shape[1] :] += upper
@@ -153,7 +159,7 @@ class _Plan:
         """[s, b, g r, d] -> [heads, r, s, d] of a set of heads, contiguous, in the dtype of the
         computation."""
         per_head = t.shape[2] // self.groups
-        part = t.flatten(1, 2)[:, heads[0] * per_head : heads[1] * per_head].unflatten(
+        heads_of_set = t.flatten(1, 2)[:, heads[0] * per_head : heads[1] * per_head].unflatten(
             1, (-1, per_head)
         )
         out = torch.empty(
@@ -161,7 +167,7 @@ class _Plan:
             dtype=self.dtype,
             device=self.device,
         )
-        return out.copy_(part.movedim(0, 2))
+        return out.copy_(heads_of_set.movedim(0, 2))
 
     def store(self, target: Tensor, heads: tuple[int, int], values: Tensor) -> None:
         """[heads, r, s, d] -> its place in target [s, b, g r, d]."""
@@ -214,8 +220,8 @@ def block_forward(
                 sums[:, :, rows.rows] = logs.unflatten(1, (plan.repeats, -1))
             if bits is not None:
                 probs.mul_(bits.keep(probs.numel(), probs.dtype).view(probs.shape))
-            part = torch.bmm(probs, values[:, rows.keys])
-            result[:, :, rows.rows] = part.unflatten(1, (plan.repeats, -1))
+            outputs = torch.bmm(probs, values[:, rows.keys])
+            result[:, :, rows.rows] = outputs.unflatten(1, (plan.repeats, -1))
         plan.store(
             out, heads, result if bits is None else result.mul_(1.0 / (1.0 - block.spec.dropout))
         )
@@ -238,8 +244,8 @@ def block_backward(
     def work(heads: tuple[int, int]) -> None:
         q, k, v, grad_out = (plan.load(t, heads) for t in tensors)
         of_heads = None if sums is None else (plan.load(sums[0], heads), plan.load(sums[1], heads))
-        found = _head_set_grads(plan, heads, q, k, v, grad_out, of_heads)
-        for target, values in zip(grads, found, strict=True):
+        head_grads = _head_set_grads(plan, heads, q, k, v, grad_out, of_heads)
+        for target, values in zip(grads, head_grads, strict=True):
             plan.store(target, heads, values)
 
     for_each(plan.head_sets(), plan.device, work)

@@ -58,8 +58,8 @@ def row_chunks(logits: Tensor) -> list[slice]:
 
 def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Of each row, in `dtype`, in as much new memory as the result takes."""
-    part = logits.to(dtype)
-    return torch.log_softmax(part, -1, out=None if logits.dtype == dtype else part)
+    wide = logits.to(dtype)
+    return torch.log_softmax(wide, -1, out=None if logits.dtype == dtype else wide)
 
 
 def one_pass(logits: Tensor, dtype: torch.dtype) -> ModuleType | None:
@@ -91,15 +91,15 @@ def overwrite(
     """
     hits = hits * share
     for rows in row_chunks(logits):
-        part = logits[rows].to(dtype)  # the logits themselves if they are of this dtype
-        part[:, valid:] = -torch.inf
-        to_probs(part, rows)
+        chunk = logits[rows].to(dtype)  # the logits themselves if they are of this dtype
+        chunk[:, valid:] = -torch.inf
+        to_probs(chunk, rows)
         if uniform:
-            part[:, :valid] -= uniform
-        part.mul_(grads[rows, None]).scatter_add_(1, columns[rows, None], -hits[rows, None])
-        if part.dtype != logits.dtype:
-            logits[rows] = part
-        del part
+            chunk[:, :valid] -= uniform
+        chunk.mul_(grads[rows, None]).scatter_add_(1, columns[rows, None], -hits[rows, None])
+        if chunk.dtype != logits.dtype:
+            logits[rows] = chunk
+        del chunk
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -153,6 +153,6 @@ class _CrossEntropy(torch.autograd.Function):
             ops.loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
             increment_version(logits)
         else:
-            softmax = lambda part, rows: torch.softmax(part, -1, out=part)  # noqa: E731
+            softmax = lambda chunk, rows: torch.softmax(chunk, -1, out=chunk)  # noqa: E731
             overwrite(logits, ctx.valid, ctx.dtype, *label, softmax)
         return logits, *[None] * 6

@@ -13,8 +13,8 @@ def cumulative_lengths(document_ids: Tensor) -> Tensor:
     A document is a run of equal ids in one sample. The number of documents is data: the device is
     waited for, unless the ids came with it (`with_lengths`).
     """
-    known = getattr(document_ids, "cu_seqlens", None)
-    return _read_lengths(document_ids) if known is None else known
+    lengths = getattr(document_ids, "cu_seqlens", None)
+    return _read_lengths(document_ids) if lengths is None else lengths
 
 
 def with_lengths(document_ids: Tensor, on_host: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ class DropoutBits:
     def keep(self, elements: int, dtype: torch.dtype) -> Tensor:
         """The next `elements` of the stream as a flat tensor: 1 keep, 0 drop."""
         out = torch.empty(elements, dtype=dtype, device=self.device)
-        for part in out.split(self.chunk):
-            lanes, most = self.draw(part.numel())
-            part.copy_(lanes.le_(most))
+        for chunk in out.split(self.chunk):
+            lanes, most = self.draw(chunk.numel())
+            chunk.copy_(lanes.le_(most))
         return out
 
     def draw(self, elements: int) -> tuple[Tensor, int]:
@@ -73,16 +73,16 @@ def _drop(x: Tensor, p: float, seed: int) -> Tensor:
     bits = DropoutBits(seed, p, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     in_cpp = native.runs(x)
-    for part, target in zip(
+    for chunk, target in zip(
         x.reshape(-1).split(bits.chunk), out.view(-1).split(bits.chunk), strict=True
     ):
         if in_cpp:  # one pass on this thread: operations of torch would wait for others in each
-            native.drop(part, *bits.draw(part.numel()), 1.0 / (1.0 - p), target)
+            native.drop(chunk, *bits.draw(chunk.numel()), 1.0 / (1.0 - p), target)
             continue
-        factors = bits.keep(part.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(
+        factors = bits.keep(chunk.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(
             1.0 / (1.0 - p)
         )
-        torch.mul(part, factors, out=target)
+        torch.mul(chunk, factors, out=target)
     return out
 
 

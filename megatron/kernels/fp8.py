@@ -87,13 +87,13 @@ def fitting_scale(amax: Tensor, largest: Tensor | float) -> Tensor:
     return torch.where(amax.isfinite(), scale.clamp(max=torch.finfo(torch.float32).max), scale)
 
 
-def scale_pair(amax: Tensor, given: Tensor | None, largest: float) -> Tensor:
-    """[2]: the scale `given`, or the one that maps `amax` onto `largest`, and its inverse. NaN
+def scale_pair(amax: Tensor, fixed: Tensor | None, largest: float) -> Tensor:
+    """[2]: the scale `fixed`, or the one that maps `amax` onto `largest`, and its inverse. NaN
     where amax is not finite: the clamp of the cast must not hide what the checks of a step look
     for."""
     if _by_triton(amax):
-        return torch.ops.megatron.fp8_scale(amax, given, largest)
-    scale = fitting_scale(amax, largest) if given is None else given
+        return torch.ops.megatron.fp8_scale(amax, fixed, largest)
+    scale = fitting_scale(amax, largest) if fixed is None else fixed
     scale = scale + (amax - amax)
     return torch.stack((scale, scale.reciprocal()))
 
@@ -262,9 +262,10 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         ctx.scaling = scaling
         q = cast(x, scaling.formats.forward, pair, columns=False)
         out = x.new_empty(len(x), weight.shape[1])
-        for part, result, matrix in zip(q.rows.split(counts), out.split(counts), rows, strict=True):
-            if len(part):
-                result.copy_(gemm(part, matrix, q.inverse, inverse, x.dtype, fast=True))
+        groups = zip(q.rows.split(counts), out.split(counts), rows, strict=True)
+        for group_rows, result, matrix in groups:
+            if len(group_rows):
+                result.copy_(gemm(group_rows, matrix, q.inverse, inverse, x.dtype, fast=True))
         return out
 
     @staticmethod

@@ -71,20 +71,20 @@ class _GroupedLinear(torch.autograd.Function):
                 continue
             if not together:
                 parts[number].copy_(input_grad(grads, weight[number]))
-            made = linear_weight_grad(grads, rows, None if total is None else total[number])
-            if grad_weight is not None and made is not None:
-                grad_weight[number] = made
+            group_grad = linear_weight_grad(grads, rows, None if total is None else total[number])
+            if grad_weight is not None and group_grad is not None:
+                grad_weight[number] = group_grad
         return grad_x, grad_weight, None, None, None
 
 
 class Copies(NamedTuple):
-    """Copies of the rows of a tensor: copy c of row r has the number r each + c.
+    """Copies of the rows of a tensor: copy c of row r has the number r per_row + c.
 
     order [n]: the numbers of those that there are, each at most once. rows: of the tensor.
     """
 
     order: Tensor
-    each: int
+    per_row: int
     rows: int
 
 
@@ -151,7 +151,7 @@ def grouped_linear(
     """
     if experts.multiplies(x, weight, accumulate_into):
         return _CppGroupedLinear.apply(x, weight, counts, accumulate_into, is_first, of, to)
-    rows = x if of is None else dispatch(x, of.order, of.each)
+    rows = x if of is None else dispatch(x, of.order, of.per_row)
     y = _GroupedLinear.apply(rows, weight, counts, accumulate_into, is_first)
     return y if to is None else combine(y, *to)
 
@@ -183,7 +183,7 @@ def weighted_swiglu(gate_up: Tensor, weights: Tensor, fused: bool = True) -> Ten
 
 def _sources(copies: Copies | None) -> Tensor | None:
     """Of each copy the number of its row."""
-    return None if copies is None else copies.order // copies.each
+    return None if copies is None else copies.order // copies.per_row
 
 
 class _Dispatch(torch.autograd.Function):

@@ -66,24 +66,24 @@ def choose(
     """The requested one, or the first that supports the spec and is not slower than a later one (if
     all are, the first that supports it). Raises ValueError where none does."""
     able = None
-    for each in implementations:
-        if requested not in ("auto", each.name):
+    for candidate in implementations:
+        if requested not in ("auto", candidate.name):
             continue
-        why_not = each.supports(spec)
+        why_not = candidate.supports(spec)
         if requested != "auto":
             if why_not:
                 raise ValueError(f"implementation {requested!r}: {why_not}; use 'auto'")
-            return Choice(each, "requested")
+            return Choice(candidate, "requested")
         if why_not is None:
-            if each.slower(spec) is None:
-                return Choice(each, each.why(spec))
-            able = able or each
+            if candidate.slower(spec) is None:
+                return Choice(candidate, candidate.why(spec))
+            able = able or candidate
     if able is not None:
         return Choice(able, able.why(spec))
     if requested == "auto":
-        reasons = "; ".join(f"{each.title}: {each.supports(spec)}" for each in implementations)
-        raise ValueError(f"no implementation can compute this ({reasons})")
-    names = ("auto", *(each.name for each in implementations))
+        why = "; ".join(f"{row.title}: {row.supports(spec)}" for row in implementations)
+        raise ValueError(f"no implementation can compute this ({why})")
+    names = ("auto", *(row.name for row in implementations))
     raise ValueError(f"implementation {requested!r} is unknown: use one of {names}")
 
 
@@ -91,6 +91,7 @@ def reasons(
     implementations: Sequence[Implementation[S, Any]], spec: S, chosen: Implementation[S, Any]
 ) -> Iterator[tuple[str, str]]:
     """Of each implementation but the chosen one: its title, and why it is not."""
-    for each in implementations:
-        if each is not chosen:
-            yield each.title, each.supports(spec) or each.slower(spec) or "not selected"
+    for candidate in implementations:
+        if candidate is not chosen:
+            why_not = candidate.supports(spec) or candidate.slower(spec)
+            yield candidate.title, why_not or "not selected"

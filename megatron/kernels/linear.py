@@ -127,8 +127,8 @@ def _onednn_linear(dtype: torch.dtype):
     if dtype == torch.bfloat16:
         return operation if _onednn_has(dtype) else None
     has_vectors = torch.backends.cpu.get_cpu_capability() in native.LEVELS
-    mine = has_vectors and devices.cpu_info("vendor_id") == "AuthenticAMD"
-    return operation if dtype == torch.float32 and mine else None
+    on_amd = has_vectors and devices.cpu_info("vendor_id") == "AuthenticAMD"
+    return operation if dtype == torch.float32 and on_amd else None
 
 
 def _by_onednn(rows: Tensor, outputs: int):

@@ -56,8 +56,8 @@ class _RmsNorm(torch.autograd.Function):
         target = out.view(-1, x.shape[-1])
 
         def work(rows: slice) -> None:
-            part = source[rows].to(wide_dtype(x))
-            torch.mul(part * _inverse_rms(part, eps), weight, out=target[rows])
+            block = source[rows].to(wide_dtype(x))
+            torch.mul(block * _inverse_rms(block, eps), weight, out=target[rows])
 
         for_each(row_blocks(*source.shape), x.device, work)
         return out
@@ -75,10 +75,10 @@ class _RmsNorm(torch.autograd.Function):
 
         def work(numbered: tuple[int, slice]) -> None:
             number, rows = numbered
-            part = source[rows].to(wide_dtype(x))
+            block = source[rows].to(wide_dtype(x))
             grad = grads[rows].to(wide_dtype(x))
-            inverse = _inverse_rms(part, ctx.eps)
-            y = part * inverse
+            inverse = _inverse_rms(block, ctx.eps)
+            y = block * inverse
             weight_grads[number] = (grad * y).sum(0)
             grad = grad * weight
             mean = (grad * y).mean(-1, keepdim=True)

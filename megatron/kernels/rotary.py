@@ -61,8 +61,8 @@ def slowed(frequencies: Tensor, factor: float) -> Tensor:
     turns.
     """
     turns = frequencies * LLAMA3_CONTEXT / (2 * torch.pi)
-    kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
+    unchanged = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
+    return frequencies * (unchanged + (1 - unchanged) / factor)
 
 
 def apply_rotary(
@@ -123,15 +123,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -
     half = cos.shape[-1]
 
     def work(rows: slice) -> None:
-        part = x[rows].to(wide)
-        turned = out[rows] if wide == x.dtype else torch.empty_like(part)
-        turned[..., 2 * half :] = part[..., 2 * half :]
-        first, second = _pairs(part, half, interleaved)
-        to_first, to_second = _pairs(turned, half, interleaved)
+        block = x[rows].to(wide)
+        result = out[rows] if wide == x.dtype else torch.empty_like(block)
+        result[..., 2 * half :] = block[..., 2 * half :]
+        first, second = _pairs(block, half, interleaved)
+        to_first, to_second = _pairs(result, half, interleaved)
         torch.mul(first, cos[rows], out=to_first).addcmul_(second, sin[rows], value=-sign)
         torch.mul(second, cos[rows], out=to_second).addcmul_(first, sin[rows], value=sign)
-        if turned.dtype != x.dtype:
-            out[rows] = turned
+        if result.dtype != x.dtype:
+            out[rows] = result
 
     for_each(row_blocks(x.shape[0], out[0].numel()), x.device, work)
     return out

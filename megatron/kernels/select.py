@@ -93,12 +93,12 @@ def _documents(config: Config) -> bool:
 
 
 def _flash_unavailable_reason(
-    device: torch.device, dtype: torch.dtype, config: Config, asked: bool = False
+    device: torch.device, dtype: torch.dtype, config: Config, requested: bool = False
 ) -> str | None:
-    """Why flash-attn is unavailable. `asked`: requested by name; the command line's rules have then
+    """Why flash-attn is unavailable. `requested`: by name; the command line's rules have then
     checked the other flags."""
     why_not = flash_attention.unavailable_reason(device, dtype, config.model.head_dim)
-    return why_not or (None if asked else _library_attention_unavailable_reason(config))
+    return why_not or (None if requested else _library_attention_unavailable_reason(config))
 
 
 def _fa4_unavailable_reason(device: torch.device, dtype: torch.dtype, config: Config) -> str | None:
@@ -144,16 +144,18 @@ def check_requested(device: torch.device, dtype: torch.dtype, config: Config) ->
     device."""
     k = config.kernels
     if k.transformer_impl == "transformer_engine":
-        if (why_not := libraries.transformer_engine_unavailable_reason(device, dtype)) is not None:
+        why_not = libraries.transformer_engine_unavailable_reason(device, dtype)
+        if why_not is not None:
             raise ValueError(
                 f"--transformer-impl transformer_engine: {why_not}; or use --transformer-impl "
                 "local [kernel-not-available]"
             )
     if config.attention_backend == "flash":
-        if (why_not := _flash_unavailable_reason(device, dtype, config, asked=True)) is not None:
-            asked = "--use-flash-attn" if k.use_flash_attn else "--attention-backend flash"
+        why_not = _flash_unavailable_reason(device, dtype, config, requested=True)
+        if why_not is not None:
+            flag = "--use-flash-attn" if k.use_flash_attn else "--attention-backend flash"
             raise ValueError(
-                f"{asked}: {why_not}; or use --attention-backend auto [kernel-not-available]"
+                f"{flag}: {why_not}; or use --attention-backend auto [kernel-not-available]"
             )
 
 
@@ -246,7 +248,7 @@ def _accumulation_rows(
     operation = "weight gradients"
     by_autograd = "autograd, then added"
     if not kernels.accumulation:
-        off = (KernelRow(operation, each.title, False, "disabled") for each in WEIGHT_GRADS)
+        off = (KernelRow(operation, row.title, False, "disabled") for row in WEIGHT_GRADS)
         return [KernelRow(operation, by_autograd, True, "--no-gradient-accumulation-fusion"), *off]
     if kernels.transformer_engine is not None:
         return [KernelRow(operation, "accumulated in backward", True, TRANSFORMER_ENGINE)]
@@ -369,7 +371,7 @@ def _elementwise_rows(
         "rotary": (kernels.fused_rotary, "--no-rope-fusion"),
     }
     for operation in (model.activation, *["rotary"] * (model.positions == "rope")):
-        wanted, flag = fused.get(operation, (True, ""))
+        enabled, flag = fused.get(operation, (True, ""))
         why_not = (
             "does not support --rotary-interleaved"
             if operation == "rotary" and model.rotary_interleaved
@@ -377,7 +379,7 @@ def _elementwise_rows(
         )
         why_not = COMPILED if config.training.torch_compile else why_not
         if operation in ("geglu", "swiglu", "gelu (tanh)", "rotary"):
-            rows += _row_rivals(operation, device, dtype, None if wanted else flag, why_not)
+            rows += _row_rivals(operation, device, dtype, None if enabled else flag, why_not)
         else:
             rows.append(KernelRow(operation, "torch", True, "only implementation"))
     rows += _loss_rows(device, dtype, config)
@@ -422,8 +424,8 @@ def _row_rivals(
     """Fused C++, row-blocked torch, and torch operations. `flag`: disables the first two;
     `why_not`: why the C++ is unavailable."""
     if flag is not None:
-        rest = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
-        return [KernelRow(operation, "torch", True, flag), *rest]
+        disabled = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
+        return [KernelRow(operation, "torch", True, flag), *disabled]
     on_cpu = pays_off(torch.empty(0, device=device))
     no_triton = why_not if why_not == COMPILED else triton_unavailable_reason(device, dtype)
     if operation in ("swiglu", "rotary") and no_triton is None:

@@ -112,9 +112,9 @@ class TransformerEngine:
 
         form = recipe.Format.E4M3 if self.fp8.format == "e4m3" else recipe.Format.HYBRID
         if self.fp8.recipe == "tensorwise":
-            made = recipe.Float8CurrentScaling(fp8_format=form)
+            fp8_recipe = recipe.Float8CurrentScaling(fp8_format=form)
         else:
-            made = recipe.DelayedScaling(
+            fp8_recipe = recipe.DelayedScaling(
                 margin=self.fp8.margin,
                 fp8_format=form,
                 amax_history_len=self.fp8.amax_history_len,
@@ -122,7 +122,7 @@ class TransformerEngine:
                 # without a group Transformer Engine reduces over all ranks, also of other stages
                 reduce_amax=group is not None,
             )
-        return te.autocast(enabled=True, recipe=made, amax_reduction_group=group)
+        return te.autocast(enabled=True, recipe=fp8_recipe, amax_reduction_group=group)
 
 
 def build(accumulate: bool, precision: PrecisionConfig) -> TransformerEngine:

@@ -65,11 +65,11 @@ class SelfAttention(nn.Module):
         if model.qk_layernorm and model.qk_layernorm_all_heads:
             from megatron.model.all_heads_norm import AllHeadsNorm
 
-            self.q_layernorm = AllHeadsNorm(model, params.at("q_layernorm"), ctx.tp)
-            self.k_layernorm = AllHeadsNorm(model, params.at("k_layernorm"), ctx.tp)
+            self.q_layernorm = AllHeadsNorm(model, params.scope("q_layernorm"), ctx.tp)
+            self.k_layernorm = AllHeadsNorm(model, params.scope("k_layernorm"), ctx.tp)
         elif model.qk_layernorm:
-            self.q_layernorm = Norm(model, params.at("q_layernorm"))
-            self.k_layernorm = Norm(model, params.at("k_layernorm"))
+            self.q_layernorm = Norm(model, params.scope("q_layernorm"))
+            self.k_layernorm = Norm(model, params.scope("k_layernorm"))
         self.linear_proj = RowParallelLinear(
             params("linear_proj.weight"),
             params.optional("linear_proj.bias"),

@@ -105,10 +105,10 @@ class GPTModel(nn.Module):
                 precision, ctx, device, dense=kernels.transformer_engine is None
             )
         params = ParameterFactory(table, ctx, dtype, device, scaling)
-        self.embedding = Embedding(model, params.at("embedding"), ctx) if first else None
+        self.embedding = Embedding(model, params.scope("embedding"), ctx) if first else None
         self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None
         self.decoder = Decoder(
-            model, params.at("decoder"), ctx, layers, last, recompute=recompute or Recompute()
+            model, params.scope("decoder"), ctx, layers, last, recompute=recompute or Recompute()
         )
         self.output_layer = self._build_output_layer(model, params) if last else None
         self._use(kernels)
@@ -181,18 +181,21 @@ class GPTModel(nn.Module):
                 "hidden=batch.hidden to it"
             )
         s = self._length(tokens, hidden, position_ids)
-        x = (
-            hidden
-            if self.embedding is None
-            else self.embedding(tokens, position_ids, dropout_seeds)
-        )
+        # The residual stream, [s, b, h] from here on: it starts as the tokens' embeddings, or comes
+        # from the chunk before.
+        x = hidden
+        if self.embedding is not None:
+            x = self.embedding(tokens, position_ids, dropout_seeds)
+        # The layers add to it; the last chunk has the final norm too.
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
         x = self.decoder(x, rotary, document_ids, dropout_seeds, router_step)
         if self.output_layer is None:
             return x
+        # Logits [s, b, padded vocabulary / tp]: each tensor-parallel rank has columns of its own.
         logits = self.output_layer(x)
         if labels is None:
-            return all_gather(logits, self.ctx.tp, dim=-1)[..., : self.vocab_size].transpose(0, 1)
+            whole = all_gather(logits, self.ctx.tp, dim=-1)
+            return whole[..., : self.vocab_size].transpose(0, 1)
         if token_metrics is None:
             return self._losses(logits, labels)
         return self._losses_and_metrics(logits, labels, token_metrics)
@@ -251,11 +254,9 @@ class GPTModel(nn.Module):
             s = tokens.shape[1] * self.ctx.cp.size
         else:
             assert hidden is not None, "a model with an embedding takes tokens"
-            s = (
-                hidden.shape[0]
-                * self.ctx.cp.size
-                * (self.ctx.tp.size if self.ctx.sequence_parallel else 1)
-            )
+            s = hidden.shape[0] * self.ctx.cp.size
+            if self.ctx.sequence_parallel:
+                s *= self.ctx.tp.size
         if self.positions != "none" and position_ids is None and s > self.max_positions:
             raise ValueError(
                 f"a sequence of {s} tokens is longer than the {self.max_positions} positions of "

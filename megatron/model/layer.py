@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,19 +40,19 @@ class Recompute:
     num_layers: int | None = None
     modules: Collection[str] = ("core_attn",)
 
-    def again(self, module: str) -> bool:
-        """Whether this part of layers is recomputed."""
+    def includes(self, module: str) -> bool:
+        """Whether this part of every layer is recomputed by itself."""
         return self.granularity == "selective" and module in self.modules
 
     def chunks(self, layers: int) -> list[tuple[int, int, bool]]:
         """(start, stop, recomputed) of each run of a stage's layers, in order."""
         if self.granularity != "full":
             return [(0, layers, False)]
-        step = self.num_layers or 1
-        if self.method == "block":
-            again = min(step, layers)
-            return [*((i, i + 1, True) for i in range(again)), (again, layers, False)]
-        return [(i, min(i + step, layers), True) for i in range(0, layers, step)]
+        count = self.num_layers or 1
+        if self.method == "uniform":
+            return [(i, min(i + count, layers), True) for i in range(0, layers, count)]
+        recomputed = min(count, layers)
+        return [*((i, i + 1, True) for i in range(recomputed)), (recomputed, layers, False)]
 
 
 class TransformerLayer(nn.Module):
@@ -67,7 +67,7 @@ class TransformerLayer(nn.Module):
         ctx: ParallelContext,
         number: int,
         *,
-        again: Recompute = Recompute(),
+        recompute: Recompute = Recompute(),
     ):
         super().__init__()
         self.number = number
@@ -76,18 +76,23 @@ class TransformerLayer(nn.Module):
         self.rotates = model.rotates(number)
         self.multiplier = model.residual_multiplier
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
-        part = ctx.tp.rank if ctx.sequence_parallel else 0
-        # Each site of dropout, with the part of the tensor that this rank has.
-        self.sites = {"attention": ctx.tp.rank} if model.attention_dropout else {}
+        # Sites of dropout. Ranks that hold different parts of a tensor draw different masks, those
+        # that hold the same tensor the same: heads are always split over tp, hidden states only
+        # with sequence parallelism.
+        hidden_part = ctx.tp.rank if ctx.sequence_parallel else 0
+        self.dropout_sites = {"attention": ctx.tp.rank} if model.attention_dropout else {}
         if model.hidden_dropout:
-            self.sites |= {"attention_output": part, "mlp_output": part}
+            self.dropout_sites |= {"attention_output": hidden_part, "mlp_output": hidden_part}
 
         def norm(name: str, present: bool) -> nn.Module:
-            return Norm(model, params.at(name)) if present else nn.Identity()
+            return Norm(model, params.scope(name)) if present else nn.Identity()
 
         self.input_layernorm = norm("input_layernorm", not model.no_pre_layernorm)
         self.self_attention = SelfAttention(
-            model, params.at("self_attention"), ctx, recompute_core=again.again("core_attn")
+            model,
+            params.scope("self_attention"),
+            ctx,
+            recompute_core=recompute.includes("core_attn"),
         )
         self.post_self_attn_layernorm = norm(
             "post_self_attn_layernorm", model.post_self_attn_layernorm
@@ -101,15 +106,15 @@ class TransformerLayer(nn.Module):
 
             self.mlp = MoELayer(
                 model,
-                params.at("mlp"),
+                params.scope("mlp"),
                 ctx,
                 number,
-                recompute_activation=again.again("moe_act"),
-                recompute_shared=again.again("shared_experts"),
+                recompute_activation=recompute.includes("moe_act"),
+                recompute_shared=recompute.includes("shared_experts"),
             )
         else:
-            self.mlp = MLP(model, params.at("mlp"), ctx)
-        self.recompute_mlp = again.again("moe" if self.moe else "mlp")
+            self.mlp = MLP(model, params.scope("mlp"), ctx)
+        self.recompute_mlp = recompute.includes("moe" if self.moe else "mlp")
 
     def forward(
         self,
@@ -122,17 +127,21 @@ class TransformerLayer(nn.Module):
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
         seeds = seeds or {}
+        # Attention reads the residual stream through a norm, and adds its result to the stream.
         normed = self.input_layernorm(x)
-        y = self.self_attention(
-            normed, rotary if self.rotates else None, document_ids, seeds.get("attention")
-        )
+        rotary = rotary if self.rotates else None
+        y = self.self_attention(normed, rotary, document_ids, seeds.get("attention"))
         y = self.post_self_attn_layernorm(y)
         y = self.drop(y, seeds.get("attention_output"))
         attended = (normed if self.residual_after_norm else x) + y
+
+        # So does the MLP; with a parallel residual it reads what attention has read.
         normed = self.pre_mlp_layernorm(x if self.parallel else attended)
         inputs = (normed, router_step) if self.moe else (normed,)
-        again = self.recompute_mlp and torch.is_grad_enabled()
-        y = recompute(self.mlp, *inputs) if again else self.mlp(*inputs)
+        if self.recompute_mlp and torch.is_grad_enabled():
+            y = recompute(self.mlp, *inputs)
+        else:
+            y = self.mlp(*inputs)
         y = self.post_mlp_layernorm(y)
         y = self.drop(y, seeds.get("mlp_output"))
         return (normed if self.residual_after_norm else attended) + y
@@ -143,8 +152,8 @@ class TransformerLayer(nn.Module):
         if of_batch is None:
             return {}
         return {
-            site: torch.tensor(of_batch.seed(self.number, site, part))
-            for site, part in self.sites.items()
+            site: torch.tensor(of_batch.seed(self.number, site, tp_part))
+            for site, tp_part in self.dropout_sites.items()
         }
 
     def drop(self, x: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
@@ -195,10 +204,10 @@ class Decoder(nn.Module):
             {
                 str(i): TransformerLayer(
                     model,
-                    params.at(f"layers.{i}"),
+                    params.scope(f"layers.{i}"),
                     ctx,
                     i,
-                    again=recompute,
+                    recompute=recompute,
                 )
                 for i in layers
             }
@@ -207,12 +216,18 @@ class Decoder(nn.Module):
         self.chunks = recompute.chunks(len(layers))
         self.group = ctx.tp.group
         self.transformer_engine: TransformerEngine | None = None
-        self.final_layernorm = Norm(model, params.at("final_layernorm")) if last else None
+        self.final_layernorm = Norm(model, params.scope("final_layernorm")) if last else None
         self.logits_scaling = model.logits_scaling
 
     def set_kernels(self, kernels: Kernels) -> None:
         """From now on compute as `kernels` says; each layer has its own call."""
         self.transformer_engine = kernels.transformer_engine
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Of Transformer Engine, where it computes: inside, its GEMMs may be FP8."""
+        if self.transformer_engine is None:
+            return nullcontext()
+        return self.transformer_engine.autocast(self.group)
 
     def forward(
         self,
@@ -226,22 +241,18 @@ class Decoder(nn.Module):
         layers = list(self.layers.values())
 
         def run(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-            with (
-                self.transformer_engine.autocast(self.group)
-                if self.transformer_engine is not None
-                else nullcontext()
-            ):
+            with self._autocast():
                 for layer in layers[start:stop]:
-                    own = layer.dropout_seeds(seeds)
-                    x = layer(x, rotary, document_ids, own, router_step)
+                    layer_seeds = layer.dropout_seeds(seeds)
+                    x = layer(x, rotary, document_ids, layer_seeds, router_step)
             return x
 
-        for start, stop, again in self.chunks:
-            x = (
-                recompute(run, x, start, stop)
-                if again and torch.is_grad_enabled()
-                else run(x, start, stop)
-            )
+        # Of a recomputed chunk of layers only its input is kept.
+        for start, stop, recomputed in self.chunks:
+            if recomputed and torch.is_grad_enabled():
+                x = recompute(run, x, start, stop)
+            else:
+                x = run(x, start, stop)
         if self.final_layernorm is None:
             return x
         x = self.final_layernorm(x)

@@ -43,7 +43,7 @@ class MLP(nn.Module):
         if model.xielu:
             from megatron.model.xielu import XIELU
 
-            self.xielu = XIELU(params.at("xielu"))
+            self.xielu = XIELU(params.scope("xielu"))
         self.set_kernels(Kernels())
         self.linear_fc1 = ColumnParallelLinear(
             params("linear_fc1.weight"),

@@ -82,8 +82,8 @@ def top_experts(scores: torch.Tensor, model: ModelConfig) -> torch.Tensor:
         groups = scores.unflatten(1, (model.moe_router_num_groups, -1))
         best = groups.topk(k // model.moe_router_group_topk).values.sum(-1)
         chosen = best.topk(model.moe_router_group_topk).indices
-        others = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
-        scores = groups.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
+        not_chosen = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+        scores = groups.masked_fill(not_chosen.unsqueeze(-1), -torch.inf).flatten(1)
     return scores.topk(k).indices
 
 
@@ -181,7 +181,7 @@ class Router(nn.Module):
         self.capacity_factor = model.moe_expert_capacity_factor or 0.0
         self.cp = ctx.cp
         self.data = ctx.dp
-        self.part = ctx.tp.rank if ctx.sequence_parallel else 0
+        self.tp_part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.split = ctx.tp if ctx.sequence_parallel else None
 
     def forward(
@@ -193,7 +193,7 @@ class Router(nn.Module):
         sequences = x.shape[1]
         training = step is not None and step.loss_scale is not None
         if self.model.moe_input_jitter_eps and step is not None and step.seeds is not None:
-            seed = step.seeds.seed(self.number, "router_input", self.part)
+            seed = step.seeds.seed(self.number, "router_input", self.tp_part)
             x = jitter(x, self.model.moe_input_jitter_eps, seed)
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
@@ -213,11 +213,11 @@ class Router(nn.Module):
         wherever they are; `num_experts` where a token is dropped."""
         m = self.model
         scores = probs.new_full((len(probs), m.experts), -1.0).scatter(1, experts, probs)
-        scores, mine = self.gather(scores, sequences)
+        scores, own_rows = self.gather(scores, sequences)
         share = len(scores) * m.moe_router_topk / m.experts
         capacity = math.ceil(share * self.capacity_factor)
-        kept = within_capacity(scores, capacity, m.moe_token_drop_policy)
-        return experts.where(kept[mine].gather(1, experts), m.experts)
+        within = within_capacity(scores, capacity, m.moe_token_drop_policy)
+        return experts.where(within[own_rows].gather(1, experts), m.experts)
 
     def balance(
         self, logits: torch.Tensor, sequences: int, training: bool
@@ -228,8 +228,8 @@ class Router(nn.Module):
         wide = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.to(wide).sigmoid() if k == 1 else logits.softmax(-1, dtype=wide)
         if training:
-            everyone, mine = self.gather(logits.detach().to(wide), sequences)
-            experts = sinkhorn(everyone)[mine].topk(k).indices
+            all_logits, own_rows = self.gather(logits.detach().to(wide), sequences)
+            experts = sinkhorn(all_logits)[own_rows].topk(k).indices
         else:
             experts = scores.topk(k).indices
         return scores.gather(1, experts), experts
@@ -243,9 +243,9 @@ class Router(nn.Module):
         ranks = self.cp.size
         parts = [order] if ranks == 1 else [chunks_of(order, i, ranks, 0) for i in range(ranks)]
         rows = torch.cat(parts).flatten()
-        mine = parts[self.cp.rank]
-        mine = (mine if self.split is None else my_slice(mine, self.split)).flatten()
-        return scores[rows.argsort()], mine
+        own_rows = parts[self.cp.rank]
+        own_rows = (own_rows if self.split is None else my_slice(own_rows, self.split)).flatten()
+        return scores[rows.argsort()], own_rows
 
     def add_losses(
         self,
@@ -261,7 +261,7 @@ class Router(nn.Module):
         assert step.loss_scale is not None, "an evaluation adds no losses"
         mask = None if step.loss_mask is None else self.mask(step.loss_mask)
         m = self.model
-        found = {}
+        losses = {}
         if m.balancing_losses:
             scores = balancing_scores(logits, m)
             if not self.selects_largest:
@@ -270,16 +270,16 @@ class Router(nn.Module):
             groups = sequences if kind == "seq_aux_loss" else 1
             so_far = step if kind == "global_aux_loss" else None
             loss = self.balancing_loss(scores, selected, mask, groups, so_far)
-            found[BALANCING_LOSSES[kind]] = loss
+            losses[BALANCING_LOSSES[kind]] = loss
         if m.moe_z_loss_coeff:
-            found["z_loss"] = z_loss(logits, mask)
+            losses["z_loss"] = z_loss(logits, mask)
         for name, coeff in m.router_losses.items():
-            probs = _AddLoss.apply(probs, found[name], coeff * step.loss_scale)
+            probs = _AddLoss.apply(probs, losses[name], coeff * step.loss_scale)
         if m.moe_per_layer_logging:
-            found["router_entropy"] = entropy(balancing_scores(logits.detach(), m), mask)
+            losses["router_entropy"] = entropy(balancing_scores(logits.detach(), m), mask)
         zero = logits.new_zeros(())
-        losses = torch.stack([found.get(name, zero).detach().double() for name in ROUTER_SUMS])
-        step.sums[self.number] = torch.cat((losses, count(experts, m.experts, mask)))
+        sums = torch.stack([losses.get(name, zero).detach().double() for name in ROUTER_SUMS])
+        step.sums[self.number] = torch.cat((sums, count(experts, m.experts, mask)))
         return probs
 
     def balancing_loss(
@@ -454,10 +454,10 @@ class MoELayer(nn.Module):
         self.topk = model.moe_router_topk
         self.num_experts = model.experts
         self.exchange = model.moe_token_dispatcher_type == "alltoall" and ctx.ep.size > 1
-        self.router = Router(model, params.at("router"), ctx, number)
-        self.experts = Experts(model, params.at("experts"), recompute_activation)
+        self.router = Router(model, params.scope("router"), ctx, number)
+        self.experts = Experts(model, params.scope("experts"), recompute_activation)
         self.shared_experts = (
-            SharedExpert(model, params.at("shared_experts"), ctx)
+            SharedExpert(model, params.scope("shared_experts"), ctx)
             if model.moe_shared_expert_intermediate_size
             else None
         )
@@ -467,8 +467,8 @@ class MoELayer(nn.Module):
         y = self.route(x.flatten(0, 1), *self.router(x, step)).view(x.shape)
         if self.shared_experts is None:
             return y
-        again = self.recompute_shared and torch.is_grad_enabled()
-        return y + (recompute(self.shared_experts, x) if again else self.shared_experts(x))
+        recomputed = self.recompute_shared and torch.is_grad_enabled()
+        return y + (recompute(self.shared_experts, x) if recomputed else self.shared_experts(x))
 
     def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""

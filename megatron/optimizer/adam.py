@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ def build_adam(
     assert all(0.0 <= beta < 1.0 for beta in betas) and eps >= 0.0, (betas, eps)
     dtypes = {key: getattr(torch, name) for key, name in config.moment_dtypes.items()}
     optimizer = _fused_or_foreach(
-        lambda **how: (kind or AdamW)(groups, lr=0.0, betas=betas, eps=eps, weight_decay=0.0, **how)
+        partial(kind or AdamW, groups, lr=0.0, betas=betas, eps=eps, weight_decay=0.0)
     )
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -87,9 +88,7 @@ def build_sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> SGD:
     starts as zeros."""
     momentum = config.sgd_momentum
     assert 0.0 <= momentum < 1.0, momentum
-    optimizer = _fused_or_foreach(
-        lambda **how: SGD(groups, lr=0.0, momentum=momentum, weight_decay=0.0, **how)
-    )
+    optimizer = _fused_or_foreach(partial(SGD, groups, lr=0.0, momentum=momentum, weight_decay=0.0))
     if momentum:
         for group in optimizer.param_groups:
             for param in group["params"]:

@@ -6,7 +6,7 @@ import torch
 
 from megatron.kernels.cpu import native
 
-PIECE = 1 << 22  # elements that a CPU's norm without the C++ converts to fp64 at a time
+BLOCK = 1 << 22  # elements that a CPU's norm without the C++ converts to fp64 at a time
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,8 +37,8 @@ def sum_of_squares(
     alike = all(grad.dtype == grads[0].dtype and grad.is_contiguous() for grad in grads)
     if alike and native.runs(grads[0]):
         return torch.tensor(native.sum_of_squares(grads), dtype=torch.float64)
-    pieces = [piece for grad in grads for piece in grad.reshape(-1).split(PIECE)]
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    blocks = [block for grad in grads for block in grad.reshape(-1).split(BLOCK)]
+    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
     return torch.stack(norms).square().sum()
 
 

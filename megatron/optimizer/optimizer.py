@@ -89,9 +89,9 @@ class MixedPrecisionOptimizer:
         self._device = groups[0]["params"][0].device
         # of a sharded parameter this rank may have nothing; the group stays
         for group in groups:
-            held = [i for i, param in enumerate(group["params"]) if param.numel()]
-            group["params"] = [group["params"][i] for i in held]
-            group["names"] = [group["names"][i] for i in held]
+            nonempty = [i for i, param in enumerate(group["params"]) if param.numel()]
+            group["params"] = [group["params"][i] for i in nonempty]
+            group["names"] = [group["names"][i] for i in nonempty]
         self._params = [param for group in groups for param in group["params"]]
         self._names = [name for group in groups for name in group["names"]]
         self._scales = [embed_grad_scale if name in EMBEDDINGS else 1.0 for name in self._names]
@@ -228,14 +228,14 @@ class MixedPrecisionOptimizer:
         optimizer.momentum_buffer.<name> (SGD with momentum), and optimizer.fp32_param.<name> for
         low-precision parameters; all with the parameter's local shape.
         """
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, param, main in zip(self._names, self._params, self._main, strict=True):
             for key in adam.STATE_KEYS[self.kind]:
                 if key in self.inner.state[main]:
-                    found[f"optimizer.{key}.{name}"] = self.inner.state[main][key]
+                    tensors[f"optimizer.{key}.{name}"] = self.inner.state[main][key]
             if param.dtype in LOW_PRECISION:
-                found[f"optimizer.fp32_param.{name}"] = main.detach()
-        return found
+                tensors[f"optimizer.fp32_param.{name}"] = main.detach()
+        return tensors
 
     def counters(self) -> dict[str, Any]:
         """The JSON-able rest of the state: optimizer kind, number of updates made, loss scale."""
@@ -295,11 +295,11 @@ class MixedPrecisionOptimizer:
         total = self._reduce_sum(counted)
         if self.grad_scaler is None:
             return False, total.sqrt().item()
-        others = [grad for grad, counts in zip(grads, self._counts, strict=True) if not counts]
-        mine = counted + clip_grads.sum_of_squares(others, self._device)
-        found_inf = self._reduce_max((~torch.isfinite(mine)).double())
-        found, squared = torch.stack([found_inf, total]).tolist()
-        return found > 0.0, squared**0.5
+        uncounted = [grad for grad, counts in zip(grads, self._counts, strict=True) if not counts]
+        own_squares = counted + clip_grads.sum_of_squares(uncounted, self._device)
+        found_inf = self._reduce_max((~torch.isfinite(own_squares)).double())
+        overflows, squared = torch.stack([found_inf, total]).tolist()
+        return overflows > 0.0, squared**0.5
 
     def _copy_main_to_model(self) -> None:
         pairs = self._low_precision_pairs()

@@ -46,15 +46,15 @@ def build_param_groups(
     Empty groups are omitted. Raises ValueError on a name given twice.
     """
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
-    seen: set[str] = set()
+    names: set[str] = set()
     for param in params:
         name = sharding_of(param).name
         shape = sharding_of(param).shape
-        if name in seen:
+        if name in names:
             raise ValueError(
                 f"parameter {name} was given to the optimizer twice; pass each parameter once"
             )
-        seen.add(name)
+        names.add(name)
         decoupled = config.decoupled_lr is not None and name in DECOUPLED_LR_NAMES
         decayed = has_weight_decay(
             name, shape, config.apply_wd_to_qk_layernorm, config.apply_wd_to_all

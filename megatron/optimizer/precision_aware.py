@@ -18,7 +18,7 @@ from megatron.optimizer.adam import MOMENTS, AdamW, grad_scale, moment_of
 
 FP16_SCALE = 2.0**15
 # Elements of which the update has copies in the main weights' dtype at a time.
-PIECE = 2**22
+CHUNK = 2**22
 
 
 class PrecisionAwareAdamW(AdamW):
@@ -34,25 +34,25 @@ class PrecisionAwareAdamW(AdamW):
             beta1, beta2 = group["betas"]
             params = group["params"]
             steps = [self.state[param]["step"] for param in params]
-            for piece in _pieces(params, [next(remaining) for _ in params]):
-                weights = [param.view(-1)[span] for param, _, span in piece]
+            for chunk in _chunks(params, [next(remaining) for _ in params]):
+                weights = [param.view(-1)[span] for param, _, span in chunk]
                 wide = [
                     grad.view(-1)[span].to(weight.dtype, copy=True)
-                    for (_, grad, span), weight in zip(piece, weights, strict=True)
+                    for (_, grad, span), weight in zip(chunk, weights, strict=True)
                 ]
                 scale = grad_scale(factor, wide[0].device) if group["fused"] else None
                 if not group["fused"]:
                     torch._foreach_mul_(wide, factor)
                 stored = {
-                    key: [self.state[param][key].view(-1)[span] for param, _, span in piece]
+                    key: [self.state[param][key].view(-1)[span] for param, _, span in chunk]
                     for key in MOMENTS
                 }
                 computed = {
                     key: [
-                        widen(key, part, weight.dtype)
-                        for part, weight in zip(parts, weights, strict=True)
+                        widen(key, moment, weight.dtype)
+                        for moment, weight in zip(moments, weights, strict=True)
                     ]
-                    for key, parts in stored.items()
+                    for key, moments in stored.items()
                 }
                 adamw(
                     weights,
@@ -61,7 +61,7 @@ class PrecisionAwareAdamW(AdamW):
                     computed["exp_avg_sq"],
                     [],
                     # a parameter of several pieces advances once: the kernels count on copies
-                    [self.state[param]["step"].clone() for param, *_ in piece],
+                    [self.state[param]["step"].clone() for param, *_ in chunk],
                     foreach=group["foreach"],
                     fused=group["fused"],
                     amsgrad=False,
@@ -73,30 +73,30 @@ class PrecisionAwareAdamW(AdamW):
                     maximize=False,
                     grad_scale=scale,
                 )
-                for key, parts in stored.items():
-                    for values, part in zip(computed[key], parts, strict=True):
-                        store(key, values, part)
+                for key, moments in stored.items():
+                    for values, moment in zip(computed[key], moments, strict=True):
+                        store(key, values, moment)
             if steps:
                 torch._foreach_add_(steps, 1.0)
 
 
-def _pieces(
+def _chunks(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, slice]]]:
     """(parameter, its gradient, range of its elements) of all, at most PIECE elements together."""
-    piece: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
-    room = PIECE
+    chunk: list[tuple[torch.Tensor, torch.Tensor, slice]] = []
+    room = CHUNK
     for param, grad in zip(params, grads, strict=True):
-        for start in range(0, param.numel(), PIECE):
-            stop = min(start + PIECE, param.numel())
+        for start in range(0, param.numel(), CHUNK):
+            stop = min(start + CHUNK, param.numel())
             if stop - start > room:
-                yield piece
-                piece = []
-                room = PIECE
-            piece.append((param, grad, slice(start, stop)))
+                yield chunk
+                chunk = []
+                room = CHUNK
+            chunk.append((param, grad, slice(start, stop)))
             room -= stop - start
-    if piece:
-        yield piece
+    if chunk:
+        yield chunk
 
 
 def widen(key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -132,12 +132,12 @@ def convert(name: str, saved: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = widen(key, saved, wide)
     if dtype.itemsize >= 4:
         return values.to(dtype)
-    found = torch.empty_like(values, dtype=dtype)
-    store(key, values.clone(), found)
-    if values.isfinite().all() and not found.isfinite().all():
+    converted = torch.empty_like(values, dtype=dtype)
+    store(key, values.clone(), converted)
+    if values.isfinite().all() and not converted.isfinite().all():
         raise ValueError(
             f"{name}: values of the checkpoint exceed the range in which fp16 stores moments; use "
             "bf16 for --exp-avg-dtype and --exp-avg-sq-dtype, or --no-load-optim "
             "[checkpoint-moments-exceed-fp16]"
         )
-    return found
+    return converted

@@ -217,12 +217,16 @@ class OptimizerParamScheduler:
         """Why this schedule cannot resume from the checkpoint's without a flag that chooses
         between the two; None if it can."""
         unused = self._unused(state)
-        different = [
-            f"{_SAMPLES.get(name, label)} is {self._said(name, getattr(self, name))} ({flags}) and "
-            f"{self._said(name, saved)} in the checkpoint"
-            for name, label, flags, saved in _saved(state)
-            if getattr(self, name) != saved and name not in unused
-        ]
+        different = []
+        for name, label, flags, saved in _saved(state):
+            current = getattr(self, name)
+            if current != saved and name not in unused:
+                value = self._with_unit(name, current)
+                saved = self._with_unit(name, saved)
+                different.append(
+                    f"{_SAMPLES.get(name, label)} is {value} ({flags}) and {saved} in the "
+                    "checkpoint"
+                )
         if not different or self.override or self.use_checkpoint:
             return None
         return (
@@ -233,17 +237,17 @@ class OptimizerParamScheduler:
         )
 
     @staticmethod
-    def _said(name: str, value: Any) -> str:
+    def _with_unit(name: str, value: Any) -> str:
         return f"{value} samples" if name in _SAMPLES else str(value)
 
     def _unused(self, state: Mapping[str, Any]) -> set[str]:
         """Attributes that neither of the two schedules uses: the length of what stays constant."""
         both = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
-        theirs = {name: value for name, _, _, value in _saved(state)}
+        saved = {name: value for name, _, _, value in _saved(state)}
         return {
             length
             for length, style in both.items()
-            if getattr(self, style) == "constant" == theirs.get(style)
+            if getattr(self, style) == "constant" == saved.get(style)
         }
 
 

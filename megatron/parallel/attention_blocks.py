@@ -43,8 +43,12 @@ def block_attention_grads(
     return kernel.grads(tensors, grad_out, out, lse, delta, block)
 
 
-def join_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take the keys of a part in: `out` [s, b, n, d] and `lse` [s, b, n] (finite) become those over
-    the keys of both."""
-    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
+def join_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Add a block of keys: `out` [s, b, n, d] and `lse` [s, b, n] (finite) become those over the
+    keys of both.
+
+    out = (e^lse out + e^block_lse block_out) / (e^lse + e^block_lse). Divided by e^lse that is an
+    interpolation with the weight sigmoid(block_lse - lse), which no size of the scores overflows.
+    """
+    out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)

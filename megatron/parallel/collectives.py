@@ -148,15 +148,15 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool =
     With gloo, and with `fp32_accumulation` of 16 bits, the ranks exchange the parts and sum them
     here, where torch adds 16-bit numbers in fp32; NCCL rounds each partial sum.
     """
-    mine = x.chunk(axis.size)[axis.rank]
+    own_part = x.chunk(axis.size)[axis.rank]
     exchange = fp32_accumulation and x.dtype.itemsize == 2
     if dist.get_backend(axis.group) != "gloo" and not exchange:
         return Pending(
-            [_scatter_into(mine, x, group=axis.group, async_op=True)], lambda: mine, axis
+            [_scatter_into(own_part, x, group=axis.group, async_op=True)], lambda: own_part, axis
         )
     parts = torch.empty_like(x)
     work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=mine), axis)
+    return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=own_part), axis)
 
 
 def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:

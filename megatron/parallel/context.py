@@ -130,7 +130,7 @@ class ParallelContext:
 
     def _axis(self, name: str, grid: torch.Tensor, dim: int) -> Axis:
         """Every rank makes every group of the axis, in the same order, and keeps its own."""
-        found = Axis(name, ranks=(self.rank,))
+        own_axis = Axis(name, ranks=(self.rank,))
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
             if len(ranks) == 1:
                 continue
@@ -138,8 +138,8 @@ class ParallelContext:
             # torch's own default is half an hour
             group = dist.new_group(ranks, timeout=self._timeout)
             if self.rank in ranks:
-                found = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
-        return found
+                own_axis = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
+        return own_axis
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""

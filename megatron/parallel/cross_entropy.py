@@ -69,8 +69,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         right: Tensor | None,
         plain: Tensor | None,
     ) -> Tensor:
-        mine = (targets >= 0) & (targets < valid)
-        columns = torch.where(mine, targets, 0)
+        is_local = (targets >= 0) & (targets < valid)
+        columns = torch.where(is_local, targets, 0)
         ops = one_pass(logits, dtype)
         if valid and ops is not None:
             _, sums = ops.row_losses(logits, columns, valid, 0.0)
@@ -82,21 +82,21 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             logit_sum = torch.zeros_like(local)
             largest = local.clone() if right is not None else None
         for rows in row_chunks(logits) if valid and ops is None else []:
-            part = logits[rows, :valid]
+            chunk = logits[rows, :valid]
             picked = columns[rows, None]
-            target[rows] = part.gather(1, picked).squeeze(1).to(dtype)
+            target[rows] = chunk.gather(1, picked).squeeze(1).to(dtype)
             if right is not None:
-                largest[rows] = part.amax(-1).to(dtype)
+                largest[rows] = chunk.amax(-1).to(dtype)
             if smoothing:
-                logit_sum[rows] = part.sum(-1, dtype=dtype)
+                logit_sum[rows] = chunk.sum(-1, dtype=dtype)
             # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of
             # its row.
-            local[rows] = target[rows] - log_softmax(part, dtype).gather(1, picked).squeeze(1)
+            local[rows] = target[rows] - log_softmax(chunk, dtype).gather(1, picked).squeeze(1)
         if right is None:
             peak = reduce(local.clone(), tp, "max")
         else:
             peak, largest = reduce(torch.stack((local, largest)), tp, "max")
-        sums = [(local - peak).exp(), torch.where(mine, target, 0)] + [logit_sum] * (
+        sums = [(local - peak).exp(), torch.where(is_local, target, 0)] + [logit_sum] * (
             smoothing > 0.0
         )
         total, target, *rest = reduce(torch.stack(sums), tp, "sum")
@@ -105,7 +105,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             torch.ge(target, largest, out=right)
         if plain is not None:
             torch.sub(log_total, target, out=plain)
-        ctx.save_for_backward(logits, columns, mine, log_total)
+        ctx.save_for_backward(logits, columns, is_local, log_total)
         ctx.valid = valid
         ctx.smoothing = smoothing
         ctx.uniform = uniform
@@ -115,9 +115,9 @@ class _ParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        logits, columns, mine, log_total = ctx.saved_tensors
+        logits, columns, is_local, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
-        hits = torch.where(mine, grad_loss, 0)
+        hits = torch.where(is_local, grad_loss, 0)
         label = (columns, grad_loss, hits, 1.0 - ctx.smoothing, ctx.uniform)
         ops = one_pass(logits, log_total.dtype)
         if ops is not None:
@@ -125,6 +125,6 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             ops.loss_grad(logits, ctx.valid, log_total, none, *label)
             increment_version(logits)
         else:
-            exp = lambda part, rows: part.sub_(log_total[rows, None]).exp_()  # noqa: E731
+            exp = lambda chunk, rows: chunk.sub_(log_total[rows, None]).exp_()  # noqa: E731
             overwrite(logits, ctx.valid, log_total.dtype, *label, exp)
         return logits, *[None] * 9

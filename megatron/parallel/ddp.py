@@ -25,14 +25,17 @@ from megatron.parallel.sharding import Parameter
 
 
 class _Bucket:
-    """One bucket of a step: its missing gradients and its communication in progress."""
+    """One bucket of a step: its missing gradients and its communication in progress.
 
-    def __init__(self, place: flat_buckets.Bucket, params: list[Parameter], replicas: Replicas):
-        self.place = place
+    range, shard: of the flat buffers, that of the bucket and that of this rank's shard of it.
+    """
+
+    def __init__(self, layout: flat_buckets.Bucket, params: list[Parameter], replicas: Replicas):
+        self.layout = layout
         self.replicas = replicas
-        self.own = slice(*place.shard(replicas.shard.rank))
         self.params = params
-        self.range = slice(place.start, place.stop)
+        self.range = slice(layout.start, layout.stop)
+        self.shard = slice(*layout.shard(replicas.shard.rank))
         self.missing = 0  # parameters that wait for gradients of this step
         self.reduction: Pending | None = None
         self.gather: Pending | None = None
@@ -42,23 +45,25 @@ class GradBuffers:
     """One flat buffer of `grad_dtype` in which every parameter has a 64-byte aligned view,
     `p.main_grad`.
 
-    Parameters are stored in reverse order of registration, which is about the order in which their
-    gradients are ready. A kernel may add a weight gradient to `p.main_grad` itself; what autograd
-    delivers as `p.grad` is added by a hook (or, where the dtypes agree, `p.grad` is the
-    view and autograd adds in place). Where `p.overwrites`, the kernel replaces what is in
-    `p.main_grad` as long as `p.is_stale`, which `zero` sets instead of writing zeros.
+    A step: `zero`; the backward passes; `reduce`; an update of `owned`; `gather_weights`.
 
-    A bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter over
-    `ctx.shard`, all-reduce over `ctx.instances`; of experts, which fewer ranks hold, over those of
-    `ctx.experts`. With `overlap_grad_reduce` that starts as soon as each
-    of its parameters has the gradients of all micro-batches. Without shards every rank then has all
-    sums and updates all weights (`owned` are the parameters). With shards it has those of
-    its range of each bucket: `owned` are flat views of that range, parameter by parameter, each
-    with the `sharding` of its parameter and a `span` (start, stop) in its elements; weights live in
-    a flat buffer too (`weights`), and `gather_weights` brings them together after an update. With
-    `whole_params` a rank's range of each bucket are whole parameters;
-    its sums are then reduced to it, and its weights broadcast. With `fp32_accumulation` a
-    reduce-scatter of 16-bit gradients adds in fp32 and rounds once.
+    Backward: a kernel may add a weight gradient to `p.main_grad` itself; what autograd delivers as
+    `p.grad` is added by a hook (or, where the dtypes agree, `p.grad` is the view and autograd adds
+    in place). Where `p.overwrites`, the kernel replaces what is in `p.main_grad` as long as
+    `p.is_stale`, which `zero` sets instead of writing zeros.
+
+    Reduction: a bucket's gradients are summed over the ranks that saw other tokens: reduce-scatter
+    over `ctx.shard`, all-reduce over `ctx.instances`; of experts, which fewer ranks hold, over
+    those of `ctx.experts`. With `overlap_grad_reduce` that starts as soon as each of its parameters
+    has the gradients of all micro-batches. With `fp32_accumulation` a reduce-scatter of 16-bit
+    gradients adds in fp32 and rounds once.
+
+    Update: without shards every rank has all sums and updates all weights (`owned` are the
+    parameters). With shards it has those of its range of each bucket: `owned` are flat views of
+    that range, parameter by parameter, each with the `sharding` of its parameter and a `span`
+    (start, stop) in its elements; weights live in a flat buffer too (`weights`), which
+    `gather_weights` fills. With `whole_params` a rank's range of each bucket are whole parameters;
+    its sums are then reduced to it, and its weights broadcast.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class GradBuffers:
             partition = whole_parameters(
                 [p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size
             )
+        experts_apart = ctx.experts is not ctx.dense
         layout = flat_buckets.lay_out(
             [p.numel() for p in params],
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
@@ -90,21 +96,16 @@ class GradBuffers:
             shards=ctx.shard.size,
             itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
             partition=partition,
-            experts=[
-                ctx.experts is not ctx.dense and p.sharding.replicas == "experts" for p in params
-            ],
+            experts=[experts_apart and p.sharding.replicas == "experts" for p in params],
             expert_shards=ctx.experts.shard.size,
         )
         self._uneven = whole_params and sharded
         self.layout = layout
-        self._buckets = [
-            _Bucket(
-                place,
-                [params[number] for number in place.members],
-                ctx.experts if place.experts else ctx.dense,
-            )
-            for place in layout.buckets
-        ]
+        self._buckets = []
+        for bucket in layout.buckets:
+            members = [params[number] for number in bucket.members]
+            replicas = ctx.experts if bucket.experts else ctx.dense
+            self._buckets.append(_Bucket(bucket, members, replicas))
         self.params = [p for bucket in self._buckets for p in bucket.params]
         # weights first: a parameter's own memory is free before the gradients take theirs
         self.weights = _flatten(params, layout) if sharded else None
@@ -115,11 +116,9 @@ class GradBuffers:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self.owned: Sequence[torch.Tensor] = (
-            _owned(params, layout.spans(ctx.shard.rank, ctx.experts.shard.rank))
-            if sharded
-            else params
-        )
+        self.owned: Sequence[torch.Tensor] = params
+        if sharded:
+            self.owned = _owned(params, layout.spans(ctx.shard.rank, ctx.experts.shard.rank))
         self._overlap_gather = overlap_param_gather
         self._fp32_accumulation = fp32_accumulation
         # gradients still to come, when they are counted
@@ -130,19 +129,27 @@ class GradBuffers:
         # it has summed them
         self.before_reduce: Callable[[], bool | None] | None = None
         if overlap_grad_reduce and ctx.dp_cp.size > 1:
-            for bucket in self._buckets:
-                for p in bucket.params:
-                    p.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
-                    self._expected[p] = 0
+            self._count_gradients()
+
+    def _count_gradients(self) -> None:
+        """Reduce each bucket during the backward pass, as soon as its gradients are complete."""
+        for bucket in self._buckets:
+            for p in bucket.params:
+                p.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
+                self._expected[p] = 0
 
     def zero(self, micro_batches: int = 1) -> None:
         """Zero all gradients, for a step of that many micro-batches, each with one gradient of
         every parameter."""
-        kept = {p for p in self.params if getattr(p, "overwrites", False)}
-        for p in kept:
+        overwritten = {p for p in self.params if getattr(p, "overwrites", False)}
+        for p in overwritten:
             p.is_stale = True
-        for grads in [p.main_grad for p in self.params if p not in kept] if kept else [self.flat]:
-            grads.zero_()
+        if overwritten:
+            for p in self.params:
+                if p not in overwritten:
+                    p.main_grad.zero_()
+        else:
+            self.flat.zero_()
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
         for p in self._expected:
@@ -171,24 +178,32 @@ class GradBuffers:
             return
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            for axis in bucket.place.partial:
+            for axis in bucket.layout.partial:
                 all_reduce_(self.flat[bucket.range], self._ctx.axis(axis))
             self._start_next()
             self._collect(wait=not self._expected)
         self._collect(wait=True)
         self._next = 0
-        for pending in [
-            start_all_reduce(self.flat[bucket.own], bucket.replicas.instances)
-            for bucket in self._buckets
-            if bucket.replicas.shard.size > 1
-            and bucket.replicas.instances.size > 1
-            and bucket.own.start < bucket.own.stop
-        ]:
-            pending()
+        self._reduce_over_instances()
 
-    def _arrived(self, bucket: _Bucket, p: Parameter) -> None:
-        """Count a micro-batch's gradient of `p`, and begin with the buckets that are complete, in
-        order on every rank."""
+    def _reduce_over_instances(self) -> None:
+        """Add up the shards of all instances, which have their own sums: all buckets at once."""
+        reductions = []
+        for bucket in self._buckets:
+            _, shard, instances = bucket.replicas
+            if shard.size > 1 and instances.size > 1 and bucket.shard.start < bucket.shard.stop:
+                reductions.append(start_all_reduce(self.flat[bucket.shard], instances))
+        for reduction in reductions:
+            reduction()
+
+    def _gradient_ready(self, bucket: _Bucket, p: Parameter) -> None:
+        """Count a micro-batch's gradient of `p`, and reduce the buckets that are complete.
+
+        Buckets start in their own order, also where a later one is complete first: autograd may
+        deliver gradients in another order on another rank, and collectives match by the order in
+        which ranks start them. The order is that of backward (`lay_out`), so little is lost. A
+        bucket with `partial` axes needs a sum before this one, and waits for `reduce`.
+        """
         if self.before_reduce:
             return
         self._expected[p] -= 1
@@ -198,7 +213,7 @@ class GradBuffers:
         bucket.missing -= self._expected[p] == 0
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
-            if bucket.missing or bucket.place.partial:
+            if bucket.missing or bucket.layout.partial:
                 break
             self._start_next()
 
@@ -219,8 +234,7 @@ class GradBuffers:
             bucket.reduction = start_all_reduce(self.flat[bucket.range], instances)
 
     def _collect(self, wait: bool) -> None:
-        """Finish the sums that have arrived, or all: their additional memory is free
-        again."""
+        """Finish the sums that have arrived, or all; that frees their additional memory."""
         for bucket in self._buckets[: self._next]:
             if bucket.reduction is not None and (wait or bucket.reduction.arrived):
                 bucket.reduction()
@@ -243,7 +257,7 @@ class GradBuffers:
 
     def _parts(self, bucket: _Bucket, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Of each rank that shares the optimizer its range of a bucket."""
-        return [flat[slice(*bucket.place.shard(rank))] for rank in range(self._ctx.shard.size)]
+        return [flat[slice(*bucket.layout.shard(rank))] for rank in range(self._ctx.shard.size)]
 
     def wait_for_weights(self) -> None:
         """Wait for weights under way, before something other than a forward pass reads them."""
@@ -254,20 +268,20 @@ class GradBuffers:
         one for all inside it."""
         if self.weights is None or not self._overlap_gather:
             return
-        home: dict[nn.Parameter, _Bucket] = {
+        bucket_of: dict[nn.Parameter, _Bucket] = {
             p: bucket for bucket in self._buckets for p in bucket.params
         }
 
         def visit(module: nn.Module) -> None:
             compiled = module._compiled_call_impl is not None
-            buckets = list(
-                {home[p]: None for p in module.parameters(recurse=compiled) if p in home}
-            )
+            params = [p for p in module.parameters(recurse=compiled) if p in bucket_of]
+            buckets = list(dict.fromkeys(bucket_of[p] for p in params))
             hook = partial(_before_forward, buckets)
             if buckets:
                 module.register_forward_pre_hook(torch.compiler.disable(hook) if compiled else hook)
-            for child in () if compiled else module.children():
-                visit(child)
+            if not compiled:
+                for child in module.children():
+                    visit(child)
 
         visit(model)
 
@@ -279,9 +293,9 @@ def _flatten(params: list[Parameter], layout: flat_buckets.Layout) -> torch.Tens
     assert len({p.dtype for p in params}) == 1, "one buffer holds one dtype"
     flat = params[0].new_zeros(layout.size)
     for p, start in zip(params, layout.starts, strict=True):
-        place = flat[start : start + p.numel()].view(p.shape)
-        place.copy_(p)
-        p.data = place
+        view = flat[start : start + p.numel()].view(p.shape)
+        view.copy_(p)
+        p.data = view
     return flat
 
 
@@ -290,11 +304,11 @@ def _owned(params: list[Parameter], spans: Sequence[tuple[int, int]]) -> list[to
     `main_grad`."""
     owned = []
     for p, (start, stop) in zip(params, spans, strict=True):
-        part: Any = p.detach().view(-1)[start:stop]
-        part.main_grad = p.main_grad.view(-1)[start:stop]
-        part.sharding = p.sharding
-        part.span = (start, stop)
-        owned.append(part)
+        shard: Any = p.detach().view(-1)[start:stop]
+        shard.main_grad = p.main_grad.view(-1)[start:stop]
+        shard.sharding = p.sharding
+        shard.span = (start, stop)
+        owned.append(shard)
     return owned
 
 

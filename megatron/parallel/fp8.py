@@ -39,8 +39,8 @@ class LayerScaling:
     """The scales of one linear layer's input, weight and output gradient, in this order.
 
     state [3, 1 + history]: the delayed scales, then each tensor's maxima of the last steps, the
-    newest first; zeros while nothing is known, when a tensor is scaled by itself. seen [3]: the
-    maxima of the step under way. kept: the weight's cast while `keeps` (`weights_cast_once`).
+    newest first; zeros without `has_scales`, when a tensor is scaled by itself. step_amax [3]: the
+    maxima of the step under way. weight_cast: the weight's while `keeps` (`weights_cast_once`).
     `experts`: the layer is that of all experts, which other ranks share.
     """
 
@@ -57,14 +57,14 @@ class LayerScaling:
         assert precision.fp8 is not None, "no scales without FP8 GEMMs"
         self.formats = FORMATS[precision.fp8]
         self.delayed = precision.fp8_recipe == "delayed"
-        self.known = False
+        self.has_scales = False
         sharing = (ctx.etp, ctx.ep) if experts else (ctx.tp, ctx.cp)
         self.axes = [axis for axis in sharing if axis.size > 1]
         self.largest = [torch.finfo(self.formats[i // 2]).max for i in range(_TENSORS)]
         self.state = torch.zeros(_TENSORS, 1 + precision.fp8_amax_history_len, device=device)
-        self.seen = torch.zeros(_TENSORS, device=device)
+        self.step_amax = torch.zeros(_TENSORS, device=device)
         self.keeps = False
-        self.kept: Cast | None = None
+        self.weight_cast: Cast | None = None
 
     def linear(
         self,
@@ -101,7 +101,7 @@ class LayerScaling:
         """The layer of experts itself, as `kernels.fp8.grouped_linear_fp8`, of copies as
         `grouped_linear`; weight gradients are always added."""
         y = grouped_linear_fp8(
-            x if of is None else dispatch(x, of.order, of.each),
+            x if of is None else dispatch(x, of.order, of.per_row),
             weight,
             counts,
             scaling=self,
@@ -111,25 +111,25 @@ class LayerScaling:
         return y if to is None else combine(y, *to)
 
     def _cast(self, weight: torch.Tensor) -> Cast:
-        if self.kept is not None:
-            return self.kept
-        made = cast_weight(weight, self, self.keeps or torch.is_grad_enabled())
+        if self.weight_cast is not None:
+            return self.weight_cast
+        cast = cast_weight(weight, self, self.keeps or torch.is_grad_enabled())
         if self.keeps:
-            self.kept = made
-        return made
+            self.weight_cast = cast
+        return cast
 
     def scale(self, which: int, amax: torch.Tensor, training: bool) -> torch.Tensor:
         """`scale_pair` of the input (0), the weight (1) or the output's gradient (2)."""
         if self.delayed and training:
-            seen = self.seen[which]
-            torch.maximum(seen, amax, out=seen)
-        given = None
-        if self.known:
-            given = self.state[which, 0]
+            largest_amax = self.step_amax[which]
+            torch.maximum(largest_amax, amax, out=largest_amax)
+        fixed = None
+        if self.has_scales:
+            fixed = self.state[which, 0]
         else:
             for axis in self.axes:
                 amax = all_reduce(amax, axis, "max")
-        return scale_pair(amax, given, self.largest[which])
+        return scale_pair(amax, fixed, self.largest[which])
 
 
 def _scalings(model: nn.Module) -> list[LayerScaling]:
@@ -150,7 +150,7 @@ def weights_cast_once(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.keeps = False
-            layer.kept = None
+            layer.weight_cast = None
 
 
 def scaling_factory(
@@ -177,20 +177,20 @@ class DelayedScaling:
         self.most_recent = precision.fp8_amax_compute_algo == "most_recent"
         first = self.layers[0]
         self.state = torch.stack([layer.state for layer in self.layers])
-        self.seen = torch.stack([layer.seen for layer in self.layers])
+        self.step_amax = torch.stack([layer.step_amax for layer in self.layers])
         self.largest = torch.tensor(first.largest, device=first.state.device)
-        for layer, state, seen in zip(self.layers, self.state, self.seen, strict=True):
+        for layer, state, step_amax in zip(self.layers, self.state, self.step_amax, strict=True):
             layer.state = state
-            layer.seen = seen
+            layer.step_amax = step_amax
 
     def tensors(self) -> dict[str, tuple[Sharding, torch.Tensor]]:
         """The state of every layer by its name in a checkpoint, live; all tensor- and data-parallel
         ranks hold the same."""
-        found = {}
+        tensors = {}
         for layer in self.layers:
             name = PREFIX + layer.name
-            found[name] = Sharding(name, tuple(layer.state.shape)), layer.state
-        return found
+            tensors[name] = Sharding(name, tuple(layer.state.shape)), layer.state
+        return tensors
 
     def step(self, updated: bool) -> None:
         """The step's maxima become the newest of the history, and the scales follow; all ranks call
@@ -201,30 +201,29 @@ class DelayedScaling:
         scale, as in Transformer Engine.
         """
         if not updated:
-            self.forget_step(self.layers[0].known)
+            self.forget_step(self.layers[0].has_scales)
             return
         for axis in (self.ctx.tp, self.ctx.dp_cp):
-            all_reduce_(self.seen, axis, "max")
-        before = self.state[..., 0]
+            all_reduce_(self.step_amax, axis, "max")
+        scales = self.state[..., 0]
         history = self.state[..., 1:]
         history[..., 1:] = history[..., :-1].clone()
-        history[..., 0] = torch.where(self.seen.isfinite(), self.seen, 0.0)
+        history[..., 0] = torch.where(self.step_amax.isfinite(), self.step_amax, 0.0)
         amax = history[..., 0] if self.most_recent else history.amax(-1)
-        kept = torch.where(before > 0, before, 1.0)
-        before.copy_(
-            torch.where(amax > 0, fitting_scale(amax, self.largest * 2.0**-self.margin), kept)
-        )
-        self.forget_step(known=True)
+        fitting = fitting_scale(amax, self.largest * 2.0**-self.margin)
+        previous = torch.where(scales > 0, scales, 1.0)
+        scales.copy_(torch.where(amax > 0, fitting, previous))
+        self.forget_step(has_scales=True)
 
     def loaded(self) -> None:
         """Call it after a load into the state; a step in progress, if any, is discarded."""
-        self.forget_step(known=bool(self.state[..., 0].gt(0).all()))
+        self.forget_step(has_scales=bool(self.state[..., 0].gt(0).all()))
 
-    def forget_step(self, known: bool) -> None:
-        """Start an iteration. `known`: are there scales to use?"""
-        self.seen.zero_()
+    def forget_step(self, has_scales: bool) -> None:
+        """Start an iteration. `has_scales`: are there any to use?"""
+        self.step_amax.zero_()
         for layer in self.layers:
-            layer.known = known
+            layer.has_scales = has_scales
 
 
 def delayed_scaling(

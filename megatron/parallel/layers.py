@@ -223,8 +223,8 @@ class VocabParallelEmbedding(nn.Module):
             return embedding(ids, self.weight)
         rows = self.weight.shape[0]
         ids = ids - tp.rank * rows
-        mine = (ids >= 0) & (ids < rows)
-        x = embedding(torch.where(mine, ids, 0), self.weight) * mine.unsqueeze(-1)
+        is_local = (ids >= 0) & (ids < rows)
+        x = embedding(torch.where(is_local, ids, 0), self.weight) * is_local.unsqueeze(-1)
         return scatter_sequence(x, tp) if self.ctx.sequence_parallel else reduce_from(x, tp)
 
 

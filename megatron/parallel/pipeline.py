@@ -151,13 +151,13 @@ def run_schedule(
         getattr(runner, action.kind)(action)
     if links is not None:
         links.finish()
-    left = {
+    unused = {
         "forward": runner.inputs,
         "backward": (*runner.output_gradients, *(runner.alive if backward else ())),
         "send": runner.input_gradients,
     }
-    assert not any(left.values()), {
-        f"had no {what}": list(keys) for what, keys in left.items() if keys
+    assert not any(unused.values()), {
+        f"had no {kind}": list(keys) for kind, keys in unused.items() if keys
     }
 
 
@@ -203,10 +203,10 @@ class Pipeline:
         self._overlap = overlap
         self.actions_done = 0  # since the start: how the rank monitor sees progress
         self._links, self._forward_links = (
-            P2PLinks(ctx.pp, ctx.pp_gradients, one, dtype, device, overlap)
+            P2PLinks(ctx.pp, ctx.pp_gradients, hidden_shape, dtype, device, overlap)
             if ctx.pp.size > 1
             else None
-            for one in (shape, forward_shape or shape)
+            for hidden_shape in (shape, forward_shape or shape)
         )
 
     def is_last(self, chunk: int) -> bool:

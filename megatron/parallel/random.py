@@ -39,18 +39,20 @@ class DropoutSeeds:
         self._use = (seed, iteration, micro_batch)
         self._shard = shard
 
-    def seed(self, layer: int, site: str, part: int = 0) -> int:
-        """The seed of one site; `part` is the tensor-parallel rank where the tensor is split over
+    def seed(self, layer: int, site: str, tp_part: int = 0) -> int:
+        """The seed of one site; `tp_part`: the tensor-parallel rank where the tensor is split over
         those ranks."""
-        return dropout_seed(*self._use, layer, site, (self._shard, part))
+        return dropout_seed(*self._use, layer, site, (self._shard, tp_part))
 
 
 def dropout(
-    x: torch.Tensor, p: float, seeds: DropoutSeeds | None, layer: int, site: str, part: int = 0
+    x: torch.Tensor, p: float, seeds: DropoutSeeds | None, layer: int, site: str, tp_part: int = 0
 ) -> torch.Tensor:
     """Dropout of `x` (any shape) in the stream of that site; `x` itself without `seeds`
     (evaluation)."""
-    return x if seeds is None or p == 0.0 else kernels.dropout(x, p, seeds.seed(layer, site, part))
+    if seeds is None or p == 0.0:
+        return x
+    return kernels.dropout(x, p, seeds.seed(layer, site, tp_part))
 
 
 def recompute_input(
@@ -61,10 +63,10 @@ def recompute_input(
     """`layer(function(*args))`. Of the function only `args` are kept, and not the result, which
     `layer` would save for backward: there it is computed again."""
     y = recompute(function, *args)
-    where = (y.data_ptr(), y.shape)
+    memory = (y.data_ptr(), y.shape)
 
     def pack(saved: torch.Tensor) -> torch.Tensor | None:
-        return None if (saved.data_ptr(), saved.shape) == where else saved
+        return None if (saved.data_ptr(), saved.shape) == memory else saved
 
     def unpack(saved: torch.Tensor | None) -> torch.Tensor:
         if saved is not None:

@@ -80,7 +80,9 @@ class _RingAttention(torch.autograd.Function):
                 rows, row_sums = block_attention(
                     q[tile.queries], keys[tile.keys], values[tile.keys], block
                 )
-                if tile.causal:  # the first that these rows see
+                # Own keys come first, on the diagonal: each row has then seen a key, and its
+                # lse is finite for `join_`.
+                if tile.causal:
                     out[tile.queries], lse[tile.queries] = rows, row_sums
                 else:
                     join_(out[tile.queries], lse[tile.queries], rows, row_sums)
@@ -95,34 +97,32 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple:
         call: _Call = ctx.call
         q, k, v, out, lse = ctx.saved_tensors
+        # With lse and delta over ALL keys the gradients of a block need no other block: those of
+        # the blocks are summed, and nothing is merged by lse a second time.
         delta = (out.to(lse.dtype) * grad_out).sum(-1)
         grad_q = torch.zeros_like(out, dtype=lse.dtype)
-        home = (
-            _GatheredGrads(k, call.cp)
-            if call.comm_type == "all_gather"
-            else _TravellingGrads(k, call.cp)
-        )
+        grads_of = _GatheredGrads if call.comm_type == "all_gather" else _TravellingGrads
+        kv_grads = grads_of(k, call.cp)
 
         def work(source: int, part: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             grads = torch.zeros((2, *keys.shape), dtype=lse.dtype, device=k.device)
             for tile, block in _blocks(call, len(q) // 2, source, part):
-                mine = tile.queries
-                found = block_attention_grads(
-                    (q[mine], keys[tile.keys], values[tile.keys]),
-                    grad_out[mine],
-                    out[mine],
-                    lse[mine],
-                    delta[mine],
+                rows = tile.queries
+                block_grads = block_attention_grads(
+                    (q[rows], keys[tile.keys], values[tile.keys]),
+                    grad_out[rows],
+                    out[rows],
+                    lse[rows],
+                    delta[rows],
                     block,
                 )
-                for total, grad in zip(
-                    (grad_q[mine], grads[0, tile.keys], grads[1, tile.keys]), found, strict=True
-                ):
+                totals = (grad_q[rows], grads[0, tile.keys], grads[1, tile.keys])
+                for total, grad in zip(totals, block_grads, strict=True):
                     total.add_(grad)
-            home.send(source, part, grads)
+            kv_grads.send(source, part, grads)
 
         _visit(k, v, call, work)
-        grad_k, grad_v = home.total().to(k.dtype)
+        grad_k, grad_v = kv_grads.total().to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
@@ -130,24 +130,25 @@ def _blocks(call: _Call, chunk: int, source: int, part: int) -> list[tuple[Tile,
     """What this rank computes with a part of the keys of `source`."""
     cp = call.cp
     ids = call.document_ids
-    found = []
+    blocks = []
     for i, tile in enumerate(tiles(cp.rank, source, chunk, part)):
         query_ids = key_ids = None
         if ids is not None:
-            theirs = chunks_of(ids, source, cp.size)
+            source_ids = chunks_of(ids, source, cp.size)
             if source != cp.rank:
-                theirs = torch.cat([theirs[:, rows] for rows in part_rows(chunk, part)], 1)
+                source_ids = torch.cat([source_ids[:, rows] for rows in part_rows(chunk, part)], 1)
             query_ids = chunks_of(ids, cp.rank, cp.size)[:, tile.queries]
-            key_ids = theirs[:, tile.keys]
+            key_ids = source_ids[:, tile.keys]
         seed = (call.dropout_seed + SEED_STEP * ((source * 2 + part) * 2 + i)) % 2**63
-        found.append((tile, Block(call.spec, tile.causal, query_ids, key_ids, seed)))
-    return found
+        blocks.append((tile, Block(call.spec, tile.causal, query_ids, key_ids, seed)))
+    return blocks
 
 
 def _visit(k: torch.Tensor, v: torch.Tensor, call: _Call, work: Work) -> None:
     """`work` with this rank's own keys and values, whole, and with each part of those of the
     others."""
-    (_visit_all if call.comm_type == "all_gather" else _visit_ring)(k, v, call.cp, work)
+    visit = _visit_all if call.comm_type == "all_gather" else _visit_ring
+    visit(k, v, call.cp, work)
 
 
 def _visit_all(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
@@ -198,11 +199,15 @@ def _add_part(total: torch.Tensor, grads: torch.Tensor, part: int) -> None:
 
 class _TravellingGrads:
     """Gradients of keys and values follow them round the ring one rank behind; each rank adds its
-    own, until they are back."""
+    own, until they are back.
+
+    One hop behind, because a rank can add to the sum it receives only when it has computed its own
+    summand. So the sum of a part arrives at its owner one hop after its keys have gone round: it is
+    taken in when the next part begins, or at the end."""
 
     def __init__(self, k: torch.Tensor, cp: Axis):
         self.cp = cp
-        self.own = torch.zeros((2, *k.shape), dtype=wide_dtype(k), device=k.device)
+        self.local_grads = torch.zeros((2, *k.shape), dtype=wide_dtype(k), device=k.device)
         self.arriving: Callable[[], torch.Tensor] | None = None
         self.part = 0
 
@@ -211,7 +216,7 @@ class _TravellingGrads:
         the order of the ring."""
         if source == self.cp.rank:
             self._bring_home()
-            self.own += grads
+            self.local_grads += grads
         else:
             if self.arriving is not None:
                 grads += self.arriving()
@@ -220,13 +225,13 @@ class _TravellingGrads:
 
     def _bring_home(self) -> None:
         if self.arriving is not None:
-            _add_part(self.own, self.arriving(), self.part)
+            _add_part(self.local_grads, self.arriving(), self.part)
             self.arriving = None
 
     def total(self) -> torch.Tensor:
         """[2, s/cp, b, g, d]: the gradients of this rank's keys and of its values."""
         self._bring_home()
-        return self.own
+        return self.local_grads
 
 
 class _GatheredGrads:

@@ -68,7 +68,12 @@ def _in_groups(group: int, micro_batches: int, chunks: int) -> list[tuple[int, i
 
 
 def _alternate(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Schedule:
-    """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
+    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards.
+
+    The first backward can start when the first micro-batch has passed the last stage: the stage
+    fills that time with forwards. From then on every backward frees what one forward keeps, so no
+    more than `warm_up` + 1 forwards are ever alive, however many micro-batches there are.
+    """
     forwards = [Action("forward", m, chunk) for m, chunk in order]
     backwards = [Action("backward", m, chunks - 1 - chunk) for m, chunk in order]
     steady = len(order) - warm_up
@@ -174,14 +179,15 @@ def timetable(
     A round takes all its inputs when it starts, and gives all its results when it ends.
     """
     stages = len(rounds)
-    at = [0] * len(rounds)
+    next_round = [0] * len(rounds)
     times: list[list[tuple[float, float]]] = [[] for _ in rounds]
     ready: dict[tuple[int, Action], float] = {}
-    while any(at[stage] < len(rounds[stage]) for stage in range(stages)):
-        before = list(at)
-        for stage, mine in enumerate(rounds):
-            while at[stage] < len(mine):
-                actions = mine[at[stage]]
+    while any(next_round[stage] < len(rounds[stage]) for stage in range(stages)):
+        before = list(next_round)
+        # each stage goes on until it lacks an input that another has not computed yet
+        for stage, stage_rounds in enumerate(rounds):
+            while next_round[stage] < len(stage_rounds):
+                actions = stage_rounds[next_round[stage]]
                 inputs = [
                     source
                     for action in actions
@@ -196,8 +202,8 @@ def timetable(
                 )
                 ready |= {(stage, action): end for action in actions}
                 times[stage].append((start, end))
-                at[stage] += 1
-        assert at != before, f"deadlock: no stage can proceed: {at}"
+                next_round[stage] += 1
+        assert next_round != before, f"deadlock: no stage can proceed: {next_round}"
     return times
 
 
@@ -205,30 +211,28 @@ def _with_transfers(rounds: Sequence[ActionGroups], chunks: int) -> list[Schedul
     """The rounds, and at the end of each its sends; there, or in the first gap after it, stand the
     receives."""
     times = timetable(rounds, chunks)
-    starts = [[start for start, _ in mine] for mine in times]
-    gaps: list[list[Schedule]] = [[[] for _ in range(len(mine) + 1)] for mine in rounds]
-    made = sorted(
-        (end, stage, i) for stage, mine in enumerate(times) for i, (_, end) in enumerate(mine)
-    )
-    for end, stage, i in made:
+    starts = [[start for start, _ in stage_times] for stage_times in times]
+    # gaps[stage][i]: the transfers that stand before round i
+    gaps: list[list[Schedule]] = [[[] for _ in range(len(stage) + 1)] for stage in rounds]
+    ends = []
+    for stage, stage_times in enumerate(times):
+        ends += [(end, stage, i) for i, (_, end) in enumerate(stage_times)]
+    # In the order of the timetable, so that both ends of a link list its transfers alike.
+    for end, stage, i in sorted(ends):
         for action in rounds[stage][i]:
             if taker := neighbour(action, stage, len(rounds), chunks, 1):
                 peer, twin = taker
-                what = "activation" if action.kind == "forward" else "gradient"
+                tensor = "activation" if action.kind == "forward" else "gradient"
                 gaps[stage][i + 1].append(
-                    Action(f"send_{what}", action.micro_batch, action.chunk, peer)
+                    Action(f"send_{tensor}", action.micro_batch, action.chunk, peer)
                 )
                 gaps[peer][bisect_left(starts[peer], end)].append(
-                    Action(f"receive_{what}", twin.micro_batch, twin.chunk, stage)
+                    Action(f"receive_{tensor}", twin.micro_batch, twin.chunk, stage)
                 )
-    return [
-        [
-            *gap[0],
-            *(
-                action
-                for actions, after in zip(mine, gap[1:], strict=True)
-                for action in [*actions, *after]
-            ),
-        ]
-        for mine, gap in zip(rounds, gaps, strict=True)
-    ]
+    schedules = []
+    for stage_rounds, stage_gaps in zip(rounds, gaps, strict=True):
+        actions = list(stage_gaps[0])
+        for computations, transfers in zip(stage_rounds, stage_gaps[1:], strict=True):
+            actions += [*computations, *transfers]
+        schedules.append(actions)
+    return schedules

@@ -67,8 +67,8 @@ def local_box(sharding: Sharding, ctx: ParallelContext) -> Box:
         assert (stop - start) % axis.size == 0, (
             f"{sharding.name}: {stop - start} does not split over {name}"
         )
-        part = (stop - start) // axis.size
-        box[dim] = (start + axis.rank * part, start + (axis.rank + 1) * part)
+        size = (stop - start) // axis.size
+        box[dim] = (start + axis.rank * size, start + (axis.rank + 1) * size)
     return tuple(box)
 
 
@@ -146,7 +146,7 @@ class ParameterFactory:
         self._prefix = ""
         self._make_scaling = make_scaling
 
-    def at(self, path: str) -> ParameterFactory:
+    def scope(self, path: str) -> ParameterFactory:
         """The same factory for names under `path`."""
         inner = ParameterFactory(
             self._specs.values(), self._ctx, self._dtype, self._device, self._make_scaling
@@ -204,11 +204,11 @@ def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int, draw: bool) ->
     elif sharding.init == "zeros" or not draw:
         p.zero_()
     else:
-        (start, stop), *rest = local_box(sharding, ctx)
+        (start, stop), *other_spans = local_box(sharding, ctx)
         values = draw_values(sharding, seed)
-        part = values[start:stop][(slice(None), *(slice(*span) for span in rest))]
-        p[: part.shape[0]].copy_(part)
-        p[part.shape[0] :].zero_()
+        local = values[start:stop][(slice(None), *(slice(*span) for span in other_spans))]
+        p[: local.shape[0]].copy_(local)
+        p[local.shape[0] :].zero_()
 
 
 def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
@@ -221,8 +221,8 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
     if sharding.init == "normal":
         if not isinstance(sharding.std, tuple):
             return values.normal_(0.0, sharding.std, generator=generator)
-        for part, std in zip(values, sharding.std, strict=True):
-            part.normal_(0.0, std, generator=generator)
+        for matrix, std in zip(values, sharding.std, strict=True):
+            matrix.normal_(0.0, std, generator=generator)
         return values
     assert sharding.init == "xavier_uniform", (
         f"{sharding.name}: no such initialisation as {sharding.init!r}"

@@ -53,23 +53,23 @@ def simulated_ranks(world_size: int, rank: int) -> Iterator[None]:
 def on_wait(call: Callable[[Any], object]) -> Iterator[None]:
     """In this context `call` gets the handle of a simulated collective when it is waited for."""
     kind: Any = getattr(torch._C._distributed_c10d, "FakeWork", dist.Work)
-    own = kind.wait
+    original_wait = kind.wait
 
     def wait(handle: Any, *timeout: Any) -> Any:
         call(handle)
-        return own(handle, *timeout)
+        return original_wait(handle, *timeout)
 
     kind.wait = wait
     try:
         yield
     finally:
-        kind.wait = own
+        kind.wait = original_wait
 
 
 def started(operation: Any, args: Sequence[Any], out: Any) -> tuple[Any, torch.Tensor | None]:
     """(Handle of an operation of torch.ops.c10d that has not been waited for yet, or None; what it
     writes, None of a send)."""
-    names = [one.name for one in operation._schema.arguments]
+    names = [argument.name for argument in operation._schema.arguments]
     if "async_op" in names and names.index("async_op") < len(args):
         if not args[names.index("async_op")]:
             return None, None
@@ -90,9 +90,9 @@ def serve_meta(group: Any) -> None:
 
 def message_of(operation: str, args: Sequence[Any], rank: int) -> Message:
     """What an operation of torch.ops.c10d with these arguments moves on `rank`."""
-    group = next(found for arg in args if (found := _group(arg)) is not None)
+    group = next(process_group for arg in args if (process_group := _group(arg)) is not None)
     ranks = tuple(dist.get_process_group_ranks(group))
-    tensor = max(_tensors(args), key=lambda one: one.nbytes, default=torch.empty(0))
+    tensor = max(_tensors(args), key=lambda tensor: tensor.nbytes, default=torch.empty(0))
     name = OPERATIONS.get(operation, operation)
     if name in ("send", "receive"):
         ranks = (rank, ranks[args[2]])

@@ -37,12 +37,12 @@ def make_communicators(
     """
     axes = [ctx.axis(name) for name in (*AXES, *["ends"] * tied)]
     axes += [ctx.experts.shard, ctx.experts.instances]
-    made: list[str] = []
+    names: list[str] = []
     groups: list[object] = []
     for axis in axes:
         if axis.size > 1 and axis.group not in groups:
             groups.append(axis.group)
-            _make(axis.name, axis.ranks, limit_seconds, partial(_sum, axis, device), made)
+            _make(axis.name, axis.ranks, limit_seconds, partial(_sum, axis, device), names)
     for axis, backward in ((ctx.pp, False), (ctx.pp_gradients, True)):
         for first, second in _pairs(axis, ring):
             sender = second if backward else first
@@ -52,9 +52,9 @@ def make_communicators(
                 (axis.ranks[first], axis.ranks[second]),
                 limit_seconds,
                 partial(_message, axis, peer, axis.rank == sender, device),
-                made,
+                names,
             )
-    return made
+    return names
 
 
 def _pairs(axis: Axis, ring: bool) -> Iterator[tuple[int, int]]:
@@ -68,16 +68,20 @@ def _pairs(axis: Axis, ring: bool) -> Iterator[tuple[int, int]]:
 
 
 def _make(
-    name: str, ranks: tuple[int, ...], limit: float, call: Callable[[], None], made: list[str]
+    name: str, ranks: tuple[int, ...], limit: float, call: Callable[[], None], names: list[str]
 ) -> None:
-    with _named(f"the communicator of {name} (ranks {' '.join(map(str, ranks[:16]))})", limit):
+    with _warns_after(
+        f"the communicator of {name} (ranks {' '.join(map(str, ranks[:16]))})", limit
+    ):
         call()
-    made.append(name)
+    names.append(name)
 
 
 @contextmanager
-def _named(what: str, limit: float) -> Iterator[None]:
-    text = f"WARNING: {what} was not made after {limit:g} s: a rank is missing, or cannot connect"
+def _warns_after(subject: str, limit: float) -> Iterator[None]:
+    text = (
+        f"WARNING: {subject} was not made after {limit:g} s: a rank is missing, or cannot connect"
+    )
     timer = threading.Timer(limit, log.print_line, (text,))
     timer.daemon = True
     timer.start()

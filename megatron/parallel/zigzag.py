@@ -3,8 +3,14 @@ no communication.
 
 A sequence of s positions is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i, in
 this order: under a causal mask early positions have few keys and late ones many, and together every
-rank's two chunks have the same work. K and V of a rank travel in two parts, so that one part on its
-way and one at work are no more than one rank's K and V.
+rank's two chunks have the same work. With 4 ranks, the keys that a query of each chunk sees:
+
+    chunk   0 1 2 3 4 5 6 7     rank 0 holds chunks 0 and 7: 1 + 8 = 9 chunks of keys
+    keys    1 2 3 4 5 6 7 8     rank 1 holds chunks 1 and 6: 2 + 7 = 9, and so on
+
+The same holds for each pair of ranks (`tiles`), so that no rank waits for another in any hop of the
+ring. K and V of a rank travel in two parts, so that one part on its way and one at work are no more
+than one rank's K and V.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ def part_rows(chunk: int, part: int) -> tuple[slice, slice]:
 
 class Tile(NamedTuple):
     """Rows of my queries that see rows of a block of keys: all of them, or (causal) each those up
-    to its own place."""
+    to its own position."""
 
     queries: slice
     keys: slice
@@ -59,11 +65,15 @@ def tiles(rank: int, source: int, chunk: int, part: int) -> list[Tile]:
     late = slice(chunk, 2 * chunk)
     both = slice(0, 2 * chunk)
     if source == rank:
-        return (
-            [Tile(early, early, True), Tile(late, late, True)] if part == 0 else [Tile(late, early)]
-        )
-    # its early chunk is after my early one, its late one before my late one
+        # Two triangles on the diagonal, then the square of late queries and early keys.
+        if part == 0:
+            return [Tile(early, early, True), Tile(late, late, True)]
+        return [Tile(late, early)]
     if source > rank:
-        return [Tile(late, early)]  # (a part is as long as a chunk)
+        # Its chunks are rank < source and 2 cp - 1 - source < 2 cp - 1 - rank: both lie between
+        # this rank's two, so the late queries see all of the part, as long as a chunk.
+        return [Tile(late, slice(0, chunk))]
+    # This rank's two chunks lie between its: all queries see the rows of its early chunk.
     first, _ = part_rows(chunk, part)
-    return [Tile(both, slice(0, first.stop - first.start))] if first.stop > first.start else []
+    rows = first.stop - first.start
+    return [Tile(both, slice(0, rows))] if rows else []

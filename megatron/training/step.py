@@ -20,19 +20,18 @@ from megatron.parallel.single_stage import Forward
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.run import Run, Veto
-from megatron.training.step_sums import MetricValue, StepSums, set_counts
+from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
 
 if TYPE_CHECKING:
     from megatron.training.step_counter import StepCounter
 
-# (loss sum, number of tokens), or with metrics by name (loss sum, number of tokens, metrics); of a
-# chunk of the model before the last, hidden states.
-ForwardStep = Callable[
-    [Batch, GPTModel],
+# (loss sum, number of tokens), or with metrics by name (loss sum, number of tokens, metrics).
+Losses = (
     tuple[torch.Tensor, torch.Tensor | int]
     | tuple[torch.Tensor, torch.Tensor | int, Mapping[str, MetricValue]]
-    | torch.Tensor,
-]
+)
+# A chunk of the model before the last returns hidden states.
+ForwardStep = Callable[[Batch, GPTModel], Losses | torch.Tensor]
 
 
 class NotFinite(ArithmeticError):
@@ -81,11 +80,14 @@ def train_step(
         run.config.model.router_numbers,
     )
 
+    # Forward and backward of this rank's micro-batches: gradients in `buffers`, the rest in `sums`.
     run.buffers.zero(num_microbatches)
     with timers("forward-backward", 1):
         nominal_tokens = forward_backward(
             run, forward_step, samples, sums, iteration, run.runtime.ctx.dp_cp.rank, run.counters
         )
+
+    # Sums over ranks: gradients by bucket, and all other numbers in one vector.
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         local_loss = sums.loss.clone()
@@ -99,22 +101,23 @@ def train_step(
     counts: dict[str, float | int | None] = {}
     for counter, values in zip(run.counters, totals.counters, strict=True):
         counts |= counter.summed(iteration, values)
-    loss = totals.loss / max(1.0, totals.tokens)
-    _check_loss(run, iteration, loss, local_loss)
-    result, veto = _update(run, iteration, loss, nominal_tokens / max(1.0, totals.tokens))
-    _check_norm(run, iteration, result)
-    metrics = totals.metrics
-    if run.config.model.num_experts:
-        from megatron.training import routers
 
-        metrics = {**metrics, **routers.metrics(run.config.model, totals)}
-        if result.ok and run.config.model.moe_router_enable_expert_bias:
-            routers.update_bias(run.config.model, run.model, totals)
+    # The update, unless the loss says that there must be none.
+    tokens = max(1.0, totals.tokens)
+    loss = totals.loss / tokens
+    _check_loss(run, iteration, loss, local_loss)
+    result, veto = _update(run, iteration, loss, nominal_tokens / tokens)
+    _check_norm(run, iteration, result)
+    metrics = {**totals.metrics, **_balance_experts(run, totals, result.ok)}
+    skipped = None
+    if not result.ok:
+        skipped = veto.by if veto else "overflow"
+    num_zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
     return StepOutcome(
         loss,
-        veto.by if veto else None if result.ok else "overflow",
+        skipped,
         result.grad_norm,
-        None if result.num_zeros is None else result.num_zeros - run.plan.num_padding,
+        num_zeros,
         time.perf_counter() - start,
         totals.requests,
         counts,
@@ -122,6 +125,18 @@ def train_step(
         metrics,
         veto.reason if veto else None,
     )
+
+
+def _balance_experts(run: Run, totals: Totals, updated: bool) -> dict[str, float]:
+    """The routers' metrics; after an update their biases follow the counts of the step."""
+    model = run.config.model
+    if not model.num_experts:
+        return {}
+    from megatron.training import routers
+
+    if updated and model.moe_router_enable_expert_bias:
+        routers.update_bias(model, run.model, totals)
+    return routers.metrics(model, totals)
 
 
 def forward_backward(
@@ -173,15 +188,15 @@ def _agree_on_metrics(run: Run, sums: StepSums) -> None:
     process, by one more collective; later they may not change. Raises ValueError.
     """
     is_last = run.pipeline.is_last(len(run.model) - 1)
-    own = sums.metric_names if is_last else None
     if run.metric_names is None:
-        names = {one for one in gather_objects(own, run.runtime.ctx.world) if one is not None}
-        run.metric_names = min(names)
-        if len(names) > 1:
+        names = gather_objects(sums.metric_names if is_last else None, run.runtime.ctx.world)
+        different = sorted({of_rank for of_rank in names if of_rank is not None})
+        run.metric_names = different[0]
+        if len(different) > 1:
+            lists = [", ".join(of_rank) or "none" for of_rank in different]
             raise ValueError(
-                "forward_step: returned other metrics on other ranks: "
-                f"{' / '.join(', '.join(one) or 'none' for one in sorted(names))}; return the "
-                "same names for every micro-batch [metrics-differ]"
+                f"forward_step: returned other metrics on other ranks: {' / '.join(lists)}; return "
+                "the same names for every micro-batch [metrics-differ]"
             )
     elif is_last and sums.metric_names != run.metric_names:
         raise ValueError(
@@ -219,7 +234,7 @@ def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
         result.ok
         and result.grad_norm is not None
         and not math.isfinite(result.grad_norm)
-        and _checks(run)
+        and _nonfinite_is_error(run)
     ):
         raise NotFinite(
             f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this "
@@ -242,56 +257,63 @@ def _forwards(
     keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with what
     `counters` count, and with `backward_scale` (that of the loss in training) the losses of
     routers."""
-    routed = bool(run.config.model.num_experts)
-    if routed:
+    token_metrics = tuple(name for counter in counters for name in counter.token_metrics)
+    batches: dict[int, Batch] = {}  # those between this rank's first chunk and its last one
+    expert_counts: dict[int, torch.Tensor] = {}  # by layer, of the micro-batches so far
+    timers = run.timers
+
+    def load(micro_batch: int) -> Batch:
+        loaded = next_samples(samples)
+        for counter in counters:
+            counter.see(loaded)
+        seeds = dropout_seeds(micro_batch)
+        batch = make_batch(loaded, run.rules, run.runtime.device, seeds, token_metrics)
+        if not run.config.model.num_experts:
+            return batch
         from megatron.training import routers
 
-    token_metrics = tuple(name for counter in counters for name in counter.token_metrics)
-    batches: dict[int, Batch] = {}
-    latest: dict[int, torch.Tensor] = {}
-    chunks = len(run.model)
-    timers = run.timers
+        step = routers.RouterStep(
+            batch.loss_mask, backward_scale, expert_counts, batch.dropout_seeds
+        )
+        return replace(batch, router_step=step)
 
     def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
         if chunk == 0:
             with timers("batch-generator", 2):
-                loaded = next_samples(samples)
-                for counter in counters:
-                    counter.see(loaded)
-                batches[micro_batch] = make_batch(
-                    loaded,
-                    run.rules,
-                    run.runtime.device,
-                    dropout_seeds(micro_batch),
-                    token_metrics,
-                )
-                if routed:
-                    made = batches[micro_batch]
-                    step = routers.RouterStep(
-                        made.loss_mask, backward_scale, latest, made.dropout_seeds
-                    )
-                    batches[micro_batch] = replace(made, router_step=step)
-        batch = batches.pop(micro_batch) if chunk == chunks - 1 else batches[micro_batch]
+                batches[micro_batch] = load(micro_batch)
+        batch = batches[micro_batch]
+        if chunk == len(run.model) - 1:
+            del batches[micro_batch]
         with timers("forward-compute", 2):
-            output = forward_step(
-                batch if hidden is None else replace(batch, hidden=hidden), run.model[chunk]
-            )
+            inputs = batch if hidden is None else replace(batch, hidden=hidden)
+            output = forward_step(inputs, run.model[chunk])
         if batch.router_step is not None and backward_scale is not None:
+            from megatron.training import routers
+
             layers = run.model[chunk].decoder.moe_layers
             routers.add(run.config.model, sums, batch.router_step, layers)
         if not run.pipeline.is_last(chunk):
             assert isinstance(output, torch.Tensor)  # hidden states
             return output
-        loss, tokens, *rest = output
-        sums.loss += loss.detach()
-        sums.tokens += tokens
-        if rest:
-            sums.add_metrics(rest[0], omit=batch.token_metrics)
-        for counter, slots in zip(counters, sums.counters, strict=True):
-            counter.add(slots, batch, rest[0] if rest else {})
-        return loss
+        assert not isinstance(output, torch.Tensor), "forward_step: (loss sum, number of tokens)"
+        return _add_loss(output, batch, sums, counters)
 
     return forward
+
+
+def _add_loss(
+    output: Losses, batch: Batch, sums: StepSums, counters: Sequence[StepCounter]
+) -> torch.Tensor:
+    """The loss of a micro-batch, after its numbers are added to `sums`."""
+    loss, tokens, *optional = output
+    metrics = optional[0] if optional else {}
+    sums.loss += loss.detach()
+    sums.tokens += tokens
+    if optional:
+        sums.add_metrics(metrics, omit=batch.token_metrics)
+    for counter, slots in zip(counters, sums.counters, strict=True):
+        counter.add(slots, batch, metrics)
+    return loss
 
 
 def _sum_over_ranks(run: Run, sums: StepSums) -> None:
@@ -314,9 +336,9 @@ def next_samples(samples: Iterator[MicroBatch]) -> MicroBatch:
         ) from None
 
 
-def _checks(run: Run) -> bool:
-    """Are non-finite numbers an error? Not under dynamic loss scaling, where they are how it finds
-    its scale, nor where a feature judges the update."""
+def _nonfinite_is_error(run: Run) -> bool:
+    """Not under dynamic loss scaling, which finds its scale by them, nor where a feature judges the
+    update."""
     dynamic = run.config.precision.fp16 and run.config.precision.loss_scale is None
     return (
         run.config.training.check_for_nan_in_loss_and_grad and not dynamic and not run.before_update
@@ -324,17 +346,18 @@ def _checks(run: Run) -> bool:
 
 
 def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:
-    if math.isfinite(loss) or not _checks(run):
+    if math.isfinite(loss) or not _nonfinite_is_error(run):
         return
     axis = run.runtime.ctx.world
-    bad = [
-        rank
-        for rank, other in zip(axis.ranks, gather_objects(local.item(), axis), strict=True)
-        if not math.isfinite(other)
+    losses = gather_objects(local.item(), axis)
+    ranks = [
+        rank for rank, value in zip(axis.ranks, losses, strict=True) if not math.isfinite(value)
     ]
-    where = f" (found on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))})" if bad else ""
+    cause = (
+        f" (found on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
+    )
     raise NotFinite(
-        f"iteration {iteration}: the loss is {loss}{where}; optimizer step skipped. Resume from "
+        f"iteration {iteration}: the loss is {loss}{cause}; optimizer step skipped. Resume from "
         f"the last checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, "
         "or --no-check-for-nan-in-loss-and-grad to continue regardless [loss-not-finite]"
     )

@@ -31,7 +31,6 @@ NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
 LOAD = "load_samples(samples, numbers, run.config.data.num_workers)"
-FORWARD = "forward_step(batch if hidden is None else replace(batch, hidden=hidden)"
 EVERY = "*(one for one in present if keep_every and one % keep_every == 0)}"
 NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype, "
 SKIP = "self._release_gradients()\nreturn StepResult(False, norm, None)"
@@ -76,7 +75,7 @@ BUGS = {
     # Tensor and sequence parallelism.
     "norm gradients of sequence shards not summed": Bug(
         "megatron.parallel.ddp.GradBuffers.reduce",
-        "bucket.place.partial",
+        "bucket.layout.partial",
         "()",
         f"{LAYOUTS}[{SEQUENCE}]",
         "campaign",
@@ -243,7 +242,7 @@ BUGS = {
     ),
     "gradients of experts summed over all data-parallel ranks": Bug(
         "megatron.parallel.ddp.GradBuffers.__init__",
-        "ctx.experts if place.experts else ctx.dense",
+        "ctx.experts if bucket.experts else ctx.dense",
         "ctx.dense",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
@@ -251,7 +250,7 @@ BUGS = {
         "megatron.parallel.ddp.GradBuffers._start_next",
         "bucket = self._buckets[self._next]",
         "bucket = self._buckets[self._next]\n"
-        "self.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.place.experts else 1",
+        "self.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.layout.experts else 1",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
     "gradients of experts added to those of the iteration before": Bug(
@@ -280,8 +279,8 @@ BUGS = {
     ),
     "token counts of experts doubled by recomputation": Bug(
         "megatron.model.moe.Router.add_losses",
-        "torch.cat((losses, count(experts, m.experts, mask)))",
-        "torch.cat((losses, count(experts, m.experts, mask))) + step.sums.get(self.number, 0)",
+        "torch.cat((sums, count(experts, m.experts, mask)))",
+        "torch.cat((sums, count(experts, m.experts, mask))) + step.sums.get(self.number, 0)",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
         "campaign",
     ),
@@ -332,8 +331,8 @@ BUGS = {
     ),
     "a swapped virtual chunk": Bug(
         "megatron.training.step._forwards.forward",
-        f"{FORWARD}, run.model[chunk])",
-        f"{FORWARD}, run.model[chunks - 1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk])",
+        "forward_step(inputs, run.model[chunk])",
+        "forward_step(inputs, run.model[-1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk])",
         f"{LAYOUTS}[pp4 vpp2]",
         "sweep",
     ),
@@ -344,9 +343,9 @@ BUGS = {
         f"{LAYOUTS}[pp2 vpp2]",
     ),
     "the same dropout in every micro-batch of a pipeline": Bug(
-        "megatron.training.step._forwards.forward",
+        "megatron.training.step._forwards.load",
         "dropout_seeds(micro_batch)",
-        "dropout_seeds(micro_batch * (chunks == 1))",
+        "dropout_seeds(micro_batch * (len(run.model) == 1))",
         f"{LAYOUTS}[pp2 vpp2, dropout]",
     ),
     "a gradient sent to the previous stage without its residual branch": Bug(
@@ -369,7 +368,7 @@ BUGS = {
         "::test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself",
     ),
     "buckets summed before the gradients are compared": Bug(
-        "megatron.parallel.ddp.GradBuffers._arrived",
+        "megatron.parallel.ddp.GradBuffers._gradient_ready",
         "self.before_reduce",
         "None",
         "tests/features/step_verification/test_step_verification.py::test_a_verified_run_is_the_same_run",
@@ -396,13 +395,13 @@ BUGS = {
     ),
     "parts of a softmax joined by the larger sum": Bug(
         "megatron.parallel.attention_blocks.join_",
-        "torch.logaddexp(lse, part_lse, out=lse)",
-        "torch.maximum(lse, part_lse, out=lse)",
+        "torch.logaddexp(lse, block_lse, out=lse)",
+        "torch.maximum(lse, block_lse, out=lse)",
         f"{LAYOUTS}[{MASKED}]",
     ),
     "parts of a softmax joined with equal weights": Bug(
         "megatron.parallel.attention_blocks.join_",
-        "part_lse - lse",
+        "block_lse - lse",
         "lse - lse",
         f"{LAYOUTS}[{MASKED}]",
     ),
@@ -421,7 +420,7 @@ BUGS = {
     ),
     "gradients of keys and values not added to their owner's": Bug(
         "megatron.parallel.ring_attention._TravellingGrads._bring_home",
-        "_add_part(self.own, self.arriving(), self.part)",
+        "_add_part(self.local_grads, self.arriving(), self.part)",
         "self.arriving()",
         f"{LAYOUTS}[{MASKED}]",
     ),
@@ -446,7 +445,7 @@ BUGS = {
         f"{LAYOUTS}[{SHARDS}]",
     ),
     "a bucket is sent one micro-batch early": Bug(
-        "megatron.parallel.ddp.GradBuffers._arrived",
+        "megatron.parallel.ddp.GradBuffers._gradient_ready",
         "self._expected[p] == 0",
         "self._expected[p] == 1",
         f"{LAYOUTS}[{TWICE}]",
@@ -456,9 +455,8 @@ BUGS = {
         "megatron.parallel.ddp.GradBuffers.zero", "len(bucket.params)", "1", f"{LAYOUTS}[{TWICE}]"
     ),
     "gradients not summed over instances": Bug(
-        "megatron.parallel.ddp.GradBuffers.reduce",
-        "bucket.replicas.shard.size > 1 and bucket.replicas.instances.size > 1 and "
-        "(bucket.own.start < bucket.own.stop)",
+        "megatron.parallel.ddp.GradBuffers._reduce_over_instances",
+        "shard.size > 1 and instances.size > 1 and bucket.shard.start < bucket.shard.stop",
         "False",
         f"{LAYOUTS}[{TWICE}]",
     ),
@@ -482,8 +480,8 @@ BUGS = {
         "tests/core/parallel/test_ddp.py::test_weights_arrive_before_they_are_used",
     ),
     "norm gradients of sequence shards sent before they are summed": Bug(
-        "megatron.parallel.ddp.GradBuffers._arrived",
-        "bucket.missing or bucket.place.partial",
+        "megatron.parallel.ddp.GradBuffers._gradient_ready",
+        "bucket.missing or bucket.layout.partial",
         "bucket.missing",
         f"{LAYOUTS}[{SEQUENCE_SHARDS}]",
     ),
@@ -564,7 +562,7 @@ BUGS = {
     ),
     "FP8 weights kept after the step": Bug(
         "megatron.parallel.fp8.weights_cast_once",
-        "layer.kept = None",
+        "layer.weight_cast = None",
         "",
         f"{RUNS}::test_a_step_casts_each_weight_once",
     ),
@@ -589,15 +587,15 @@ BUGS = {
     ),
     "FP8 maxima not reset after a step": Bug(
         "megatron.parallel.fp8.DelayedScaling.forget_step",
-        "self.seen.zero_()",
+        "self.step_amax.zero_()",
         "",
         f"{SCALES}::test_delayed_scales_by_hand",
         "campaign",
     ),
     "an infinity in the FP8 history": Bug(
         "megatron.parallel.fp8.DelayedScaling.step",
-        "torch.where(self.seen.isfinite(), self.seen, 0.0)",
-        "self.seen",
+        "torch.where(self.step_amax.isfinite(), self.step_amax, 0.0)",
+        "self.step_amax",
         f"{SCALES}::test_delayed_scales_by_hand",
     ),
     "FP8 scales not used after loading": Bug(

@@ -72,28 +72,23 @@ class Layout:
 
     def _spans(self, ranks: Iterable[int]) -> list[tuple[int, int]]:
         """`spans` with the rank in each bucket."""
-        found = [(0, 0)] * len(self.sizes)
+        spans = [(0, 0)] * len(self.sizes)
         for bucket, rank in zip(self.buckets, ranks, strict=True):
             low, high = bucket.shard(rank)
             for number in bucket.members:
                 start = max(low - self.starts[number], 0)
                 stop = min(high - self.starts[number], self.sizes[number])
                 if start < stop:
-                    found[number] = (start, stop)
-        return found
+                    spans[number] = (start, stop)
+        return spans
 
     def elements(self) -> list[int]:
         """How many elements each shard updates."""
-        shards = self.shards
-        return [
-            sum(
-                stop - start
-                for start, stop in self._spans(
-                    rank * bucket.shards // shards for bucket in self.buckets
-                )
-            )
-            for rank in range(shards)
-        ]
+        counts = []
+        for rank in range(self.shards):
+            ranks = (rank * bucket.shards // self.shards for bucket in self.buckets)
+            counts.append(sum(stop - start for start, stop in self._spans(ranks)))
+        return counts
 
 
 def lay_out(
@@ -107,7 +102,8 @@ def lay_out(
     experts: Sequence[bool] = (),
     expert_shards: int = 1,
 ) -> Layout:
-    """Buckets of parameters in reverse order, about the order in which their gradients are ready.
+    """Buckets of parameters in reverse order. Backward runs from the last layer to the first, so
+    the gradients of the first bucket are complete first: their sum overlaps the rest of backward.
 
     A bucket is full with `bucket_size` elements or more (None: never). Each parameter starts at a
     multiple of 64 bytes of elements of `itemsize` bytes, and so does each of the `shards` equal
@@ -122,6 +118,8 @@ def lay_out(
     if partition is not None:
         return _by_owner(sizes, partial, bucket_size, ALIGN_BYTES // itemsize, shards, partition)
     align = ALIGN_BYTES // itemsize
+    # What is summed over other ranks needs a bucket of its own: (of experts?, partial axes). The
+    # sort is stable, so within a kind the reverse order stays.
     kinds = [(any(experts[number : number + 1]), axes) for number, axes in enumerate(partial)]
     order = sorted(reversed(range(len(sizes))), key=lambda number: kinds[number])
     starts = [0] * len(sizes)
@@ -173,25 +171,27 @@ def _by_owner(
     """`lay_out` with a partition."""
     order = sorted(reversed(partition.order), key=lambda number: partial[number])
     groups: list[list[int]] = []
-    held = 0
+    elements = 0  # of the last group
     for number in order:
-        full = bucket_size is not None and held >= bucket_size
+        full = bucket_size is not None and elements >= bucket_size
         if not groups or full or partial[groups[-1][0]] != partial[number]:
             groups.append([])
-            held = 0
+            elements = 0
         groups[-1].append(number)
-        held += _round_up(sizes[number], align)
+        elements += _round_up(sizes[number], align)
     starts = [0] * len(sizes)
     buckets = []
     end = 0
     for group in reversed(groups):
         begin = end
+        # cuts[rank]: where the range of `rank` begins. Owners come in rising order; a rank that
+        # owns nothing gets an empty range, where the next one's begins.
         cuts: list[int] = []
         for number in reversed(group):
-            starts[number] = at = end
+            starts[number] = offset = end
             for size, owner in partition.pieces[number]:
-                cuts += [at if cuts else begin] * (owner + 1 - len(cuts))
-                at += size
+                cuts += [offset if cuts else begin] * (owner + 1 - len(cuts))
+                offset += size
             end += _round_up(sizes[number], align)
         buckets.append(
             Bucket(

@@ -40,7 +40,7 @@ def reduce_twice(
                 gradients.copy_(local)
                 buffers.reduce()
                 sharded = bucket.replicas.shard.size > 1
-                digests.append(digest(buffers.flat[bucket.own] if sharded else gradients))
+                digests.append(digest(buffers.flat[bucket.shard] if sharded else gradients))
             same = bucket.replicas.instances
             ranks = same.ranks if same.size > 1 else ()
             found.append(RepeatedSum(digests[0], digests[1], ranks))

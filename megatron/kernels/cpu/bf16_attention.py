@@ -31,18 +31,18 @@ def _load() -> _Kernel | str:
     if not (amx or getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()):
         return "needs a CPU with AMX or AVX512_BF16"
     try:
-        found = import_module(NAME)
+        module = import_module(NAME)
     except ImportError as error:
         return f"{NAME} is not built ({error}); {BUILD} builds it"
-    if getattr(found, "INTERFACE", None) != INTERFACE:
+    if getattr(module, "INTERFACE", None) != INTERFACE:
         return f"{NAME} is of another version; {BUILD} rebuilds it"
-    return _Kernel(found, amx and found.tiles_are_there())
+    return _Kernel(module, amx and module.tiles_are_there())
 
 
 def _loaded() -> _Kernel:
-    found = _load()
-    assert isinstance(found, _Kernel), found
-    return found
+    kernel = _load()
+    assert isinstance(kernel, _Kernel), kernel
+    return kernel
 
 
 def instructions() -> str:
@@ -65,8 +65,8 @@ def unavailable_reason(
         return f"supports at most {LONGEST} positions"
     if not low_precision_is_native(device.type, dtype):
         return "needs a CPU with bf16 in oneDNN"
-    found = _load()
-    return found if isinstance(found, str) else None
+    kernel = _load()
+    return kernel if isinstance(kernel, str) else None
 
 
 def tile_attention(

@@ -27,8 +27,8 @@ def unavailable_reason(
         return "not supported under torch.compile"
     if device.type != "cpu" or dtype not in dtypes:
         return f"only {' and '.join(map(str, dtypes))} on a CPU"
-    found = load(torch.backends.cpu.get_cpu_capability())
-    return found if isinstance(found, str) else None
+    module = load(torch.backends.cpu.get_cpu_capability())
+    return module if isinstance(module, str) else None
 
 
 def multiplies(x: Tensor, weight: Tensor, accumulate_into: Tensor | None = None) -> bool:

@@ -19,8 +19,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the C++ is unavailable for such tensors, None if it is available."""
     if device.type != "cpu" or dtype != torch.float32:
         return "only fp32 on a CPU"
-    found = load(torch.backends.cpu.get_cpu_capability())
-    return found if isinstance(found, str) else None
+    module = load(torch.backends.cpu.get_cpu_capability())
+    return module if isinstance(module, str) else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,8 +31,8 @@ def unavailable_reason(
     capability = torch.backends.cpu.get_cpu_capability()
     if seq_length > LONGEST.get(capability, seq_length):
         return f"supports at most {LONGEST[capability]} positions"
-    found = load(capability)
-    return found if isinstance(found, str) else None
+    module = load(capability)
+    return module if isinstance(module, str) else None
 
 
 def vector_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -23,12 +23,12 @@ def load_built(file: str, interface: int, capability: str):
         return f"needs a CPU with AVX2, not {capability}"
     name = f"megatron.kernels.cpu.{file}_{LEVELS[capability]}"
     try:
-        found = import_module(name)
+        module = import_module(name)
     except ImportError as error:
         return f"{name} is not built ({error}); {BUILD} builds it"
-    if getattr(found, "INTERFACE", None) != interface:
+    if getattr(module, "INTERFACE", None) != interface:
         return f"{name} is of another version; {BUILD} rebuilds it"
-    return found
+    return module
 
 
 def load(capability: str):
@@ -42,8 +42,8 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"CPU only; the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"has no {str(dtype).removeprefix('torch.')}"
-    found = load(torch.backends.cpu.get_cpu_capability())
-    return found if isinstance(found, str) else None
+    module = load(torch.backends.cpu.get_cpu_capability())
+    return module if isinstance(module, str) else None
 
 
 def runs(x: Tensor) -> bool:
@@ -168,8 +168,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """
     x, out = x if x.stride(-1) == 1 else x.contiguous(), _like(x)
     tables = [t.float().contiguous() for t in (cos, sin)]
-    each = cos.shape[1] != 1
-    _call("rotate", x, x, *x.stride()[:3], out, *tables, *x.shape, cos.shape[-1], each, float(sign))
+    per_sample = cos.shape[1] != 1
+    sizes = (*x.shape, cos.shape[-1])
+    _call("rotate", x, x, *x.stride()[:3], out, *tables, *sizes, per_sample, float(sign))
     return out
 
 

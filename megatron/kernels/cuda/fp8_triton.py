@@ -18,20 +18,20 @@ TILE = 128  # rows and columns of a program of the cast
 @triton.jit
 def _amax_kernel(x, amax, total, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     # Magnitudes are ordered as their bits are, NaN above infinity: the maximum keeps it.
-    at = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS) + tl.arange(0, BLOCK)
+    offset = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS) + tl.arange(0, BLOCK)
     largest = tl.zeros((BLOCK,), tl.int32)
     for _ in range(STEPS):
-        value = tl.load(x + at, mask=at < total, other=0.0).to(tl.float32)
+        value = tl.load(x + offset, mask=offset < total, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        at += BLOCK
+        offset += BLOCK
     tl.atomic_max(amax, tl.max(largest, 0))
 
 
 @triton.jit
-def _scale_kernel(amax, given, out, largest, most, GIVEN: tl.constexpr):
+def _scale_kernel(amax, fixed, out, largest, most, FIXED: tl.constexpr):
     x = tl.load(amax)
-    if GIVEN:
-        scale = tl.load(given)
+    if FIXED:
+        scale = tl.load(fixed)
     else:
         # as torch divides a number by a tensor
         scale = tl.minimum(tl.where(x > 0, tl.div_rn(1.0, x) * largest, 1.0), most)
@@ -48,15 +48,15 @@ def _cast_kernel(
     j = tl.program_id(1) * T + tl.arange(0, T)
     inside = (i < m)[:, None] & (j < n)[None, :]
     start = tl.program_id(2).to(tl.int64) * m * n
-    place = start + i.to(tl.int64)[:, None] * n + j[None, :]
-    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+    offset = start + i.to(tl.int64)[:, None] * n + j[None, :]
+    value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
     value = tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     if ROWS:
-        tl.store(rows + place, value.to(rows.dtype.element_ty), mask=inside)
+        tl.store(rows + offset, value.to(rows.dtype.element_ty), mask=inside)
     if COLUMNS:
-        place = start + j.to(tl.int64)[:, None] * m + i[None, :]
+        offset = start + j.to(tl.int64)[:, None] * m + i[None, :]
         q = value.to(columns.dtype.element_ty)
-        tl.store(columns + place, tl.trans(q), mask=tl.trans(inside))
+        tl.store(columns + offset, tl.trans(q), mask=tl.trans(inside))
 
 
 def _amax_(amax: Tensor, x: Tensor) -> None:
@@ -64,11 +64,11 @@ def _amax_(amax: Tensor, x: Tensor) -> None:
     _amax_kernel[grid](x.contiguous(), amax.view(torch.int32), x.numel(), BLOCK=BLOCK, STEPS=STEPS)
 
 
-def _scale(amax: Tensor, given: Tensor | None, largest: float) -> Tensor:
+def _scale(amax: Tensor, fixed: Tensor | None, largest: float) -> Tensor:
     out = amax.new_empty(2)
     most = torch.finfo(torch.float32).max
-    known = given is not None
-    _scale_kernel[(1,)](amax, given if known else amax, out, largest, most, GIVEN=known)
+    known = amax if fixed is None else fixed
+    _scale_kernel[(1,)](amax, known, out, largest, most, FIXED=fixed is not None)
     return out
 
 

@@ -47,8 +47,8 @@ class Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        turned = torch.ops.megatron.rotate(grad, *ctx.saved_tensors, -1, ctx.interleaved)
-        return turned, None, None, None
+        grad_x = torch.ops.megatron.rotate(grad, *ctx.saved_tensors, -1, ctx.interleaved)
+        return grad_x, None, None, None
 
 
 class Dropout(torch.autograd.Function):

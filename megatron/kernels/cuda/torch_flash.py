@@ -131,9 +131,9 @@ def fa4_unavailable_reason(
         return f"needs a CUDA device, but the device is {device.type}"
     shape = (device, dtype, heads, groups, head_dim)
     try:
-        wanted = _sample(*shape)
+        expected = _sample(*shape)
         activate_flash_attention_impl("FA4")
-        pairs = zip(_sample(*shape), wanted, strict=True)
+        pairs = zip(_sample(*shape), expected, strict=True)
         if all(torch.allclose(*pair, FA4_TOLERANCE, FA4_TOLERANCE) for pair in pairs):
             return None
         reason = "fails here (its results are not those of FlashAttention-2)"

@@ -16,25 +16,25 @@ COLUMNS = 4096  # of a row of logits that a block takes at a time
 
 @triton.jit
 def _swiglu_kernel(gate_up, out, total, width, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    place = at // width * 2 * width + at % width
-    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
-    tl.store(out + at, gate * tl.sigmoid(gate) * up, mask=inside)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < total
+    gate_offset = offset // width * 2 * width + offset % width
+    gate = tl.load(gate_up + gate_offset, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + gate_offset + width, mask=inside).to(tl.float32)
+    tl.store(out + offset, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def _swiglu_backward_kernel(gate_up, grad, out, total, width, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    place = at // width * 2 * width + at % width
-    gate = tl.load(gate_up + place, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + place + width, mask=inside).to(tl.float32)
-    slope = tl.load(grad + at, mask=inside).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < total
+    gate_offset = offset // width * 2 * width + offset % width
+    gate = tl.load(gate_up + gate_offset, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + gate_offset + width, mask=inside).to(tl.float32)
+    slope = tl.load(grad + offset, mask=inside).to(tl.float32)
     s = tl.sigmoid(gate)
-    tl.store(out + place, slope * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
-    tl.store(out + place + width, slope * gate * s, mask=inside)
+    tl.store(out + gate_offset, slope * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
+    tl.store(out + gate_offset + width, slope * gate * s, mask=inside)
 
 
 @triton.jit
@@ -57,37 +57,37 @@ def _rotate_kernel(  # noqa: PLR0913 (a kernel has no records)
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    d = at % dim
-    row = at // dim
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < total
+    d = offset % dim
+    row = offset // dim
     b = row // heads % batch
     s = row // heads // batch
-    turned = d < 2 * half
+    rotated = d < 2 * half
     if INTERLEAVED:
         pair = d // 2
         first = d % 2 == 0
-        other = tl.where(first, d + 1, d - 1)
+        partner_d = tl.where(first, d + 1, d - 1)
     else:
         pair = tl.where(d < half, d, d - half)
         first = d < half
-        other = tl.where(first, d + half, d - half)
+        partner_d = tl.where(first, d + half, d - half)
     base = x + s * step_s + b * step_b + row % heads * step_n
-    own = tl.load(base + d, mask=inside).to(tl.float32)
-    there = tl.load(base + tl.where(turned, other, d), mask=inside).to(tl.float32)
-    place = s * table_s + b * table_b + tl.where(turned, pair, 0)
-    c = tl.load(cos + place, mask=inside & turned, other=1.0).to(tl.float32)
-    z = tl.load(sin + place, mask=inside & turned, other=0.0).to(tl.float32) * sign
-    tl.store(out + at, own * c + tl.where(first, -there, there) * z, mask=inside)
+    value = tl.load(base + d, mask=inside).to(tl.float32)
+    partner = tl.load(base + tl.where(rotated, partner_d, d), mask=inside).to(tl.float32)
+    angle = s * table_s + b * table_b + tl.where(rotated, pair, 0)
+    c = tl.load(cos + angle, mask=inside & rotated, other=1.0).to(tl.float32)
+    z = tl.load(sin + angle, mask=inside & rotated, other=0.0).to(tl.float32) * sign
+    tl.store(out + offset, value * c + tl.where(first, -partner, partner) * z, mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _drop_kernel(x, out, total, p, scale, seed, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    kept = tl.rand(seed, at.to(tl.int32)) >= p
-    value = tl.load(x + at, mask=inside).to(tl.float32) * scale
-    tl.store(out + at, tl.where(kept, value, 0.0), mask=inside)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < total
+    keep = tl.rand(seed, offset.to(tl.int32)) >= p
+    value = tl.load(x + offset, mask=inside).to(tl.float32) * scale
+    tl.store(out + offset, tl.where(keep, value, 0.0), mask=inside)
 
 
 @triton.jit
@@ -107,14 +107,14 @@ def _row_losses_kernel(
     threads meet at the end of the row."""
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * width
-    at = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    offset = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     top = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
     of_exp = tl.zeros([BLOCK // VECTOR], tl.float32)
     linear = tl.zeros([BLOCK // VECTOR], tl.float32)
     for start in range(0, width, BLOCK):
         # a mask by `valid`, which may be odd, would make the loads scalar
-        x = tl.load(line + start + at, mask=start + at < width, other=0.0).to(tl.float32)
-        real = start + at < valid
+        x = tl.load(line + start + offset, mask=start + offset < width, other=0.0).to(tl.float32)
+        real = start + offset < valid
         linear += tl.sum(tl.where(real, x, 0.0), 1)
         x = tl.where(real, x, float("-inf"))
         higher = tl.maximum(top, tl.max(x, 1))
@@ -127,8 +127,8 @@ def _row_losses_kernel(
     total = tl.sum(linear, 0)
     label = tl.load(line + tl.load(columns + row)).to(tl.float32)
     plain = log + (largest - label)
-    spread = log + (largest - total / valid)
-    smooth = plain * (1.0 - smoothing) + spread * smoothing
+    uniform_loss = log + (largest - total / valid)
+    smooth = plain * (1.0 - smoothing) + uniform_loss * smoothing
     tl.store(loss + row, tl.where(smoothing > 0.0, smooth, plain))
     tl.store(sums + row, largest)
     tl.store(sums + rows + row, log)
@@ -151,14 +151,14 @@ def _loss_grad_kernel(  # noqa: PLR0913
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * width + at
-    x = tl.load(place, mask=at < width, other=0.0).to(tl.float32)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pointer = logits + row * width + column
+    x = tl.load(pointer, mask=column < width, other=0.0).to(tl.float32)
     p = tl.exp(x - tl.load(largest + row) - tl.load(logs + row))
     hit = tl.load(hits + row) * share
     grad = (p - uniform) * tl.load(grads + row)
-    grad -= tl.where(at == tl.load(columns + row), hit, 0.0)
-    tl.store(place, tl.where(at < valid, grad, 0.0), mask=at < width)
+    grad -= tl.where(column == tl.load(columns + row), hit, 0.0)
+    tl.store(pointer, tl.where(column < valid, grad, 0.0), mask=column < width)
 
 
 def _grid(total: int) -> tuple[int]:

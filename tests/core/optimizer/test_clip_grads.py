@@ -66,7 +66,7 @@ def test_without_the_cpp_the_norm_is_the_same(monkeypatch):
     grads = tensors()
     expected = clip_grads.global_norm(grads).item()
     monkeypatch.setattr(clip_grads.native, "runs", lambda grad: False)
-    monkeypatch.setattr(clip_grads, "PIECE", 7)
+    monkeypatch.setattr(clip_grads, "BLOCK", 7)
     assert clip_grads.global_norm(grads).item() == pytest.approx(expected, rel=1e-7)
 
 

@@ -57,7 +57,7 @@ def test_update_is_that_of_fp32_between_two_roundings(
     make_params, fill_grads, monkeypatch, piece, dtype, grad_dtype, dtypes
 ):
     """Clipped, with weight decay: bit for bit."""
-    monkeypatch.setattr(moments, "PIECE", piece)
+    monkeypatch.setattr(moments, "CHUNK", piece)
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     flags = {f"{key}_dtype": names[value] for key, value in dtypes.items()}
     params, twins = (make_params(dtype, grad_dtype=grad_dtype) for _ in range(2))

@@ -159,7 +159,7 @@ def test_delayed_scales_by_hand(algorithm, margin):
         assert layer.state[0].tolist() == pytest.approx(
             [scale, *history, *[0.0] * (3 - len(history))]
         )
-        assert layer.state[1, 0] == 448.0 / 2**margin and not layer.seen.any()
+        assert layer.state[1, 0] == 448.0 / 2**margin and not layer.step_amax.any()
     assert layer.state[2, 0] == 57344.0 / (1.0 if algorithm == "most_recent" else 8.0) / 2**margin
 
 

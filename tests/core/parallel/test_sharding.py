@@ -149,11 +149,11 @@ def test_one_copy_counts():
 
 def test_factory_knows_what_is_off_and_what_is_partial():
     table = [ParameterSpec("a.w", (4, 4), (("tp", 0),)), ParameterSpec("a.n", (4,))]
-    plain = ParameterFactory(table, rank_of(2), torch.float32).at("a")
+    plain = ParameterFactory(table, rank_of(2), torch.float32).scope("a")
     assert plain.optional("bias") is None and plain.optional("w") is not None
     assert tuple(plain("w").shape) == (2, 4) and plain("w").sharding.shape == (4, 4)
     assert plain("n").sharding.partial == ()
-    sequence = ParameterFactory(table, rank_of(2, sequence_parallel=True), torch.float32).at("a")
+    sequence = ParameterFactory(table, rank_of(2, sequence_parallel=True), torch.float32).scope("a")
     assert sequence("n").sharding.partial == ("tp",)
     assert sequence("w").sharding.partial == ()
 

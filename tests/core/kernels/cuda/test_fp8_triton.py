@@ -92,7 +92,7 @@ def test_the_kernels_compile(name, capability):
     others = pointers | dict.fromkeys(("largest", "most", "limit"), "fp32")
     kernel, constants = {
         "amax": (kernels._amax_kernel, {"BLOCK": kernels.BLOCK, "STEPS": kernels.STEPS}),
-        "scale": (kernels._scale_kernel, {"GIVEN": False}),
+        "scale": (kernels._scale_kernel, {"FIXED": False}),
     }.get(name, (kernels._cast_kernel, {"ROWS": True, "COLUMNS": True, "T": kernels.TILE}))
     if name == "amax":
         others["amax"] = "*i32"
