@@ -36,8 +36,9 @@ def test_every_flag_with_a_value_of_its_own_reads_back(tmp_path):
     for name, flag in flags_of(Config).items():
         if flag.kind in ("switch", "off"):
             values[name] = flag.kind == "switch"
-        elif flag.choices:
-            values[name] = flag.choices[-1:] if flag.kind == "list" else flag.choices[-1]
+        elif flag.choices is not None:  # all values may be those of features
+            last = flag.choices[-1:]
+            values[name] = last if flag.kind == "list" else last[0] if last else flag.default
         else:
             one = {int: 3, float: 1 / 3}.get(flag.type, "x y")
             count = flag.nargs if isinstance(flag.nargs, int) else 2
