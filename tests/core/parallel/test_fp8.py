@@ -170,9 +170,9 @@ def test_a_tensor_of_zeros_has_a_scale_from_the_first_step():
     state = fp8.delayed_scaling(model, DELAYED, ctx)
     model.scaling.scale(0, torch.zeros(()), True)
     state.step(updated=True)
-    assert model.scaling.state[:, 0].tolist() == [1.0, 1.0, 1.0] and model.scaling.known
+    assert model.scaling.state[:, 0].tolist() == [1.0, 1.0, 1.0] and model.scaling.has_scales
     state.loaded()
-    assert model.scaling.known
+    assert model.scaling.has_scales
     state.state.zero_()
     state.loaded()
-    assert not model.scaling.known
+    assert not model.scaling.has_scales
