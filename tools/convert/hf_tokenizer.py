@@ -4,13 +4,16 @@ tokenizer_config.json and generation_config.json, as AutoTokenizer and `generate
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.data.tokenizers import gpt2_bpe
 from megatron.data.tokenizers.base import Tokenizer, library
 from megatron.data.tokenizers.bpe import TikTokenizer, tiktoken_patterns
+from megatron.data.tokenizers.sentencepiece import GPTSentencePieceTokenizer
+from megatron.small_files import read_bytes
 
+_BLANK = "\u2581"  # how sentencepiece writes a blank
 ODD_TEXTS = (
     "Plain words, 12345 numbers.",
     "  two  spaces\n\n\tand a tab\r\n",
@@ -23,8 +26,8 @@ ODD_TEXTS = (
 
 
 def files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
-    """{name: content}; of a tokenizer whose own file Hugging Face reads (sentencepiece,
-    tokenizer.json) without tokenizer.json. `context`: the model's longest sequence."""
+    """{name: content}; without tokenizer.json where the tokenizer has one itself, and of
+    sentencepiece models that are neither BPE nor unigram. `context`: the longest sequence."""
     engine = _engine(tokenizer)
     names = {
         f"{kind}_token": _piece(tokenizer, index)
@@ -32,7 +35,7 @@ def files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
     }
     settings: dict[str, Any] = {name: piece for name, piece in names.items() if piece is not None}
     settings |= {
-        "tokenizer_class": "PreTrainedTokenizerFast" if engine else "LlamaTokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
     }
@@ -58,8 +61,8 @@ def _piece(tokenizer: Tokenizer, index: int | None) -> str | None:
 
 
 def _engine(tokenizer: Tokenizer) -> Any:
-    """A tokenizer of the library `tokenizers` that gives the ids of ours; None where it reads our
-    file itself."""
+    """A tokenizer of the library `tokenizers` that gives the ids of ours; None where there is
+    none, or needs none."""
     t = library("tokenizers", type(tokenizer).__name__)
     alphabet = gpt2_bpe.byte_alphabet()
     kind = type(tokenizer).__name__
@@ -78,6 +81,8 @@ def _engine(tokenizer: Tokenizer) -> Any:
         return _byte_level(t, vocabulary, known, gpt2_bpe.GPT2_PATTERN, tokenizer.special)
     if isinstance(tokenizer, TikTokenizer):
         return _of_ranks(t, tokenizer)
+    if isinstance(tokenizer, GPTSentencePieceTokenizer):
+        return _of_sentencepiece(t, tokenizer)
     return None
 
 
@@ -123,3 +128,64 @@ def _of_ranks(t: Any, tokenizer: TikTokenizer) -> Any:
         tiktoken_patterns()[tokenizer.settings()["pattern"]],
         tokenizer.special,
     )
+
+
+def _of_sentencepiece(t: Any, tokenizer: GPTSentencePieceTokenizer) -> Any:
+    """A sentencepiece model: its normalization, its pieces with their scores, and behind them the
+    pieces that Megatron adds."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
+    model.ParseFromString(read_bytes(tokenizer.files[0]))
+    trainer, spec = model.trainer_spec, model.normalizer_spec
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    if trainer.model_type == trainer.UNIGRAM:
+        engine = t.Tokenizer(t.models.Unigram(pieces, trainer.unk_id, trainer.byte_fallback))
+    elif trainer.model_type == trainer.BPE:
+        vocabulary = {piece: index for index, (piece, _) in enumerate(pieces)}
+        engine = t.Tokenizer(
+            t.models.BPE(
+                vocabulary,
+                _merges_by_score(pieces, vocabulary),
+                unk_token=pieces[trainer.unk_id][0],
+                fuse_unk=True,
+                byte_fallback=trainer.byte_fallback,
+            )
+        )
+    else:
+        return None
+    steps = (
+        [t.normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    )
+    if spec.remove_extra_whitespaces:
+        steps += [t.normalizers.Strip(), t.normalizers.Replace(t.Regex(" {2,}"), " ")]
+    steps += [t.normalizers.Prepend(_BLANK)] if spec.add_dummy_prefix else []
+    engine.normalizer = t.normalizers.Sequence([*steps, t.normalizers.Replace(" ", _BLANK)])
+    decoders = t.decoders
+    parts = [decoders.Replace(_BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+    parts += [decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else []
+    engine.decoder = decoders.Sequence(parts)
+    special = {**tokenizer.control, **tokenizer.special}
+    added = sorted(special, key=special.__getitem__)
+    engine.add_special_tokens(
+        [t.AddedToken(name, normalized=False, special=True) for name in added]
+    )
+    if type(tokenizer).__name__ == "Llama2Tokenizer":
+        bos = _piece(tokenizer, tokenizer.bos)
+        engine.post_processor = t.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos)]
+        )
+    return engine
+
+
+def _merges_by_score(
+    pieces: Sequence[tuple[str, float]], vocabulary: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """sentencepiece joins the neighbours that together have the highest score."""
+    merges: list[tuple[float, int, int, tuple[str, str]]] = []
+    for piece, score in pieces:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-score, vocabulary[left], vocabulary[right], (left, right)))
+    return [pair for *_, pair in sorted(merges)]

@@ -285,7 +285,7 @@ def _copied_files(d: TokenizerConfig) -> dict[str, Path]:
         return {file.name: file for file in side_files(path if path.is_dir() else path.parent)}
     if d.tokenizer == "GPT2BPETokenizer":
         named = {"vocab.json": d.vocab_file, "merges.txt": d.merge_file}
-    elif d.tokenizer == "Llama2Tokenizer":
+    elif d.tokenizer in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
         named = {"tokenizer.model": d.tokenizer_model}
     return {name: Path(path) for name, path in named.items() if path and Path(path).is_file()}
 
