@@ -109,6 +109,12 @@ class HFExport:
         parse=size,
         help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)",
     )
+    chat_template: str | None = arg(
+        None,
+        metavar="NAME|FILE",
+        help="chat template that the model was trained with, as preprocess_data.py takes it "
+        "(default: the one in the tokenizer's folder)",
+    )
     unverified: bool = unverified_option(
         "; without transformers, write also what is not in the table of exports that this suite's "
         "tests compared (docs/families.md)"
@@ -127,6 +133,7 @@ class HFExport:
             step=self.ckpt_step,
             family=self.family,
             vocab_size=self.vocab_size,
+            chat_template=self.chat_template,
             shard_bytes=self.max_shard_size,
             check=None
             if self.unverified

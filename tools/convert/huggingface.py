@@ -4,7 +4,7 @@ memory at a time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.data.chat.encode import template_for
 from tools.convert import hf_tokenizer
 from tools.convert.config_keys import Keys
 from tools.convert.families import FAMILIES, config_for, fitting, notes_on, read_config
@@ -297,6 +298,7 @@ def hf_export(
     step: int | None = None,
     family: str | None = None,
     vocab_size: int | None = None,
+    chat_template: str | None = None,
     shard_bytes: int,
     check: Callable[[AsHF, ModelConfig], None] | None = None,
 ) -> str:
@@ -305,6 +307,11 @@ def hf_export(
     new_target(target)
     with Ours(source, step) as ours:
         made = as_hf(ours, family, vocab_size)
+        if chat_template:
+            template = template_for(ours.tokenizer(), chat_template, None)
+            made = replace(
+                made, files={**made.files, "chat_template.jinja": template.source.encode()}
+            )
         if check:
             check(made, ours.model)
         names = write_folder(

@@ -589,3 +589,8 @@ def test_a_model_trained_here_gets_its_own_special_ids(tmp_path, convert):
         VOCAB - 1,
         None,
     )
+    convert("hf-export", tmp_path / "ranks", tmp_path / "chat", "--chat-template", "chatml")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "chat")
+    assert tokenizer("3 1 2")["input_ids"] == [3, 1, 2]
+    turn = [{"role": "user", "content": "3"}]
+    assert tokenizer.apply_chat_template(turn, tokenize=False).startswith("<|im_start|>user\n3")
