@@ -99,6 +99,7 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
         pytest.importorskip("lm_eval")
     text = write_text(tmp_path / "text", 100)
     words = with_flags(SMALL, "--tokenizer-type", "ByteTokenizer", "--vocab-size", "257")
+    words = with_flags(words, "--log-format", "short")  # SMALL has that of a room
     words = [*with_flags(words, "--eval-iters", "0"), "--data-path", text, "--split", "100,0,0"]
     words += ["--train-iters", "4", "--exit-interval", "2", "--save-interval", "2"]
     save = tmp_path / "whole" / "save"

@@ -219,7 +219,7 @@ def test_the_readmes_commands_run_as_they_stand(tmp_path):
     for language, body in FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")):
         for line in body.replace("\\\n", " ").splitlines() if language == "sh" else ():
             words = shlex.split(line, comments=True)
-            if not words or words[0] == "make":
+            if not words or words[0] in ("make", "."):  # `python` is that of the environment
                 continue
             program = str(python / words[0]) if words[0] in ("python", "torchrun") else words[0]
             words = [program, *(word.replace("/tmp/", f"{tmp_path}/") for word in words[1:])]
