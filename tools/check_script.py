@@ -109,9 +109,9 @@ def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
     notes, problems = command_line.judge(script.words, ranks, RunConfig)
     rows = table(script.words)
     count = sum(map(len, rows.values()))
-    problem_count = f"{len(problems)} problem{'s' * (len(problems) != 1)}, " if problems else ""
-    verdict = f"{'refused' if problems else 'accepted'}: {problem_count}{count} flags, "
-    lines = [f"{verdict}{ranks} rank{'s' * (ranks > 1)}"]
+    counts = [counted(len(problems), "problem")] * bool(problems)
+    counts += [counted(count, "flag"), counted(ranks, "rank")]
+    lines = [f"{'refused' if problems else 'accepted'}: {', '.join(counts)}"]
     if not (world_size or script.ranks):
         lines[0] += f" (world size not found, assumed {ranks}; --world-size N says it)"
     if script.unresolved:
@@ -133,6 +133,11 @@ def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
         return lines, False
     start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
     return [*lines, "", f"{start} pretrain_gpt.py {shown(script.words)}"], True
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 flag`, `2 flags`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def section(title: str, lines: Iterable[str]) -> list[str]:

@@ -70,8 +70,11 @@ def braces(text: str, variables: Variables, expand: Callable[[str], str]) -> Val
     if match["sign"] == "!":
         value = variables.get(first(value) or "")
     if index not in (None, "@", "*"):
-        at = arithmetic(expand(index), variables)
-        value = dict(enumerate(value if isinstance(value, list) else ())).get(int(at or -1))
+        index = expand(index)
+        element = variables.get(f"{name}[{index}]")
+        at = arithmetic(index, variables) if element is None else None
+        elements = dict(enumerate(value if isinstance(value, list) else ()))
+        value = element if at is None else elements.get(int(at))
     elif index is None and name not in ("@", "*"):
         value = first(value)
     if match["sign"] == "#" and not match["rest"]:

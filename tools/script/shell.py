@@ -218,6 +218,9 @@ class Shell:
         value: Value
         if value_node is not None and value_node.type == "array":
             value = [word for each in _uncommented(value_node) for word in self.expand(each)]
+            for word in value:  # of an associative array, which is kept element by element
+                if element := re.fullmatch(r"(\[.+?\])=(.*)", word, re.S):
+                    self.variables.set(name + element[1], element[2])
             if adds and before:
                 value = ([before] if isinstance(before, str) else before) + value
         else:
@@ -225,8 +228,10 @@ class Shell:
             if adds:
                 value = (first(before) or "") + value
                 value = [value, *before[1:]] if isinstance(before, list) else value
-        if target.type == "variable_name":
-            self.variables.set(name, value)
+        if target.type == "subscript":
+            array, *index = target.named_children
+            name = f"{_text(array)}[{''.join(map(self.expand_text, index))}]"
+        self.variables.set(name, value)
         return True
 
     def _redirected(self, node: Node) -> bool | None:

@@ -9,10 +9,12 @@ parallel() {
     add --tensor-model-parallel-size $tp --pipeline-model-parallel-size $pp
 }
 FLAGS=()
+declare -A HEADS_OF=([768]=12 [2048]="16")
+HEADS_OF[4096]=32
 case "$SIZE" in
-    small|125m) LAYERS=12; HIDDEN=768; HEADS=12; parallel 1 ;;
+    small|125m) LAYERS=12; HIDDEN=768; parallel 1 ;;
     1b)
-        LAYERS=24 HIDDEN=2048 HEADS=16
+        LAYERS=24 HIDDEN=2048
         parallel 2
         ;;
     *) echo "unknown size $SIZE" >&2; exit 2 ;;
@@ -21,6 +23,7 @@ for flag in --swiglu --disable-bias-linear; do
     add "$flag"
 done
 if (( LAYERS > 12 )); then add --recompute-activations; fi
+HEADS=${HEADS_OF[$HIDDEN]}
 function launch {
     torchrun --nproc-per-node=4 "$@"
 }
