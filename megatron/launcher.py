@@ -233,6 +233,16 @@ def _tasks_of_node(environ: Environ) -> int | None:
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
 
 
+def slurm_share(environ: Environ) -> tuple[int | None, int | None]:
+    """(processors, bytes of memory) that a SLURM job has on this node; None where it does not say,
+    or has the whole node (SLURM's 0)."""
+    names = ("SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU")
+    texts = (environ.get(name, "") for name in names)
+    cpus, memory, each = (int(text) if text.isdecimal() else 0 for text in texts)
+    memory = memory or cpus * each  # MB, which are 2^20 bytes there
+    return cpus or None, memory << 20 or None
+
+
 def info() -> LaunchInfo:
     """The place of this process; where the variables are wrong, that of a single process."""
     return read(os.environ)[0]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron import launcher
+from megatron import host, launcher
 
 # Whoever sets one of these has decided already.
 OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -47,19 +47,6 @@ def usage(stat: Path = Path("/proc/stat")) -> Usage | None:
     return Usage(time.monotonic(), ticks / TICKS_PER_SECOND, time.process_time())
 
 
-def cores() -> int:
-    """Cores that this process may use: by its affinity and by the limit of its container."""
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:
-        count = os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return count if quota == "max" else min(count, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return count
-
-
 def busy_cores(before: Usage | None, after: Usage | None, ranks: int) -> int:
     """Cores that other processes kept busy between the two; other ranks of this run, which start as
     well, do not count."""
@@ -75,7 +62,7 @@ def spinning_fits(environ: Mapping[str, str], free: int, place: launcher.LaunchI
     if place.local_world_size is None:
         return False
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    threads = int(first) if first.isdecimal() and int(first) else cores()
+    threads = int(first) if first.isdecimal() and int(first) else host.cores()
     return place.local_world_size * threads <= free
 
 
@@ -83,12 +70,15 @@ def set_waiting(
     before: Usage | None = None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
     """Decide it, before torch is imported, unless the environment has. `before`: `usage()` when the
-    program started."""
+    program started. Also how many threads there are, where a quota of the container allows fewer
+    than the processors that torch would count."""
+    place, _ = launcher.read(environ)
+    if "OMP_NUM_THREADS" not in environ and host.cores() < host.processors():
+        environ["OMP_NUM_THREADS"] = str(max(1, host.cores() // (place.local_world_size or 1)))
     if any(name in environ for name in OWN):
         return
-    place, _ = launcher.read(environ)
     busy = busy_cores(before, usage(), place.local_world_size or 1)
-    if not spinning_fits(environ, cores() - busy, place):
+    if not spinning_fits(environ, host.cores() - busy, place):
         environ["OMP_WAIT_POLICY"] = "passive"
 
 

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+from megatron import host
 from megatron.arguments import OtherFlags, Problems, arg, build_parser, config_from, parse
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
@@ -385,9 +386,6 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     _check_tokenizer(job, tokenizer)
     if read.chat:
         job = _chat_job(job, config, tokenizer)
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     parts = 1 if config.run.keep_sequential_samples else config.run.partitions
     lasting = all(os.path.isfile(file) for file in files)
     with contextlib.ExitStack() as stack:
@@ -416,7 +414,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                 job,
                 work.paths(),
                 blocks,
-                config.run.workers or cores,
+                config.run.workers or host.cores(),
                 lambda block, encoded: work.take(block, encoded, bad),
                 work.first_line,
                 config.run.record_timeout,

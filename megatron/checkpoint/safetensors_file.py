@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron import device as devices
+from megatron import host
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, check_plain, explained
 from megatron.checksums import BLOCK_BYTES, block_sums, crc32, read_summed
 from megatron.small_files import retried
@@ -116,10 +117,7 @@ def section_bytes(block_bytes: int) -> int:
 def thread_count() -> int:
     """Threads for sums and copies: the processors this process may use, at most 4 (then the disk is
     the limit)."""
-    available = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, min(4, available))
+    return min(4, host.cores())
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -> bytes:

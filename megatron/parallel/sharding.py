@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron import launcher
+from megatron import host, launcher
 from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import ParallelContext
 
@@ -189,8 +188,7 @@ def init_parameters(
 
 def _drawing_threads() -> int:
     """This rank's share of the cores, at most 8: each thread holds a whole tensor in fp32."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(8, max(1, (cores or 1) // (launcher.info().local_world_size or 1)))
+    return min(8, max(1, host.cores() // (launcher.info().local_world_size or 1)))
 
 
 @torch.no_grad()

@@ -7,13 +7,14 @@ import time
 
 import pytest
 
-from megatron import threads
+from megatron import host, threads
 from megatron.threads import Usage
 
 
 @pytest.fixture
 def four_cores(monkeypatch):
-    monkeypatch.setattr(threads, "cores", lambda: 4)
+    monkeypatch.setattr(host, "cores", lambda: 4)
+    monkeypatch.setattr(host, "processors", lambda: 4)
     monkeypatch.setattr(threads, "usage", lambda: Usage(1.0, 1.0, 1.0))
 
 
@@ -43,6 +44,22 @@ def test_threads_spin_where_each_has_a_core(four_cores, environ, spins):
     threads.set_waiting(environ=environ)
     assert environ.get("OMP_WAIT_POLICY") == (None if spins else "passive")
     assert "GOMP_SPINCOUNT" not in environ
+
+
+@pytest.mark.parametrize(
+    "environ, threads_of_torch",
+    [
+        ({}, "2"),
+        ({"OMP_NUM_THREADS": "3"}, "3"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "1"),
+    ],
+)
+def test_a_quota_bounds_the_threads_of_all_ranks(monkeypatch, environ, threads_of_torch):
+    monkeypatch.setattr(host, "cores", lambda: 2)
+    monkeypatch.setattr(host, "processors", lambda: 128)
+    environ = dict(environ)
+    threads.set_waiting(environ=environ)
+    assert environ["OMP_NUM_THREADS"] == threads_of_torch
 
 
 def test_a_busy_core_is_not_free(four_cores, monkeypatch):
@@ -82,4 +99,4 @@ def test_usage_counts_what_others_compute():
     time.sleep(0.1)
     after = threads.usage()
     assert after.everybody - before.everybody - (after.own - before.own) > 0.3
-    assert threads.cores() >= 1
+    assert host.cores() >= 1

@@ -17,7 +17,6 @@ READ_WHOLE = {
     "megatron/training/launch/hang.py",
     "megatron/training/launch/network.py",
     "tools/convert/families.py",
-    "tools/shared/memory.py",
 }
 LAUNCHER = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT|(SLURM|OMPI|PMIX?|PALS|TORCHELASTIC)_\w+"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron import host
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
@@ -29,7 +30,6 @@ from tools.convert.hf_tokenizer import ODD_TEXTS
 from tools.convert.links import SHOWN, ConversionError
 from tools.convert.native import Ours
 from tools.convert.stores.remote_folder import RemoteFolder
-from tools.shared.memory import free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -303,7 +303,7 @@ def _needs_memory(values: int, stored: int) -> int:
     """Bytes of two models of so many values in float32, and the `stored` ones. Raises
     ConversionError if they do not fit into the free memory."""
     needed = 2 * torch.float32.itemsize * values + stored
-    free = free_memory()
+    free = host.available_memory()
     if needed > MEMORY_SHARE * free:
         raise ConversionError(
             f"two models of {values:,} parameters in float32 need {needed / 1e9:.1f} GB of "

@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron import host
 from megatron.inference.load_model import open_trained_model
 from tests.load_tool import load_tool
 from tests.tools.convert.hf_models import edit_config, make, rewrite_on_ranks
-from tools.convert import huggingface, verification
+from tools.convert import huggingface
 from tools.convert.config_keys import Keys
 from tools.convert.families import read_config
 from tools.convert.links import ConversionError
@@ -297,7 +298,7 @@ def test_without_transformers_or_memory_a_line_says_so(why, tool, tmp_path, caps
     if why == "missing":
         monkeypatch.setitem(sys.modules, "transformers", None)
     else:
-        monkeypatch.setattr(verification, "free_memory", lambda: 1 << 20)
+        monkeypatch.setattr(host, "available_memory", lambda: 1 << 20)
     assert tool.main(["hf-import", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
@@ -305,4 +306,4 @@ def test_without_transformers_or_memory_a_line_says_so(why, tool, tmp_path, caps
         and lines[1].startswith("not verified")
         and "verify" in lines[1].partition(";")[2]
     )
-    assert verification.free_memory() > 0
+    assert host.available_memory() > 0

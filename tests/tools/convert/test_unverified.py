@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from megatron import host
 from megatron.config.model import ModelConfig
 from tests.core.model.tiny import VOCAB, tiny_config, tiny_model
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_problem
-from tools.convert import verification
 from tools.convert.families import FAMILIES, config_for, unverified
 from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
@@ -70,7 +70,7 @@ def useless(patch):
 
 def no_memory(patch):
     useless(patch)
-    patch.setattr(verification, "free_memory", lambda: 0)
+    patch.setattr(host, "available_memory", lambda: 0)
 
 
 LACKS = {"missing": missing, "useless": useless, "no memory": no_memory}
