@@ -43,7 +43,7 @@ def train(line, tokenizer, forward_step, services, watch=None):
     """Connect the ranks; build model, optimizer and data; load a checkpoint; train."""
     from megatron.device import default_backend
     from megatron.log import detail_datetime
-    from megatron.training import build, build_data, loop
+    from megatron.training import build, build_data, loop, memory
     from megatron.training.checkpointing import data_position, load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
@@ -62,30 +62,32 @@ def train(line, tokenizer, forward_step, services, watch=None):
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     writers = training_log.open_writers(config, plan.world_size)
     runtime = initialize.initialize(config, rendezvous)
+    memory.check(config, plan, runtime)
     preamble.print_opening(line, plan, runtime, backend)
     plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = initialize.build_timers(config, runtime)
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     lines.start(time.time() - STARTED, backend)
 
-    with timers("model-and-optimizer-setup"):
-        run = build.build_run(config, plan, runtime, timers, tokenizer, services)
-        loaded = load.load_checkpoint(run)
-    lines.timers(["load-checkpoint"])
-    detail_datetime("after model, optimizer, and learning rate scheduler are built")
+    with memory.explained(config, plan, runtime):
+        with timers("model-and-optimizer-setup"):
+            run = build.build_run(config, plan, runtime, timers, tokenizer, services)
+            loaded = load.load_checkpoint(run)
+        lines.timers(["load-checkpoint"])
+        detail_datetime("after model, optimizer, and learning rate scheduler are built")
 
-    with timers("train/valid/test-data-iterators-setup"):
-        data = build_data.build_data(config, plan, runtime, tokenizer, run.progress)
-        data_position.check_data_order(run, data.order)
-        skip_plan.start_skips(run, skips)
-    detail_datetime("after dataloaders are built")
-    preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
-    lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
+        with timers("train/valid/test-data-iterators-setup"):
+            data = build_data.build_data(config, plan, runtime, tokenizer, run.progress)
+            data_position.check_data_order(run, data.order)
+            skip_plan.start_skips(run, skips)
+        detail_datetime("after dataloaders are built")
+        preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
+        lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
 
-    if watch:
-        gc.freeze()  # what was imported and built stays until the end
-        gc.enable()
-    loop.train(run, data, forward_step, lines, STARTED)
+        if watch:
+            gc.freeze()  # what was imported and built stays until the end
+            gc.enable()
+        loop.train(run, data, forward_step, lines, STARTED)
     initialize.finish(rendezvous)
 
 

@@ -313,6 +313,11 @@ def unpin(memory: torch.Tensor, device: torch.device) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device that are free, and that it has."""
+    return getattr(torch, device.type).mem_get_info(device)
+
+
 def memory_report(device: torch.device) -> dict[str, float]:
     """Bytes allocated and reserved on the device, and the number of allocations; empty on CPU."""
     if device.type == "cpu":

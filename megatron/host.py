@@ -22,6 +22,12 @@ def processors() -> int:
         return os.cpu_count() or 1
 
 
+def shows_accelerator(root: Path = ROOT) -> bool:
+    """Whether a GPU of any kind shows among the device files."""
+    names = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*")
+    return any(file for name in names for file in (root / "dev").glob(name))
+
+
 def cores(root: Path = ROOT, environ: Mapping[str, str] = os.environ) -> int:
     """Processors that this process may keep busy at once, at least 1."""
     limits = [processors()]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.config.command_line import CommandLine
+from megatron import launcher
+from megatron.config.command_line import CommandLine, refuse
+from megatron.config.plan import fit
 from megatron.config.plan import report as plan_report
 from megatron.config.plan.plan import Plan
 from megatron.data.packed.sample_formats import formats_of, generated_by
@@ -23,12 +25,20 @@ def report(line: CommandLine, forward_step: ForwardStep) -> None:
     if line.rank:
         return
     plan = plan_report.print_plan(line)
+    limit = line.config.training.device_memory
+    fits, text = True, ""
+    if limit is not None:
+        fits, text = fit.verdict(line.config, plan, int(limit * fit.GIB))
+        if fits:
+            print(f"memory: {text}", flush=True)
     print("\n".join(_data_lines(line, plan)), flush=True)
     print("\n".join(_kernel_lines(line)), flush=True)
     preflight.check_dry(line, plan)
     for feature in features_of(line.config):
-        for text in feature.dry_run(line, plan, forward_step):
-            print(text, flush=True)
+        for row in feature.dry_run(line, plan, forward_step):
+            print(row, flush=True)
+    if not fits:
+        refuse([f"--device-memory {limit:g}: {text} [not-enough-memory]"], launcher.info())
 
 
 def _data_lines(line: CommandLine, plan: Plan) -> list[str]:

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron.arguments import to_args_text
-from megatron.config.plan.costs import activations
-from megatron.config.plan.plan import Plan, bytes_per_rank, shards
+from megatron.config.plan import fit
+from megatron.config.plan.plan import Plan, shards
 from megatron.config.tree import Config
 
 WIDTH = 100
@@ -173,18 +173,7 @@ def schedule_text(config: Config, plan: Plan) -> str:
 
 def memory_text(config: Config, plan: Plan) -> str:
     """An estimate of what the fullest rank holds."""
-
-    def held(stage: int) -> dict[str, int]:
-        state = bytes_per_rank(config, plan, stage)
-        return {
-            "weights": state["weights"],
-            "gradients": state["gradients"],
-            "optimizer": state["main weights"] + state["optimizer moments"],
-            "activations": activations(config, plan, stage).total,
-        }
-
-    stages = range(len(plan.layers_per_stage))
-    most = max((held(stage) for stage in stages), key=lambda sizes: sum(sizes.values()))
+    most = fit.fullest(config, plan).kinds
     total = sum(most.values())
     size, unit = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
     parts = ", ".join(f"{name} {part / size:.2f}" for name, part in most.items())

@@ -231,6 +231,15 @@ class TrainingConfig:
         "or launcher",
         dump=False,
     )
+    device_memory: float | None = arg(
+        None,
+        above=0,
+        requires="dry_run",
+        per_run=True,
+        help="with --dry-run: GiB of memory of each device (80 for an H100): say whether the run "
+        "fits, and what would if it does not",
+        dump=False,
+    )
     world_size: int | None = arg(
         None,
         minimum=1,

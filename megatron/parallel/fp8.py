@@ -39,8 +39,9 @@ class LayerScaling:
     """The scales of one linear layer's input, weight and output gradient, in this order.
 
     state [3, 1 + history]: the delayed scales, then each tensor's maxima of the last steps, the
-    newest first; zeros without `has_scales`, when a tensor is scaled by itself. step_amax [3]: the
-    maxima of the step under way. weight_cast: the weight's while `keeps` (`weights_cast_once`).
+    newest first (no history if tensorwise); zeros without `has_scales`, when a tensor is scaled by
+    itself. step_amax [3]: the maxima of the step under way. weight_cast: the weight's while `keeps`
+    (`weights_cast_once`).
     `experts`: the layer is that of all experts, which other ranks share.
     """
 
@@ -61,7 +62,8 @@ class LayerScaling:
         sharing = (ctx.etp, ctx.ep) if experts else (ctx.tp, ctx.cp)
         self.axes = [axis for axis in sharing if axis.size > 1]
         self.largest = [torch.finfo(self.formats[i // 2]).max for i in range(_TENSORS)]
-        self.state = torch.zeros(_TENSORS, 1 + precision.fp8_amax_history_len, device=device)
+        history = precision.fp8_amax_history_len if self.delayed else 0
+        self.state = torch.zeros(_TENSORS, 1 + history, device=device)
         self.step_amax = torch.zeros(_TENSORS, device=device)
         self.keeps = False
         self.weight_cast: Cast | None = None

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from megatron import launcher
+from megatron import host, launcher
 from megatron.arguments import Problems
 from megatron.config import architecture, command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
@@ -26,6 +26,7 @@ from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.optimizer.scheduler import build_scheduler
+from megatron.training import memory
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
     position_problem,
@@ -61,6 +62,7 @@ def check(line: CommandLine) -> Tokenizer:
     found = [
         *_of_checkpoint(line, plan, tokenizer.identity()),
         *_of_data(line.config, plan, tokenizer),
+        *_of_memory(line.config, plan),
     ]
     if found:
         command_line.refuse(found, launcher.info())
@@ -78,6 +80,13 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
         found += _of_data(line.config, plan, tokenizer)
     if found:
         command_line.refuse(found, launcher.info())
+
+
+def _of_memory(config: Config, plan: Plan) -> Iterator[str]:
+    """Too little memory on this host, if it is certain that the run computes on CPUs."""
+    device = config.training.device
+    if device == "cpu" or (device == "auto" and not host.shows_accelerator()):
+        yield from memory.problems_of_host(config, plan, on_cpu=True)
 
 
 def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[str]:

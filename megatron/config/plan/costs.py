@@ -10,7 +10,7 @@ import math
 from itertools import islice
 from typing import NamedTuple
 
-from megatron.config.plan.plan import BYTES, Plan
+from megatron.config.plan.plan import BYTES, Plan, fp8_layers
 from megatron.config.plan.stages import activations_alive, messages_waiting
 from megatron.config.tree import Config
 
@@ -243,13 +243,8 @@ def fp8_weights(config: Config, plan: Plan, stage: int) -> int:
         "ep": p.expert_model_parallel_size,
         "etp": p.expert_tensor_parallel,
     }
-    dense = config.kernels.transformer_impl != "transformer_engine"
-    elements = sum(
-        math.prod(spec.local_shape(axes))
-        for spec in plan.parameters_of(stage)
-        if ".linear_" in spec.name and spec.name.endswith(".weight")
-        if dense or "ep" in dict(spec.splits)
-    )
+    layers = fp8_layers(config, plan, stage)
+    elements = sum(math.prod(spec.local_shape(axes)) for spec in layers)
     return elements * (1 if config.training.device == "cpu" else 2)
 
 

@@ -6,6 +6,7 @@ expect.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -59,7 +60,7 @@ class ParameterSpec:
             else (self.shape[0] - self.real_rows) * math.prod(self.shape[1:])
         )
 
-    @property
+    @functools.cached_property
     def layer(self) -> int | None:
         """Global number of the transformer layer it belongs to, or None."""
         return (
@@ -161,8 +162,9 @@ def stage_table(
     tied = all(spec.name != OUTPUT_LAYER for spec in table)
 
     def here(spec: ParameterSpec) -> bool:
-        if spec.layer is not None:
-            return spec.layer in layers
+        layer = spec.layer
+        if layer is not None:
+            return layer in layers
         if spec.name.startswith("embedding."):
             return first or (last and tied and spec.name == WORD_EMBEDDING)
         return last

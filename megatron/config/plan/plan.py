@@ -344,11 +344,24 @@ def expert_shards(config: Config, plan: Plan) -> int:
     return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
 
 
+def fp8_layers(config: Config, plan: Plan, stage: int) -> list[ParameterSpec]:
+    """The weights of a pipeline stage whose GEMMs are in FP8 by this suite's kernels."""
+    if config.precision.fp8 is None:
+        return []
+    dense = config.kernels.transformer_impl != "transformer_engine"
+    return [
+        spec
+        for spec in plan.parameters_of(stage)
+        if ".linear_" in spec.name and spec.name.endswith(".weight")
+        if dense or "ep" in dict(spec.splits)
+    ]
+
+
 def bytes_per_rank(
     config: Config, plan: Plan, stage: int = 0, shard: int | None = None
 ) -> dict[str, int]:
-    """Bytes of weights, gradients, main weights and optimizer moments on one rank of a pipeline
-    stage.
+    """Bytes of weights, gradients, main weights, optimizer moments and FP8 scales on one rank of a
+    pipeline stage.
 
     `shard`: which of the ranks that share the last two; without it that with the most. Activations
     are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
@@ -362,6 +375,7 @@ def bytes_per_rank(
         if shard is None and config.parallel.zero_partition == "even":
             shard = 0  # the others have as much, or less by what is padding
         owned = max(layout.elements()) if shard is None else layout.elements()[shard]
+    history = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
     o = config.optimizer
     keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer == "adam" else ("momentum",)
     if o.optimizer == "sgd" and not o.sgd_momentum:
@@ -372,4 +386,7 @@ def bytes_per_rank(
         "main weights": owned * BYTES[precision.main_dtype] if low else 0,
         "optimizer moments": owned
         * sum(BYTES[o.moment_dtypes.get(key, precision.main_dtype)] for key in keys),
+        # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps
+        # before and of this one
+        "FP8 scales": len(fp8_layers(config, plan, stage)) * 3 * (2 + history) * 4,
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
 from megatron.config.plan.costs import activations
+from megatron.config.plan.fit import gib, host_copies
 from megatron.config.plan.plan import (
     Plan,
     bytes_per_rank,
@@ -73,7 +74,7 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     held = [activations(config, plan, stage) for stage in stages]
     for stage in stages:
         state = bytes_per_rank(config, plan, stage)
-        optimizer = state["main weights"] + state["optimizer moments"]
+        optimizer = state["main weights"] + state["optimizer moments"] + state["FP8 scales"]
         together = sum(state.values()) + held[stage].total
         rows.append(
             [
@@ -103,26 +104,16 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
     device = "the CPU" if config.training.device == "cpu" else "CUDA"
     again = max(pairs.again for pairs in held)
-    saved = max(
-        sum(
-            size
-            for what, size in bytes_per_rank(config, plan, stage).items()
-            if what != "gradients"
-        )
-        for stage in stages
-    )
     lines.append(
         f"  activations on {device}, of {kept} {what}; {held[-1].head:,} on the last stage are "
         "final norm, logits and loss"
     )
     if again:
         lines.append(f"  {again:,} of them while layers are recomputed")
-    for group in vars(config).values():
-        for user, count in getattr(group, "host_copies", {}).items():
-            lines.append(
-                f"  in host memory: {count} snapshots for {user}, {count * saved:,} bytes "
-                f"({count * saved / GIB:.2f} GiB) per rank"
-            )
+    for user, size in host_copies(config, plan).items():
+        lines.append(
+            f"  in host memory: snapshots for {user}, {size:,} bytes ({gib(size)}) per rank"
+        )
     return [
         *lines,
         "  not counted: padding of flat buffers, scratch memory inside kernels and collectives, "

@@ -6,7 +6,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron.config.plan.costs import IDS, Sizes
-from megatron.config.plan.plan import BYTES, Plan, expert_shards, flat_layout, shards
+from megatron.config.plan.plan import (
+    BYTES,
+    Plan,
+    expert_shards,
+    flat_layout,
+    fp8_layers,
+    shards,
+)
 from megatron.config.tree import Config
 
 # Kinds of requests that travel with the loss: the fields of training/agreement.py:Requests.
@@ -57,6 +64,7 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
         "etp": p.expert_tensor_parallel,
         "cp": p.context_parallel_size,
         "dp": plan.data_parallel_size,
+        "dp_cp": replicas,
         "pp": pp,
         "pp_gradients": pp,
         "ends": min(2, pp),
@@ -77,6 +85,9 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     micro_batches = plan.num_microbatches(plan.train_iters)
     last = stage == len(plan.layers_per_stage) - 1
     found = [*gradients(config, plan, stage), *_scalars(config, sizes)]
+    if config.precision.fp8_recipe == "delayed" and (layers := fp8_layers(config, plan, stage)):
+        # the maxima of each layer's input, weight and gradient
+        found += [Transfer(axis, "all-reduce", 1, len(layers) * 3 * 4) for axis in ("tp", "dp_cp")]
     per_micro_batch = [
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
@@ -102,7 +113,7 @@ def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
     of a few bytes that all ranks sum (losses, norms) are omitted.
     """
     names = {"ends": "pp", "pp_gradients": "pp", "etp": "tp"} | dict.fromkeys(
-        ("shard", "instances", "expert_shard", "expert_instances"), "dp"
+        ("shard", "instances", "dp_cp", "expert_shard", "expert_instances"), "dp"
     )
     axes = axis_sizes(config, plan)
     found = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)

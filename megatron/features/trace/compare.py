@@ -138,7 +138,7 @@ def figures(config: Config, plan: Plan, trace: RankTrace) -> list[Figure]:
     planned = bytes_per_rank(config, plan, trace.stage)
     held = activations(config, plan, trace.stage)
     peaks = trace.kind_peaks
-    states = planned["main weights"] + planned["optimizer moments"]
+    states = planned["main weights"] + planned["optimizer moments"] + planned["FP8 scales"]
     found = [
         Figure("weights", peaks.get("weights", 0), planned["weights"]),
         Figure("gradients", peaks.get("gradients", 0), planned["gradients"]),

@@ -181,7 +181,8 @@ def _name_kinds(run: Run, recorder: StepRecorder) -> None:
         if isinstance(value, torch.Tensor)
     ]
     main = [weight for group in optimizer.param_groups for weight in group["params"]]
-    recorder.adopt([*main, *states], "optimizer")
+    scales = [] if run.fp8 is None else [run.fp8.state, run.fp8.step_amax]
+    recorder.adopt([*main, *states, *scales], "optimizer")
     recorder.adopt(run.model.buffers(), "buffers")
     # of fp32 parameters main weights are the parameters themselves
     recorder.adopt(run.model.parameters(), "weights")
