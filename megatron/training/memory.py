@@ -75,8 +75,7 @@ def explained(config: Config, plan: Plan, runtime: Runtime) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not _ran_out(error):
             raise
-        text = _explanation(error, config, plan, runtime)
-    raise ValueError(text)  # outside, so that the error's frames hold no memory any more
+        raise ValueError(_explanation(error, config, plan, runtime)) from None
 
 
 def _ran_out(error: BaseException) -> bool:

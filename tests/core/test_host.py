@@ -96,6 +96,15 @@ def test_without_limits_it_is_the_machine(machine, cgroup):
     assert host.available_memory(root, {}) == 400 * GIB
 
 
+def test_device_files_say_whether_there_is_a_gpu(tmp_path):
+    assert not host.shows_accelerator(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()  # a driver without a card
+    assert not host.shows_accelerator(tmp_path)
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert host.shows_accelerator(tmp_path)
+
+
 def test_half_a_processor_is_one(machine):
     assert host.cores(machine("0::/", {"": {"cpu.max": "50000 100000"}}), {}) == 1
 

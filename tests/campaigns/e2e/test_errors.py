@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.training import loop, step
 from tests.campaigns.e2e.programs import Program, fork_program, fork_ranks
@@ -81,6 +83,27 @@ def test_a_lone_culprit_says_it_and_rank_0_points_to_it(folder):
         and other.startswith("rank 0 ends, because rank 1 (process ")
         and other.endswith(") failed: planted\n")
     )
+
+
+def runs_out(rank: int, world: int, folder: Path, layout: str) -> list:
+    start = time.monotonic()
+    programs = fork_ranks(
+        argv(folder, *layout.split()), folder, 2, before=failing(torch.OutOfMemoryError, 1)
+    )
+    return [*ended(programs), time.monotonic() - start]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"],
+    ids=["dp", "tp", "pp"],
+)
+def test_out_of_memory_is_one_message_of_the_rank_that_had_none(folder, layout):
+    (code, other), (own_code, own), seconds = run_ranks(1, runs_out, folder, layout)[0]
+    assert code == own_code == 1
+    assert own.startswith("rank 1: error: out of memory on ") and own.count("\n") == 1
+    assert own.endswith("[out-of-memory]\n")
+    assert other.count("\n") == 1 and "because rank 1 (process " in other
 
 
 def nan_hook() -> None:

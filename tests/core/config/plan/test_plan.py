@@ -60,6 +60,7 @@ def test_bytes():
         "gradients": 2 * n,
         "main weights": 4 * n,
         "optimizer moments": 8 * n,
+        "FP8 scales": 0,
     }
     fp32 = replace(config, precision=replace(config.precision, fp16=False))
     assert bytes_per_rank(fp32, p) == {
@@ -67,6 +68,7 @@ def test_bytes():
         "gradients": 4 * n,
         "main weights": 0,
         "optimizer moments": 8 * n,
+        "FP8 scales": 0,
     }
 
 

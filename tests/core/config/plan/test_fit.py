@@ -1,0 +1,206 @@
+"""Whether a run fits: the verdict by size, flags that do what the remedy says, the host's share."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron import device, host, launcher, log
+from megatron.config import command_line
+from megatron.config.plan import fit
+from megatron.config.plan.plan import make_plan
+from megatron.features.registry import RunConfig
+from megatron.training import memory, preflight
+from tests.problems import assert_problem, codes_of, raises
+from tests.runs import plot
+
+GIB = fit.GIB
+LLAMA_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+    "--position-embedding-type rope --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 128256 --micro-batch-size 1 "
+    "--global-batch-size 128 --lr 1e-4 --train-iters 4 --mock-data --bf16 "
+    "--use-distributed-optimizer --device cuda"
+)
+LLAMA_8B_FP8 = f"{LLAMA_8B} --fp8-format hybrid --fp8-amax-history-len 1024"
+GPT_154B = (
+    "--num-layers 88 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 32000 "
+    "--micro-batch-size 4 --global-batch-size 4096 --lr 1e-4 --train-iters 4 --mock-data"
+)
+
+
+def planned(flags: str, world: int):
+    words = [*shlex.split(flags), "--dry-run", "--world-size", str(world)]
+    line = command_line.read(words, {}, tree=RunConfig)
+    vocab = line.config.data.vocab_size
+    return line.config, make_plan(line.config, world, vocab)
+
+
+def ways(text: str) -> list[tuple[str, float]]:
+    """(flags, GiB) of each change that a verdict names."""
+    return [
+        (flags, float(size)) for flags, size in re.findall(r"(--[^()]+) \(([\d.]+) GiB\)", text)
+    ]
+
+
+@pytest.mark.parametrize(
+    "gib, fits, kind",
+    [(200, True, "fits: "), (112, True, "fits barely: "), (80, False, "does not")],
+)
+def test_a_verdict_of_llama_8b_in_fp8_on_8_devices(gib, fits, kind):
+    """108.75 GiB, as traced (tests/features/trace)."""
+    config, plan = planned(LLAMA_8B_FP8, 8)
+    assert fit.fullest(config, plan).total == pytest.approx(108.75 * GIB, rel=1e-3)
+    answer, text = fit.verdict(config, plan, gib * GIB)
+    assert answer is fits and text.startswith(kind)
+
+
+@pytest.mark.parametrize(
+    "flags, world, gib",
+    [(LLAMA_8B_FP8, 8, 80), (LLAMA_8B, 8, 40), (GPT_154B, 64, 80), (GPT_154B, 1024, 40)],
+)
+def test_what_is_said_to_fit_is_accepted_and_fits(flags, world, gib):
+    config, plan = planned(flags, world)
+    _, text = fit.verdict(config, plan, gib * GIB)
+    assert len(ways(text)) == 2
+    for more, size in ways(text):
+        held = fit.fullest(*planned(f"{flags} {more}", world)).total / GIB
+        assert held <= gib and held == pytest.approx(size, abs=0.006)
+
+
+def test_where_no_layout_of_these_ranks_fits_more_are_named():
+    config, plan = planned(GPT_154B, 8)
+    _, text = fit.verdict(config, plan, 80 * GIB)
+    world = int(re.search(r"would fit on (\d+) ranks", text)[1])
+    ((more, size),) = ways(text)
+    assert fit.fullest(*planned(f"{GPT_154B} {more}", world)).total <= 80 * GIB < size * 2 * GIB
+    _, text = fit.verdict(config, plan, 1 << 20)
+    assert not ways(text)
+
+
+@pytest.mark.parametrize("gib, code, codes", [("200", 0, []), ("80", 2, ["not-enough-memory"])])
+def test_a_dry_run_gives_the_verdict(capsys, gib, code, codes):
+    argv = [*shlex.split(LLAMA_8B_FP8), *f"--dry-run --world-size 8 --device-memory {gib}".split()]
+    try:
+        plot().pretrain(argv)
+        assert not code
+    except SystemExit as end:
+        assert end.code == code
+    out, err = capsys.readouterr()
+    assert codes_of(err.splitlines()) == codes and ("memory: fits" in out) is not bool(code)
+
+
+@pytest.mark.parametrize(
+    "ranks, total, free, problems, notes",
+    [
+        (1, 100, 100, [], []),
+        (1, 100, 2, [], ["little-memory"]),
+        (1, 2, 2, ["not-enough-memory"], []),
+        (4, 11, 11, [], []),
+        (4, 10, 10, ["not-enough-memory"], []),
+    ],
+)
+def test_a_host_has_the_memory_of_its_ranks_together(
+    monkeypatch, ranks, total, free, problems, notes
+):
+    """125M parameters, 16 bytes each, and activations: 2.6 GiB a rank."""
+    flags = (
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+        "--max-position-embeddings 1024 --tokenizer-type NullTokenizer --vocab-size 50257 "
+        "--micro-batch-size 1 --global-batch-size 4 --lr 1e-4 --train-iters 4 --mock-data"
+    )
+    config, plan = planned(flags, ranks)
+    assert 2.5 < fit.fullest(config, plan).total / GIB < 2.7
+    said: list[str] = []
+    monkeypatch.setattr(host, "total_memory", lambda *_: total * GIB)
+    monkeypatch.setattr(host, "available_memory", lambda *_: free * GIB)
+    monkeypatch.setattr(log, "warn_once", said.append)
+    monkeypatch.setattr(launcher, "info", lambda: SimpleNamespace(local_world_size=ranks))
+    assert codes_of(memory.problems_of_host(config, plan, on_cpu=True)) == problems
+    assert codes_of(said) == notes
+    assert not list(memory.problems_of_host(config, plan, on_cpu=False))
+
+
+def test_snapshots_of_a_gpu_run_are_in_the_hosts_memory(monkeypatch):
+    config, plan = planned(LLAMA_8B, 8)
+    monkeypatch.setattr(fit, "host_copies", lambda *_: {"--some-flag": 40 * GIB})
+    monkeypatch.setattr(host, "total_memory", lambda *_: 30 * GIB)
+    monkeypatch.setattr(launcher, "info", lambda: SimpleNamespace(local_world_size=1))
+    assert codes_of(memory.problems_of_host(config, plan, on_cpu=False)) == ["not-enough-memory"]
+
+
+@pytest.mark.parametrize("gpu_shows", [False, True])
+def test_a_model_that_is_too_large_is_refused_before_torch(tmp_path, monkeypatch, gpu_shows):
+    """Where a GPU shows, its memory counts, which torch knows."""
+    line = command_line.read(shlex.split(GPT_154B), {}, tree=RunConfig)
+    monkeypatch.setattr(host, "shows_accelerator", lambda: gpu_shows)
+    monkeypatch.setattr(host, "total_memory", lambda *_: 24 * GIB)
+    if gpu_shows:
+        preflight.check(line)
+        return
+    with pytest.raises(SystemExit) as end:
+        preflight.check(line)
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "free, total, code", [(90, 90, None), (20, 90, "little-memory"), (20, 20, "not-enough-memory")]
+)
+def test_the_memory_of_a_device_counts(monkeypatch, free, total, code):
+    config, plan = planned(LLAMA_8B, 64)
+    assert 80 < fit.fullest(config, plan).total / GIB < 90
+    said: list[str] = []
+    monkeypatch.setattr(log, "warn_once", said.append)
+    monkeypatch.setattr(device, "free_memory", lambda _: (free * GIB, total * GIB))
+    monkeypatch.setattr(device, "name", lambda _: "NVIDIA H100")
+    runtime = SimpleNamespace(device=torch.device("cuda", 3))
+    if code == "not-enough-memory":
+        with raises(ValueError, code):
+            memory.check(config, plan, runtime)
+    else:
+        memory.check(config, plan, runtime)
+        assert codes_of(said) == [code] * bool(code)
+
+
+ERRORS = {
+    "cuda": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB."
+    ),
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:121] . DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "host": MemoryError(),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_memory_that_ran_out_is_one_line(monkeypatch, kind):
+    config, plan = planned(LLAMA_8B, 8)
+    monkeypatch.setattr(device, "free_memory", lambda _: (1 * GIB, 80 * GIB))
+    report = {"allocated": 70 * GIB, "max allocated": 77 * GIB, "reserved": 72 * GIB}
+    monkeypatch.setattr(device, "memory_report", lambda _: report)
+    monkeypatch.setattr(host, "total_memory", lambda *_: 80 * GIB)
+    runtime = SimpleNamespace(device=torch.device("cuda" if kind == "cuda" else "cpu"))
+    with pytest.raises(ValueError) as error, memory.explained(config, plan, runtime):
+        raise ERRORS[kind]
+    text = str(error.value)
+    assert_problem(text, "out-of-memory")
+    assert len(ways(text)) == 2 and "activations" in text
+    assert error.value.__cause__ is None
+    assert ("other processes and CUDA itself 7.00 GiB" in text) is (kind == "cuda")
+    for more, _ in ways(text):
+        assert fit.fullest(*planned(f"{LLAMA_8B} {more}", 8)).total < 0.92 * 80 * GIB
+
+
+def test_other_errors_pass():
+    config, plan = planned(LLAMA_8B, 8)
+    with pytest.raises(RuntimeError, match="^shape$"), memory.explained(config, plan, None):
+        raise RuntimeError("shape")
