@@ -53,7 +53,7 @@ def plain(batch, model):
         ((*SHARDED, TP, "2", "--sequence-parallel", PP, "2"), 8),
         ((PP, "2", "--num-layers-per-virtual-pipeline-stage", "1", "--swiglu"), 2),
         (DROPS_INSIDE_DOCUMENTS, 1),
-        ((TP, "2", "--fp8-format", "hybrid", "--fp8-amax-history-len", "100000"), 4),
+        ((*SHARDED, "--fp8-format", "hybrid", "--fp8-amax-history-len", "100000"), 2),
     ],
 )
 def test_memory_and_bytes_are_the_plans(flags, world):
