@@ -3,7 +3,7 @@
 
     bench.py                                      the benchmarks and their parameters
     bench.py step size=nano dtype=fp32            one of them; a parameter may be given repeatedly
-    bench.py tokenize convert --against ../old    both beside another checkout of this repository
+    bench.py tokenize startup --against ../old    both beside another checkout of this repository
 
 Each side of a comparison is a process of its own; the sides take turns, and a ratio is the median
 over the rounds of (seconds of the other side / ours) in the same round: more than 1 = ours is
@@ -31,12 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "step")]
 
-from megatron import threads  # noqa: E402
-
-if __name__ == "__main__":
-    threads.set_waiting()  # before torch loads; for kernels, whose sides are in this process
-
-from cases import checkpoint, convert, data, kernels, program, serving, step  # noqa: E402, F401
+from cases import data, generate, program, step  # noqa: E402, F401
 from harness import (  # noqa: E402
     PEERS,
     REGISTRY,

@@ -45,7 +45,7 @@ class Disagreement(ValueError):
 class Side:
     """One side of a comparison. `prepare`: a method of the subject, with its arguments, that is
     called before any other side starts. `ranks` get torchrun's variables; `apart`: each does the
-    work of the case by itself. `here`: in this process."""
+    work of the case by itself."""
 
     name: str
     subject: str
@@ -56,7 +56,6 @@ class Side:
     prepare: tuple[Any, ...] = ()
     ranks: int = 0
     apart: bool = False
-    here: bool = False
     threads: int | None = None
 
     @property
@@ -302,9 +301,8 @@ class Race:
 
     def _start(self, side: Side) -> Running:
         """A side at its fastest setting, warm."""
-        here = side.here or self.here
-        setting = side.settings[0] if here or len(side.settings) == 1 else self._fastest(side)
-        found = Running(side, setting, here, self.threads)
+        setting = side.settings[0] if self.here or len(side.settings) == 1 else self._fastest(side)
+        found = Running(side, setting, self.here, self.threads)
         try:
             agreed = found.start()
             agree(side.name, agreed, self._expected, self.case.tolerance)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.benchmarks.faults import __main__ as program
-from tools.benchmarks.faults import flips, hangs, inject, ranks, results, share
+from tools.benchmarks.faults import hangs, inject, ranks, results
 from tools.benchmarks.faults.inject import Fault
 
 START = {"event": "start", "time": 1, "process_start": 0, "iteration": 1, "starter": "a"}
@@ -26,26 +26,15 @@ FAILURE = {
 END = {"event": "end", "time": 3}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "words",
     [
-        *(
-            pytest.param(words, marks=pytest.mark.campaign)
-            for words in (
-                "results --runs 1 --faults 2 --seed 6 --kinds SIGKILL exception",
-                "hangs --cells 1 --seed 5 --only data",
-                "flips --flips 5 --clean 0 --seed 3",
-            )
-        ),
-        pytest.param(
-            "share --minutes 0.1 --step-seconds 0.2 --launchers loop --saves local",
-            marks=pytest.mark.sweep,
-        ),
+        "results --runs 1 --faults 2 --seed 6 --kinds SIGKILL exception",
+        "hangs --cells 1 --seed 5 --only data",
     ],
 )
-def test_a_small_campaign(words, monkeypatch):
-    one_kill = [Fault("SIGKILL", inject.ANY_TIME, 1, 10.0)]
-    monkeypatch.setattr(share, "kills", lambda *_: one_kill)
+def test_a_small_campaign(words):
     assert program.main(words.split()) == 0
 
 
@@ -72,15 +61,6 @@ def test_a_seed_draws_all_that_there_is():
     assert cells == hangs.drawn(hangs.all_cells(), 60, 1)
     every = {(cell.place, cell.kind) for cell in hangs.all_cells()}
     assert {(cell.place, cell.kind) for cell in cells} == every
-    for layout in flips.LAYOUTS:
-        drawn = flips.drawn(1, 100, layout)
-        assert drawn == flips.drawn(1, 100, layout) != flips.drawn(2, 100, layout)
-        assert {fault.place for fault in drawn} | {"message"} == set(inject.FLIPS)
-        assert {fault.computation for fault in drawn} == {1, 2}
-    kills = share.kills(3, 60.0, 100)
-    at = [sum(kill.at for kill in kills[: count + 1]) for count in range(100)]
-    assert [int(second // 60.0) for second in at] == list(range(100))
-    assert {kill.rank for kill in kills} == set(range(share.RANKS))
 
 
 @pytest.mark.parametrize(
@@ -128,37 +108,6 @@ def test_what_is_wrong_in_attempts_is_seen(tmp_path, monkeypatch, codes, loaded,
     monkeypatch.setattr(results, "check_ledger", lambda *_: [])
     problems, starts = results.run(case, tmp_path / "run")
     assert (len(problems), starts) == (differing, len(codes)), problems
-
-
-@pytest.mark.parametrize(
-    ("place", "layout", "rank", "named", "outcome"),
-    [
-        ("sum", "tp 2 dp 3", 1, None, "no effect"),
-        ("sum", "tp 2 dp 3", 1, {1}, "found"),
-        ("sum", "tp 2 dp 3", 1, {0, 1}, "wrong rank"),
-        ("message", "tp 2 dp 3", 1, {0, 1}, "found"),
-        ("message", "tp 2 dp 3", 1, {1, 2}, "wrong rank"),
-        ("message", "pp 2 dp 3", 4, {1, 4}, "found"),
-        ("output", "pp 2 dp 3", 4, {5}, "wrong rank"),
-        ("output", "dp 3", 2, {2}, "found"),
-        ("output", "dp 3", 2, {1}, "wrong rank"),
-    ],
-)
-def test_whether_the_right_rank_was_named(place, layout, rank, named, outcome):
-    assert flips.outcome(Fault("bit flip", place, rank), named, layout) == outcome
-    must = place in ("gradient", "sum")
-    assert flips.wrong({(place, outcome): 1}) == (
-        outcome != "found" if must else "wrong" in outcome
-    )
-
-
-def test_ranks_named_by_iteration():
-    line = "WARNING: iteration {}: two {} of the same gradients differ; {} differs"
-    text = "\n".join(
-        [line.format(7, "computations", "rank 2 (process 5 on a)"), "other"]
-        + [line.format(9, "sums", "rank 0 (")]
-    )
-    assert flips.named(text) == {7: {2}, 9: {0}}
 
 
 @pytest.mark.parametrize(

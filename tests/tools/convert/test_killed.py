@@ -14,8 +14,8 @@ from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import Disk
 from tests.forkrun import RanksFailed, run_ranks
 from tests.load_tool import load_tool
+from tests.tools.convert.llama_files import make_model
 from tests.tools.convert.megatron_files import LLAMA, stacked_tensors, write_torch_dist
-from tools.benchmarks.cases.llama_files import make_model
 from tools.convert.stores.kept_shards import NAME
 
 

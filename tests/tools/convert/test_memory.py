@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.forkrun import ROOT
-from tools.benchmarks.cases.llama_files import make_model
+from tests.tools.convert.llama_files import make_model
 
 ALLOWED = 500e6  # bytes, and three times the largest tensor
 # a process's peak begins with what its parent held, so a small one starts the conversion

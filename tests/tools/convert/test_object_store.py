@@ -14,7 +14,7 @@ from megatron.checkpoint.filesystem import Disk
 from tests.core.checkpoint.s3_server import serving
 from tests.load_tool import load_tool
 from tests.problems import assert_problem
-from tools.benchmarks.cases.llama_files import make_model
+from tests.tools.convert.llama_files import make_model
 from tools.convert.stores import remote_folder
 
 LAYER = "model-00001.safetensors"  # make_model writes a file for each layer

@@ -1,5 +1,4 @@
-"""Whole training steps: dense models, models with experts, parallel layouts, dropout and document
-masks."""
+"""Whole training steps, of one process and of parallel layouts."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness import Case, Setup, Side, benchmark, each
-from sizes import AUX_COEFF, TOLERANCE, Size, parse_size
+from sizes import TOLERANCE, parse_size
 
 TRAINING = "training:Training"
 SMALL = "tiny:layers=1,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64"
@@ -23,8 +22,6 @@ LAYOUTS = (
     "dp2=2",
     "pp2=2 --pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
 )
-DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-MASKS = "--reset-attention-mask"
 
 
 @benchmark
@@ -49,44 +46,6 @@ def step(
         sides += setup.peer(name, needs, TRAINING, other, settings=setup.settings)
     together = setup.device == "cpu"
     yield Case(f"{shape.name} {dtype}", sides, shape.tokens, "tokens", TOLERANCE[dtype], together)
-
-
-@benchmark
-def moe(setup: Setup, dtype: str = each("fp32", "bf16")) -> Iterator[Case]:
-    """A step of a Llama with 64 experts, top 8 (124M parameters, 25M active); peer: transformers'
-    Qwen3-MoE in a bare loop."""
-    shape = Size("moe", 8, 384, 6, 256, 4, 8192, "llama", 192)
-    experts, topk = 64, 8
-    if setup.small:
-        shape = Size("small", 1, 64, 2, 32, 2, 256, "llama", 32)
-        experts, topk = 8, 2
-    flags = (
-        f"--num-experts {experts} --moe-router-topk {topk} --moe-ffn-hidden-size {shape.ffn_size} "
-        f"--qk-layernorm --moe-aux-loss-coeff {AUX_COEFF}"
-    ).split()
-    start = str(setup.folder / f"moe-{dtype}.pt")
-    common = {"size": asdict(shape), "dtype": dtype}
-    ours = {"kind": "ours", "flags": flags, **common}
-    sides = setup.ours("ours", TRAINING, ours, prepare=("save_start", start))
-    other = {"kind": "qwen3-moe", "start": start, "topk": topk, **common}
-    sides += setup.peer("transformers", "transformers", TRAINING, other, settings=setup.settings)
-    yield Case(f"{experts} experts {dtype}", sides, shape.tokens, "tokens", TOLERANCE[dtype])
-
-
-@benchmark
-def masks(setup: Setup, dtype: str = each("fp32", "bf16")) -> Iterator[Case]:
-    """A step of 2 layers of 256 at sequence 2048 with dropout, and with documents of 256 tokens,
-    beside one without."""
-    shape = Size("masks", 2, 256, 4, seq=2048, micro_batch=1, vocab=256)
-    if setup.small:
-        shape = parse_size(SMALL)
-    for name, flags in (("dropout", DROPOUT), ("document masks", MASKS)):
-        sides = []
-        for side, words in ((name, flags), ("without", "")):
-            given: dict[str, Any] = {"kind": "ours", "size": asdict(shape), "dtype": dtype}
-            given |= {"flags": words.split(), "agrees": False}
-            sides.append(Side(side, TRAINING, given))
-        yield Case(f"{name} {dtype}", sides, shape.tokens, "tokens")
 
 
 @benchmark

@@ -29,8 +29,7 @@ class Command(Subject):
     """A command line, run once a turn as a whole process.
 
     `writes` is removed before each turn (a folder, or files that begin so); the bytes of files with
-    the endings `digest` are what sides agree on. With `reports` the last line that it prints has
-    the seconds.
+    the endings `digest` are what sides agree on.
     """
 
     def __init__(
@@ -38,13 +37,11 @@ class Command(Subject):
         words: Sequence[str],
         writes: str = "",
         digest: Sequence[str] = (),
-        reports: bool = False,
         environment: Mapping[str, str] | None = None,
     ):
         self._words = words
         self._writes = Path(writes) if writes else None
         self._digest = digest
-        self._reports = reports
         self._environment = {**os.environ, **(environment or {})}
 
     def _written(self) -> list[Path]:
@@ -74,7 +71,7 @@ class Command(Subject):
         seconds = time.perf_counter() - start
         if done.returncode:
             raise RuntimeError(f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}")
-        return float(done.stdout.split()[-1]) if self._reports else seconds
+        return seconds
 
     def facts(self) -> dict[str, float]:
         """Processor time of all runs, and the peak of the largest process."""

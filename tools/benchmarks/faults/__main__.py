@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.benchmarks.faults import flips, hangs, results, share
+from tools.benchmarks.faults import hangs, results
 
-CHECKS = {"results": results, "hangs": hangs, "flips": flips, "share": share}
+CHECKS = {"results": results, "hangs": hangs}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,9 +50,6 @@ PLACES = {
     "upload": ("fsspec.implementations.local", "LocalFileSystem.put_file", ""),
     "end": ("megatron.training.launch.initialize", "finish", ""),
 }
-# Where a bit flips in an iteration of which --verify-step-interval compares two computations.
-FLIPS = ("weight", "gradient", "output", "sum", "message")
-
 ERRORS = {
     "exception": RuntimeError("an injected exception"),
     "disk full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
@@ -65,16 +62,12 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "abort": signal
 @dataclass(frozen=True)
 class Fault:
     """`kind` comes to `rank` in its `at`-th call of the function of `place` since the fault before
-    (ANY_TIME: that many seconds after it). A flip changes `bit` of number `element` in the
-    `computation`-th of the two."""
+    (ANY_TIME: that many seconds after it)."""
 
     kind: str
     place: str
     rank: int
     at: float = 1
-    element: int = 0
-    bit: int = 0
-    computation: int = 1
 
 
 def write(folder: Path, faults: Sequence[Fault]) -> None:
@@ -83,7 +76,7 @@ def write(folder: Path, faults: Sequence[Fault]) -> None:
 
 
 def injected(folder: Path) -> list[dict[str, Any]]:
-    """Process, time and iteration (of a flip) of each fault that has come so far."""
+    """Process and time of each fault that has come so far."""
     number = len(list(folder.glob("injected.*")))
     return [json.loads((folder / f"injected.{one}").read_text()) for one in range(number)]
 
@@ -99,7 +92,7 @@ class Injector:
         self._calls = 0
         self._next()
 
-    def due(self, place: str, iteration: int = 0) -> Fault | None:
+    def due(self, place: str) -> Fault | None:
         """The fault that comes in this call of the place's function."""
         fault = self._next()
         if fault is None or fault.place != place:
@@ -107,7 +100,7 @@ class Injector:
         self._calls += 1
         if self._calls != fault.at:
             return None
-        self._mark(iteration)
+        self._mark()
         return fault
 
     def _next(self) -> Fault | None:
@@ -132,15 +125,14 @@ class Injector:
         return fault
 
     def _late(self, kind: str) -> None:
-        self._mark(0)
+        self._mark()
         strike(kind)
 
-    def _mark(self, iteration: int) -> None:
+    def _mark(self) -> None:
         text = json.dumps(
             {
                 "pid": os.getpid(),
                 "time": time.clock_gettime(time.CLOCK_REALTIME),
-                "iteration": iteration,
             }
         )
         part = self._folder / f".{os.getpid()}"
@@ -207,8 +199,6 @@ def install(faults: Sequence[Fault], rank: int, folder: Path) -> None:
         if place == "upload":
             change(owner, name, _bucket)
         change(owner, name, functools.partial(_around, injector, place, axis))
-    if places & set(FLIPS):
-        importlib.import_module("tools.benchmarks.faults.flips").Flips(injector)
 
 
 def _bucket(right: Callable) -> Callable:
@@ -237,22 +227,6 @@ def _around(injector: Injector, place: str, axis: str, right: Callable) -> Calla
     return changed
 
 
-def pad_iterations(seconds: float) -> None:
-    """Each iteration takes so long, most of it asleep."""
-    loop = importlib.import_module("megatron.training.loop")
-
-    def changed(right: Callable) -> Callable:
-        def train_step(*args: object, **kwargs: object) -> object:
-            begun = time.perf_counter()
-            outcome = right(*args, **kwargs)
-            time.sleep(max(0.0, seconds - (time.perf_counter() - begun)))
-            return outcome._replace(seconds=time.perf_counter() - begun)
-
-        return train_step
-
-    change(loop, "train_step", changed)
-
-
 def main() -> None:
     """Run the script as a rank."""
     gc.disable()  # as the script does before its imports
@@ -261,8 +235,6 @@ def main() -> None:
 
     faults = [Fault(**one) for one in json.loads(Path("faults.json").read_text())]
     install(faults, launcher.info().rank, Path.cwd())
-    if seconds := os.environ.get("STEP_SECONDS"):
-        pad_iterations(float(seconds))
     sys.argv[0] = SCRIPT
     runpy.run_path(SCRIPT, run_name="__main__")
 

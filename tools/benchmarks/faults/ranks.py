@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 RANK = str(Path(__file__).with_name("inject.py"))
@@ -31,7 +31,6 @@ class Launch:
     world: int
     flags: Sequence[str]
     restarts: int = 0
-    environ: Mapping[str, str] = field(default_factory=dict)
     cut_off: int | None = None
 
 
@@ -53,10 +52,10 @@ def start(launch: Launch, folder: Path, network: Network | None = None) -> list[
         agent.append(f"--max-restarts={launch.restarts}")
         if launch.launcher == "torchrun":
             agent += ["--standalone", f"--nproc-per-node={launch.world}"]
-            return [_spawn([*agent, *words], folder, launch.environ)]
+            return [_spawn([*agent, *words], folder)]
         agent += "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=run".split()
         agent += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
-        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **launch.environ}
+        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [_spawn([*agent, *words], folder, environ) for _ in range(2)]
     enter = network.enter if network else lambda is_cut_off: []
     return [
@@ -114,7 +113,7 @@ def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     address = "127.0.0.1"
     if launch.cut_off is not None:
         address = Network.ADDRESSES[launch.cut_off == 0]
-    place = {"MASTER_ADDR": address, "MASTER_PORT": str(port), **launch.environ}
+    place = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     world = launch.world
     local, size = (rank, world) if launch.cut_off is None else (0, 1)
     if launch.launcher == "env":
@@ -131,12 +130,14 @@ def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     }
 
 
-def _spawn(command: Sequence[str], folder: Path, environ: Mapping[str, str]) -> subprocess.Popen:
+def _spawn(
+    command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen:
     with open(folder / "err", "ab") as err, open(folder / "log", "ab") as log:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env={**surroundings(), **environ},
+            env={**surroundings(), **(environ or {})},
             stdout=log,
             stderr=err,
             stdin=subprocess.DEVNULL,

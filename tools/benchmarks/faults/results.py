@@ -7,8 +7,8 @@ same command starts again: by torchrun (one node, or two agents), or by a loop t
 variables or those of srun. Wrong is a final checkpoint that is not byte for byte
 that of an undisturbed run (with a fault of an object store: the one in the store), a checkpoint
 that is refused or older than the one that the tracker named, a failure without a fault, ranks that
-do not end by themselves, an attempt or a failure that run_events.jsonl lacks, a rank whose bit
-flipped in a gradient and that was not named, and what is left in /dev/shm.
+do not end by themselves, an attempt or a failure that run_events.jsonl lacks, and what is left in
+/dev/shm.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import random
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint import store
 from megatron.features.goodput.run_events_file import NAME, attempts_of, failure_of, read_events
-from tools.benchmarks.faults import flips, inject, ranks
+from tools.benchmarks.faults import inject, ranks
 from tools.benchmarks.faults.inject import ANY_TIME, Fault
 
 EARLY = ("meeting", "groups", "start-up", "load")
@@ -34,7 +34,6 @@ STORE = ("object store fails", "object store lies", "object store is slow")
 CUT = "network cut"
 ALL = "SIGKILL of all ranks"
 LAUNCHER = "SIGKILL of the launcher"
-FLIP = "bit flip"
 # kind: where it comes
 KINDS = {
     "SIGKILL": (*EARLY, *TRAINING, *4 * ("write",), ANY_TIME, "end"),
@@ -53,7 +52,6 @@ KINDS = {
     "clock one hour back": ("step",),
     CUT: ("step",),
     **dict.fromkeys(STORE, ("upload",)),
-    FLIP: ("gradient",),
 }
 # in which call at most
 CALLS = {**dict.fromkeys((*EARLY, "end"), 1), "write": 40, "upload": 4, "evaluation": 2}
@@ -110,8 +108,6 @@ class Case:
         words = [*ranks.tiny_model(), *FLAGS, *LAYOUTS[self.layout]]
         words += ["--save", saved, "--load", saved, *CHECKPOINTS[self.checkpoints]]
         words += ["--staging-dir", "staged"] if self.has(*STORE) else []
-        if self.has(FLIP):
-            words += ["--verify-step-interval", "1", "--verify-step-action", "majority"]
         launcher = self.launcher.removesuffix(RESTARTS)
         cut_off = 1 if self.has(CUT) else None
         return ranks.Launch(launcher, 2, words, self.restarts, cut_off=cut_off)
@@ -132,8 +128,6 @@ def drawn(seed: int, count: int, kinds: Sequence[str]) -> Case:
     for number, kind in enumerate(chosen):
         if kind == LAUNCHER and launcher != "torchrun":
             kind = "SIGKILL"
-        if kind == "NaN" and FLIP in chosen:
-            kind = "exception"  # a NaN would be outvoted
         places = KINDS[kind]
         if number < count - 1 or launcher.startswith(TWO_NODES):
             places = tuple(place for place in places if place != "end")  # its ranks start no more
@@ -141,11 +135,9 @@ def drawn(seed: int, count: int, kinds: Sequence[str]) -> Case:
         rank = 0 if kind in STORE else generator.randrange(2)
         if kind == "NaN" and layout == "pp 2":
             rank = 1  # the last stage has the loss
-        # the iteration of a flip must be compared before the next fault
-        least = 2 if FLIP in chosen[max(0, number - 1) : number + 1] else 1
-        at: float = generator.randint(least, max(least, CALLS.get(place, 5)))
+        at: float = generator.randint(1, CALLS.get(place, 5))
         at = generator.uniform(0.0, 6.0) if place == ANY_TIME else at
-        faults.append(Fault(kind, place, rank, at, element=1000, bit=22))
+        faults.append(Fault(kind, place, rank, at))
     return Case(seed, layout, launcher, checkpoints, tuple(faults))
 
 
@@ -212,7 +204,6 @@ def run(case: Case, folder: Path) -> tuple[list[str], int]:
         problems.append("a checkpoint was refused")
     stored = next(folder.glob(f"staged/**/{NAME}"), folder / "saved" / NAME)
     problems += check_ledger(case, stored, starts)
-    problems += check_flips(case, inject.injected(folder), output)
     if files := ranks.left_behind(shared):
         problems.append(f"left in /dev/shm: {' '.join(files)}")
     return problems, starts
@@ -235,20 +226,6 @@ def check_ledger(case: Case, path: Path, starts: int) -> list[str]:
     unexplained = sum(bool(one and one.get("recovered")) for one in failures)
     if unexplained > sum(fault.kind == ALL for fault in case.faults):
         problems.append(f"{unexplained} attempts had nobody to report their failure")
-    return problems
-
-
-def check_flips(case: Case, marks: Sequence[Mapping[str, float]], output: str) -> list[str]:
-    """Were the ranks named whose bits flipped? Of two replicas both are suspected."""
-    suspects = flips.named(output)
-    problems = []
-    for fault, mark in zip(case.faults, marks, strict=True):
-        if fault.kind != FLIP:
-            continue
-        right = ({fault.rank}, {0, 1}) if case.layout.startswith("dp 2") else ({fault.rank},)
-        named = suspects.get(int(mark["iteration"]))
-        if named not in right:
-            problems.append(f"a bit flipped on rank {fault.rank}, {named or 'nobody'} was named")
     return problems
 
 

@@ -13,28 +13,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state, utils
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.transformer_config import TransformerConfig
 from sizes import BETAS, LEARNING_RATE, WEIGHT_DECAY, Size
 from torch import nn
-
-try:
-    from megatron.core import parallel_state, utils
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.transformer_config import TransformerConfig
-except ImportError:
-    GPTModel = None
-
-
-def missing(size: Size, dtype: str) -> str:
-    """Why megatron-core cannot take part, or nothing."""
-    if GPTModel is None:
-        return "megatron-core is not installed: pip install -r requirements/peers.txt"
-    return (
-        ""
-        if size.family == "llama" and dtype == "fp32"
-        else "megatron-core takes part with family=llama and fp32 only"
-    )
 
 
 def _let_it_run_on_a_cpu() -> None:

@@ -11,7 +11,6 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 CLIP = 1.0
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}  # of losses in the warm-up steps, relative
-AUX_COEFF = 0.001  # of the balancing loss of models with experts
 
 
 @dataclass(frozen=True)

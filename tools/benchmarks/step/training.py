@@ -30,15 +30,12 @@ def compilations() -> int:
 
 
 def make_bare_loop(
-    kind: str, size: Size, dtype: str, device: torch.device, start: str, compiled: bool, topk: int
+    kind: str, size: Size, dtype: str, device: torch.device, start: str, compiled: bool
 ) -> Any:
     """The bare loop around the bare model or one of transformers', from our weights and over our
     samples, the file `start`."""
     saved = torch.load(start, weights_only=True)
     weights, samples = saved["weights"], saved["samples"]
-    if kind == "qwen3-moe":
-        loop = importlib.import_module("qwen3_moe").Qwen3Moe
-        return loop(size, weights, samples, dtype, device, topk)
     loop = importlib.import_module("bare_loop")
     module = loop if kind == "bare" else importlib.import_module("transformers_model")
     model, loss_of = module.build(size, weights)
@@ -48,9 +45,9 @@ def make_bare_loop(
 class Training:
     """A subject (see harness.py) that trains `size`, the fields of a Size.
 
-    kind: `ours`, `megatron-core`, or `bare`, `transformers` or `qwen3-moe` in the bare loop; ours
-    with `flags` of pretrain_gpt.py. `launcher`: torchrun's variables of this rank. `agrees`: its
-    losses are those of the other sides.
+    kind: `ours`, `megatron-core`, or `bare` or `transformers` in the bare loop; ours with `flags`
+    of pretrain_gpt.py. `launcher`: torchrun's variables of this rank. `agrees`: its losses are
+    those of the other sides.
     """
 
     def __init__(  # noqa: PLR0913
@@ -65,7 +62,6 @@ class Training:
         flags: Sequence[str] = (),
         launcher: Mapping[str, str] | None = None,
         warmup: int = 2,
-        topk: int = 0,
         agrees: bool = True,
     ):
         known = {one.name for one in fields(Size)}  # of another checkout it may have fewer
@@ -87,7 +83,7 @@ class Training:
         elif kind == "megatron-core":
             self.runner = importlib.import_module("peer").MegatronCore(self.size, launcher)
         else:
-            self.runner = make_bare_loop(kind, self.size, dtype, self.device, start, compiled, topk)
+            self.runner = make_bare_loop(kind, self.size, dtype, self.device, start, compiled)
         self._agrees = agrees
 
     def save_start(self, path: str, steps: int = 20) -> None:

@@ -1,0 +1,108 @@
+"""Generating text, beside transformers' generate."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cases.subject import Command, Subject
+from harness import Case, Setup, benchmark, each
+from processes import ROOT
+from sizes import Size, command_line
+
+PROMPT = 16
+
+
+def make_run(folder: Path, small: bool) -> str:
+    """A run directory of a Llama of SmolLM2-135M's width that was trained for one step."""
+    run = folder / "run"
+    if not run.exists():
+        size = Size("run", 12, 576, 9, 512, 1, 49152, "llama", 1536)
+        if small:
+            size = Size("run", 1, 32, 2, 64, 1, 512, "llama", 48)
+        words = command_line(size, "fp32", "cpu", ["--save", str(run), "--save-interval", "1"])
+        words[words.index("--train-iters") + 1] = "1"
+        Command([sys.executable, str(ROOT / "pretrain_gpt.py"), *words]).turn()
+    return str(run)
+
+
+def export(folder: Path, run: str) -> str:
+    """The same as a directory of transformers."""
+    if not (folder / "hf").exists():
+        tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
+        Command([*tool, "hf-export", run, str(folder / "hf"), "--no-verify"]).turn()
+    return str(folder / "hf")
+
+
+def prompts(batch: int, vocab: int) -> list[list[int]]:
+    """The same random prompts on both sides."""
+    return [[(7919 * (row + 1) * (i + 3)) % vocab for i in range(PROMPT)] for row in range(batch)]
+
+
+class Ours(Subject):
+    """Greedy decoding with the cache."""
+
+    def __init__(self, model: str, batch: int, new: int):
+        from megatron.inference.engine import Engine, Request
+        from megatron.inference.load_model import open_trained_model
+        from megatron.inference.sampling import Sampling
+
+        trained = open_trained_model(model, device="cpu")
+        self._engine = Engine(trained.model, batch, PROMPT + new)
+        ids = prompts(batch, trained.tokenizer.vocab_size)
+        self._requests = [Request(one, new, Sampling(temperature=0.0)) for one in ids]
+
+    def _first(self) -> list[int]:
+        tokens = self._engine.run(self._requests)
+        return [token.id for number, _, token in tokens if number == 0 and token]
+
+    def warm_up(self) -> str:
+        """The new tokens of the first prompt."""
+        return str(self._first())
+
+    def turn(self) -> float:
+        """Seconds of all prompts."""
+        start = time.perf_counter()
+        self._first()
+        return time.perf_counter() - start
+
+
+class Transformers(Ours):
+    """transformers' generate."""
+
+    def __init__(self, model: str, batch: int, new: int):
+        import torch
+        import transformers
+
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self._model = load(model, dtype=torch.float32).eval()
+        self._ids = torch.tensor(prompts(batch, self._model.config.vocab_size))
+        self._options = {
+            "attention_mask": torch.ones_like(self._ids),
+            "max_new_tokens": new,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
+
+    def _first(self) -> list[int]:
+        return self._model.generate(self._ids, **self._options)[0, PROMPT:].tolist()
+
+
+@benchmark
+def generate(
+    setup: Setup, batch: int = each(1, 8), new: int = 256, model: str = "", hf: str = ""
+) -> Iterator[Case]:
+    """Greedy decoding with the cache in fp32 on the CPU; peer: transformers' generate, which must
+    give the same tokens. model: a run directory, hf: its export (default: a model of SmolLM2-135M's
+    width with random weights)."""
+    new = 8 if setup.small else new
+    model = model or make_run(setup.folder, setup.small)
+    given = {"batch": batch, "new": new}
+    sides = setup.ours("ours", "cases.generate:Ours", {**given, "model": model})
+    if setup.peers is None or "transformers" in setup.peers:
+        other = {**given, "model": hf or export(setup.folder, model)}
+        sides += setup.peer("transformers", "transformers", "cases.generate:Transformers", other)
+    yield Case(f"batch {batch}", sides, batch * new, "tokens")
