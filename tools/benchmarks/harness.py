@@ -232,19 +232,19 @@ class Running:
         for one in self._workers:
             getattr(one, method)()
 
-    def turn(self) -> float:
-        """The work of the case once, by the slowest rank; its seconds."""
+    def turns(self, count: int) -> None:
+        """The work of the case so many times; the seconds of the slowest rank."""
         self._each("resume")
-        seconds = max(self._all("turn")) / (len(self._workers) if self.side.apart else 1)
+        for _ in range(count):
+            seconds = max(self._all("turn")) / (len(self._workers) if self.side.apart else 1)
+            self.seconds.append(seconds)
         self._each("pause")
-        return seconds
 
     def end(self) -> None:
         """Take the facts and end the processes."""
-        if self.seconds:
-            self._each("resume")
-            self.facts = {"peak GB": sum(one.peak_bytes() for one in self._workers) / 1e9}
-            self.facts |= self._all("facts")[0]
+        self._each("resume")
+        self.facts = {"peak GB": sum(one.peak_bytes() for one in self._workers) / 1e9}
+        self.facts |= self._all("facts")[0]
         self.kill()
 
     def kill(self) -> None:
@@ -266,96 +266,73 @@ def agree(side: str, value: Any, expected: Any, tolerance: float) -> None:
         raise Disagreement(f"{side} has {str(value)[:200]}, ours {str(expected)[:200]}")
 
 
-class Race:
-    """The sides of a case, and their turns."""
-
-    def __init__(self, case: Case, rounds: int, here: bool = False, threads: int | None = None):
-        self.case = case
-        self.rounds = rounds
-        self.here = here
-        self.threads = threads
-        self._expected: Any = None
-
-    def run(self) -> dict[str, Any]:
-        """All figures. Raises Disagreement and WorkerFailed."""
-        running: list[Running] = []
-        try:
-            if self.case.together:
-                for side in self.case.sides:
-                    running.append(self._start(side))
-                for done in range(self.rounds):
-                    for place in range(len(running)):
-                        one = running[(done + place) % len(running)]
-                        one.seconds.append(one.turn())
-                for one in running:
-                    one.end()
-            else:
-                for side in self.case.sides:
-                    running.append(self._start(side))
-                    running[-1].seconds = [running[-1].turn() for _ in range(self.rounds)]
-                    running[-1].end()
-        finally:
-            for one in running:
-                one.kill()
-        return self._figures(running)
-
-    def _start(self, side: Side) -> Running:
-        """A side at its fastest setting, warm."""
-        setting = side.settings[0] if self.here or len(side.settings) == 1 else self._fastest(side)
-        found = Running(side, setting, self.here, self.threads)
-        try:
-            agreed = found.start()
-            agree(side.name, agreed, self._expected, self.case.tolerance)
-        except BaseException:
-            found.kill()
-            raise
-        self._expected = agreed if self._expected is None else self._expected
-        return found
-
-    def _fastest(self, side: Side) -> str:
-        seconds = {}
-        for setting in side.settings:
-            one = Running(side, setting, False, self.threads)
-            try:
-                one.start()
-                seconds[setting] = one.turn()
-            finally:
-                one.kill()
-        return min(seconds, key=seconds.__getitem__)
-
-    def _figures(self, running: Sequence[Running]) -> dict[str, Any]:
-        case = self.case
-        ours, *others = running
-        sides = {}
-        for one in running:
-            median = statistics.median(one.seconds)
-            sides[one.side.name] = {"seconds": one.seconds, "median": median, **one.facts}
-            sides[one.side.name]["rate"] = case.amount / median
-            sides[one.side.name] |= {"setting": one.setting} if one.setting else {}
-        ratios = {}
-        for other in others:
-            pairs = zip(other.seconds, ours.seconds, strict=True)
-            values = [theirs / mine for theirs, mine in pairs]
-            ratios[other.side.name] = {
-                "median": statistics.median(values),
-                "range": [min(values), max(values)],
-            }
-        return {
-            "case": case.name,
-            "amount": case.amount,
-            "unit": case.unit,
-            "sides": sides,
-            "ratios": ratios,
-        }
-
-
 def run_case(
     case: Case, rounds: int, here: bool = False, threads: int | None = None
 ) -> dict[str, Any]:
     """The figures of a case: seconds of every turn, rates and ratios, by side. `here`: all sides in
     this process; `threads`: of CPUs, of each other process. Raises Disagreement and
     WorkerFailed."""
-    return Race(case, rounds, here, threads).run()
+    running: list[Running] = []
+    expected: Any = None
+    try:
+        for side in case.sides:
+            setting = side.settings[0] if here else fastest_setting(side, threads)
+            running.append(Running(side, setting, here, threads))
+            agreed = running[-1].start()
+            agree(side.name, agreed, expected, case.tolerance)
+            expected = agreed if expected is None else expected
+            if not case.together:
+                running[-1].turns(rounds)
+                running[-1].end()
+        if case.together:
+            for done in range(rounds):
+                for number in range(len(running)):
+                    running[(done + number) % len(running)].turns(1)
+            for one in running:
+                one.end()
+    finally:
+        for one in running:
+            one.kill()
+    return figures(case, running)
+
+
+def fastest_setting(side: Side, threads: int | None) -> str:
+    """That of its settings with which one turn takes the least time."""
+    seconds = {}
+    for setting in side.settings if len(side.settings) > 1 else ():
+        one = Running(side, setting, False, threads)
+        try:
+            one.start()
+            one.turns(1)
+            seconds[setting] = one.seconds[0]
+        finally:
+            one.kill()
+    return min(seconds, key=seconds.__getitem__, default=side.settings[0])
+
+
+def figures(case: Case, running: Sequence[Running]) -> dict[str, Any]:
+    """Seconds, rates and facts of each side, and how many times as long as ours the others take."""
+    sides = {}
+    for one in running:
+        median = statistics.median(one.seconds)
+        sides[one.side.name] = {"seconds": one.seconds, "median": median, **one.facts}
+        sides[one.side.name]["rate"] = case.amount / median
+        sides[one.side.name] |= {"setting": one.setting} if one.setting else {}
+    ours, *others = running
+    ratios = {}
+    for other in others:
+        values = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
+        ratios[other.side.name] = {
+            "median": statistics.median(values),
+            "range": [min(values), max(values)],
+        }
+    return {
+        "case": case.name,
+        "amount": case.amount,
+        "unit": case.unit,
+        "sides": sides,
+        "ratios": ratios,
+    }
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -62,7 +62,8 @@ def test_every_benchmark_runs_in_its_smallest_size(name, tmp_path):
 @pytest.mark.campaign
 def test_a_peer_trains_the_same_model(tmp_path):
     pytest.importorskip("transformers")
-    results = figures(tmp_path, "step", "--small", "--rounds", "1", "--peer", "transformers")
+    words = ["step", "dtype=fp32", "dtype=bf16", "--small", "--rounds", "1"]
+    results = figures(tmp_path, *words, "--peer", "transformers")
     assert [list(case["ratios"]) for case in results] == [["transformers"]] * 2
 
 

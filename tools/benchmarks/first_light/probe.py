@@ -1,5 +1,5 @@
-"""What a device and its libraries do: rates of GEMMs, copies, attention and FP8, the cost of a
-launch. Step 1 of first_light.sh.
+"""What a device and its libraries do: rates of a GEMM, copies, attention and FP8.
+Step 1 of first_light.sh.
 
     python probe.py DEVICE FILE.json
 
@@ -35,14 +35,6 @@ BACKENDS = {
 }
 # What fails here stops training; the rest is for information.
 NEEDED = {"machine", "Triton", "copy TB/s", "attention d 64", "attention d 128"}
-# m, n, k of GPT-2 124M's over 16k tokens: qkv, both of the MLP, output layer, a weight gradient
-GEMMS = (
-    (16384, 2304, 768),
-    (16384, 3072, 768),
-    (16384, 768, 3072),
-    (16384, 50304, 768),
-    (768, 3072, 16384),
-)
 QUERY = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit,memory.used"
 
 
@@ -107,24 +99,11 @@ class Probe:
             words, capture_output=True, text=True, timeout=10, check=True
         ).stdout.strip()
 
-    def gemms(self) -> dict[str, float]:
-        """TFLOP/s of a model's GEMMs (machine has those of a large one)."""
-        found = {}
-        for m, n, k in [(64, 64, 64)] if self.small else GEMMS:
-            a, b = self.random(m, k), self.random(n, k)
-            found[f"{m} x {n} x {k}"] = 2e-12 * m * n * k / self.seconds(lambda: a @ b.t())  # noqa: B023
-        return found
-
     def copy(self) -> float:
         """TB/s, of reading and writing 1 GiB."""
         source = torch.empty(1 << (20 if self.small else 30), dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2e-12 * source.numel() / self.seconds(lambda: target.copy_(source))
-
-    def launch(self) -> float:
-        """Microseconds from one small kernel to the next, issued from Python."""
-        one = torch.zeros(1, device=self.device)
-        return 1e6 * self.seconds(lambda: one.add_(1), 2000)
 
     def weight_gradient(self) -> dict[str, float | bool]:
         """TFLOP/s of a weight gradient as a product, and added to fp32 by the GEMM."""
@@ -212,11 +191,9 @@ def main(argv: list[str]) -> int:
         probe.note("driver", probe.driver)
     probe.note("Triton", probe.triton)
     probe.note("copy TB/s", probe.copy)
-    probe.note("launch us", probe.launch)
     probe.note("weight gradient TFLOP/s", probe.weight_gradient)
     probe.note("attention d 64", lambda: probe.attention(64, 16, 1024))
     probe.note("attention d 128", lambda: probe.attention(128, 16, 2048))
-    probe.note("GEMMs TFLOP/s", probe.gemms)
     probe.note("FP8 TFLOP/s", probe.fp8)
     return 1 if probe.failed & NEEDED else 0
 

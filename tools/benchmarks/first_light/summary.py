@@ -10,83 +10,39 @@ from harness import aligned
 from steps import short
 
 TABLE = 25  # kernels of each contestant that are kept
+FIGURES = {
+    "ms": ".1f",
+    "tokens/s": ".0f",
+    "TFLOP/s": ".3g",
+    "MFU %": ".1f",
+    "peak GiB": ".1f",
+    "compile s": ".0f",
+    "loss": ".4f",
+}
 
 
-def number(value: Any, form: str = ".0f", missing: str = "-") -> str:
-    """A figure in that form, or that there is none."""
-    return format(value, form) if isinstance(value, (int, float)) else missing
+def shown(value: Any) -> str:
+    """A figure with three digits, and several of them with their names."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {shown(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return " ".join(map(shown, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def probe_lines(facts: Mapping[str, Any]) -> list[str]:
-    """The probe's figures in a few lines."""
-
-    def of(*path: str) -> Any:
-        value: Any = facts
-        for name in path:
-            value = value.get(name) if isinstance(value, dict) else None
-        return value
-
-    small = ".0f" if (of("machine", "matmul_tflops", "bf16") or 0) > 10 else ".3f"  # a CPU's
-    adds = of("weight gradient TFLOP/s", "adds in fp32")
-    lines = [
-        f"GEMM {number(of('machine', 'matmul_tflops', 'bf16'), small)} TFLOP/s, copy "
-        f"{number(of('copy TB/s'), '.2f')} TB/s, launch {number(of('launch us'), '.1f')} us",
-        f"weight gradient {number(of('weight gradient TFLOP/s', 'product'), small)}, adding in "
-        f"fp32 {number(of('weight gradient TFLOP/s', 'adding product'), small, str(adds))}; FP8 "
-        f"{number(of('FP8 TFLOP/s', 'precise'), small)}, with fast accumulation "
-        f"{number(of('FP8 TFLOP/s', 'fast accumulation'), small)}",
-    ]
-    for width in ("attention d 64", "attention d 128"):
-        rates = [
-            f"{name} {number(of(width, name, 'forward'), small)} / "
-            f"{number(of(width, name, 'both'), small)}"
-            for name in ("default", "cudnn", "flash")
-        ]
-        kernel = of(width, "default", "kernel") or ""
-        lines.append(f"{width}: {', '.join(rates)} TFLOP/s forward / both; default is {kernel}")
-    gemms = of("GEMMs TFLOP/s")
-    if isinstance(gemms, dict):
-        rates = [f"{name} {number(rate, small)}" for name, rate in gemms.items()]
-        lines.append(f"GEMMs: {', '.join(rates)}")
-    return lines
+def fact_lines(facts: Mapping[str, Any]) -> list[str]:
+    """A line for each result of a step without a table."""
+    return [f"{name}: {shown(value)}" for name, value in facts.items()]
 
 
 def bench_lines(facts: Mapping[str, Any]) -> list[str]:
     """A row for each contestant."""
-    titles = ("", "ms", "tok/s", "TFLOP/s", "MFU %", "peak GiB", "compile s", "loss")
-    cells = [titles]
+    cells = [["", *FIGURES]]
     for row in facts.get("rows", ()):
-        figures = (
-            number(row.get("ms"), ".1f"),
-            number(row.get("tokens/s")),
-            number(row.get("TFLOP/s"), ".3g"),
-            number(row.get("MFU %"), ".1f"),
-            number(row.get("peak GiB"), ".1f"),
-            number(row.get("compile s"), ".0f"),
-            number((row.get("losses") or [None])[-1], ".4f"),
-        )
-        cells.append((short(row["cell"]), *figures))
+        values = row | {"loss": (row.get("losses") or [None])[-1]}
+        texts = ["-" if values.get(k) is None else format(values[k], f) for k, f in FIGURES.items()]
+        cells.append([short(row["cell"]), *texts])
     return aligned(cells)
-
-
-def other_lines(name: str, facts: Mapping[str, Any]) -> list[str]:
-    """The results of a step without a table."""
-    if not facts:
-        return []
-    if name in ("kernels", "compiled"):
-        return [
-            f"{facts['passed']} passed, {len(facts['failed'])} failed, {facts['skipped']} skipped"
-        ]
-    if name == "resume":
-        return [f"{facts['iterations']} iterations, {len(facts['different'])} differ"]
-    apart = (
-        f"{family} {number(facts[family]['largest difference'], '.1e')} over "
-        f"{facts[family]['iterations']} iterations"
-        for family in ("gpt", "llama")
-    )
-    values = facts["bf16"]["losses"]
-    ends = f"{values[0]:.3f} to {values[-1]:.3f}" if values else "none"
-    return [f"losses, CPU and device: {', '.join(apart)}; bf16 {ends}"]
 
 
 def summary(head: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
@@ -95,12 +51,8 @@ def summary(head: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
     for place, (name, step) in enumerate(steps.items(), 1):
         lines.append(f"{place} {name}: {step['state']}, {step['seconds']:.0f} s")
         facts = step["results"]
-        try:
-            make = {"probe": probe_lines, "bench": bench_lines}.get(name)
-            shown = make(facts) if make else other_lines(name, facts)
-        except (KeyError, TypeError, ValueError) as error:
-            shown = [f"results.json has them: {error!r}"]
-        lines += [f"  {line}" for line in shown]
+        rows = bench_lines(facts) if name == "bench" else fact_lines(facts)
+        lines += [f"  {line}" for line in rows]
         lines += [f"  FAILED {problem[:200]}" for problem in step["problems"][:6]]
     return "\n".join(lines) + "\n"
 
