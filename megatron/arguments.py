@@ -402,7 +402,9 @@ class OtherFlags:
     """Flags that no config class declares: `flags` are read, but the help does not show them; of a
     further spelling `explain` may know why there is no such flag, `ignores` that it has no effect,
     and `synonyms` what it is called here. `read_as` gets the parser, what was typed of the
-    program's own flags, of these, and the spellings that are ignored."""
+    program's own flags, of these, and the spellings that are ignored. `changes_nothing`: whether
+    what is computed is the same with a name's value. `tables`: of their page, by the text above
+    each, the spellings and what is said of them."""
 
     flags: Sequence[Flag] = ()
     explain: Callable[[str], str | None] = lambda spelling: None
@@ -411,6 +413,8 @@ class OtherFlags:
     read_as: Callable[[Parser, dict[str, Any], dict[str, Any], Sequence[str]], ReadAs] = (
         lambda parser, typed, foreign, ignored: ReadAs(typed, [], [])
     )
+    changes_nothing: Callable[[str, Any], bool] = lambda name, value: False
+    tables: Callable[[], Mapping[str, Sequence[tuple[Sequence[str], str]]]] = dict
 
 
 class Parser:

@@ -21,17 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.arguments import Flag, build_parser
+from megatron.arguments import Flag
 from megatron.command_help import help_with_default
-from megatron.config.megatron_compat.flags import (
-    FOREIGN,
-    MORE,
-    NO_EFFECT,
-    READ_AS,
-    REFUSED,
-    ForeignFlag,
-    prefixes,
-)
+from megatron.config import command_line
 from megatron.features.registry import RunConfig
 from tools.shared.program import read
 
@@ -45,30 +37,6 @@ Generated from the declarations in `megatron/config` and `megatron/features` by
 file).
 A flag that is in no table below is an error that names the nearest ones.
 """
-HEADS = {
-    NO_EFFECT: """
-## Flags of Megatron-LM that are accepted without effect
-
-The results are the same without them. A run lists those that were given in one paragraph at the
-start.
-""",
-    MORE: """
-## Flags of Megatron-LM that request less precision or memory than is used
-
-They are accepted; the paragraph at the start of a run says what each costs, and `--dry-run` shows
-the bytes.
-""",
-    READ_AS: """
-## Flags of Megatron-LM that are read as others
-
-Older spellings, and flags of its forks. A flag of the right column that is given itself wins.
-""",
-    REFUSED: """
-## Flags of Megatron-LM that are refused
-
-Ignoring them would train another model or lose data. The error says what to use.
-""",
-}
 
 
 def cell(text: str) -> str:
@@ -86,33 +54,24 @@ def own_rows(flags: Iterable[Flag]) -> list[str]:
     return rows
 
 
-def foreign_rows(flags: Iterable[ForeignFlag]) -> list[str]:
-    """A table of Megatron's flags that are not ours."""
-    rows = ["", "| flag | |", "|---|---|"]
-    return rows + [
-        f"| {', '.join(f'`{s}`' for s in (flag.spelling, *flag.aliases))} | {cell(flag.reason)} |"
-        for flag in sorted(flags, key=lambda f: f.spelling)
+def foreign_rows(rows: Iterable[tuple[Sequence[str], str]]) -> list[str]:
+    """A table of the flags of another program."""
+    return ["", "| flag | |", "|---|---|"] + [
+        f"| {', '.join(f'`{spelling}`' for spelling in spellings)} | {cell(text)} |"
+        for spellings, text in rows
     ]
 
 
 def page() -> str:
     """The whole page."""
-    parser = build_parser(RunConfig, prog="pretrain_gpt.py", description="")
+    parser = command_line.parser(RunConfig)
     lines = [HEAD.rstrip("\n")]
     for group, title in parser.sections.items():
         lines += ["", f"## {title.rstrip('.')}"] + own_rows(
             flag for flag in parser.flags if flag.group == group
         )
-    for verdict, head in HEADS.items():
-        lines += [
-            head.rstrip("\n"),
-            *foreign_rows(flag for flag in FOREIGN.values() if flag.verdict == verdict),
-        ]
-        lines += [
-            f"| {', '.join(f'`{start}*`' for start in starts)} | {cell(text)} |"
-            for which, starts, text in prefixes()
-            if which == verdict
-        ]
+    for head, rows in parser.others.tables().items():
+        lines += [head.rstrip("\n"), *foreign_rows(rows)]
     return "\n".join(lines) + "\n"
 
 

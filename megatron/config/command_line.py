@@ -83,12 +83,12 @@ def parser(
         tree,
         prog="pretrain_gpt.py",
         description=DESCRIPTION,
-        others=functools.partial(_other_flags, tree),
+        others=functools.partial(other_flags, tree),
         extra_args_provider=extra_args_provider,
     )
 
 
-def _other_flags(tree: type[Config]) -> OtherFlags:
+def other_flags(tree: type[Config]) -> OtherFlags:
     """The flags that an extension of the program reads without a field."""
     for owner in typing.get_type_hints(tree).values():
         if issubclass(owner, Extension) and (others := owner.other_flags()):

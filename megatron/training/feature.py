@@ -4,7 +4,7 @@ them; each can be deleted with its folder and its two lines there."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron.arguments import Extension
 from megatron.config.tree import Config
@@ -83,6 +83,11 @@ class Feature(Extension):
     def log_format(self, config: Config, plan: Plan, runtime: Runtime | None) -> LogFormat | None:
         """The lines of the run, if --log-format has a value that this feature `adds`."""
         return None
+
+    def argument_table(self, values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as a run prints and stores them; `foreign`: those typed that
+        `other_flags` has read."""
+        return values
 
     def counts_subsets(self, config: Config) -> bool:
         """Does it need the tokens and losses of each subset of the data?"""

@@ -24,7 +24,6 @@ from megatron.checkpoint import filesystem, lock, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
 from megatron.config.checks.paths import vouched_file
-from megatron.config.megatron_compat.deepspeed import read_deepspeed
 from megatron.data.blend.blended_dataset import read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
 from megatron.data.file_access import map_file
@@ -38,7 +37,6 @@ from tests import problems
 from tests.campaigns.hostile.kinds import make_hugging_face
 from tests.problems import raises
 from tests.runs import SMALL
-from tools import check_script
 from tools.convert import megatron_layout
 from tools.convert.config_keys import Keys, read_json
 from tools.convert.deepspeed_files.checkpoint import checkpoint_folder as deepspeed_folder
@@ -69,22 +67,15 @@ def _special(path: Path) -> object:
     return _special_names(path.parent)
 
 
-def _script(path: Path) -> None:
-    if check_script.main([str(path)]):
-        raise ValueError("refused")
-
-
 READERS: dict[str, Callable[[Path], object]] = {
     "vocab.json": read_vocabulary,
     "merges.txt": read_merges,
     "tiktoken": lambda path: _tiktoken_pieces(str(path), 10),
     "args file": read_words,
-    "deepspeed config": lambda path: read_deepspeed(str(path)),
     "blend": lambda path: read_blend_file(str(path)),
     "split blends": lambda path: read_split_blends(str(path)),
     "log": lambda path: read_run(str(path)),
     "config.json": read_json,
-    "launch script": _script,
     "data ledger": lambda path: read_ledger(str(path)),
     "data ledger to write": lambda path: Ledger(str(path), 32),
     "index": lambda path: map_file(str(path)),
@@ -291,12 +282,6 @@ def test_a_template_that_is_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "t").write_text("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}")
     with problems.raises(ValueError, "chat-template-malformed"):
         find_template(str(tmp_path / "t"), None, {})
-
-
-def test_a_script_whose_variables_grow_without_end_is_refused(tmp_path, capsys):
-    (tmp_path / "x.sh").write_text("A=aaaaaaaa\n" + 'A="$A$A"\n' * 60)
-    assert check_script.main([str(tmp_path / "x.sh")]) == 1
-    assert "the variable A" in capsys.readouterr().err
 
 
 def test_counts_that_no_float_holds_are_no_traceback(tmp_path):

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.arguments import flags_of
-from megatron.config.megatron_compat.flags import FOREIGN, REFUSED
+from megatron.config import command_line
 from megatron.config.model import ModelConfig
 from megatron.features.registry import RunConfig
 from tools.convert.config_keys import is_unset, names_of, not_known
@@ -73,7 +73,7 @@ _RENAMED = {
 }
 # What the older model (language_model.*) does not read, and what it computes with.
 _LEGACY_FIXED = {"rotary_base": 10000, "use_rope_scaling": False, "no_rope_freq": None}
-# Arguments that are no flags here, nor accepted ones of megatron_compat's table, and change nothing
+# Arguments that are no flags here, nor accepted ones of another program, and change nothing
 # in the function of a model that is converted: for training, files, generation, other models, or
 # read with arguments of _NEUTRAL alone.
 _HARMLESS = names_of("""
@@ -327,9 +327,8 @@ def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> 
 
 
 def _harmless(name: str, value: Any) -> bool:
-    flag = FOREIGN.get(name)
-    accepted = flag is not None and (flag.verdict != REFUSED or flag.shown(value) is None)
-    return accepted or _HARMLESS.fullmatch(name) is not None
+    others = command_line.other_flags(RunConfig)
+    return others.changes_nothing(name, value) or _HARMLESS.fullmatch(name) is not None
 
 
 def _convert(flags: dict[str, Any], source: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.arguments import OtherFlags
 from megatron.training.feature import Feature
@@ -32,6 +33,14 @@ class MegatronCliConfig(Feature):
         from megatron.features.megatron_cli import foreign
 
         return foreign.other_flags()
+
+    def argument_table(self, values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
+        """With Megatron's flags that have no field here."""
+        from megatron.features.megatron_cli.flags import dumped
+
+        if values.get("log_format") == "megatron":  # Megatron's has no such name
+            del values["log_format"]
+        return values | dumped(foreign)
 
     def log_format(self, config: Config, plan: Plan, runtime: Runtime | None) -> LogFormat | None:
         """The lines of Megatron or of AuroraGPT, a fork of it."""

@@ -6,15 +6,70 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.arguments import OtherFlags, Parser, ReadAs, parse
-from megatron.config.megatron_compat import flags as compat
-from megatron.config.megatron_compat.deepspeed import read_deepspeed
+from megatron.features.megatron_cli import flags as compat
+from megatron.features.megatron_cli.deepspeed import read_deepspeed
+
+HEADS = {  # of the tables of docs/flags.md
+    compat.NO_EFFECT: """
+## Flags of Megatron-LM that are accepted without effect
+
+The results are the same without them. A run lists those that were given in one paragraph at the
+start.
+""",
+    compat.MORE: """
+## Flags of Megatron-LM that request less precision or memory than is used
+
+They are accepted; the paragraph at the start of a run says what each costs, and `--dry-run` shows
+the bytes.
+""",
+    compat.READ_AS: """
+## Flags of Megatron-LM that are read as others
+
+Older spellings, and flags of its forks. A flag of the right column that is given itself wins.
+""",
+    compat.REFUSED: """
+## Flags of Megatron-LM that are refused
+
+Ignoring them would train another model or lose data. The error says what to use.
+""",
+}
 
 
 def other_flags() -> OtherFlags:
-    """The table of `config.megatron_compat`."""
+    """Those of `tables.py`."""
     return OtherFlags(
-        compat.parser_flags(), compat.explain, compat.ignores, compat.SYNONYMS, read_as
+        compat.parser_flags(),
+        compat.explain,
+        compat.ignores,
+        compat.SYNONYMS,
+        read_as,
+        changes_nothing,
+        tables,
     )
+
+
+def changes_nothing(name: str, value: Any) -> bool:
+    """Whether an argument of this name is known, and not refused with this value."""
+    flag = compat.FOREIGN.get(name)
+    return flag is not None and (flag.verdict != compat.REFUSED or flag.shown(value) is None)
+
+
+def tables() -> dict[str, list[tuple[Sequence[str], str]]]:
+    """As `OtherFlags.tables`: one for each verdict, families of flags at its end."""
+    found: dict[str, list[tuple[Sequence[str], str]]] = {}
+    for verdict, head in HEADS.items():
+        flags = sorted(compat.FOREIGN.values(), key=lambda flag: flag.spelling)
+        found[head] = [
+            ((flag.spelling, *flag.aliases), flag.reason)
+            for flag in flags
+            if flag.verdict == verdict
+        ]
+        found[head] += [
+            ([f"{start}*" for start in starts], text)
+            for which, starts, text in compat.prefixes()
+            if which == verdict
+        ]
+    return found
 
 
 def read_as(

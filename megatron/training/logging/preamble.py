@@ -19,6 +19,7 @@ from megatron.data.plan_table import Row
 from megatron.kernels.cpu import native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
+from megatron.training.logging.argument_dump import dump, start_lines
 from megatron.training.logging.kernel_report import kernel_lines
 from megatron.version import NAME, VERSION
 
@@ -43,8 +44,6 @@ def print_arguments(line: CommandLine, backend: str) -> None:
     """What Megatron prints first, up to its table of arguments; not with --log-format short.
     `backend` is that of the process groups."""
     if not line.config.logging.is_short:
-        from megatron.config.megatron_compat.argument_dump import start_lines
-
         for text in start_lines(line, backend):
             log.print_rank_0(text)
 
@@ -71,8 +70,6 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     lines += [entry("kernels", kernels)] * bool(kernels)
     asked = config.logging.printed_arguments
     if asked == "all":
-        from megatron.config.megatron_compat.argument_dump import dump
-
         lines.append(dump(config, plan, backend, line.foreign, rank=line.rank))
     elif asked == "changed":
         lines += [

@@ -15,6 +15,7 @@ from megatron.timers import Timers
 from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
+from megatron.training.logging.argument_dump import dumped_values
 from megatron.training.logging.iteration import (
     Interval,
     IterationResult,
@@ -97,8 +98,6 @@ class TrainingLog:
             writer.arguments(functools.partial(self._dumped_arguments, backend))
 
     def _dumped_arguments(self, backend: str) -> Mapping[str, object]:
-        from megatron.config.megatron_compat.argument_dump import dumped_values
-
         return dumped_values(self._config, self._plan, backend)
 
     def add(self, result: IterationResult) -> None:

@@ -21,7 +21,6 @@ from megatron.checkpoint import lock, skip_log, store
 from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
-from megatron.config.megatron_compat.deepspeed import read_deepspeed
 from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
 from megatron.data.gpt_dataset import GPTDataset
@@ -34,6 +33,7 @@ from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.samples import Samples
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.features.megatron_cli.deepspeed import read_deepspeed
 from megatron.features.registry import RunConfig
 from megatron.training.launch.control_file import ControlFile
 from tests.campaigns.hostile import forged, oracles

@@ -8,10 +8,10 @@ import pytest
 
 from megatron.arguments import config_from, flags_of, parse, values_of
 from megatron.config import command_line, summary_lines
-from megatron.config.megatron_compat import argument_dump
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.features.registry import RunConfig
+from megatron.training.logging import argument_dump
 
 GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "

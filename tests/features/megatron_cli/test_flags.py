@@ -10,8 +10,8 @@ import pytest
 
 from megatron.arguments import flags_of, parse
 from megatron.config import command_line
-from megatron.config.megatron_compat import flags as megatron_flags
-from megatron.config.megatron_compat.flags import (
+from megatron.features.megatron_cli import flags as megatron_flags
+from megatron.features.megatron_cli.flags import (
     FOREIGN,
     MORE,
     NO_EFFECT,

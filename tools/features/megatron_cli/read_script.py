@@ -9,10 +9,10 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tools.script.expansion import Value, Variables
+from tools.features.megatron_cli.expansion import Value, Variables
 
 if TYPE_CHECKING:
-    from tools.script.shell import Launch
+    from tools.features.megatron_cli.shell import Launch
 
 _BATCH = re.compile(r"^#SBATCH\s+(.*)$", re.M)
 _SIZES = {
@@ -50,7 +50,7 @@ def read_shell(text: str, given: dict[str, str]) -> Script:
     """The last command line that a script starts. `given`: variables of the environment, as a user
     says they are; they win over the assignments of the script; "1", "2" ... are its parameters.
     Raises ValueError for a text that is no shell script."""
-    from tools.script.shell import Shell
+    from tools.features.megatron_cli.shell import Shell
 
     batch = _sizes([word for line in _BATCH.findall(text) for word in shlex.split(line, True)])
     usual: dict[str, Value] = {

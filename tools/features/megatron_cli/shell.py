@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from tools.script.expansion import Value, Variables, arithmetic, braces, first
+from tools.features.megatron_cli.expansion import Value, Variables, arithmetic, braces, first
 
 MAX_STEPS = 20_000  # commands that are followed
 MAX_DEPTH = 40  # of scripts and functions in each other

@@ -197,7 +197,7 @@ verify_integrity=False | damage to a checkpoint is always detected before the fi
 non_persistent_local_ckpt_algo=fully_parallel
   | a local copy has all that its rank holds, so that a rank reads nothing but its own
 check_for_large_grads=False check_for_spiky_loss=False
-  | every run looks for spikes of loss and gradients; --spike-action selects the reaction
+  | a large finite loss or gradient norm is no error; the log has both of every iteration
 error_injection_rate=0 error_injection_type=transient_error rerun_mode=disabled
   result_rejected_tracker_filename= | iterations are not repeated to look for hardware faults
 deepspeed_activation_checkpointing=False contigious_checkpointing=False

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import check_script
-from tools.script.read_script import read_recipe, read_shell
+from tools.features.megatron_cli import check_script
+from tools.features.megatron_cli.read_script import read_recipe, read_shell
 
 ARRAYS = """#!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1

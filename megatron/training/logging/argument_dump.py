@@ -1,4 +1,5 @@
-"""Megatron's argument dump, and the first lines of a run in its log formats."""
+"""The table of arguments, and the first lines of a run that has another log format than short:
+Megatron's."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.plan.report import vocabulary
 from megatron.config.summary_lines import changed_arguments
 from megatron.config.tree import Config
+from megatron.training.feature import features_of
 
 if TYPE_CHECKING:
     from megatron.config.command_line import CommandLine
@@ -41,16 +43,13 @@ def dumped_values(
     }
     found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
     found.pop("recompute_activations", None)
-    if config.logging.log_format == "megatron":  # its dump has no such name
-        found.pop("log_format", None)
     found |= {
         name: value or None
         for name, value in found.items()
         if name.startswith(("no_load_", "no_save_"))
     }
-    from megatron.config.megatron_compat.flags import dumped
-
-    found |= dumped(foreign or {})
+    for feature in features_of(config):
+        found = feature.argument_table(found, foreign or {})
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
     return found | {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.arguments import Flag
-from megatron.config.megatron_compat.tables import PREFIXES, REASONS, SYNONYMS, TABLE
+from megatron.features.megatron_cli.tables import PREFIXES, REASONS, SYNONYMS, TABLE
 
 NO_EFFECT = "note"
 MORE = "more"

@@ -1,0 +1,171 @@
+"""Say what a launch script of Megatron-LM would do here: check_script.py FILE [NAME=VALUE ...]
+
+FILE is a shell script or a YAML recipe of Megatron's CI. It is read and never executed. Printed: a
+verdict, everything that keeps its last pretrain_gpt.py command line from running, what differs from
+Megatron, the other flags, and the command that starts it. NAME=VALUE sets a variable that the
+script expects.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.arguments import Parser, arg, is_flag, parse
+from megatron.config import command_line
+from megatron.features.megatron_cli import flags as megatron_flags
+from megatron.features.registry import RunConfig
+from megatron.small_files import read_text
+from tools.features.megatron_cli.read_script import Script, read_recipe, read_shell, shown
+from tools.shared.program import read
+
+MAX_BYTES = 1 << 17  # of a script
+_CODE = re.compile(r" \[[a-z0-9-]+\]$")
+_KEPT = "\0"  # a blank at which a line is not broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    script: Path = arg(
+        place="positional", metavar="FILE", parse=Path, help="a shell script, or a YAML recipe"
+    )
+    variables: tuple[str, ...] = arg(
+        (), place="positional", metavar="NAME=VALUE", help="variables that the script expects"
+    )
+    world_size: int | None = arg(
+        None, help="number of ranks (default: that of the launcher in the script, else the fewest)"
+    )
+
+
+def _wrong(options: Options) -> list[str]:
+    found = [f"{each}: not NAME=VALUE" for each in options.variables if "=" not in each]
+    if options.world_size is not None and options.world_size < 1:
+        found.append(f"--world-size {options.world_size}: must be at least 1")
+    return found
+
+
+def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
+    """What happens to one flag with its values: (kind, what differs)."""
+    spelling = words[0].partition("=")[0]
+    flag = flags.find(spelling)
+    if flag is None:
+        return ("no effect", "") if megatron_flags.ignores(spelling) else ("refused", "")
+    parsed = parse(flags, list(words))
+    if parsed.problems:
+        return "refused", ""
+    foreign = megatron_flags.FOREIGN.get(flag.name)
+    if foreign is None:
+        return "supported", ""
+    value = parsed.typed[flag.name]
+    given = foreign.shown(value)
+    if given is None:
+        return "supported", ""  # Megatron's default
+    if foreign.refuses(value):
+        return "refused", ""
+    if foreign.verdict == megatron_flags.READ_AS:
+        return "differs", f"read as {' '.join(megatron_flags.replaced(parsed.typed)[given])}"
+    if foreign.verdict == megatron_flags.MORE:
+        return "differs", f"more than requested: {foreign.text}"
+    return "no effect", foreign.text
+
+
+def table(words: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """{kind: (flag with its values, what differs)}."""
+    flags = command_line.parser(RunConfig)
+    starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for first, end in zip(starts, [*starts[1:], len(words)], strict=True) if words else ():
+        kind, text = fate(flags, words[first:end])
+        rows.setdefault(kind, []).append((shown(list(words[first:end])), text))
+    return rows
+
+
+def fewest_ranks(words: Sequence[str]) -> int:
+    """The ranks of one copy of the model."""
+    typed = parse(command_line.parser(RunConfig), list(words)).typed
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return math.prod(max(1, typed.get(name, 1)) for name in sizes)
+
+
+def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
+    """(lines, is it accepted?)."""
+    ranks = world_size or script.ranks or fewest_ranks(script.words)
+    notes, problems = command_line.judge(script.words, ranks, RunConfig)
+    rows = table(script.words)
+    count = sum(map(len, rows.values()))
+    counts = [counted(len(problems), "problem")] * bool(problems)
+    counts += [counted(count, "flag"), counted(ranks, "rank")]
+    lines = [f"{'refused' if problems else 'accepted'}: {', '.join(counts)}"]
+    if not (world_size or script.ranks):
+        lines[0] += f" (world size not found, assumed {ranks}; --world-size N says it)"
+    if script.unresolved:
+        names = ", ".join(script.unresolved)
+        lines += [f"not set in the script: {names}; give NAME=VALUE for each"]
+    lines += section("what keeps it from running", (_CODE.sub("", each) for each in problems))
+    differing = (f"{flag}: {text}" for flag, text in rows.get("differs", ()))
+    lines += section(
+        "what differs", (part for line in differing for part in textwrap.wrap(line, 96))
+    )
+    if not problems:
+        others = (note for note in notes if not note.startswith("flags of Megatron-LM"))
+        lines += section("notes", (_CODE.sub("", note) for note in others))
+    for kind in ("no effect", "supported"):
+        flags = [flag.replace(" ", _KEPT) for flag, _ in rows.get(kind, ())]
+        text = textwrap.fill("  ".join(flags), 96, break_on_hyphens=False, break_long_words=False)
+        lines += section(f"{kind} ({len(flags)})", text.replace(_KEPT, " ").splitlines())
+    if problems:
+        return lines, False
+    start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
+    return [*lines, "", f"{start} pretrain_gpt.py {shown(script.words)}"], True
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 flag`, `2 flags`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def section(title: str, lines: Iterable[str]) -> list[str]:
+    """Lines under a title; none where there are none."""
+    indented = [f"  {line}" for line in lines]
+    return ["", f"{title}:", *indented] if indented else []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 accepted, 1 refused or no command line found, 2 a wrong command line."""
+    options = read(Options, argv, prog="check_script.py", description=__doc__ or "", check=_wrong)
+    try:
+        text = read_text(options.script, errors="replace", limit=MAX_BYTES)
+    except OSError as error:
+        print(f"error: {options.script}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    given = dict(each.split("=", 1) for each in options.variables)
+    recipe = options.script.suffix in (".yaml", ".yml")
+    try:
+        script = read_recipe(text) if recipe else read_shell(text, given)
+    except ModuleNotFoundError as error:
+        print(
+            f"error: check_script.py needs {error.name}; run: pip install tree-sitter "
+            "tree-sitter-bash [package-missing]",
+            file=sys.stderr,
+        )
+        return 1
+    except (ValueError, RecursionError, MemoryError) as error:
+        print(f"error: {options.script}: cannot be read ({error})", file=sys.stderr)
+        return 1
+    if not script.found:
+        print(
+            f"error: {options.script}: no command line of pretrain_gpt.py found; it is looked for "
+            "in shell scripts and below MODEL_ARGS: in YAML",
+            file=sys.stderr,
+        )
+        return 1
+    lines, accepted = report(script, options.world_size)
+    print("\n".join(lines))
+    return 0 if accepted else 1
