@@ -137,7 +137,12 @@ def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_pa
             assert program(tree, f"tools/{file.name}", "--help").startswith("usage:")
     program(tree, "tools/write_flags_page.py")
     here = "--ignore=tests/features/test_rooms.py"
-    tests = ("tests/features", here, "tests/core/training/test_hooks.py", "tests/house/test_flags.py")
+    tests = (
+        "tests/features",
+        here,
+        "tests/core/training/test_hooks.py",
+        "tests/house/test_flags.py",
+    )
     text = "import pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
     done = python(tree, text, *tests)
     assert done.returncode == 0, done.stdout
