@@ -48,7 +48,10 @@ class Options(ModelOptions):
         help="clients must send this key (default: the environment variable MEGATRON_API_KEY)",
     )
     served_model_name: str | None = arg(
-        None, metavar="NAME", help="the model's name in the API (default: name of the directory)"
+        None,
+        metavar="NAME",
+        help="the model's name in the API (default: that of the run: gpt for "
+        "runs/gpt/checkpoints/iter_0000100)",
     )
     chat_template: str | None = arg(
         None,
@@ -103,6 +106,17 @@ class Options(ModelOptions):
         return found
 
 
+def run_name(checkpoint: str) -> str:
+    """The name of a run: that of its directory, above an iter_XXXXXXX and a folder that only says
+    that it holds checkpoints."""
+    path = Path(checkpoint).resolve()
+    if path.name.startswith("iter_"):
+        path = path.parent
+    if path.name in ("checkpoint", "checkpoints", "ckpt", "ckpts"):
+        path = path.parent
+    return path.name
+
+
 def run(options: Options) -> None:
     """Load the model and serve until a signal. Raises ValueError where that cannot be done."""
     threads.set_waiting()
@@ -137,7 +151,7 @@ def run(options: Options) -> None:
     engine = Engine(trained.model, options.batch_size, options.max_model_len)
     worker = Worker(engine, trained.tokenizer, options.queue_size)
     address, port = listener.getsockname()[:2]
-    name = options.served_model_name or Path(options.checkpoint).resolve().name
+    name = options.served_model_name or run_name(options.checkpoint)
     served = Served(
         worker,
         chat,

@@ -28,8 +28,9 @@ MODEL = (
 
 def trained_run(folder: Path) -> Path:
     """A run directory with a model of bytes."""
-    train(folder / "log", [*MODEL, *NO_DROPOUT, "--save", str(folder / "bytes")])
-    return folder / "bytes"
+    run = folder / "bytes" / "checkpoints"
+    train(folder / "log", [*MODEL, *NO_DROPOUT, "--save", str(run)])
+    return run
 
 
 class Server:

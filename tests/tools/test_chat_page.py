@@ -1,5 +1,5 @@
-"""The chat page of tools/serve.py in a real browser: an answer that is streamed, a second turn,
-text that looks like HTML, a wrong key."""
+"""The chat page of tools/serve.py in a real browser: an answer that is streamed, a second turn, a
+conversation beyond the context, text that looks like HTML, a wrong key."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def page(server, tmp_path):
         yield page
 
 
-def answer(server, *messages: str) -> str:
+def answer(server, *messages: str, tokens: int = 12) -> str:
     """The greedy answer after these messages of user and assistant by turns."""
     turns = [
         {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)
     ]
-    found = server.post("chat/completions", messages=turns, temperature=0, max_tokens=12).json()
+    found = server.post("chat/completions", messages=turns, temperature=0, max_tokens=tokens).json()
     return found["choices"][0]["message"]["content"]
 
 
@@ -59,6 +59,31 @@ def test_two_turns_of_a_chat(server, page, tmp_path):
     assert (tmp_path / "chat.png").stat().st_size > 5000
     page.value("document.getElementById('clear').click()")
     assert page.value("document.querySelectorAll('.message').length") == 0
+
+
+def test_a_conversation_beyond_the_context_goes_on(server, page):
+    """The oldest turns are dropped, which one line says; each answer is that of the rest."""
+    page.type("key", KEY)
+    page.type("temperature", "0")
+    page.type("tokens", "20")
+    said = []
+    for turn in range(4):
+        said.append(f"{turn} " * 75)  # of 512 bytes, two such turns fit and three do not
+        page.type("text", said[-1], enter=True)
+        page.wait(f"{TEXTS.format('assistant')}.length === {turn + 1} && {IDLE}")
+        said[-1] = said[-1].strip()
+        said.append(page.value(TEXTS.format("assistant"))[-1])
+        kept = said[-4:-1] if turn else said[:1]
+        assert said[-1] == answer(server, *kept, tokens=20), turn
+        assert page.value(f"{TEXTS.format('note')}.length") == (turn > 1)
+    below = "document.querySelector('.note').nextSibling.textContent"
+    assert page.value(below) == said[-4]
+    page.type("text", "x" * 480, enter=True)  # leaves less than 20 tokens by itself
+    page.wait(f"{TEXTS.format('assistant')}.length === 5 && {IDLE}")
+    page.type("text", "y" * 600, enter=True)
+    page.wait(f"{TEXTS.format('error')}.length === 1 && {IDLE}")
+    page.type("text", "And now?", enter=True)  # what was too long has cost nothing
+    page.wait(f"{TEXTS.format('assistant')}.length === 6 && {IDLE}")
 
 
 def test_text_is_no_html(server, page):

@@ -28,7 +28,7 @@ pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
 from tests.tools.server import KEY, serving, trained_run  # noqa: E402
-from tools.serve import main  # noqa: E402
+from tools.serve import main, run_name  # noqa: E402
 
 pytestmark = [pytest.mark.peers, pytest.mark.campaign]
 GREEDY = Sampling(temperature=0.0)
@@ -97,6 +97,26 @@ def test_models_health_and_page(server, client):
     page = httpx.get(server.url)
     assert "text/html" in page.headers["content-type"] and "v1/chat/completions" in page.text
     assert server.metrics()["rows"] == 4
+
+
+@pytest.mark.parametrize(
+    "path", ["gpt", "gpt/iter_0000100", "gpt/checkpoints", "gpt/ckpt/iter_0000100"]
+)
+def test_the_name_is_that_of_the_run(path):
+    assert run_name(f"runs/{path}") == "gpt"
+
+
+def test_without_max_tokens_an_answer_gets_what_the_context_has_left(server, endless):
+    chat = [{"role": "user", "content": "a" * 490}]
+    for path, body, left in (
+        ("completions", {"prompt": endless["prompt"] * 508}, 4),
+        ("completions", {"prompt": "a" * 100}, 16),
+        ("chat/completions", {"messages": chat}, 512 - 490 - len("User: \nAssistant:")),
+    ):
+        answer = server.post(path, **body, temperature=0).json()
+        assert 0 < answer["usage"]["completion_tokens"] <= left
+        reason = answer["choices"][0]["finish_reason"]
+        assert reason == "stop" or answer["usage"]["completion_tokens"] == left
 
 
 def test_completions_are_those_of_the_engine(client, offline):

@@ -111,6 +111,7 @@ def build_app(served: Served) -> FastAPI:
             "created": int(started),
             "owned_by": "megatron",
             "max_model_len": served.worker.engine.length,
+            "max_tokens_limit": served.limits.new_tokens,
         }
         return {"object": "list", "data": [model]}
 
@@ -120,7 +121,7 @@ def build_app(served: Served) -> FastAPI:
         _check_count(served, data.get("n"), data.get("prompt"))
         body = parse(CompletionBody, data)
         prompts = await asyncio.to_thread(_completion_prompts, body, served)
-        return await _answer(request, served, body, prompts, body.max_tokens or COMPLETION_TOKENS)
+        return await _answer(request, served, body, prompts)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Any:
@@ -131,8 +132,7 @@ def build_app(served: Served) -> FastAPI:
             prompt = await asyncio.to_thread(served.chat.prompt, body.messages, body.tools)
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
-        new = body.max_completion_tokens or body.max_tokens
-        return await _answer(request, served, body, [prompt], new)
+        return await _answer(request, served, body, [prompt])
 
     return app
 
@@ -202,10 +202,9 @@ async def _answer(
     served: Served,
     body: CompletionBody | ChatBody,
     prompts: list[list[int]],
-    new_tokens: int | None,
 ) -> Any:
     """Queue an answer to each prompt, n times, and give them as JSON or as a stream."""
-    requests = _requests(served, body, prompts, new_tokens)
+    requests = _requests(served, body, prompts)
     chat = isinstance(body, ChatBody)
     stop = [*body.stop_strings, *(served.chat.stop if chat else ())]
     pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
@@ -244,18 +243,15 @@ async def _answer(
 
 
 def _requests(
-    served: Served,
-    body: CompletionBody | ChatBody,
-    prompts: list[list[int]],
-    new_tokens: int | None,
+    served: Served, body: CompletionBody | ChatBody, prompts: list[list[int]]
 ) -> list[EngineRequest]:
-    """One request for each answer; each of the n answers to a prompt has its own seed. Raises
-    ApiError."""
+    """One request for each answer; each of the n answers to a prompt has its own seed. A body that
+    says no number of new tokens gets at most what the context has left. Raises ApiError."""
     length = served.worker.engine.length
     longest = max(map(len, prompts))
     limit = served.limits.new_tokens
-    if new_tokens is None:
-        new_tokens = max(1, min(limit, length - longest))
+    default = limit if isinstance(body, ChatBody) else COMPLETION_TOKENS
+    new_tokens = body.new_tokens or max(1, min(default, limit, length - longest))
     if new_tokens > limit:
         raise ApiError(400, f"max_tokens: at most {limit} on this server", param="max_tokens")
     if longest + new_tokens > length:

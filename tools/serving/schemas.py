@@ -105,6 +105,11 @@ class CompletionBody(_Body):
         return cast(list[str] | list[list[int]], self.prompt)
 
     @property
+    def new_tokens(self) -> int | None:
+        """The most tokens of an answer, None if the body does not say."""
+        return self.max_tokens
+
+    @property
     def alternatives(self) -> int | None:
         """Most likely tokens wanted with each token, None without log-probabilities."""
         return self.logprobs
@@ -118,6 +123,11 @@ class ChatBody(_Body):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: _List[dict[str, Any]] | None = None
+
+    @property
+    def new_tokens(self) -> int | None:
+        """As of CompletionBody."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
