@@ -27,7 +27,6 @@ from megatron.arguments import (
 )
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url, staged
-from megatron.config.checks import rules as check
 from megatron.config.tree import Config
 from megatron.version import version_line
 
@@ -153,6 +152,8 @@ def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
 def _checked(
     tree: type[Config], flags: Parser, parsed: Parsed, here: launcher.LaunchInfo
 ) -> tuple[CommandLine, list[str]]:
+    from megatron.config.checks import rules as check
+
     known = flags_of(tree)
     foreign = {name: value for name, value in parsed.typed.items() if name not in known}
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.arguments import arg
-from megatron.config.checks.paths import file_to_write
 from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ class DataLedgerConfig(Feature):
 
     def missing(self) -> Iterator[str]:
         """The directory of the file."""
+        from megatron.config.checks.paths import file_to_write
+
         if self.data_ledger is not None:
             yield from file_to_write("--data-ledger", self.data_ledger)
 

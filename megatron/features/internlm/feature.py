@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron.config.checks.listing import listing
 from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
@@ -67,6 +66,8 @@ class InternlmConfig(Feature):
     @staticmethod
     def converter_command(load: str) -> str | None:
         """Of a step of InternLM's training: `load`, or the newest in it (LOAD/50)."""
+        from megatron.config.checks.listing import listing
+
         steps = sorted((n for n in listing(load) if n.isdecimal()), key=int, reverse=True)
         for folder in (load, *(os.path.join(load, step) for step in steps)):
             if any(re.fullmatch(r"model_tp\d+_pp\d+\.pt", name) for name in listing(folder)):
