@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron.arguments import Extension
-from megatron.config.tree import Config
-from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
@@ -16,6 +14,8 @@ if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
     from megatron.config.plan.parameters import Scheme
     from megatron.config.plan.plan import Plan
+    from megatron.config.tree import Config
+    from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
     from megatron.training.hook import Hook
     from megatron.training.launch.initialize import Runtime
     from megatron.training.logging.iteration import Columns, LogFormat, ResultWriter
@@ -45,10 +45,6 @@ class Feature(Extension):
     # The module of tools/ with the commands that it adds to tools/convert_checkpoint.py and its
     # families of Hugging Face models (tools/convert/options.py).
     converter: ClassVar[str] = ""
-    # For --packed-samples: its formats of files beside .bin/.idx pairs, and by their names what it
-    # generates for --dummy-data.
-    sample_formats: ClassVar[Sequence[SampleFormat]] = ()
-    generated_samples: ClassVar[Mapping[str, GeneratedSamples]] = {}
 
     def check(self, facts: Facts) -> Iterable[str]:
         """One line for each problem of its flags that their declarations do not say."""
@@ -57,6 +53,15 @@ class Feature(Extension):
     def missing(self) -> Iterable[str]:
         """One line for each file that its flags name and a run would not find here."""
         return ()
+
+    @staticmethod
+    def sample_formats() -> Sequence[SampleFormat]:
+        """For --packed-samples: its formats of files beside .bin/.idx pairs."""
+        return ()
+
+    def generated_samples(self, name: str) -> GeneratedSamples | None:
+        """The samples, if --dummy-data has a value that this feature `adds`."""
+        return None
 
     @staticmethod
     def converter_command(load: str) -> str | None:

@@ -38,7 +38,9 @@ class HasIndex(Protocol):
 class KnowsFiles(Protocol):
     """A group of flags that knows files which the core does not, as features do."""
 
-    sample_formats: Sequence[HasIndex]
+    @staticmethod
+    def sample_formats() -> Sequence[HasIndex]:
+        """Formats of packed samples."""
 
     def missing(self) -> Iterable[str]:
         """What a real run would not find on this machine."""
@@ -82,7 +84,7 @@ def missing(config: Config) -> list[str]:
     elif sum(_given(d).values()) == 1 and _has_files(d):
         from megatron.config.checks.data_paths import missing_data
 
-        found += missing_data(d, [one.index for group in knowing for one in group.sample_formats])
+        found += missing_data(d, [one.index for group in knowing for one in group.sample_formats()])
     found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
     found += [] if config.training.skip_train else _overwritten(c)
     for flag, path in (

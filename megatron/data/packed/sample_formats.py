@@ -3,8 +3,8 @@ the .bin/.idx pairs of the core."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megatron.config.tree import Config
 
@@ -36,20 +36,24 @@ class GeneratedSamples(Protocol):
 class OffersSamples(Protocol):
     """A group of flags with samples of its own, as features are."""
 
-    sample_formats: ClassVar[Sequence[SampleFormat]]
-    generated_samples: ClassVar[Mapping[str, GeneratedSamples]]
+    @staticmethod
+    def sample_formats() -> Sequence[SampleFormat]:
+        """Its formats of files."""
+
+    def generated_samples(self, name: str) -> GeneratedSamples | None:
+        """What it generates for this value of --dummy-data."""
 
 
 def formats_of(config: Config) -> tuple[SampleFormat, ...]:
     """Those of all features."""
     offers = (part for part in vars(config).values() if isinstance(part, OffersSamples))
-    return tuple(one for part in offers for one in part.sample_formats)
+    return tuple(one for part in offers for one in part.sample_formats())
 
 
 def generated_by(config: Config) -> GeneratedSamples | None:
     """What --dummy-data names."""
     name = config.data.dummy_data
     for part in vars(config).values():
-        if name and isinstance(part, OffersSamples) and name in part.generated_samples:
-            return part.generated_samples[name]
+        if name and isinstance(part, OffersSamples) and (samples := part.generated_samples(name)):
+            return samples
     return None

@@ -60,8 +60,15 @@ class InternlmConfig(Feature):
         "init_scheme": {"internlm": "fixed standard deviations that depend on the layer"},
     }
     converter: ClassVar = "tools.features.internlm.converter"
-    sample_formats: ClassVar = (TokenFiles(),)
-    generated_samples: ClassVar = {"internlm": Demo()}
+
+    @staticmethod
+    def sample_formats() -> tuple[TokenFiles]:
+        """Token files of JSON lines."""
+        return (TokenFiles(),)
+
+    def generated_samples(self, name: str) -> Demo | None:
+        """Those of --dummy-data internlm."""
+        return Demo() if name == "internlm" else None
 
     @staticmethod
     def converter_command(load: str) -> str | None:
