@@ -409,7 +409,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         reader = Reader(files, needed, read.txt_lines, optional)
         before = sum(work.tokens)
         if not work.finishing:
-            blocks = reader.blocks(work.place, lambda file: print("Opening", file, flush=True))
+            blocks = reader.blocks(work.position, lambda file: print("Opening", file, flush=True))
             results = encode_all(
                 job,
                 work.paths(),

@@ -32,7 +32,7 @@ ALIGNED = 64  # bytes
 Failure = tuple[str, int | None]
 
 
-class Part(NamedTuple):
+class SharedSlice(NamedTuple):
     """A slice in shared memory, where its bytes begin at `offset`."""
 
     name: str
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 class Job(NamedTuple):
     """What to write where; if `memory` is not 0, that many bytes must be mapped again first."""
 
-    parts: list[Part]
+    parts: list[SharedSlice]
     temporary: Path
     rank: int
     iteration: int
@@ -108,9 +108,11 @@ class Writer:
             grown = needed if needed > len(self._memory) else 0
             if grown:
                 self._allocate(grown, device)
-            for part, one in zip(parts, slices, strict=True):
-                tensor = one.tensor if isinstance(one.tensor, torch.Tensor) else one.tensor()
-                part.view(self._memory).copy_(tensor.detach(), non_blocking=True)
+            for shared, source in zip(parts, slices, strict=True):
+                tensor = (
+                    source.tensor if isinstance(source.tensor, torch.Tensor) else source.tensor()
+                )
+                shared.view(self._memory).copy_(tensor.detach(), non_blocking=True)
             devices.synchronize(device)
             self.process.pipe.send(Job(parts, temporary, rank, iteration, 0))
         except OSError as error:
@@ -178,13 +180,24 @@ def started() -> Iterator[Writer]:
         writer.close()
 
 
-def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[Part], int]:
+def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[SharedSlice], int]:
     """The offset of each slice in the shared memory, and their total size."""
     parts = []
     offset = 0
-    for one in slices:
-        parts.append(Part(one.name, one.global_shape, one.dtype, one.box, offset))
-        offset += -(-tensor_slices.volume(one.box) * one.dtype.itemsize // ALIGNED) * ALIGNED
+    for tensor_slice in slices:
+        parts.append(
+            SharedSlice(
+                tensor_slice.name,
+                tensor_slice.global_shape,
+                tensor_slice.dtype,
+                tensor_slice.box,
+                offset,
+            )
+        )
+        offset += (
+            -(-tensor_slices.volume(tensor_slice.box) * tensor_slice.dtype.itemsize // ALIGNED)
+            * ALIGNED
+        )
     return parts, offset
 
 
@@ -215,7 +228,9 @@ def _serve(pipe: Connection) -> None:
             os.close(file)
             continue
         slices = [
-            TensorSlice(part.name, part.global_shape, part.dtype, part.box, part.view(memory))
-            for part in job.parts
+            TensorSlice(
+                shared.name, shared.global_shape, shared.dtype, shared.box, shared.view(memory)
+            )
+            for shared in job.parts
         ]
         pipe.send(_written(job, slices))

@@ -20,48 +20,51 @@ class Candidate:
 
     def open(self) -> store.Checkpoint:
         """Its checked metadata. Raises CheckpointError."""
-        found = store.load(self.path, self.step)
-        assert found is not None, f"{self.path} is a run directory"
-        return found
+        checkpoint = store.load(self.path, self.step)
+        assert checkpoint is not None, f"{self.path} is a run directory"
+        return checkpoint
 
 
 def candidates(
-    path: Path | str, step: int | None = None, more: Sequence[Path] = ()
+    path: Path | str, step: int | None = None, snapshot_roots: Sequence[Path] = ()
 ) -> tuple[list[Candidate], list[str]]:
     """The checkpoints to try for `path`, in order, and problems with trackers.
 
     Only one if it is requested by name: with `step`, or if `path` is not a run directory. Otherwise
     what the tracker names and every older checkpoint, merged with those of the run directories
-    `more` (snapshots) by iteration. Where the tracker is missing or damaged, the newest complete
-    checkpoint counts as named; not in `more`, for a slot is emptied tracker first. Raises
+    `snapshot_roots` by iteration. Where the tracker is missing or damaged, the newest complete
+    checkpoint counts as named; not in `snapshot_roots`, for a slot is emptied tracker first. Raises
     CheckpointError for a tracker that cannot be read if there is no checkpoint next to it.
     """
     path = Path(path)
     if step is not None or store.is_checkpoint(path):
         return [Candidate(str(path), step)], []
-    found: list[tuple[int, Path]] = []
+    by_root: list[tuple[int, Path]] = []
     problems: list[str] = []
-    for root in (path, *more):
-        here = store.iterations(root)
+    for root in (path, *snapshot_roots):
+        complete = store.iterations(root)
         try:
             newest = store.latest(root)
         except CheckpointError as error:
-            if not here or not error.is_damage:
+            if not complete or not error.is_damage:
                 raise
             problems.append(str(error))
-            newest = here[-1]
-        if newest is None and here and root == path:
-            newest = here[-1]
+            newest = complete[-1]
+        if newest is None and complete and root == path:
+            newest = complete[-1]
             problems.append(
                 f"{root / store.TRACKER} is missing: iteration {newest}, the newest complete "
                 "checkpoint, is used [checkpoint-tracker-missing]"
             )
         if newest is not None:
-            found += [(one, root) for one in {*here, newest} if one <= newest]
-            if here and here[-1] > newest:
+            by_root += [
+                (iteration, root) for iteration in {*complete, newest} if iteration <= newest
+            ]
+            if complete and complete[-1] > newest:
                 problems.append(
                     f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of "
-                    f"iteration {here[-1]} exists as well; load it with --ckpt-step {here[-1]}"
+                    f"iteration {complete[-1]} exists as well; load it with --ckpt-step "
+                    f"{complete[-1]}"
                 )
-    found.sort(key=lambda pair: -pair[0])
-    return [Candidate(str(root), one) for one, root in found], problems
+    by_root.sort(key=lambda pair: -pair[0])
+    return [Candidate(str(root), iteration) for iteration, root in by_root], problems

@@ -18,7 +18,7 @@ from megatron.checkpoint.manifest import FILE_NAME
 from megatron.checkpoint.safetensors_file import bytes_of
 from megatron.parallel.context import Axis
 
-PIECE = 16 << 20  # bytes
+SECTION_BYTES = 16 << 20  # bytes
 HEAD = 4096  # bytes of the message with names and sizes
 
 
@@ -30,7 +30,7 @@ class Route(NamedTuple):
     group: Any
 
 
-class Piece(NamedTuple):
+class FileSection(NamedTuple):
     """`size` bytes at `offset` of a file; `last` of it."""
 
     path: Path
@@ -58,18 +58,18 @@ def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
     head = bytearray(json.dumps(sizes).encode().ljust(HEAD))
     their_head = torch.empty(HEAD, dtype=torch.uint8)
     _swap(out, torch.frombuffer(head, dtype=torch.uint8), into, their_head)
-    going = _pieces(out.folder, sizes) if out else iter(())
-    coming = _pieces(into.folder, json.loads(bytes(bytes_of(their_head)))) if into else iter(())
+    going = _sections(out.folder, sizes) if out else iter(())
+    coming = _sections(into.folder, json.loads(bytes(bytes_of(their_head)))) if into else iter(())
     file = -1
     for outgoing, incoming in zip_longest(going, coming):
         sent = _read(outgoing, failures) if outgoing else None
-        taken = torch.empty(incoming.size, dtype=torch.uint8) if incoming else None
-        _swap(out, sent, into, taken)
-        if incoming and taken is not None and not failures:
+        received = torch.empty(incoming.size, dtype=torch.uint8) if incoming else None
+        _swap(out, sent, into, received)
+        if incoming and received is not None and not failures:
             try:
                 if incoming.offset == 0:
                     file = disk.create(incoming.path)
-                disk.write(file, incoming.path, bytes_of(taken), incoming.offset)
+                disk.write(file, incoming.path, bytes_of(received), incoming.offset)
                 if incoming.last:
                     disk.fsync(file, incoming.path)
                     disk.close(file, incoming.path)
@@ -83,13 +83,13 @@ def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
 
 
 def _swap(
-    out: Route | None, sent: torch.Tensor | None, into: Route | None, taken: torch.Tensor | None
+    out: Route | None, sent: torch.Tensor | None, into: Route | None, received: torch.Tensor | None
 ) -> None:
     works: list[Any] = []  # isend's and irecv's None is for ranks that the group lacks
     if out and sent is not None:
         works.append(dist.isend(sent, out.rank, group=out.group))
-    if into and taken is not None:
-        works.append(dist.irecv(taken, into.rank, group=into.group))
+    if into and received is not None:
+        works.append(dist.irecv(received, into.rank, group=into.group))
     for work in works:
         work.wait()
 
@@ -105,19 +105,19 @@ def _sizes(folder: Path, failures: list[CheckpointError]) -> dict[str, int]:
         return {}
 
 
-def _pieces(folder: Path, sizes: Mapping[str, int]) -> Iterator[Piece]:
+def _sections(folder: Path, sizes: Mapping[str, int]) -> Iterator[FileSection]:
     for name, size in sizes.items():
-        for offset in range(0, size, PIECE):
-            end = min(offset + PIECE, size)
-            yield Piece(folder / name, offset, end - offset, end == size)
+        for offset in range(0, size, SECTION_BYTES):
+            end = min(offset + SECTION_BYTES, size)
+            yield FileSection(folder / name, offset, end - offset, end == size)
 
 
-def _read(piece: Piece, failures: list[CheckpointError]) -> torch.Tensor:
+def _read(section: FileSection, failures: list[CheckpointError]) -> torch.Tensor:
     """The bytes of a piece; zeros where they cannot be read."""
-    data = torch.zeros(piece.size, dtype=torch.uint8)
+    data = torch.zeros(section.size, dtype=torch.uint8)
     try:
-        with explained("read", piece.path), open(piece.path, "rb") as file:
-            file.seek(piece.offset)
+        with explained("read", section.path), open(section.path, "rb") as file:
+            file.seek(section.offset)
             file.readinto(bytes_of(data))
     except CheckpointError as error:
         failures.append(error)

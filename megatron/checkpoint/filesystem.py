@@ -264,5 +264,5 @@ def entries(root: Path) -> Iterator[Path]:
 
 def iterations(root: Path | str) -> list[int]:
     """Iterations of all complete checkpoints in `root`, ascending."""
-    found = [(path, FINAL.fullmatch(path.name)) for path in entries(Path(root))]
-    return sorted(int(match[1]) for path, match in found if match and (path / MANIFEST).is_file())
+    matches = [(path, FINAL.fullmatch(path.name)) for path in entries(Path(root))]
+    return sorted(int(match[1]) for path, match in matches if match and (path / MANIFEST).is_file())

@@ -20,23 +20,23 @@ class SideProcess:
     def __init__(self, serve: Callable[[Connection], None]):
         """Fork, and have the process call `serve` with its end of the pipe; when that returns it
         ends."""
-        self.pipe, theirs = multiprocessing.Pipe()
+        self.pipe, child_end = multiprocessing.Pipe()
         parent = os.getpid()
         self.exit_code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run(serve, theirs, self.pipe, parent)
-        theirs.close()
+            _run(serve, child_end, self.pipe, parent)
+        child_end.close()
 
     def alive(self) -> bool:
         """Whether the process is running."""
         self.wait(os.WNOHANG)
         return self.exit_code is None
 
-    def wait(self, how: int = 0) -> None:
+    def wait(self, options: int = 0) -> None:
         """Wait for its end; with os.WNOHANG only look whether it has come."""
         if self.exit_code is None:
-            pid, status = os.waitpid(self.pid, how)
+            pid, status = os.waitpid(self.pid, options)
             self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
 
     def close(self) -> None:
@@ -49,12 +49,12 @@ class SideProcess:
 
 
 def _run(
-    serve: Callable[[Connection], None], pipe: Connection, ours: Connection, parent: int
+    serve: Callable[[Connection], None], pipe: Connection, parent_end: Connection, parent: int
 ) -> NoReturn:
     """The background process. It ignores signals, which the rank handles."""
     code = 1
     try:
-        ours.close()
+        parent_end.close()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         interrupt.end_with_parent(parent)  # a rank that is killed cannot say so

@@ -85,7 +85,7 @@ def write_newest(root: Path, newest: LocalSave, disk: Disk = DISK) -> None:
 # --- parts
 
 
-def part(folder: Path, rank: int, holder: int) -> Path:
+def part_folder(folder: Path, rank: int, holder: int) -> Path:
     """The directory of the part of `rank` that `holder` writes."""
     return folder / f"{rank:05d}-on-{holder:05d}"
 
@@ -117,7 +117,7 @@ class PartReader(Reader):
 
 
 @dataclass(frozen=True)
-class Part(store.Checkpoint):
+class RankCheckpoint(store.Checkpoint):
     """The part of one rank, as a checkpoint."""
 
     def reader(self) -> PartReader:
@@ -135,18 +135,18 @@ def verify(path: Path) -> str | None:
     return None
 
 
-def open_part(path: Path, save: str) -> Part:
+def open_part(path: Path, save: str) -> RankCheckpoint:
     """The part in a directory; its manifest has the name of the save, which all ranks have in
     common, in the place of its checksum. Raises CheckpointError."""
     metadata = store.read_metadata(path)
     # a rank may own none of the optimizer's tensors, and be no part of a run without one
     tensors = {**metadata.manifest.tensors, "optimizer.": TensorRecord((0,), "F32", ())}
     table = replace(metadata.manifest, tensors=tensors, crc32=save)
-    return Part(metadata.directory, table, metadata.state, metadata.args)
+    return RankCheckpoint(metadata.directory, table, metadata.state, metadata.args)
 
 
-def remove_others(run: Path, kept: Path, disk: Disk = DISK) -> None:
-    """Remove the saves of a run on this node other than `kept`."""
+def remove_others(run: Path, current: Path, disk: Disk = DISK) -> None:
+    """Remove the saves of a run on this node other than `current`."""
     for path in entries(run):
-        if path != kept and _SAVE.fullmatch(path.name):
+        if path != current and _SAVE.fullmatch(path.name):
             disk.remove_tree(path)

@@ -63,10 +63,10 @@ class Lock:
         """Raise CheckpointError unless this job still owns the directory; called before every
         commit."""
         root = self.path.parent
-        others = [path for path in _locks(root) if path.name > self.path.name]
-        mine = _owner(self.path)
+        newer = [path for path in _locks(root) if path.name > self.path.name]
+        owner = _owner(self.path)
         deadline = time.monotonic() + RETURNS_WITHIN
-        while mine is None and not others and not self._over.is_set():
+        while owner is None and not newer and not self._over.is_set():
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{root}: the lock file {self.path.name} of this job no longer exists: the "
@@ -74,15 +74,15 @@ class Lock:
                     "resume [save-directory-lost]"
                 )
             time.sleep(0.2)
-            others = [path for path in _locks(root) if path.name > self.path.name]
-            mine = _owner(self.path)
-        if others or mine is None or mine.token != self.owner.token:
+            newer = [path for path in _locks(root) if path.name > self.path.name]
+            owner = _owner(self.path)
+        if newer or owner is None or owner.token != self.owner.token:
             # given up by another thread, which is about to end this process
             if self._over.is_set():
                 time.sleep(LEAVING_SECONDS)
-            other = _owner(others[-1] if others else self.path)
+            holder = _owner(newer[-1] if newer else self.path)
             raise CheckpointError(
-                f"{root} is no longer this job's: {_say(other)} acquired the lock while this "
+                f"{root} is no longer this job's: {_say(holder)} acquired the lock while this "
                 f"process (pid {self.owner.pid} on {self.owner.host}) was suspended; it writes "
                 "nothing more there [save-directory-taken-over]"
             )
@@ -90,8 +90,8 @@ class Lock:
     def release(self) -> None:
         """Release the directory."""
         self._over.set()
-        mine = _owner(self.path)
-        if mine is not None and mine.token == self.owner.token and os.getpid() == self.owner.pid:
+        owner = _owner(self.path)
+        if owner is not None and owner.token == self.owner.token and os.getpid() == self.owner.pid:
             with suppress(OSError):
                 self.path.unlink()
 
@@ -111,11 +111,11 @@ def acquire(root: Path) -> Lock:
     """Acquire the lock of `root`, which is created if it is missing. Raises CheckpointError if a
     running job holds it."""
     DISK.make_root(root)
-    seen = _locks(root)
-    for path in seen:
+    previous = _locks(root)
+    for path in previous:
         _refuse_if_alive(path)
-    number = int(seen[-1].suffix[1:]) + 1 if seen else 1
-    mine = root / f".lock.{number:06d}"
+    number = int(previous[-1].suffix[1:]) + 1 if previous else 1
+    lock_file = root / f".lock.{number:06d}"
     owner = Owner(
         socket.gethostname(),
         _machine(),
@@ -124,9 +124,11 @@ def acquire(root: Path) -> Lock:
         secrets.token_hex(8),
         time.strftime("%Y-%m-%d %H:%M:%S"),
     )
-    with explained("create", mine):
+    with explained("create", lock_file):
         try:
-            descriptor = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(
+                lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+            )
         except FileExistsError:
             raise CheckpointError(
                 f"{root} is in use: another job has taken it just now; give another --save "
@@ -134,22 +136,22 @@ def acquire(root: Path) -> Lock:
             ) from None
         with open(descriptor, "w") as file:
             json.dump(asdict(owner), file)
-    others = [path for path in _locks(root) if path not in (mine, *seen)]
+    rivals = [path for path in _locks(root) if path not in (lock_file, *previous)]
     # made at the same time as mine: each sees the other, at least one yields
-    if others:
+    if rivals:
         with suppress(OSError):
-            mine.unlink()
+            lock_file.unlink()
         raise CheckpointError(
-            f"{root} is in use: {_say(_owner(others[-1]))} has taken it just now; give another "
+            f"{root} is in use: {_say(_owner(rivals[-1]))} has taken it just now; give another "
             "--save [save-directory-in-use]"
         )
-    for path in seen:
+    for path in previous:
         log.print_rank_0(
             f"WARNING: {root}: taking over the lock of {_say(_owner(path))}, which no longer runs"
         )
         with suppress(OSError):
             path.unlink()
-    return Lock(mine, owner)
+    return Lock(lock_file, owner)
 
 
 def _locks(root: Path) -> list[Path]:
@@ -215,19 +217,19 @@ def _age(path: Path) -> float:
 
 def _machine() -> str:
     """Equal for two processes that see each other's PIDs."""
-    known = [socket.gethostname()]
+    identifiers = [socket.gethostname()]
     with suppress(OSError):
-        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        known.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(known)
+        identifiers.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        identifiers.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(identifiers)
 
 
 def _started(pid: int) -> str | None:
     """When a process of this machine was started (Linux: in clock ticks since boot); None for one
     that has exited."""
     try:
-        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state in "ZX" else rest[18]
+        state, *columns = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else columns[18]
     except OSError:
         pass
     if Path("/proc/self/stat").exists():

@@ -147,7 +147,7 @@ def merge(
     """
     parts = list(parts)
     files: dict[str, FileRecord] = {}
-    found: dict[str, TensorRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
     for part in parts:
         assert (part.iteration, part.block_bytes) == (parts[0].iteration, parts[0].block_bytes), (
             part.source
@@ -155,18 +155,18 @@ def merge(
         assert not files.keys() & part.files.keys(), f"{part.source}: a file of another rank"
         files.update(part.files)
         for name, record in part.tensors.items():
-            known = found.get(name, record)
-            if (known.shape, known.dtype) != (record.shape, record.dtype):
+            first = tensors.get(name, record)
+            if (first.shape, first.dtype) != (record.shape, record.dtype):
                 raise CheckpointError(
                     f"{part.source}, tensor {name}: {record.dtype} {list(record.shape)} here, "
-                    f"{known.dtype} {list(known.shape)} on another rank [checkpoint-damaged]"
+                    f"{first.dtype} {list(first.shape)} on another rank [checkpoint-damaged]"
                 )
-            chunks = record.chunks if known is record else known.chunks + record.chunks
-            found[name] = TensorRecord(record.shape, record.dtype, chunks)
+            chunks = record.chunks if first is record else first.chunks + record.chunks
+            tensors[name] = TensorRecord(record.shape, record.dtype, chunks)
     merged = Manifest(
         parts[0].iteration,
         {**files, **extra_files},
-        dict(sorted(found.items())),
+        dict(sorted(tensors.items())),
         parts[0].block_bytes,
         source,
     )
@@ -238,7 +238,7 @@ def _tensor(
                 _text(chunk["file"]),
                 _text(chunk["key"]),
                 tuple((_whole(low), _whole(high)) for low, high in chunk["box"]),
-                tuple(_text(one) for one in chunk["sums"]),
+                tuple(_text(checksum) for checksum in chunk["sums"]),
             )
             for chunk in value["chunks"]
         ),

@@ -76,8 +76,8 @@ class Remote:
     def newest(self) -> int | None:
         """The iteration of the newest complete checkpoint, whatever the tracker says; None without
         one. Raises CheckpointError."""
-        found = self._patiently("list", "it", self._checkpoints)
-        whole = (path for path in found if self.files.exists(f"{path}/{manifest.FILE_NAME}"))
+        paths = self._patiently("list", "it", self._checkpoints)
+        whole = (path for path in paths if self.files.exists(f"{path}/{manifest.FILE_NAME}"))
         return max((int(path.rpartition("_")[2]) for path in whole), default=None)
 
     def upload(self, staging: Path, iteration: int) -> None:
@@ -95,9 +95,11 @@ class Remote:
         if manifest.FILE_NAME not in names:
             raise FileNotFoundError(f"{directory} is no longer complete")
         for name in names:
-            there = f"{directory.name}/{name}"
+            target = f"{directory.name}/{name}"
             self._patiently(
-                "upload", there, lambda name=name, there=there: self.put(directory / name, there)
+                "upload",
+                target,
+                lambda name=name, target=target: self.put(directory / name, target),
             )
         self._patiently(
             "write",
@@ -112,18 +114,18 @@ class Remote:
             self._patiently(
                 "remove", store.TRACKER, lambda: self._remove(f"{self._root}/{store.TRACKER}")
             )
-        kept = None if iteration is None else store.iteration_directory(Path(), iteration).name
+        current = None if iteration is None else store.iteration_directory(Path(), iteration).name
         for path in self._patiently("list", "the slot", self._checkpoints):
-            if path.rpartition("/")[2] != kept:
+            if path.rpartition("/")[2] != current:
                 self._patiently("remove", path, lambda path=path: self._remove(path))
 
     def _checkpoints(self) -> list[str]:
         self.files.invalidate_cache()
         try:
-            found = self.files.ls(self._root, detail=False)
+            listing = self.files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        paths = [path.rstrip("/") for path in found]
+        paths = [path.rstrip("/") for path in listing]
         return [path for path in paths if re.fullmatch(r"iter_\d+", path.rpartition("/")[2])]
 
     def _remove(self, path: str) -> None:
@@ -146,12 +148,12 @@ class Remote:
             )
         except FileNotFoundError:
             return
-        theirs = text.decode(errors="replace").splitlines()
-        mine = skip_log.read(staging)[0]
-        known = set(theirs)
+        stored = text.decode(errors="replace").splitlines()
+        local = skip_log.read(staging)[0]
+        in_store = set(stored)
         # otherwise the store has nothing that is not here
-        if mine[: len(theirs)] != theirs:
-            skip_log.replace(staging, [*theirs, *(line for line in mine if line not in known)])
+        if local[: len(stored)] != stored:
+            skip_log.replace(staging, [*stored, *(line for line in local if line not in in_store)])
 
     def upload_skips(self, staging: Path) -> None:
         """Upload the records of skipped iterations, if there are any. Raises CheckpointError."""
@@ -159,24 +161,24 @@ class Remote:
         if path.exists():
             self._patiently("upload", path.name, lambda: self.put(path, path.name))
 
-    def put(self, path: Path, there: str) -> None:
-        if not self._is_same(path, there):
-            self.files.put_file(str(path), f"{self._root}/{there}")
-            if not self._is_same(path, there):
+    def put(self, path: Path, target: str) -> None:
+        if not self._is_same(path, target):
+            self.files.put_file(str(path), f"{self._root}/{target}")
+            if not self._is_same(path, target):
                 raise OSError("what was uploaded is not what the store gives back")
 
-    def _is_same(self, path: Path, there: str) -> bool:
+    def _is_same(self, path: Path, target: str) -> bool:
         """Is the file in the store, every byte the same?"""
         self.files.invalidate_cache()
         try:
-            if self.files.info(f"{self._root}/{there}")["size"] != path.stat().st_size:
+            if self.files.info(f"{self._root}/{target}")["size"] != path.stat().st_size:
                 return False
             with (
-                path.open("rb") as mine,
-                self.files.open(f"{self._root}/{there}", "rb", block_size=PIECE) as other,
+                path.open("rb") as local,
+                self.files.open(f"{self._root}/{target}", "rb", block_size=PIECE) as remote,
             ):
-                while piece := mine.read(PIECE):
-                    if other.read(len(piece)) != piece:
+                while chunk := local.read(PIECE):
+                    if remote.read(len(chunk)) != chunk:
                         return False
         except FileNotFoundError:
             if not path.exists():
@@ -188,39 +190,39 @@ class Remote:
         """Names of the files in it, none where it is missing. Raises CheckpointError."""
         self.files.invalidate_cache()
         try:
-            found = self._patiently("list", "it", lambda: self.files.ls(self._root, detail=True))
+            listing = self._patiently("list", "it", lambda: self.files.ls(self._root, detail=True))
         except FileNotFoundError:
             return []
-        files = [one["name"].rpartition("/")[2] for one in found if one["type"] == "file"]
+        files = [entry["name"].rpartition("/")[2] for entry in listing if entry["type"] == "file"]
         return sorted(name for name in files if name not in ("", ".", ".."))
 
-    def get(self, there: str, path: Path) -> None:
+    def get(self, name: str, path: Path) -> None:
         """Download one file. Raises CheckpointError, FileNotFoundError."""
-        source = f"{self._root}/{there}"
-        self._patiently("fetch", there, lambda: self.files.get_file(source, str(path)))
+        source = f"{self._root}/{name}"
+        self._patiently("fetch", name, lambda: self.files.get_file(source, str(path)))
 
     def send(self, path: Path) -> None:
         """Upload one file under its name, read it back and compare. Raises CheckpointError."""
         self._patiently("upload", path.name, lambda: self.put(path, path.name))
 
-    def facts(self, there: str) -> dict[str, Any]:
+    def facts(self, name: str) -> dict[str, Any]:
         """Size of a file in the store, and a value that changes with its content. Raises
         CheckpointError, FileNotFoundError."""
         self.files.invalidate_cache()
-        found = self._patiently("look at", there, lambda: self.files.info(f"{self._root}/{there}"))
-        return {key: found.get(key) for key in _FACTS}
+        info = self._patiently("look at", name, lambda: self.files.info(f"{self._root}/{name}"))
+        return {key: info.get(key) for key in _FACTS}
 
-    def read(self, there: str, start: int, length: int) -> bytes:
+    def read(self, name: str, start: int, length: int) -> bytes:
         """`length` bytes of a file from byte `start` on. Thread-safe. Raises CheckpointError, also
         for a store that gives more or less; FileNotFoundError."""
 
-        def part() -> bytes:
-            data = self.files.cat_file(f"{self._root}/{there}", start=start, end=start + length)
+        def read_range() -> bytes:
+            data = self.files.cat_file(f"{self._root}/{name}", start=start, end=start + length)
             if len(data) != length:
                 raise OSError(f"gives {len(data)} bytes instead of {length} from byte {start} on")
             return data
 
-        return self._patiently("read", there, part) if length else b""
+        return self._patiently("read", name, read_range) if length else b""
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove files, in this order. Raises CheckpointError."""
@@ -235,16 +237,16 @@ class Remote:
         final = store.iteration_directory(staging, iteration)
         temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(4)}")
         self.files.invalidate_cache()
-        found = self._patiently(
+        sources = self._patiently(
             "list", final.name, lambda: self.files.ls(f"{self._root}/{final.name}", detail=False)
         )
         DISK.make_root(temporary)
-        for there in found:
+        for source in sources:
             self._patiently(
                 "fetch",
-                there,
-                lambda there=there: self.files.get_file(
-                    there, str(temporary / there.rpartition("/")[2])
+                source,
+                lambda source=source: self.files.get_file(
+                    source, str(temporary / source.rpartition("/")[2])
                 ),
             )
         if as_newest:
@@ -252,7 +254,7 @@ class Remote:
         else:
             DISK.rename(temporary, final)
 
-    def _patiently(self, what: str, there: str, action: Any) -> Any:
+    def _patiently(self, verb: str, name: str, action: Any) -> Any:
         """Call it, up to TRIES times if the store fails. Raises CheckpointError then."""
         for number in range(TRIES):
             try:
@@ -264,7 +266,7 @@ class Remote:
                 if number + 1 < TRIES:
                     time.sleep(WAITS * 2**number)
         raise CheckpointError(
-            f"cannot {what} {there} in {self.url}, tried {TRIES} times: {type(failure).__name__}: "
+            f"cannot {verb} {name} in {self.url}, tried {TRIES} times: {type(failure).__name__}: "
             f"{' '.join(str(failure).split())[:300]} [object-store-failed]"
         ) from failure
 
@@ -294,10 +296,10 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
                 "starts from random weights), or omit --load [checkpoint-missing]"
             )
         return
-    here = store.iterations(staging)
+    complete = store.iterations(staging)
     local = store.latest(staging)
-    if iteration in here or (
-        step is None and local is not None and local > iteration and local in here
+    if iteration in complete or (
+        step is None and local is not None and local > iteration and local in complete
     ):
         return
     log.print_rank_0(f" fetching the checkpoint of iteration {iteration} from {url} to {staging}")
@@ -328,20 +330,22 @@ def fetch_snapshot(url: str, staging: str, load: str) -> None:
     if store.is_checkpoint(Path(load)):
         return
     remotes = [Remote(f"{url}/{name}") for name in slots.SLOTS]
-    held = [remote.latest() for remote in remotes]
-    newest = max((one for one in held if one is not None), default=None)
-    here = [
-        one for one in map(slots.newest_in, (Path(load), *slots.slots(staging))) if one is not None
+    stored = [remote.latest() for remote in remotes]
+    newest = max((iteration for iteration in stored if iteration is not None), default=None)
+    local = [
+        iteration
+        for iteration in map(slots.newest_in, (Path(load), *slots.slots(staging)))
+        if iteration is not None
     ]
-    if newest is None or newest <= max(here, default=-1):
+    if newest is None or newest <= max(local, default=-1):
         return
-    number = held.index(newest)
+    number = stored.index(newest)
     log.print_rank_0(f" fetching the snapshot of iteration {newest} from {url} to {staging}")
     remotes[number].fetch(newest, slots.slots(staging)[number], as_newest=True)
 
 
 @dataclass(frozen=True)
-class Place:
+class UploadTarget:
     """A run directory that is uploaded: `flag` named its URL. One that `is_slot` has one
     checkpoint, a snapshot."""
 
@@ -351,33 +355,33 @@ class Place:
     is_slot: bool = False
 
 
-def places(
+def upload_targets(
     save: str, save_url: str | None, snapshots: str | None, snapshot_url: str | None
-) -> list[Place]:
+) -> list[UploadTarget]:
     """What is uploaded of a run that saves to `save` and has its snapshots in the directory
     `snapshots`, if it has."""
-    found = [Place("--save", Path(save), save_url)] if save_url else []
+    targets = [UploadTarget("--save", Path(save), save_url)] if save_url else []
     if snapshots and snapshot_url:
-        found += [
-            Place("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
+        targets += [
+            UploadTarget("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
             for slot in slots.slots(snapshots)
         ]
-    return found
+    return targets
 
 
 class Uploader:
-    """The process that uploads what is saved in `places`, and the end of it that the run holds.
+    """The process that uploads what is saved in `targets`, and the end of it that the run holds.
     `save`: the run directory on the disk, whose new checkpoints end snapshots of a line that was
     left."""
 
-    def __init__(self, places: Sequence[Place], save: str):
+    def __init__(self, targets: Sequence[UploadTarget], save: str):
         # ... and says what is wrong before anything is done
-        for place in places:
-            remote = Remote(place.url)
-            if not place.is_slot:
-                remote.bring_skips(place.staging)
-        self._name = f"{places[0].flag} {places[0].url}"
-        self._process = SideProcess(lambda pipe: _serve(pipe, places, Path(save)))
+        for target in targets:
+            remote = Remote(target.url)
+            if not target.is_slot:
+                remote.bring_skips(target.staging)
+        self._name = f"{targets[0].flag} {targets[0].url}"
+        self._process = SideProcess(lambda pipe: _serve(pipe, targets, Path(save)))
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be
@@ -403,10 +407,10 @@ class Uploader:
 
 
 @contextmanager
-def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
-    """During the block, upload what is saved in `places`, if there are any; wait for it at the
+def uploading(targets: Sequence[UploadTarget], save: str) -> Iterator[None]:
+    """During the block, upload what is saved in `targets`, if there are any; wait for it at the
     end."""
-    uploader = Uploader(places, save) if places else None
+    uploader = Uploader(targets, save) if targets else None
     try:
         yield
         if uploader:
@@ -416,33 +420,38 @@ def uploading(places: Sequence[Place], save: str) -> Iterator[None]:
             uploader.close()
 
 
-def _serve(pipe: Connection, places: Sequence[Place], save: Path) -> None:
+def _serve(pipe: Connection, targets: Sequence[UploadTarget], save: Path) -> None:
     """The process: upload until the run says that it is over. What remains of a failure to save is
     sent at the end."""
-    watched = [_Watched(place) for place in places]
+    uploads = [_Upload(target) for target in targets]
     saved = slots.newest_in(save)
     over = False
     while not over:
         over = pipe.poll(LOOKS) and pipe.recv() is None
         newest = slots.newest_in(save)
-        for one in watched:
-            before = one.failure
-            one.bring(newest if newest != saved else None)
-            if one.failure and one.failure != before and (one.place.is_slot or not over):
-                more = "" if over else "; it is tried again, training continues"
-                print(f"WARNING: {one.failure}{more}", file=sys.stderr, flush=True)
-        if not any(one.failure for one in watched):
+        for upload in uploads:
+            before = upload.failure
+            upload.bring(newest if newest != saved else None)
+            if upload.failure and upload.failure != before and (upload.target.is_slot or not over):
+                suffix = "" if over else "; it is tried again, training continues"
+                print(f"WARNING: {upload.failure}{suffix}", file=sys.stderr, flush=True)
+        if not any(upload.failure for upload in uploads):
             saved = newest
-    pipe.send(next((one.failure for one in watched if one.failure and not one.place.is_slot), None))
+    pipe.send(
+        next(
+            (upload.failure for upload in uploads if upload.failure and not upload.target.is_slot),
+            None,
+        )
+    )
 
 
-class _Watched:
+class _Upload:
     """One place while it is uploaded: what is there, and why the newest is not."""
 
-    def __init__(self, place: Place):
-        self.place = place
+    def __init__(self, target: UploadTarget):
+        self.target = target
         self.failure: str | None = None
-        self._remote = Remote(place.url)
+        self._remote = Remote(target.url)
         self._records = b""
         try:
             # what its tracker names was compared when it was uploaded
@@ -458,35 +467,35 @@ class _Watched:
             try:
                 action()
             except (CheckpointError, OSError) as error:
-                self.failure = self.failure or f"{self.place.flag} {self.place.url}: {error}"
+                self.failure = self.failure or f"{self.target.flag} {self.target.url}: {error}"
 
     def _bring_skips(self) -> None:
         """Upload the records of skipped iterations if they have changed since the last upload.
         Snapshots have none."""
-        path = self.place.staging / skip_log.FILE_NAME
-        found = read_bytes(path) if path.exists() else b""
-        if found != self._records:
-            self._remote.upload_skips(self.place.staging)
-            self._records = found
+        path = self.target.staging / skip_log.FILE_NAME
+        records = read_bytes(path) if path.exists() else b""
+        if records != self._records:
+            self._remote.upload_skips(self.target.staging)
+            self._records = records
 
     def _drop_beyond(self, saved: int | None) -> None:
         """Remove a snapshot beyond the checkpoint just saved, unless this run has it: it belongs to
         an abandoned history."""
-        if not self.place.is_slot or saved is None:
+        if not self.target.is_slot or saved is None:
             return
-        if (self._uploaded or 0) > saved and slots.newest_in(self.place.staging) != self._uploaded:
+        if (self._uploaded or 0) > saved and slots.newest_in(self.target.staging) != self._uploaded:
             self._remote.keep_only(None)
             self._uploaded = None
 
     def _bring_newest(self) -> None:
         """Upload the checkpoint that the tracker names, unless it is uploaded already."""
-        newest = store.latest(self.place.staging)
+        newest = store.latest(self.target.staging)
         if newest is None or newest == self._uploaded:
             return
         try:
-            self._remote.upload(self.place.staging, newest)
+            self._remote.upload(self.target.staging, newest)
         except FileNotFoundError as error:
-            directory = store.iteration_directory(self.place.staging, newest)
+            directory = store.iteration_directory(self.target.staging, newest)
             if not (directory / manifest.FILE_NAME).exists():
                 return  # removed before it was uploaded: a newer one is there
             raise CheckpointError(
@@ -494,5 +503,5 @@ class _Watched:
                 f"({error}); make the bucket first [object-store-failed]"
             ) from None
         self._uploaded = newest
-        if self.place.is_slot:
+        if self.target.is_slot:
             self._remote.keep_only(newest)

@@ -21,15 +21,19 @@ def prune(
     if keep_last < 1:
         raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
     root, newest = Path(root), store.latest(root)
-    present = [one for one in store.iterations(root) if newest is not None and one <= newest]
-    kept = {
+    present = [
+        iteration
+        for iteration in store.iterations(root)
+        if newest is not None and iteration <= newest
+    ]
+    retained = {
         *present[-keep_last:],
         newest,
-        *(one for one in present if keep_every and one % keep_every == 0),
+        *(iteration for iteration in present if keep_every and iteration % keep_every == 0),
     }
-    removed = [one for one in present if one not in kept]
-    for one in removed:
-        store.discard(store.iteration_directory(root, one), disk)
+    removed = [iteration for iteration in present if iteration not in retained]
+    for iteration in removed:
+        store.discard(store.iteration_directory(root, iteration), disk)
     return removed
 
 
@@ -37,10 +41,10 @@ def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
     """Empty the slot for the snapshot of `iteration` and return it: one of an abandoned history, an
     empty one, or the older one."""
 
-    def held(slot: Path) -> int:
+    def last_iteration(slot: Path) -> int:
         newest = newest_in(slot)
         return -1 if newest is None or newest >= iteration else newest
 
-    root = min(slots(directory), key=held)
+    root = min(slots(directory), key=last_iteration)
     empty(root, disk)
     return root

@@ -77,7 +77,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Location of a tensor: dtype name, shape, and [start, stop) in bytes from the beginning of the
     file."""
 
@@ -211,10 +211,10 @@ def _write_data(
     under_way = 0
     length = section_bytes(block_bytes)
 
-    def sum_and_write(view: memoryview, at: int) -> tuple[str, ...]:
+    def sum_and_write(view: memoryview, position: int) -> tuple[str, ...]:
         # first, so that the write finds the bytes in the cache
         section_sums = block_sums(view, block_bytes)
-        disk.write(descriptor, path, view, at)
+        disk.write(descriptor, path, view, position)
         return section_sums
 
     with ThreadPoolExecutor(thread_count()) as pool:
@@ -236,7 +236,7 @@ def _write_data(
                         oldest.result()
                         under_way -= done
             return {
-                key: tuple(one for future in futures for one in future.result())
+                key: tuple(checksum for future in futures for checksum in future.result())
                 for key, futures in sums.items()
             }
         except BaseException:
@@ -246,7 +246,7 @@ def _write_data(
 
 def _parse_header(  # noqa: C901
     path: Path | str, text: bytes, data_start: int, file_bytes: int
-) -> tuple[dict[str, Place], dict[str, str]]:
+) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """Places and metadata from the JSON header, everything checked against the length of the
     file."""
 
@@ -266,7 +266,7 @@ def _parse_header(  # noqa: C901
         isinstance(value, str) for value in metadata.values()
     ):
         raise bad("__metadata__ must map texts to texts")
-    places: dict[str, Place] = {}
+    locations: dict[str, TensorLocation] = {}
     for key, value in table.items():
         try:
             dtype = value["dtype"]
@@ -285,21 +285,22 @@ def _parse_header(  # noqa: C901
             )
         if high - low != prod(shape) * DTYPES[dtype].itemsize:
             raise bad(f"{dtype} {list(shape)} does not take {high - low} bytes", key)
-        places[key] = Place(dtype, shape, data_start + low, data_start + high)
+        locations[key] = TensorLocation(dtype, shape, data_start + low, data_start + high)
     end = data_start
-    for key, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if place.start != end:
-            raise bad(f"starts at byte {place.start}, the tensor before it ends at {end}", key)
-        if place.stop > file_bytes:
-            raise bad(f"the file ends at byte {file_bytes}, the tensor at {place.stop}", key)
-        end = place.stop
+    for key, location in sorted(locations.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if location.start != end:
+            raise bad(f"starts at byte {location.start}, the tensor before it ends at {end}", key)
+        if location.stop > file_bytes:
+            raise bad(f"the file ends at byte {file_bytes}, the tensor at {location.stop}", key)
+        end = location.stop
     if end != file_bytes:
         raise bad(f"the file has {file_bytes} bytes, its header speaks of {end}")
-    return places, metadata
+    return locations, metadata
 
 
 class SafetensorsFile:
-    """An open file of tensors: `places` by key, `metadata`, and `header_crc32`. A context manager.
+    """An open file of tensors: `locations` by key, `metadata`, and `header_crc32`. A context
+    manager.
 
     Opening reads and checks the header only; raises CheckpointError naming file and tensor when
     anything is wrong.
@@ -311,7 +312,7 @@ class SafetensorsFile:
         try:
             head = retried(self._read_header, errno.ESTALE)
             self.header_crc32 = crc32(head)
-            self.places, self.metadata = _parse_header(path, head[8:], len(head), self.bytes)
+            self.locations, self.metadata = _parse_header(path, head[8:], len(head), self.bytes)
         except BaseException:
             self.close()
             raise
@@ -366,38 +367,38 @@ class SafetensorsFile:
         With `sums`, `start` and the end of the view must be between blocks (or at the tensor's
         end). Thread-safe. Raises CheckpointError naming file and tensor.
         """
-        place = self.places[key]
-        assert 0 <= start and place.start + start + len(view) <= place.stop, (
+        location = self.locations[key]
+        assert 0 <= start and location.start + start + len(view) <= location.stop, (
             f"{key}: beyond the tensor"
         )
         if sums is None:
-            return self._read_at(view, place.start + start, key)
+            return self._read_at(view, location.start + start, key)
         assert start % block_bytes == 0, f"{key}: byte {start} is inside a block"
         with explained("read", self.path):
-            done, found = read_summed(self._descriptor, view, place.start + start, block_bytes)
-        where = f"{self.path}, tensor {key}"
-        for number, have in enumerate(found, start // block_bytes):
+            done, actual = read_summed(self._descriptor, view, location.start + start, block_bytes)
+        subject = f"{self.path}, tensor {key}"
+        for number, have in enumerate(actual, start // block_bytes):
             if have != sums[number]:
                 raise CheckpointError(
-                    f"{where}: checksum of bytes from {number * block_bytes} on is {have}, should "
-                    f"be {sums[number]}; {_DAMAGED} [checkpoint-damaged]"
+                    f"{subject}: checksum of bytes from {number * block_bytes} on is {have}, "
+                    f"should be {sums[number]}; {_DAMAGED} [checkpoint-damaged]"
                 )
         if done < len(view):
             raise CheckpointError(
-                f"{where}: the file ends at byte {place.start + start + done}; {_DAMAGED} "
+                f"{subject}: the file ends at byte {location.start + start + done}; {_DAMAGED} "
                 "[checkpoint-damaged]"
             )
 
     def read(self, key: str) -> torch.Tensor:
         """The whole tensor, new, on the CPU; checksums, which are in the manifest, are not verified
         here."""
-        if key not in self.places:
+        if key not in self.locations:
             raise CheckpointError(
-                f"{self.path} has no tensor {key!r}; it has {', '.join(sorted(self.places)[:5])} "
-                "... [checkpoint-damaged]"
+                f"{self.path} has no tensor {key!r}; it has "
+                f"{', '.join(sorted(self.locations)[:5])} ... [checkpoint-damaged]"
             )
-        place = self.places[key]
-        tensor = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+        location = self.locations[key]
+        tensor = torch.empty(location.shape, dtype=DTYPES[location.dtype])
         self.read_into(key, bytes_of(tensor))
         return tensor
 

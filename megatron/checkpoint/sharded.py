@@ -92,28 +92,36 @@ def write(
 
     Empty slices are noted without data; without any data there is no file. Raises CheckpointError.
     """
-    filled = [part for part in slices if tensor_slices.volume(part.box)]
+    filled = [tensor_slice for tensor_slice in slices if tensor_slices.volume(tensor_slice.box)]
     files: dict[str, FileRecord] = {}
     sums: dict[str, tuple[str, ...]] = {}
     if filled:
         entries = [
-            Entry(part.key, part.dtype, tensor_slices.extent(part.box), part.tensor)
-            for part in filled
+            Entry(
+                tensor_slice.key,
+                tensor_slice.dtype,
+                tensor_slices.extent(tensor_slice.box),
+                tensor_slice.tensor,
+            )
+            for tensor_slice in filled
         ]
         written = write_file(directory / file_name, entries, block_bytes=block_bytes, disk=disk)
         files[file_name] = FileRecord(written.bytes, written.header_crc32)
         sums = written.sums
     tensors: dict[str, TensorRecord] = {}
-    for part in slices:
-        known = tensors.get(part.name)
-        dtype = DTYPE_NAMES[part.dtype]
-        assert known is None or (known.shape, known.dtype) == (part.global_shape, dtype), (
-            f"{part.name}: two shapes"
-        )
-        chunks = known.chunks if known else ()
-        if tensor_slices.volume(part.box):
-            chunks += (Chunk(file_name, part.key, part.box, sums[part.key]),)
-        tensors[part.name] = TensorRecord(part.global_shape, dtype, chunks)
+    for tensor_slice in slices:
+        record = tensors.get(tensor_slice.name)
+        dtype = DTYPE_NAMES[tensor_slice.dtype]
+        assert record is None or (record.shape, record.dtype) == (
+            tensor_slice.global_shape,
+            dtype,
+        ), f"{tensor_slice.name}: two shapes"
+        chunks = record.chunks if record else ()
+        if tensor_slices.volume(tensor_slice.box):
+            chunks += (
+                Chunk(file_name, tensor_slice.key, tensor_slice.box, sums[tensor_slice.key]),
+            )
+        tensors[tensor_slice.name] = TensorRecord(tensor_slice.global_shape, dtype, chunks)
     return Manifest(iteration, files, tensors, block_bytes, source=str(directory / file_name))
 
 
@@ -219,11 +227,11 @@ class Reader:
         try:
             self._later.popleft().result()
         except BaseException:
-            rest = list(self._later)
+            pending = list(self._later)
             self._later.clear()
-            for future in rest:
+            for future in pending:
                 future.cancel()
-            for future in rest:
+            for future in pending:
                 if not future.cancelled():
                     future.exception()
             raise
@@ -253,11 +261,11 @@ class Reader:
                 file,
                 chunk,
                 shape,
-                piece,
+                sub_box,
                 block,
-                target[tensor_slices.slices(tensor_slices.relative(piece, local))],
+                target[tensor_slices.slices(tensor_slices.relative(sub_box, local))],
             )
-            for piece in tensor_slices.pieces(local, shape, limit)
+            for sub_box in tensor_slices.pieces(local, shape, limit)
         ]
 
     def _file(self, record: TensorRecord, chunk: Chunk) -> SafetensorsFile:
@@ -268,13 +276,13 @@ class Reader:
             file = SafetensorsFile(self.directory / chunk.file)
             self._files[chunk.file] = file
         want = self.manifest.files[chunk.file]
-        place = file.places.get(chunk.key)
+        location = file.locations.get(chunk.key)
         if (file.bytes, file.header_crc32) != (want.bytes, want.crc32):
             reason = (
                 f"{file.bytes} bytes with header {file.header_crc32}, should be {want.bytes} with "
                 f"{want.crc32}"
             )
-        elif place is None or (place.dtype, place.shape) != (
+        elif location is None or (location.dtype, location.shape) != (
             record.dtype,
             tensor_slices.extent(chunk.box),
         ):
@@ -321,22 +329,22 @@ def _copy_piece(
     file: SafetensorsFile,
     chunk: Chunk,
     shape: Sequence[int],
-    piece: Box,
+    sub_box: Box,
     block: int,
     target: torch.Tensor,
 ) -> None:
     """Copy `piece` of a chunk of `shape` into `target` by way of the whole blocks around it, which
     are checked."""
     size = target.dtype.itemsize
-    first, stop = tensor_slices.span(piece, shape)
-    place = file.places[chunk.key]
+    first, stop = tensor_slices.span(sub_box, shape)
+    location = file.locations[chunk.key]
     low = first * size // block * block
-    high = min(-(-stop * size // block) * block, place.stop - place.start)
+    high = min(-(-stop * size // block) * block, location.stop - location.start)
     scratch = torch.empty(high - low, dtype=torch.uint8)
     file.read_into(chunk.key, bytes_of(scratch), low, chunk.sums, block)
     values = scratch[first * size - low : stop * size - low].view(target.dtype)
     target.copy_(
         values.as_strided(
-            tensor_slices.extent(piece), tensor_slices.strides(shape), values.storage_offset()
+            tensor_slices.extent(sub_box), tensor_slices.strides(shape), values.storage_offset()
         )
     )

@@ -37,10 +37,10 @@ class SkipRecord:
     def parts(self) -> SkipRanges:
         """The iterations. Raises ValueError for `ranges` that are none."""
         numbers = list(map(int, self.ranges.replace("-", " ").split()))
-        found = SkipRanges().joined(zip(numbers[::2], numbers[1::2], strict=True))
-        if not found or found.ranges[0][0] < 1 or spelled(found) != self.ranges:
+        parsed = SkipRanges().joined(zip(numbers[::2], numbers[1::2], strict=True))
+        if not parsed or parsed.ranges[0][0] < 1 or spelled(parsed) != self.ranges:
             raise ValueError("its ranges are not in order")
-        return found
+        return parsed
 
     def line(self) -> str:
         """The record as a line of the file, without its end."""
@@ -64,12 +64,12 @@ def now() -> str:
 def parse(lines: Iterable[str], source: str) -> list[SkipRecord]:
     """The records; `source` is where the lines are from, for messages. Raises CheckpointError for a
     line that is none."""
-    found: dict[str, SkipRecord] = {}
+    records: dict[str, SkipRecord] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("forget"), str):
-                found.pop(row["forget"], None)
+                records.pop(row["forget"], None)
                 continue
             name = row.pop("id", line)
             row.pop("hash", None)
@@ -92,8 +92,8 @@ def parse(lines: Iterable[str], source: str) -> list[SkipRecord]:
                 f"{source}, line {number}: not a record of skipped iterations ({e}): "
                 f"{line[:80]!r}; fix or remove that line [skip-record-malformed]"
             ) from None
-        found[str(name)] = record
-    return list(found.values())
+        records[str(name)] = record
+    return list(records.values())
 
 
 def read(directory: Path | str) -> tuple[list[str], str]:
@@ -105,8 +105,8 @@ def read(directory: Path | str) -> tuple[list[str], str]:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return [], ""
         raise
-    *whole, rest = data.decode(errors="replace").split("\n")
-    return ([*whole, rest], "") if _is_json(rest) else (whole, rest)
+    *whole, tail = data.decode(errors="replace").split("\n")
+    return ([*whole, tail], "") if _is_json(tail) else (whole, tail)
 
 
 def _is_json(text: str) -> bool:
@@ -127,13 +127,13 @@ def append(directory: Path | str, lines: Sequence[str]) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with explained("append to", path):
-            there = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            end = len(there)
+            existing = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+            end = len(existing)
             lead = ""
-            if not there.endswith(b"\n") and there:
+            if not existing.endswith(b"\n") and existing:
                 lead = "\n"
-                if not _is_json(there.rpartition(b"\n")[2].decode(errors="replace")):
-                    end = there.rfind(b"\n") + 1
+                if not _is_json(existing.rpartition(b"\n")[2].decode(errors="replace")):
+                    end = existing.rfind(b"\n") + 1
                     lead = ""
                     os.ftruncate(descriptor, end)
         DISK.write(descriptor, path, (lead + "".join(f"{line}\n" for line in lines)).encode(), end)

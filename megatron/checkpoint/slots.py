@@ -39,5 +39,5 @@ def empty(root: Path, disk: Disk) -> None:
     if (root / store.TRACKER).exists():
         disk.remove(root / store.TRACKER)
         disk.fsync_directory(root)
-    for one in store.iterations(root):
-        store.discard(store.iteration_directory(root, one), disk)
+    for iteration in store.iterations(root):
+        store.discard(store.iteration_directory(root, iteration), disk)

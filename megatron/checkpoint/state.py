@@ -68,15 +68,15 @@ class RunState:
     def skipped_ranges(self) -> list[list[int]]:
         """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part
         up to its iteration. Raises CheckpointError where they are none."""
-        flags = [one for one in self.skips if isinstance(one, list)]
-        for one in self.skipped or flags:
+        flags = [pair for pair in self.skips if isinstance(pair, list)]
+        for pair in self.skipped or flags:
             if (
-                not isinstance(one, list)
-                or [type(end) for end in one] != [int, int]
-                or not 1 <= one[0] <= one[1]
+                not isinstance(pair, list)
+                or [type(end) for end in pair] != [int, int]
+                or not 1 <= pair[0] <= pair[1]
             ):
                 raise CheckpointError(
-                    f"the run state has {one} as a skipped range, which is not a range; the "
+                    f"the run state has {pair} as a skipped range, which is not a range; the "
                     "checkpoint is damaged: use another one [checkpoint-damaged]"
                 )
         return self.skipped or [
@@ -103,8 +103,8 @@ class RunState:
             ) from None
         known = {one.name: one for one in fields(cls)}
         if "features" not in table:  # earlier programs wrote a feature's state among the others
-            others = [key for key in table.keys() - known.keys() if isinstance(table[key], dict)]
-            table["features"] = {key: table.pop(key) for key in sorted(others)}
+            features = [key for key in table.keys() - known.keys() if isinstance(table[key], dict)]
+            table["features"] = {key: table.pop(key) for key in sorted(features)}
         strange = sorted(table.keys() - known.keys())
         if version != VERSION or strange:
             raise ForeignCheckpoint(
@@ -131,7 +131,7 @@ class RunState:
         return state
 
 
-def _encoded(value: Any, place: str) -> Any:
+def _encoded(value: Any, path: str) -> Any:
     """`value` as JSON data; exact types only, since a subclass (numpy.float64, an enum) would come
     back as another."""
     if value is None or type(value) in (bool, int, str):
@@ -139,14 +139,14 @@ def _encoded(value: Any, place: str) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if type(value) in (list, tuple):
-        return [_encoded(one, f"{place}[{index}]") for index, one in enumerate(value)]
+        return [_encoded(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if type(value) is dict and value.keys() != {"float"}:
         for key in value:
             if type(key) is not str:
-                raise TypeError(f"{place}: key {key!r} is a {type(key).__name__}, must be a str")
-        return {key: _encoded(one, f"{place}.{key}") for key, one in value.items()}
+                raise TypeError(f"{path}: key {key!r} is a {type(key).__name__}, must be a str")
+        return {key: _encoded(item, f"{path}.{key}") for key, item in value.items()}
     raise TypeError(
-        f"{place} is a {type(value).__module__}.{type(value).__qualname__} ({value!r}): a run "
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__} ({value!r}): a run "
         "state holds "
         'None, bool, int, float, str, lists and dicts (none with "float" as its only key)'
     )
@@ -155,7 +155,7 @@ def _encoded(value: Any, place: str) -> Any:
 def _decoded(value: Any) -> Any:
     """The inverse of _encoded."""
     if isinstance(value, list):
-        return [_decoded(one) for one in value]
+        return [_decoded(item) for item in value]
     if isinstance(value, dict):
         if (
             value.keys() == {"float"}
@@ -163,7 +163,7 @@ def _decoded(value: Any) -> Any:
             and value["float"] in _FLOATS
         ):
             return _FLOATS[value["float"]]
-        return {key: _decoded(one) for key, one in value.items()}
+        return {key: _decoded(item) for key, item in value.items()}
     return value
 
 
@@ -177,7 +177,7 @@ def differences(
     """
 
     def plain(value: Any) -> Any:
-        return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     pairs = [
         (name, plain(saved.get(name, ABSENT)), plain(current.get(name, ABSENT))) for name in names

@@ -166,12 +166,12 @@ def _discarded(temporary: Path, rank: int, gather: Gather, disk: Disk) -> Iterat
         raise
 
 
-def together(gather: Gather, root: Path, action: Callable[[], None], mine: bool = True) -> None:
+def together(gather: Gather, root: Path, action: Callable[[], None], acts: bool = True) -> None:
     """Run the action if it is this rank's, and wait for all ranks; if any failed, raise its
     CheckpointError on all."""
     failure = None
     try:
-        if mine:
+        if acts:
             with explained("save in", root):
                 action()
     except CheckpointError as error:
@@ -179,9 +179,9 @@ def together(gather: Gather, root: Path, action: Callable[[], None], mine: bool 
     answers = gather((str(failure), failure.errno) if failure else None)
     if failure:
         raise failure
-    for rank, other in enumerate(answers):
-        if other:
-            raise CheckpointError(f"rank {rank}: {other[0]}", other[1])
+    for rank, problem in enumerate(answers):
+        if problem:
+            raise CheckpointError(f"rank {rank}: {problem[0]}", problem[1])
 
 
 def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
@@ -392,17 +392,17 @@ def resolve(path: Path | str, step: int | None = None) -> Path | None:
         return path
     else:
         root = path
-        asked = latest(path) if step is None else step
-        if asked is None:
+        requested = latest(path) if step is None else step
+        if requested is None:
             return None
-        iteration = asked
+        iteration = requested
     final = iteration_directory(root, iteration)
     if (final / manifest.FILE_NAME).is_file():
         return final
     if not final.exists():
         for aside in entries(root):  # see publish
-            named = _ASIDE.fullmatch(aside.name)
-            if named and int(named[1]) == iteration and (aside / manifest.FILE_NAME).is_file():
+            renamed = _ASIDE.fullmatch(aside.name)
+            if renamed and int(renamed[1]) == iteration and (aside / manifest.FILE_NAME).is_file():
                 return aside
     raise _why_not(root, final, step is None and not match)
 
@@ -421,9 +421,9 @@ def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
         if final.exists()
         else "does not exist"
     )
-    asked = f", though {TRACKER} names it" if from_tracker else ""
+    origin = f", though {TRACKER} names it" if from_tracker else ""
     return CheckpointError(
-        f"{final} {reason}{asked}; choose another one with --ckpt-step ({_choice(root)}) "
+        f"{final} {reason}{origin}; choose another one with --ckpt-step ({_choice(root)}) "
         "[checkpoint-incomplete]"
     )
 
@@ -441,8 +441,8 @@ def read_metadata(directory: Path | str) -> Checkpoint:
     """
     directory = Path(directory)
     table = read_manifest(directory / manifest.FILE_NAME)
-    named = FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
-    if named and int(named[1]) != table.iteration:
+    match = FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
+    if match and int(match[1]) != table.iteration:
         raise CheckpointError(
             f"{table.source} is of iteration {table.iteration}, not of {directory.name}: the "
             "directory was renamed; give it its old name [checkpoint-renamed]"

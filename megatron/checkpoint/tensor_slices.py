@@ -89,10 +89,10 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     for box in sorted(boxes):
         if not box:
             return None if len(boxes) == 1 else (boxes[0], boxes[1])
-        active = [other for other in active if other[0][1] > box[0][0]]
-        for other in active:
-            if intersection(box, other):
-                return other, box
+        active = [earlier for earlier in active if earlier[0][1] > box[0][0]]
+        for earlier in active:
+            if intersection(box, earlier):
+                return earlier, box
         active.append(box)
     return None
 
@@ -123,5 +123,5 @@ def pieces(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
     start, end = box[dim]
     step = max(1, min(end - start - 1, limit // prod(shape[dim + 1 :])))
     for low in range(start, end, step):
-        part = (*box[:dim], (low, min(low + step, end)), *box[dim + 1 :])
-        yield from pieces(part, shape, limit)
+        section = (*box[:dim], (low, min(low + step, end)), *box[dim + 1 :])
+        yield from pieces(section, shape, limit)

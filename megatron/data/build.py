@@ -38,15 +38,15 @@ def read_blends(data: DataConfig) -> Blends:
         "--train-data-path, --valid-data-path or --test-data-path": any(per_split.values()),
         "--mock-data": data.mock_data,
     }
-    given = [flag for flag, value in sources.items() if value]
-    if not given:
+    named = [flag for flag, value in sources.items() if value]
+    if not named:
         raise ValueError(
             "--data-path: no data is named; give a prefix written by "
             "tools/preprocess_data.py, or use --mock-data [data-missing]"
         )
-    if len(given) > 1:
+    if len(named) > 1:
         raise ValueError(
-            f"{' and '.join(given)}: each names the data; give only one of them [two-data-sources]"
+            f"{' and '.join(named)}: each names the data; give only one of them [two-data-sources]"
         )
     if data.mock_data:
         return [None] * len(SPLITS)
@@ -58,7 +58,7 @@ def read_blends(data: DataConfig) -> Blends:
         return blend.read_blend_file(data.data_args_path)
     if data.split is not None:
         raise ValueError(
-            f"--split {data.split}: has no meaning with {given[0]} (data of each split); drop it "
+            f"--split {data.split}: has no meaning with {named[0]} (data of each split); drop it "
             "[split-with-data-per-split]"
         )
     if data.per_split_data_args_path:
@@ -145,27 +145,27 @@ class Builder:
         matrix = self.set_split(MOCK_SPLIT)
         return tuple(
             None
-            if part is None or size == 0
-            else self.dataset(MockGPTDataset, corpus, part, size, name, None)
-            for part, size, name in zip(matrix, sizes, SPLITS, strict=True)
+            if bounds is None or size == 0
+            else self.dataset(MockGPTDataset, corpus, bounds, size, name, None)
+            for bounds, size, name in zip(matrix, sizes, SPLITS, strict=True)
         )
 
     def dataset(
         self,
         kind: type[GPTDataset],
         corpus: TokenSequences,
-        part: tuple[float, float],
+        bounds: tuple[float, float],
         size: int | None,
         name: str,
         cache: IndexCache | None,
     ) -> GPTDataset:
-        """One split of one corpus; `part` are its bounds."""
+        """One split of one corpus; `bounds` are its bounds."""
         return kind(
             corpus,
             sequence_length=self.sequence_length,
             num_samples=size,
             seed=self.seed,
-            sequences=split_range(part, len(corpus)),
+            sequences=split_range(bounds, len(corpus)),
             index_split=name,
             split=self.split,
             split_matrix=self.matrix,

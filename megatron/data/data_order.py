@@ -50,15 +50,17 @@ def data_order_fingerprint(
     changes neither the epochs nor the last epoch's shuffle. Test data is not in it, since every run
     reads it from its start. `sampler` is the sampler's `order()`.
     """
-    found: dict[str, object] = {
+    orders: dict[str, object] = {
         "format": ORDER_FORMAT,
         "sampler": sampler or {"dataloader_type": "single"},
     }
     for name, dataset in (("train", train), ("valid", valid)):
-        found[name] = dataset and (
-            [one.order() for one in dataset] if isinstance(dataset, list) else dataset.order()
+        orders[name] = dataset and (
+            [validation_set.order() for validation_set in dataset]
+            if isinstance(dataset, list)
+            else dataset.order()
         )
-    return found
+    return orders
 
 
 def data_order_differences(

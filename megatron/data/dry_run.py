@@ -73,27 +73,31 @@ def read_splits(data: DataConfig, sizes: Sequence[int | None]) -> list[SplitFile
     """The splits that are read, of --multiple-validation-sets each; none for --mock-data. A few
     numbers of each index are read, once. Raises as `rows_in_megatron_order` does."""
     blends = read_blends(data)
-    found: list[SplitFiles] = []
+    splits: list[SplitFiles] = []
     if isinstance(blends, list):
         for name, blend, size in zip(SPLITS, blends, sizes, strict=True):
             if blend is not None and size != 0:
-                found.append(
+                splits.append(
                     SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True)
                 )
     else:
         parts = [
-            None if size == 0 else part
-            for part, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)
+            None if size == 0 else bounds
+            for bounds, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)
         ]
         files = _read(data, blends, parts)
-        found = [
+        splits = [
             SplitFiles(name, blends, size, files, number, False)
-            for number, (name, part, size) in enumerate(zip(SPLITS, parts, sizes, strict=True))
-            if part is not None
+            for number, (name, bounds, size) in enumerate(zip(SPLITS, parts, sizes, strict=True))
+            if bounds is not None
         ]
     if not data.multiple_validation_sets:
-        return found
-    return [one for split in found for one in (_sets(split) if split.name == "valid" else [split])]
+        return splits
+    return [
+        named_split
+        for split in splits
+        for named_split in (_sets(split) if split.name == "valid" else [split])
+    ]
 
 
 def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
@@ -124,9 +128,9 @@ def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
         return Span(sequences, int(ends[1] - ends[0]), 0, tokens)
 
     spans = {
-        number: span(split_range(part, len(corpus)))
-        for number, part in enumerate(parts)
-        if part is not None
+        number: span(split_range(bounds, len(corpus)))
+        for number, bounds in enumerate(parts)
+        if bounds is not None
     }
     size = span(range(len(corpus))).tokens * corpus.dtype.itemsize
     return TokenFile(
@@ -164,15 +168,15 @@ def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[R
     read = [members[n] for n in numbers]
     for n in numbers:
         _check_filled(name, members[n].prefix, spans[n], sequence_length)
-    there = [samples_of_epoch(spans[n].tokens, sequence_length) for n in numbers]
+    available = [samples_of_epoch(spans[n].tokens, sequence_length) for n in numbers]
     if len(members) == 1 and (read[0].weight is None or split.own):
-        samples: Sequence[float] = there if size is None else [size]
-    elif read[0].weight is None and (size is None or size >= sum(there)):
-        samples = there
+        samples: Sequence[float] = available if size is None else [size]
+    elif read[0].weight is None and (size is None or size >= sum(available)):
+        samples = available
     else:
         size = number_needed(size, name)
         tokens = [split.files[member.prefix].tokens for member in read]
-        weights = there if read[0].weight is None else weights_of(read, tokens)
+        weights = available if read[0].weight is None else weights_of(read, tokens)
         samples = (
             draws(weights, size) if drawn else [size * weight for weight in normalize(weights)]
         )

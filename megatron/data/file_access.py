@@ -89,10 +89,10 @@ def read_at(file: int, path: str, start: int, count: int) -> bytes:
     try:
         data = os.pread(file, count, start)
         while len(data) < count:  # one call gives 2 GB at most
-            more = os.pread(file, count - len(data), start + len(data))
-            if not more:
+            block = os.pread(file, count - len(data), start + len(data))
+            if not block:
                 break
-            data += more
+            data += block
     except OSError as error:
         raise unreadable(path, error) from error
     if len(data) < count:

@@ -102,11 +102,11 @@ def build_indices(
     random = np.random.RandomState(seed)
     dtype = document_index_dtype(sequences.stop)
     epoch = np.arange(sequences.start, sequences.stop, dtype=dtype)
-    copies = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
-    parts = [np.tile(epoch, n) for n in copies]
-    for part in parts:
-        shuffle(random, part)
-    document_index = np.concatenate(parts) if len(parts) > 1 else parts[0]
+    repeats = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
+    copies = [np.tile(epoch, n) for n in repeats]
+    for entries in copies:
+        shuffle(random, entries)
+    document_index = np.concatenate(copies) if len(copies) > 1 else copies[0]
     sample_index = build_sample_index(lengths, document_index, sequence_length, plan.num_samples)
     wide = plan.num_samples >= np.iinfo(np.uint32).max - 1
     shuffle_index = np.arange(plan.num_samples, dtype=np.int64 if wide else np.uint32)
@@ -129,10 +129,10 @@ def describe(
     sequence_length: int,
     split: str | None,
     split_matrix: list[tuple[float, float] | None] | None,
-    **more: object,
+    **extra: object,
 ) -> dict[str, object]:
     """The keys Megatron of January 2024 hashes into its cache file names, in its order, then
-    `more`.
+    `extra`.
 
     Our own cache entries (`GPTDataset.description`) use these keys and three more: the format of
     the arrays, the range of sequences, and the sha256 of the .idx header and lengths. The arrays
@@ -148,7 +148,7 @@ def describe(
         "sequence_length": sequence_length,
         "split": split,
         "split_matrix": split_matrix,
-        **more,
+        **extra,
     }
 
 
@@ -266,9 +266,9 @@ class GPTDataset:
             log.info(LOGGER, f"Build the {kind} {self.index_split} indices")
             return IndexArrays(self._arrays())
         with cache.building(kind, description):
-            found = self._load(cache)  # by another process, while this one waited
-            if found is not None:
-                return found
+            indices = self._load(cache)  # by another process, while this one waited
+            if indices is not None:
+                return indices
             log.info(LOGGER, f"Build and save the {kind} {self.index_split} indices")
             arrays = self._arrays()
             for name in INDEX_NAMES:
@@ -363,33 +363,33 @@ class GPTDataset:
 
     def pieces_of(self, index: int) -> list[Piece]:
         """See `sample_lookup.Dataset`."""
-        return [self.corpus.piece(*part) for part in self.locate(index)]
+        return [self.corpus.piece(*position) for position in self.locate(index)]
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
         """See `sample_lookup.Dataset`."""
         if prefix != self.corpus.path_prefix:
             return {}
         sequences = self.corpus.sequences_of(document)
-        found = {
+        counts = {
             sample: sum(n for sequence, _, n in self.locate(sample) if sequence in sequences)
             for sample in self._samples_near(sequences)
         }
-        return {sample: count for sample, count in found.items() if count}
+        return {sample: count for sample, count in counts.items() if count}
 
     def _samples_near(self, sequences: range) -> list[int]:
         """The samples that may hold tokens of these sequences, in rising order: all that do, and a
         few more."""
         order = self.document_index
         starts = self.sample_index[:, 0]
-        places = np.flatnonzero((order >= sequences.start) & (order < sequences.stop))
+        entries = np.flatnonzero((order >= sequences.start) & (order < sequences.stop))
         # Row r reaches from the place where it starts to that where row r + 1 does, whose first
         # token is its last label.
-        first = np.maximum(np.searchsorted(starts, places, side="left") - 1, 0)
-        last = np.searchsorted(starts, places, side="right") - 1
-        wanted = np.zeros(len(starts), bool)
+        first = np.maximum(np.searchsorted(starts, entries, side="left") - 1, 0)
+        last = np.searchsorted(starts, entries, side="right") - 1
+        near = np.zeros(len(starts), bool)
         for low, high in zip(first.tolist(), last.tolist(), strict=True):
-            wanted[low : high + 1] = True
-        return np.flatnonzero(wanted[self.shuffle_index]).tolist()
+            near[low : high + 1] = True
+        return np.flatnonzero(near[self.shuffle_index]).tolist()
 
     def plan_rows(self, size: int | None) -> list[Row]:
         """The row of the data table if `size` samples (None: all) are read."""
@@ -437,23 +437,23 @@ class MockSequences:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `offset .. offset + length` of sequence `index`, int64."""
-        here = int(self.sequence_lengths[index])
-        stop = here if length is None else offset + length
-        if not 0 <= offset <= stop <= here:
+        available = int(self.sequence_lengths[index])
+        stop = available if length is None else offset + length
+        if not 0 <= offset <= stop <= available:
             raise IndexError(
-                f"tokens {offset} .. {stop} of mock sequence {index}, which has {here}"
+                f"tokens {offset} .. {stop} of mock sequence {index}, which has {available}"
             )
         tokens = np.arange(offset + 1, stop + 1, dtype=np.int64) % self.vocab_size
-        if stop == here and stop > offset:
+        if stop == available and stop > offset:
             tokens[-1] = self.eod
         return tokens
 
     def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
         """Sequences one after the other: of the first the tokens from `offset` on, of the last
         those before `end`."""
-        others = len(sequences) - 1
-        starts = [offset, *[0] * others]
-        lengths = [*[None] * others, end - starts[-1]]
+        following = len(sequences) - 1
+        starts = [offset, *[0] * following]
+        lengths = [*[None] * following, end - starts[-1]]
         return np.concatenate([*map(self.get, sequences.tolist(), starts, lengths)])
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ CHECKSUMS = "\nchecksums:\n"
 
 def _with_checksums(description: str, sums: Mapping[str, str]) -> bytes:
     """The content of the file that completes an entry."""
-    lines = "".join(f"{name} {one}\n" for name, one in sorted(sums.items()))
+    lines = "".join(f"{name} {checksum}\n" for name, checksum in sorted(sums.items()))
     return f"{description}{CHECKSUMS}{lines}".encode()
 
 
@@ -160,16 +160,16 @@ class IndexCache:
 
     def _write_array(self, path: str, array: np.ndarray) -> str:
         """Write an array; the checksum of its file."""
-        found = ""
+        checksum = ""
 
         def write(file: BinaryIO) -> None:
-            nonlocal found
+            nonlocal checksum
             np.save(file, array, allow_pickle=False)
             file.flush()
-            found = sum_of_file(file.name)
+            checksum = sum_of_file(file.name)
 
         self._write(path, write)
-        return found
+        return checksum
 
     @staticmethod
     def _write(path: str, write: Callable) -> None:

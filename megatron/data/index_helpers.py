@@ -53,12 +53,12 @@ def shuffle(random: np.random.RandomState, values: np.ndarray) -> None:
     if _cpp is None or len(values) > 1 << 32:
         random.shuffle(values)
         return
-    left = len(values) - 1
-    while left > 0:
+    unshuffled = len(values) - 1
+    while unshuffled > 0:
         state = random.get_state()
-        count = min(RAW_NUMBERS, 2 * left + 64)
-        left, used = _cpp.shuffle(
-            values, left, random.randint(0, 1 << 32, size=count, dtype=np.uint32)
+        count = min(RAW_NUMBERS, 2 * unshuffled + 64)
+        unshuffled, used = _cpp.shuffle(
+            values, unshuffled, random.randint(0, 1 << 32, size=count, dtype=np.uint32)
         )
         if used < count:  # the rest were not drawn
             random.set_state(state)
@@ -121,11 +121,11 @@ def fill_sample_index(
     if last > 0 and (len(ends) == 0 or last * sequence_length >= ends[-1]):
         raise ValueError("the documents have fewer tokens than the samples need")
     rows[0] = 0
-    wanted = np.arange(1, last + 1, dtype=np.int64) * sequence_length
-    place = np.searchsorted(ends, wanted, side="right")
+    first_tokens = np.arange(1, last + 1, dtype=np.int64) * sequence_length
+    document = np.searchsorted(ends, first_tokens, side="right")
     starts = ends - lengths[documents]
-    rows[1:, 0] = place
-    rows[1:, 1] = wanted - starts[place]
+    rows[1:, 0] = document
+    rows[1:, 1] = first_tokens - starts[document]
 
 
 def fill_blending(weights: np.ndarray, dataset_index: np.ndarray, sample_index: np.ndarray) -> None:
@@ -146,17 +146,17 @@ def _fill_greedy(
     dataset_index: np.ndarray,
     sample_index: np.ndarray,
 ) -> None:
-    taken = np.zeros(len(weights))  # float64 counts are exact below 2**53
+    drawn = np.zeros(len(weights))  # float64 counts are exact below 2**53
     lag = np.empty(len(weights))
     if limit is not None:
-        taken[limit <= 0] = np.inf
+        drawn[limit <= 0] = np.inf
     multiply = np.multiply
     subtract = np.subtract
     for i in range(len(dataset_index)):
         multiply(weights, max(i, 1), lag)
-        subtract(lag, taken, lag)
+        subtract(lag, drawn, lag)
         chosen = lag.argmax()
-        count = taken[chosen]
+        count = drawn[chosen]
         dataset_index[i] = chosen
         sample_index[i] = count
-        taken[chosen] = np.inf if limit is not None and count + 1 == limit[chosen] else count + 1
+        drawn[chosen] = np.inf if limit is not None and count + 1 == limit[chosen] else count + 1

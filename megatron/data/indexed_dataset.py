@@ -42,8 +42,8 @@ def bin_path(prefix: str) -> str:
     return f"{prefix}.bin"
 
 
-def _damaged(path: str, what: str) -> ValueError:
-    return ValueError(f"{path}: {what}; {REMEDY} [data-file-damaged]")
+def _damaged(path: str, problem: str) -> ValueError:
+    return ValueError(f"{path}: {problem}; {REMEDY} [data-file-damaged]")
 
 
 def _missing(prefix: str, path: str) -> FileNotFoundError:
@@ -94,8 +94,8 @@ class IndexedDataset:
         self.bin_bytes = os.fstat(self._bin).st_size
         self._check_ends()
         if announce:
-            for what in ("sequence lengths", "sequence pointers", "document indices"):
-                log.info(LOGGER, f"\tExtract the {what}")
+            for arrays in ("sequence lengths", "sequence pointers", "document indices"):
+                log.info(LOGGER, f"\tExtract the {arrays}")
             log.info(LOGGER, f"> total number of sequences: {len(self)}")
             log.info(LOGGER, f"> total number of documents: {self.num_documents}")
 
@@ -125,13 +125,13 @@ class IndexedDataset:
         return np.dtype(DTYPES[code]), sequences, entries
 
     def _read_arrays(self, index: memoryview, sequences: int, entries: int) -> None:
-        at = HEADER.size
-        self.sequence_lengths = np.frombuffer(index, "<i4", count=sequences, offset=at)
+        offset = HEADER.size
+        self.sequence_lengths = np.frombuffer(index, "<i4", count=sequences, offset=offset)
         self.sequence_pointers = np.frombuffer(
-            index, "<i8", count=sequences, offset=at + 4 * sequences
+            index, "<i8", count=sequences, offset=offset + 4 * sequences
         )
         self.document_indices = np.frombuffer(
-            index, "<i8", count=entries, offset=at + 12 * sequences
+            index, "<i8", count=entries, offset=offset + 12 * sequences
         )
 
     def _check_ends(self) -> None:
@@ -144,10 +144,10 @@ class IndexedDataset:
                 self.idx_file,
                 f"its document index does not run from 0 to its {sequences} sequences",
             )
-        at = sequences - 1
-        while at > max(0, sequences - 1024) and self.sequence_lengths[at] == 0:
-            at -= 1
-        end = self._end(at, at + 1)
+        last = sequences - 1
+        while last > max(0, sequences - 1024) and self.sequence_lengths[last] == 0:
+            last -= 1
+        end = self._end(last, last + 1)
         if end < self.bin_bytes:  # sequences may be in any order
             end = max(
                 self._end(first, first + BLOCK) for first in range(0, max(1, sequences), BLOCK)
@@ -187,10 +187,13 @@ class IndexedDataset:
             wrong = (lengths < 0) | (pointers < 0) | (pointers % size != 0)
             wrong |= pointers > self.bin_bytes - lengths * size
             if wrong.any():
-                at = int(wrong.argmax())
-                where = f"sequence {first + at} ({lengths[at]} tokens from byte {pointers[at]})"
+                offset = int(wrong.argmax())
+                subject = (
+                    f"sequence {first + offset} ({lengths[offset]} tokens from byte "
+                    f"{pointers[offset]})"
+                )
                 raise _damaged(
-                    self.idx_file, f"{where} is outside {self.bin_file} ({self.bin_bytes} bytes)"
+                    self.idx_file, f"{subject} is outside {self.bin_file} ({self.bin_bytes} bytes)"
                 )
             ends = end + np.cumsum(lengths) * size
             contiguous &= bool((pointers + lengths * size == ends).all())
@@ -209,11 +212,12 @@ class IndexedDataset:
         ends = starts + self.sequence_lengths[order].astype(np.int64) * self.dtype.itemsize
         wrong = starts[1:] < ends[:-1]
         if wrong.any():
-            at = int(wrong.argmax())
+            position = int(wrong.argmax())
             raise _damaged(
                 self.idx_file,
-                f"its pointers are not the running sum of its lengths: sequence {order[at + 1]} "
-                f"begins at byte {starts[at + 1]}, inside sequence {order[at]}",
+                f"its pointers are not the running sum of its lengths: sequence "
+                f"{order[position + 1]} begins at byte {starts[position + 1]}, inside sequence "
+                f"{order[position]}",
             )
         used = int((ends - starts).sum())
         if used < self.bin_bytes:
@@ -256,17 +260,17 @@ class IndexedDataset:
     def pieces_between(self, first: int, end: int) -> list[Piece]:
         """Tokens `first .. end` of the .bin, document by document; its sequences must be stored one
         after the other."""
-        found = []
+        pieces = []
         size = self.dtype.itemsize
         sequence = bisect_right(self.sequence_pointers, first * size) - 1
         while first < end:
             start = int(self.sequence_pointers[sequence]) // size
             stop = min(end, start + int(self.sequence_lengths[sequence]))
             if stop > first:
-                found.append(self.piece(sequence, first - start, stop - first))
+                pieces.append(self.piece(sequence, first - start, stop - first))
                 first = stop
             sequence += 1
-        return found
+        return pieces
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`),
@@ -278,13 +282,13 @@ class IndexedDataset:
         if not 0 <= index < len(self.sequence_lengths):
             raise IndexError(f"{self.path_prefix}: sequence {index} of {len(self)}")
         check_mapped(self.idx_file, self._index)
-        here = int(self.sequence_lengths[index])
+        available = int(self.sequence_lengths[index])
         if length is None:
-            length = here - offset
-        if offset < 0 or length < 0 or offset + length > here:
+            length = available - offset
+        if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(
                 f"{self.path_prefix}: {length} tokens from {offset} of sequence {index}, which "
-                f"has {here}"
+                f"has {available}"
             )
         start = int(self.sequence_pointers[index]) + offset * self.dtype.itemsize
         if start < 0 or start > self.bin_bytes - length * self.dtype.itemsize:
@@ -331,8 +335,8 @@ class IndexedDataset:
         if end == 0:
             return 0, -1
         step = MANY_BYTES // size
-        parts = (self._read(first * size, min(step, end - first)) for first in range(0, end, step))
-        ranges = [(int(part.min()), int(part.max())) for part in parts]
+        blocks = (self._read(first * size, min(step, end - first)) for first in range(0, end, step))
+        ranges = [(int(block.min()), int(block.max())) for block in blocks]
         return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     @functools.cached_property

@@ -65,10 +65,10 @@ class Ledger:
             raise self._refused(OSError(errno.EINVAL, "not a regular file"))
         head = os.pread(self._file, HEADER.size, 0)
         if head:
-            found = _read_header(path, head)
-            if found != sequence_length:
+            recorded = _read_header(path, head)
+            if recorded != sequence_length:
                 raise ValueError(
-                    f"--data-ledger {path}: is of samples of {found} tokens, --seq-length is "
+                    f"--data-ledger {path}: is of samples of {recorded} tokens, --seq-length is "
                     f"{sequence_length}; give the ledger of this run, or a new file "
                     "[ledger-of-another-sequence-length]"
                 )
@@ -99,15 +99,15 @@ class Ledger:
         os.fsync(self._file)
 
     def _append(self, records: np.ndarray) -> None:
-        at = int(records["iteration"][0]) * RECORD.itemsize
+        offset = int(records["iteration"][0]) * RECORD.itemsize
         if not self._begun:
-            os.ftruncate(self._file, max(HEADER.size, min(at, os.fstat(self._file).st_size)))
+            os.ftruncate(self._file, max(HEADER.size, min(offset, os.fstat(self._file).st_size)))
             self._begun = True
-        self._write(records.tobytes(), at)
+        self._write(records.tobytes(), offset)
 
-    def _write(self, data: bytes, at: int) -> None:
+    def _write(self, data: bytes, offset: int) -> None:
         try:
-            written = os.pwrite(self._file, data, at)
+            written = os.pwrite(self._file, data, offset)
         except OSError as error:
             raise self._refused(error) from error
         if written != len(data):
@@ -147,24 +147,24 @@ def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.nda
         with open_regular(path) as file:
             sequence_length = _read_header(path, file.read(HEADER.size))
             whole = os.fstat(file.fileno()).st_size // RECORD.itemsize
-            wanted = (
+            numbers_read = (
                 range(1, whole)
                 if iterations is None
                 else range(iterations.start, min(iterations.stop, whole))
             )
-            file.seek(wanted.start * RECORD.itemsize)
-            records = np.frombuffer(file.read(len(wanted) * RECORD.itemsize), RECORD)
+            file.seek(numbers_read.start * RECORD.itemsize)
+            records = np.frombuffer(file.read(len(numbers_read) * RECORD.itemsize), RECORD)
     except OSError as error:
         raise ValueError(
             f"--data-ledger {path}: cannot be read ({error.strerror}); check the path "
             "[file-not-readable]"
         ) from error
-    numbers = np.arange(wanted.start, wanted.start + len(records), dtype=np.uint64)
+    numbers = np.arange(numbers_read.start, numbers_read.start + len(records), dtype=np.uint64)
     wrong = (records["iteration"] != 0) & (records["iteration"] != numbers)
     if wrong.any():
-        at = wanted.start + int(wrong.argmax())
+        iteration = numbers_read.start + int(wrong.argmax())
         raise ValueError(
-            f"--data-ledger {path}: holds another iteration where {at} belongs; the file is "
+            f"--data-ledger {path}: holds another iteration where {iteration} belongs; the file is "
             "damaged [ledger-malformed]"
         )
     return sequence_length, records[records["iteration"] != 0]

@@ -37,14 +37,14 @@ def build_in_megatron_order(data: DataConfig, request: DataRequest, rows: list[R
     def make(blends: Blends, sizes: Sequence[int | None]) -> Sequence[EitherDataset | None]:
         builder = _FileBuilder(data, request)
         if isinstance(blends, tuple):
-            found = builder.one_source(members_of(blends), sizes)
+            datasets = builder.one_source(members_of(blends), sizes)
         else:
-            found = builder.one_source_per_split(
+            datasets = builder.one_source_per_split(
                 [blend and members_of(blend) for blend in blends], sizes
             )
-        for dataset, size in zip(found, sizes, strict=True):
+        for dataset, size in zip(datasets, sizes, strict=True):
             rows.extend([] if dataset is None else dataset.plan_rows(size))
-        return found
+        return datasets
 
     return build_splits(data, request, rows, make)
 
@@ -57,57 +57,57 @@ class _FileBuilder(Builder):
     ) -> Sequence[EitherDataset | None]:
         """All splits from the same data, each a part of every corpus."""
         matrix = self.set_split(self.data.split or DEFAULT_SPLIT)
-        wanted = [None if size == 0 else part for part, size in zip(matrix, sizes, strict=True)]
+        parts = [None if size == 0 else bounds for bounds, size in zip(matrix, sizes, strict=True)]
         if len(members) == 1 and members[0].weight is None:
-            return self._alone(members[0], wanted, sizes)
-        return self._blend(members, wanted, sizes)
+            return self._alone(members[0], parts, sizes)
+        return self._blend(members, parts, sizes)
 
     def one_source_per_split(
         self, blends: Sequence[Sequence[Member] | None], sizes: Sequence[int | None]
     ) -> Sequence[EitherDataset | None]:
         """Each split from its own data, all of it."""
-        found: list[EitherDataset | None] = []
+        datasets: list[EitherDataset | None] = []
         for number, (members, size) in enumerate(zip(blends, sizes, strict=True)):
             if members is None or size == 0:
-                found.append(None)
+                datasets.append(None)
                 continue
-            wanted: SplitMatrix = [
-                (0.0, 1.0) if place == number else None for place in range(len(SPLITS))
+            parts: SplitMatrix = [
+                (0.0, 1.0) if split == number else None for split in range(len(SPLITS))
             ]
             splits: Sequence[EitherDataset | None] = (
-                self._alone(members[0], wanted, sizes)
+                self._alone(members[0], parts, sizes)
                 if len(members) == 1
-                else self._blend(members, wanted, sizes)
+                else self._blend(members, parts, sizes)
             )
-            found.append(splits[number])
-        return found
+            datasets.append(splits[number])
+        return datasets
 
     def _alone(
-        self, member: Member, wanted: SplitMatrix, sizes: Sequence[int | None]
+        self, member: Member, parts: SplitMatrix, sizes: Sequence[int | None]
     ) -> tuple[GPTDataset | None, ...]:
         """The wanted splits of one corpus that is no blend."""
         corpus = open_corpus(member.prefix, self.vocab_size)
         cache = self._cache(member.prefix)
         return tuple(
-            None if part is None else self.dataset(GPTDataset, corpus, part, size, name, cache)
-            for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
+            None if bounds is None else self.dataset(GPTDataset, corpus, bounds, size, name, cache)
+            for bounds, size, name in zip(parts, sizes, SPLITS, strict=True)
         )
 
     def _blend(
-        self, members: Sequence[Member], wanted: SplitMatrix, sizes: Sequence[int | None]
+        self, members: Sequence[Member], parts: SplitMatrix, sizes: Sequence[int | None]
     ) -> tuple[BlendedDataset | None, ...]:
         """Blended datasets of the wanted splits."""
         corpora = [open_corpus(member.prefix, self.vocab_size) for member in members]
         return tuple(
-            None if part is None else self._blend_split(members, corpora, part, size, name)
-            for part, size, name in zip(wanted, sizes, SPLITS, strict=True)
+            None if bounds is None else self._blend_split(members, corpora, bounds, size, name)
+            for bounds, size, name in zip(parts, sizes, SPLITS, strict=True)
         )
 
     def _blend_split(
         self,
         members: Sequence[Member],
         corpora: Sequence[TokenSequences],
-        part: tuple[float, float],
+        bounds: tuple[float, float],
         size: int | None,
         name: str,
     ) -> BlendedDataset:
@@ -117,7 +117,7 @@ class _FileBuilder(Builder):
         without, each corpus is built for one epoch and weighs its length, and the blend is no
         longer than all of them together.
         """
-        tokens = [_tokens(corpus, split_range(part, len(corpus))) for corpus in corpora]
+        tokens = [_tokens(corpus, split_range(bounds, len(corpus))) for corpus in corpora]
         numbers = read_in(name, members, tokens, self.sequence_length)
         if len(numbers) < len(members):
             small = len(members) - len(numbers)
@@ -136,7 +136,7 @@ class _FileBuilder(Builder):
             used, built = blend_sizes(weights, number_needed(size, name), surplus)
             size = sum(used)
         datasets = [
-            self.dataset(GPTDataset, corpora[n], part, count, name, self._cache(member.prefix))
+            self.dataset(GPTDataset, corpora[n], bounds, count, name, self._cache(member.prefix))
             for n, member, count in zip(numbers, read, built, strict=True)
         ]
         if weights is None:

@@ -33,11 +33,11 @@ def _order_of(path: str) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         header = file.read(HEADER_BYTES)
-        left = 4 * int.from_bytes(header[18:26], "little")
+        remaining = 4 * int.from_bytes(header[18:26], "little")
         digest.update(header)
-        while left and (block := file.read(min(left, 1 << 24))):
+        while remaining and (block := file.read(min(remaining, 1 << 24))):
             digest.update(block)
-            left -= len(block)
+            remaining -= len(block)
     return digest.hexdigest()
 
 

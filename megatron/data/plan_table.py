@@ -43,14 +43,14 @@ def _of_split(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     total = sum(row.samples for row in rows)
     for row in rows[:SHOWN]:
         yield _cells(row, total)
-    rest = rows[SHOWN:]
-    if rest:
-        documents = sum(row.documents for row in rest)
-        tokens = sum(row.tokens for row in rest)
-        samples = sum(row.samples for row in rest)
-        length = rest[0].sequence_length
-        more = Row(rest[0].split, f"{len(rest)} more", documents, tokens, samples, length)
-        yield _cells(more, total)
+    further = rows[SHOWN:]
+    if further:
+        documents = sum(row.documents for row in further)
+        tokens = sum(row.tokens for row in further)
+        samples = sum(row.samples for row in further)
+        length = further[0].sequence_length
+        summary = Row(further[0].split, f"{len(further)} more", documents, tokens, samples, length)
+        yield _cells(summary, total)
 
 
 def plan_table(rows: Sequence[Row]) -> list[str]:

@@ -72,17 +72,17 @@ class Samples:
 
     def _outside(self, index: int, row: np.ndarray) -> ValueError:
         lines = np.atleast_2d(ids_of(row))
-        line, place = np.argwhere(lines.view(np.uint64) >= self.vocab_size)[0].tolist()
-        at = place
+        line, position = np.argwhere(lines.view(np.uint64) >= self.vocab_size)[0].tolist()
+        offset = position
         for piece in self.dataset.pieces_of(index):
-            if at < piece.length:
+            if offset < piece.length:
                 break
-            at -= piece.length
+            offset -= piece.length
         return ValueError(
-            f"{piece.prefix}.bin: token {piece.offset + at + line} of document {piece.document} "
-            f"is the id {lines[line, place]}, the vocabulary has {self.vocab_size}; give the "
-            "tokenizer it was preprocessed with, or preprocess it again with "
-            "tools/preprocess_data.py"
+            f"{piece.prefix}.bin: token {piece.offset + offset + line} of document "
+            f"{piece.document} is the id {lines[line, position]}, the vocabulary has "
+            f"{self.vocab_size}; give the tokenizer it was preprocessed "
+            "with, or preprocess it again with tools/preprocess_data.py"
         )
 
 

@@ -30,7 +30,7 @@ def _called(member: Any) -> str:
 def shortened(prefixes: Sequence[str]) -> list[str]:
     """Names of prefixes, all different: one that stands twice gets a number."""
     folder = os.path.commonpath([os.path.dirname(os.path.abspath(prefix)) for prefix in prefixes])
-    found: list[str] = []
+    names: list[str] = []
     for prefix in prefixes:
         name = (
             prefix.lstrip("-")
@@ -38,5 +38,5 @@ def shortened(prefixes: Sequence[str]) -> list[str]:
             else os.path.relpath(os.path.abspath(prefix), folder)
         )
         name = name.replace(" ", "_")
-        found.append(f"{name}#{found.count(name) + 1}" if name in found else name)
-    return found
+        names.append(f"{name}#{names.count(name) + 1}" if name in names else name)
+    return names

@@ -53,7 +53,7 @@ def _of_pair(prefix: str) -> float | None:
 
 
 def _mean(weights: Sequence[float], values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
+    sizes = [value for value in values if value is not None]
+    if len(sizes) < len(values):
         return None
-    return sum(weight * value for weight, value in zip(weights, known, strict=True)) / sum(weights)
+    return sum(weight * value for weight, value in zip(weights, sizes, strict=True)) / sum(weights)

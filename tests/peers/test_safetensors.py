@@ -71,7 +71,7 @@ def test_we_read_the_packages(tmp_path, name):
     tensors = tensors_of([name])
     safetensors_torch.save_file(tensors, tmp_path / "x", metadata={"who": "peer"})
     with SafetensorsFile(tmp_path / "x") as file:
-        assert_same({key: file.read(key) for key in file.places}, tensors)
+        assert_same({key: file.read(key) for key in file.locations}, tensors)
         assert file.metadata == {"who": "peer"}
 
 
@@ -87,7 +87,7 @@ def test_mixed_dtypes_and_metadata_both_ways(tmp_path):
     with safetensors.safe_open(tmp_path / "ours", framework="pt") as file:
         assert file.metadata() == {"a": "b"}
     with SafetensorsFile(tmp_path / "theirs") as file:
-        assert_same({key: file.read(key) for key in file.places}, tensors)
+        assert_same({key: file.read(key) for key in file.locations}, tensors)
 
 
 def test_slices_of_a_rank_are_readable_by_the_package_alone(tmp_path):

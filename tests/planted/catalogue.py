@@ -31,7 +31,7 @@ NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
 LOAD = "load_samples(samples, numbers, run.config.data.num_workers)"
-EVERY = "*(one for one in present if keep_every and one % keep_every == 0)}"
+EVERY = "*(iteration for iteration in present if keep_every and iteration % keep_every == 0)}"
 NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype, "
 SKIP = "self._release_gradients()\nreturn StepResult(False, norm, None)"
 
@@ -501,8 +501,8 @@ BUGS = {
     ),
     "proportional draws without rounding": Bug(
         "megatron.data.epoch.proportional_draws.Shares.source",
-        "draw * left + (total >> 1)",
-        "draw * left",
+        "draw * left_weight + (total >> 1)",
+        "draw * left_weight",
         f"{EPOCHS}::test_shares_are_exact_and_every_draw_is_counted_once",
         "campaign",
     ),
@@ -659,7 +659,7 @@ BUGS = {
     # Packed samples.
     "the last token of a row has no label": Bug(
         "megatron.data.packed.packed_dataset.PackedFile.__getitem__",
-        "count + more",
+        "count + with_label",
         "count",
         f"{ROWS}::test_the_worked_example_label_by_label",
         "campaign",

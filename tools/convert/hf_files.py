@@ -93,7 +93,7 @@ class HFFolder:
         for name in names:
             open_shard = self._remote.open if self._remote else self._open_file
             self._files[name] = open_shard(name)
-            for key in self._files[name].places:
+            for key in self._files[name].locations:
                 if key in self._home:
                     raise ConversionError(
                         f"{self.path}: {key} is both in {self._home[key]} and in {name}"
@@ -144,7 +144,7 @@ class HFFolder:
         return {
             key: (DTYPES[place.dtype], place.shape)
             for key, place in (
-                (key, self._files[name].places[key]) for key, name in self._home.items()
+                (key, self._files[name].locations[key]) for key, name in self._home.items()
             )
         }
 

@@ -215,11 +215,13 @@ class TorchFile:
 
     def headers(self) -> dict[str, Header]:
         """Number format and shape by path."""
-        return {key: (DTYPES[place.dtype], place.shape) for key, place in self._file.places.items()}
+        return {
+            key: (DTYPES[place.dtype], place.shape) for key, place in self._file.locations.items()
+        }
 
     def header(self, name: str) -> Header:
         """Number format and shape of one tensor."""
-        place = self._file.places[name]
+        place = self._file.locations[name]
         return DTYPES[place.dtype], place.shape
 
     def read(self, name: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.inference.engine import NewToken
-from tools.serving.worker import Piece
+from tools.serving.worker import TextPiece
 
 Detokenize = Callable[[list[int]], str]
 
@@ -24,7 +24,7 @@ class Answer:
     tokens: list[NewToken] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         """Take what one step brought."""
         self.text += piece.text
         if piece.token is not None:

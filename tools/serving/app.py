@@ -38,7 +38,7 @@ from tools.serving.schemas import (
     parse,
     read_json,
 )
-from tools.serving.worker import Job, Piece, QueueFull, Worker
+from tools.serving.worker import Job, QueueFull, TextPiece, Worker
 
 PAGE = Path(__file__).with_name("chat.html")
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
@@ -207,11 +207,11 @@ async def _answer(
     requests = _requests(served, body, prompts)
     chat = isinstance(body, ChatBody)
     stop = [*body.stop_strings, *(served.chat.stop if chat else ())]
-    pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+    pieces: asyncio.Queue[tuple[int, TextPiece]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def emitter(number: int) -> Any:
-        def emit(piece: Piece) -> None:
+        def emit(piece: TextPiece) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
 
@@ -286,7 +286,7 @@ async def _collect(
     request: Request,
     worker: Worker,
     jobs: list[Job],
-    pieces: asyncio.Queue[tuple[int, Piece]],
+    pieces: asyncio.Queue[tuple[int, TextPiece]],
     answers: list[Answer],
 ) -> None:
     """Wait until every answer is finished, or its client has gone. Raises ApiError."""
@@ -314,7 +314,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _check_piece(piece: Piece) -> None:
+def _check_piece(piece: TextPiece) -> None:
     if piece.finish_reason == "error":
         raise ApiError(500, "the model failed; see the server's log", "server_error")
 
@@ -322,7 +322,7 @@ def _check_piece(piece: Piece) -> None:
 async def _stream(
     worker: Worker,
     jobs: list[Job],
-    pieces: asyncio.Queue[tuple[int, Piece]],
+    pieces: asyncio.Queue[tuple[int, TextPiece]],
     form: Form,
     echo: list[str],
     prompt_tokens: int | None,

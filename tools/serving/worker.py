@@ -20,7 +20,7 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What one step added to an answer: text that can be shown, the token (with log-probabilities
     if asked for), and in the last one why it ended: "stop", "length" or "error"."""
 
@@ -35,7 +35,7 @@ class Job:
 
     request: Request
     stop: Sequence[str]
-    emit: Callable[[Piece], None]
+    emit: Callable[[TextPiece], None]
     stream: TextStream | None = None
     generation: Generation | None = None
     cancelled: bool = False
@@ -123,7 +123,7 @@ class Worker:
                 self._waiting.clear()
                 self._running.clear()
             for job in left:
-                job.emit(Piece("", None, "error"))
+                job.emit(TextPiece("", None, "error"))
 
     def _admit(self) -> bool:
         """Free the rows of cancelled jobs and give free rows to waiting ones; waits while there is
@@ -171,4 +171,4 @@ class Worker:
             with self._changed:
                 del self._running[id(generation)]
             self.counters.finished += 1
-        job.emit(Piece(text, token, reason))
+        job.emit(TextPiece(text, token, reason))

@@ -99,7 +99,7 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
             f"{flag} {path}: must be an object with the keys train, valid, test (some may be "
             "missing) [blend-file-malformed]"
         )
-    found: list[Blend | None] = []
+    split_blends: list[Blend | None] = []
     for name in SPLITS:
         items = blends.get(name)
         if isinstance(items, str):
@@ -111,8 +111,8 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
                 f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of "
                 "them [blend-file-malformed]"
             )
-        found.append(None if items is None else parse_blend(items, f"{flag} {path}, {name}"))
-    return found
+        split_blends.append(None if items is None else parse_blend(items, f"{flag} {path}, {name}"))
+    return split_blends
 
 
 def _read(path: str, flag: str) -> str:
@@ -186,9 +186,9 @@ class BlendedDataset:
             log.info(LOGGER, "Build the BlendedDataset indices")
             return IndexArrays(self._arrays())
         with cache.building("BlendedDataset", self._cache_key()):
-            found = self._load(cache)  # by another process, while this one waited
-            if found is not None:
-                return found
+            indices = self._load(cache)  # by another process, while this one waited
+            if indices is not None:
+                return indices
             log.info(LOGGER, "Build and save the BlendedDataset indices")
             return cache.store("BlendedDataset", self._cache_key(), self._arrays())
 
@@ -203,8 +203,8 @@ class BlendedDataset:
         return json.dumps(self.description, indent=4)
 
     def _check_supply(self, surplus: float) -> None:
-        wanted = np.bincount(self.dataset_index, minlength=len(self.datasets))
-        for dataset, count in zip(self.datasets, wanted.tolist(), strict=True):
+        drawn = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for dataset, count in zip(self.datasets, drawn.tolist(), strict=True):
             if count > len(dataset):
                 raise ValueError(
                     f"--mid-level-dataset-surplus {surplus}: the {self.index_split} blend needs "
@@ -262,15 +262,15 @@ class BlendedDataset:
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
         """See `sample_lookup.Dataset`."""
-        found: dict[int, int] = {}
+        token_counts: dict[int, int] = {}
         for number, dataset in enumerate(self.datasets):
             counts = dataset.samples_showing(prefix, document)
-            places = np.flatnonzero(
+            draws = np.flatnonzero(
                 (self.dataset_index == number) & np.isin(self.dataset_sample_index, list(counts))
             )
-            samples = self.dataset_sample_index[places].tolist()
-            found |= {p: counts[s] for p, s in zip(places.tolist(), samples, strict=True)}
-        return dict(sorted(found.items()))
+            samples = self.dataset_sample_index[draws].tolist()
+            token_counts |= {p: counts[s] for p, s in zip(draws.tolist(), samples, strict=True)}
+        return dict(sorted(token_counts.items()))
 
     def plan_rows(self, size: int | None) -> list[Row]:
         """The rows of the data table if `size` samples (None: all) are read."""

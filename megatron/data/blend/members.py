@@ -41,12 +41,12 @@ def members_of(blend: Blend) -> list[Member]:
             "--data-path epochs: is kept by --data-order epoch only; add it, or give weights "
             "[epochs-need-data-order-epoch]"
         )
-    found = []
+    members = []
     for number, word in enumerate(words):
         prefixes = expand(word)
         weight = None if weights is None else weights[number]
-        found += [Member(prefix, word, number, weight, len(prefixes)) for prefix in prefixes]
-    return found
+        members += [Member(prefix, word, number, weight, len(prefixes)) for prefix in prefixes]
+    return members
 
 
 def read_in(
@@ -58,16 +58,16 @@ def read_in(
     this split are omitted. Raises ValueError where that leaves none. A pair that the user named is
     never omitted.
     """
-    found = [
+    numbers = [
         n for n, member in enumerate(members) if member.pairs == 1 or tokens[n] > sequence_length
     ]
-    words = {members[n].number for n in found}
+    words = {members[n].number for n in numbers}
     for member in members:
         if member.number not in words:
             most = max(
                 count
-                for count, other in zip(tokens, members, strict=True)
-                if other.number == member.number
+                for count, sibling in zip(tokens, members, strict=True)
+                if sibling.number == member.number
             )
             raise ValueError(
                 f"{member.word}: none of its {member.pairs} pairs fills a sample of {split}: "
@@ -75,7 +75,7 @@ def read_in(
                 f"that one has in {split} is {most}; give {split} more data (--split) or lower "
                 "--seq-length [data-too-small]"
             )
-    return found
+    return numbers
 
 
 def weights_of(members: Sequence[Member], tokens: Sequence[int]) -> list[float]:

@@ -21,22 +21,24 @@ def expand(word: str) -> list[str]:
     if os.path.exists(idx_path(word)):
         return [word]
     if os.path.isdir(word):
-        found = [os.path.join(folder, name) for folder, _, names in os.walk(word) for name in names]
-        what = f"{word}: the directory holds no .idx"
+        paths = [os.path.join(folder, name) for folder, _, names in os.walk(word) for name in names]
+        problem = f"{word}: the directory holds no .idx"
     elif glob.has_magic(word):
         stem, suffix = os.path.splitext(word)
         pattern = stem if suffix in (".idx", ".bin") else word
-        found = [*glob.glob(idx_path(pattern), recursive=True), *glob.glob(pattern, recursive=True)]
-        what = f"{word}: no .idx has a name like this"
+        paths = [*glob.glob(idx_path(pattern), recursive=True), *glob.glob(pattern, recursive=True)]
+        problem = f"{word}: no .idx has a name like this"
     else:
         return [word]
     prefixes = sorted(
         {
             path[:-4]
-            for path in found
+            for path in paths
             if path.endswith(".idx") and PARTIAL not in os.path.basename(path)
         }
     )
     if not prefixes:
-        raise FileNotFoundError(f"{what}; make data with tools/preprocess_data.py [data-not-found]")
+        raise FileNotFoundError(
+            f"{problem}; make data with tools/preprocess_data.py [data-not-found]"
+        )
     return prefixes

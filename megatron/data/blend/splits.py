@@ -43,9 +43,9 @@ def parse_split(split: str) -> SplitMatrix:
     ]
 
 
-def split_range(part: tuple[float, float], sequences: int) -> range:
+def split_range(bounds: tuple[float, float], sequences: int) -> range:
     """The sequences of one split: both bounds rounded half to even, as Megatron rounds them."""
-    return range(int(round(part[0] * float(sequences))), int(round(part[1] * float(sequences))))
+    return range(int(round(bounds[0] * float(sequences))), int(round(bounds[1] * float(sequences))))
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

@@ -23,8 +23,8 @@ def template_for(tokenizer: Tokenizer, name: str | None, folder: str | None) -> 
     ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.pad}
     if ids["eos_token"] is None:
         ids["eos_token"] = tokenizer.eod
-    known = {name: by_id[index] for name, index in ids.items() if index in by_id}
-    return find_template(name, folder, known)
+    variables = {name: by_id[index] for name, index in ids.items() if index in by_id}
+    return find_template(name, folder, variables)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ChatEncoder:
         are encoded as ordinary text."""
         literals = self.template.literals
         ids = (self.tokenizer.tokenize_spans(text, ())[0] for text in literals)
-        return [text for text, found in zip(literals, ids, strict=True) if len(found) > 1]
+        return [text for text, encoded in zip(literals, ids, strict=True) if len(encoded) > 1]
 
     @functools.cached_property
     def _control(self) -> list[str]:
@@ -99,11 +99,11 @@ class ChatEncoder:
         if self._forbidden is None:
             return
         parts = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
-        for name, part in [*parts, ("a tool", tools)]:
-            for text in _strings(part):
-                if found := self._forbidden.search(text):
+        for name, value in [*parts, ("a tool", tools)]:
+            for text in _strings(value):
+                if match := self._forbidden.search(text):
                     raise ValueError(
-                        f"{name} contains the special token {found[0]}; remove it, or encode it as "
+                        f"{name} contains the special token {match[0]}; remove it, or encode it as "
                         "that token with --allow-special-tokens"
                     )
 

@@ -34,14 +34,14 @@ def conversation_of(record: object, key: str | None = None) -> list[Message]:
         return checked(record)
     if not isinstance(record, Mapping):
         raise ValueError("is not a JSON object with a conversation, nor a list of messages")
-    found = next((name for name in ([key] if key else KEYS) if name in record), None)
-    if found is None:
+    holder = next((name for name in ([key] if key else KEYS) if name in record), None)
+    if holder is None:
         names = ", ".join(f'"{name[:40]}"' for name in list(record)[:5]) or "none at all"
-        wanted = f'"{key}"' if key else " or ".join(f'"{name}"' for name in KEYS)
-        raise ValueError(f"has no key {wanted} (its keys: {names}; choose with --json-keys)")
-    if not isinstance(record[found], list):
-        raise ValueError(f'"{found}" is not a list of messages')
-    return checked(record[found])
+        expected = f'"{key}"' if key else " or ".join(f'"{name}"' for name in KEYS)
+        raise ValueError(f"has no key {expected} (its keys: {names}; choose with --json-keys)")
+    if not isinstance(record[holder], list):
+        raise ValueError(f'"{holder}" is not a list of messages')
+    return checked(record[holder])
 
 
 def tools_of(record: object, variables: Collection[str] = ()) -> list[dict[str, Any]] | None:
@@ -83,29 +83,29 @@ def _message(number: int, message: object) -> Message:
         raise ValueError(f"message {number} is not a JSON object")
     if "role" in message:
         role = message["role"]
-        found = dict(message)
-        known: Sequence[str] = ROLES
+        result = dict(message)
+        roles: Sequence[str] = ROLES
     elif "from" in message:
         role = message["from"]
-        known = tuple(SHAREGPT)
+        roles = tuple(SHAREGPT)
         name = SHAREGPT.get(role, role) if isinstance(role, str) else role
-        found = {"role": name, "content": message.get("value")}
-        found |= {name: value for name, value in message.items() if name not in ("from", "value")}
+        result = {"role": name, "content": message.get("value")}
+        result |= {name: value for name, value in message.items() if name not in ("from", "value")}
     else:
         raise ValueError(f'message {number} has neither "role" nor "from"')
-    if role not in known:
+    if role not in roles:
         raise ValueError(
-            f"message {number} has the unknown role {str(role)[:40]!r} (known: {', '.join(known)})"
+            f"message {number} has the unknown role {str(role)[:40]!r} (known: {', '.join(roles)})"
         )
-    found["content"] = _text(number, found)
+    result["content"] = _text(number, result)
     # as transformers: null is a missing key, and reasoning has all of its names
-    found = {name: value for name, value in found.items() if value is not None}
-    reasoning = next((found[name] for name in REASONING if name in found), None)
+    result = {name: value for name, value in result.items() if value is not None}
+    reasoning = next((result[name] for name in REASONING if name in result), None)
     if reasoning is not None:
-        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
-    if found.get("weight", 1) not in (0, 1):
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+    if result.get("weight", 1) not in (0, 1):
         raise ValueError(f'"weight" of message {number} is neither 0 nor 1')
-    return found
+    return result
 
 
 def _text(number: int, message: Message) -> str | None:
@@ -115,9 +115,9 @@ def _text(number: int, message: Message) -> str | None:
     if content is None and message.get("tool_calls"):
         return None
     if isinstance(content, list) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+        isinstance(item, Mapping) and isinstance(item.get("text"), str) for item in content
     ):
-        content = "".join(part["text"] for part in content)
+        content = "".join(item["text"] for item in content)
     if not isinstance(content, str):
         raise ValueError(f"the content of message {number} is not text")
     if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):

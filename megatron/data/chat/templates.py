@@ -125,10 +125,10 @@ class ChatTemplate:
             raise ValueError("has no assistant message, so there is nothing to train")
         self.check_written(messages, tools, (*CALLS, REASONING))
         if _MARKED.search(self.source):
-            found = self._between_marks(messages, tools)
+            rendered = self._between_marks(messages, tools)
         else:
-            found = self._derived(messages, tuple(control), tools)
-        return _without_weight_0(found, messages)
+            rendered = self._derived(messages, tuple(control), tools)
+        return _without_weight_0(rendered, messages)
 
     def check_written(
         self,
@@ -161,8 +161,8 @@ class ChatTemplate:
         """The variables that the template reads and nobody gives it here."""
         meta = importlib.import_module("jinja2.meta")
         environment = self._program.environment
-        given = {*GIVEN, START, END, *dict(self.variables), *environment.globals}
-        return frozenset(meta.find_undeclared_variables(environment.parse(self.source)) - given)
+        provided = {*GIVEN, START, END, *dict(self.variables), *environment.globals}
+        return frozenset(meta.find_undeclared_variables(environment.parse(self.source)) - provided)
 
     @functools.cached_property
     def _program(self) -> Any:
@@ -213,10 +213,10 @@ class ChatTemplate:
         parts = re.split(f"(</?{key}>)", self._render(messages, False, tools, marks))
         text = ""
         spans = []
-        for mark, part in zip(["", *parts[1::2]], parts[::2], strict=True):
+        for mark, section in zip(["", *parts[1::2]], parts[::2], strict=True):
             if mark == marks[START]:
-                spans.append((len(text), len(text) + len(part)))
-            text += part
+                spans.append((len(text), len(text) + len(section)))
+            text += section
         alternate = parts[1::2] == [*marks.values()] * (len(parts) // 4)
         if not alternate or not any(first < end for first, end in spans):
             raise ValueError(
@@ -244,8 +244,8 @@ class ChatTemplate:
                 )
             # the same conversation with another content there: what is around it is the template's
             probe = secrets.token_hex(16)
-            other = [*messages[:number], {**message, "content": probe}, *messages[number + 1 :]]
-            before, _, after = self.text(other, tools=tools).partition(probe)
+            probed = [*messages[:number], {**message, "content": probe}, *messages[number + 1 :]]
+            before, _, after = self.text(probed, tools=tools).partition(probe)
             end = ends.search(after)
             if end is None:
                 raise ValueError(
@@ -269,16 +269,16 @@ class ChatTemplate:
         return Rendered(text, tuple(spans))
 
 
-def _without_weight_0(found: Rendered, messages: Sequence[Message]) -> Rendered:
+def _without_weight_0(rendered: Rendered, messages: Sequence[Message]) -> Rendered:
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if all(weights):
-        return found
-    if len(weights) != len(found.spans):
+        return rendered
+    if len(weights) != len(rendered.spans):
         raise ValueError('has a "weight", but not one marked part for each assistant message')
-    kept = tuple(span for span, weight in zip(found.spans, weights, strict=True) if weight)
-    if not kept:
+    spans = tuple(span for span, weight in zip(rendered.spans, weights, strict=True) if weight)
+    if not spans:
         raise ValueError("has no assistant message of weight 1, so there is nothing to train")
-    return Rendered(found.text, kept)
+    return Rendered(rendered.text, spans)
 
 
 def find_template(
@@ -286,7 +286,7 @@ def find_template(
 ) -> ChatTemplate:
     """The template of this name (`BUILT_IN`), of this file, or, for None, the one in the
     tokenizer's `folder`. Raises ValueError with flag and remedy."""
-    known = ", ".join(BUILT_IN)
+    built_in = ", ".join(BUILT_IN)
     if name in BUILT_IN:
         source = BUILT_IN[name]
         missing = [
@@ -300,15 +300,15 @@ def find_template(
                 "choose another template [flag-not-with-tokenizer]"
             )
     elif name is not None:
-        source = _read(Path(name), f"--chat-template {name}", f"; built in are {known}")
+        source = _read(Path(name), f"--chat-template {name}", f"; built in are {built_in}")
     else:
-        found = template_in_folder(Path(folder)) if folder else None
-        if found is None:
+        own_template = template_in_folder(Path(folder)) if folder else None
+        if own_template is None:
             raise ValueError(
                 "--chat-template is missing: the tokenizer has no chat template of its own; give "
-                f"one of {known}, or a file with a Jinja template [flag-missing]"
+                f"one of {built_in}, or a file with a Jinja template [flag-missing]"
             )
-        name, source = found
+        name, source = own_template
     return ChatTemplate(name, source, tuple(sorted(variables.items())))
 
 
@@ -322,23 +322,29 @@ def template_in_folder(folder: Path) -> tuple[str, str] | None:
     if not file.is_file():
         return None
     try:
-        found = parse_json(_read(file, str(file), "")).get("chat_template")
+        template = parse_json(_read(file, str(file), "")).get("chat_template")
     except (json.JSONDecodeError, AttributeError) as error:
         raise ValueError(
             f"{file}: not a JSON object ({error}) [tokenizer-file-malformed]"
         ) from None
-    if isinstance(found, list):
-        by_name = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = by_name.get("default")
-    return (str(file), found) if isinstance(found, str) else None
+    if isinstance(template, list):
+        by_name = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = by_name.get("default")
+    return (str(file), template) if isinstance(template, str) else None
 
 
-def _read(file: Path, what: str, hint: str) -> str:
+def _read(file: Path, subject: str, hint: str) -> str:
     try:
         return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{what}: cannot be read ({reason}){hint} [file-not-readable]") from None
+        raise ValueError(
+            f"{subject}: cannot be read ({reason}){hint} [file-not-readable]"
+        ) from None
 
 
 def _jinja2() -> ModuleType:
@@ -351,7 +357,7 @@ def _jinja2() -> ModuleType:
             f"chat templates: need the package jinja2 ({error}); run: pip install jinja2 "
             "[package-missing]"
         ) from None
-    version = tuple(int(part) for part in re.findall(r"\d+", jinja2.__version__)[:3])
+    version = tuple(int(number) for number in re.findall(r"\d+", jinja2.__version__)[:3])
     if version < JINJA:
         raise ValueError(
             f"chat templates: jinja2 {jinja2.__version__} has known ways out of its sandbox; run: "

@@ -83,13 +83,13 @@ class EpochBuilder:
         """All splits from the same data, each a part of every file."""
         members = self._read(blend[0], parts)  # one for all splits, so that a file is open once
         return [
-            None if part is None or size == 0 else self._split(blend, members, number, size)
-            for number, (part, size) in enumerate(zip(parts, sizes, strict=True))
+            None if bounds is None or size == 0 else self._split(blend, members, number, size)
+            for number, (bounds, size) in enumerate(zip(parts, sizes, strict=True))
         ]
 
     def one_split(self, blend: Blend, number: int, size: int | None) -> EpochBlend:
         """One split from its own data, all of it."""
-        parts = [(0.0, 1.0) if place == number else None for place in range(len(SPLITS))]
+        parts = [(0.0, 1.0) if split == number else None for split in range(len(SPLITS))]
         return self._split(blend, self._read(blend[0], parts), number, size)
 
     def _read(self, words: Sequence[str], parts: SplitMatrix) -> Members:
@@ -128,9 +128,9 @@ class EpochBuilder:
         else:
             size = number_needed(size, split)
             shares = whole_weights(weights)
-        made = self._blend(datasets, shares, size, split, limited=repeats)
-        used = made.shares.taken(made.size - made.since)
-        for dataset, samples in zip(made.datasets, used, strict=True):
+        blended = self._blend(datasets, shares, size, split, limited=repeats)
+        used = blended.shares.taken(blended.size - blended.since)
+        for dataset, samples in zip(blended.datasets, used, strict=True):
             self.rows.append(
                 Row(
                     split,
@@ -141,7 +141,7 @@ class EpochBuilder:
                     self.sequence_length,
                 )
             )
-        return made
+        return blended
 
     def _together(self, members: Members, number: int, size: int | None) -> EpochBlend:
         """Data without weights are one corpus: each is read in proportion to its tokens."""
@@ -150,11 +150,11 @@ class EpochBuilder:
         reader = members.reader
         name = named[0][0] if len(named) == 1 else f"the {len(named)} data sets of --data-path"
         dataset = self._dataset(name, reader, range(len(reader.files)), number)
-        made = self._blend([dataset], [1], dataset.samples() if size is None else size, split)
+        blended = self._blend([dataset], [1], dataset.samples() if size is None else size, split)
         for name, files in named:
             spans = [reader.files[file].spans[number] for file in files]
             tokens = sum(span.tokens for span in spans)
-            samples = made.size * tokens / dataset.tokens
+            samples = blended.size * tokens / dataset.tokens
             self.rows.append(
                 Row(
                     split,
@@ -165,7 +165,7 @@ class EpochBuilder:
                     self.sequence_length,
                 )
             )
-        return made
+        return blended
 
     def _dataset(self, name: str, reader: TokenReader, files: range, number: int) -> EpochDataset:
         return EpochDataset(
@@ -188,7 +188,7 @@ class EpochBuilder:
     ) -> EpochBlend:
         """A mix from its start, or from where the checkpoint left it. A `limited` one ends when
         each data set has given its weight in samples."""
-        since, taken = self._position(datasets, weights) if split == "train" else (0, {})
+        since, given = self._position(datasets, weights) if split == "train" else (0, {})
         available = since + sum(weights)
         if limited:
             if size is not None and size > available:
@@ -199,7 +199,7 @@ class EpochBuilder:
                 )
             size = available
         assert size is not None  # only a limited mix has an end of its own
-        return EpochBlend(datasets, weights, size, since=since, taken=taken)
+        return EpochBlend(datasets, weights, size, since=since, taken=given)
 
     def _position(
         self, datasets: list[EpochDataset], weights: list[int]
@@ -214,19 +214,19 @@ class EpochBuilder:
             return saved["since"], saved["taken"]
         if not before.other_mix:
             return 0, {}
-        known = {order["corpus"]["sha256"]: order for order in saved["datasets"]}
+        saved_orders = {order["corpus"]["sha256"]: order for order in saved["datasets"]}
         for dataset, order in zip(datasets, orders, strict=True):
-            if known.get(dataset.fingerprint, order) != order:
+            if saved_orders.get(dataset.fingerprint, order) != order:
                 raise ValueError(
                     f"--continue-data-mix: {dataset.name} was read with --seq-length and --seed "
-                    f"of {known[dataset.fingerprint]}; another mix can continue only with the "
-                    "same [data-mix-order-differs]"
+                    f"of {saved_orders[dataset.fingerprint]}; another mix can continue only with "
+                    "the same [data-mix-order-differs]"
                 )
         draws = Shares(saved["weights"]).taken(before.consumed - saved["since"])
-        drawn = dict(zip(known, draws, strict=True))
-        taken = saved["taken"]
-        return before.consumed, taken | {
-            name: taken.get(name, 0) + count for name, count in drawn.items()
+        drawn = dict(zip(saved_orders, draws, strict=True))
+        given = saved["taken"]
+        return before.consumed, given | {
+            name: given.get(name, 0) + count for name, count in drawn.items()
         }
 
 
@@ -262,16 +262,16 @@ def _samples(
 ) -> list[float]:
     """How many samples are read under each word, in the epoch order."""
     if isinstance(weights, EpochCounts) and split == "train":
-        there = [
+        available = [
             count * epochs / sequence_length for count, epochs in zip(tokens, weights, strict=True)
         ]
-        if size is not None and size > sum(there):
+        if size is not None and size > sum(available):
             raise ValueError(
-                f"--data-path: the given epochs have {sum(there):.0f} samples of --seq-length "
+                f"--data-path: the given epochs have {sum(available):.0f} samples of --seq-length "
                 f"{sequence_length}, the run reads {size}; raise epochs:, or lower --train-iters "
                 "or --train-samples [epochs-too-few]"
             )
-        return there
+        return available
     if weights is None or isinstance(weights, EpochCounts):
         shares: Sequence[float] = tokens
         needed = sum(tokens) / sequence_length if size is None else size

@@ -105,58 +105,58 @@ class EpochDataset:
     def showing(self, prefix: str, first: int, end: int, samples: int) -> set[int]:
         """Of the first `samples` samples those that hold any of the tokens `first .. end` of
         `prefix`.bin."""
-        found = set()
+        numbers = set()
         length = self.sequence_length
-        for number, place in enumerate(self._numbers):
+        for number, file in enumerate(self._numbers):
             shift = self._ends[number] - self._first[number]
             low = max(first + shift, self._ends[number])
             high = min(end + shift, self._ends[number + 1])
-            if self.reader.files[place].prefix != prefix or low >= high:
+            if self.reader.files[file].prefix != prefix or low >= high:
                 continue
             for turn in range(0, samples * length + self.tokens + 1, self.tokens):
                 for unshuffled in range(
                     max(0, -(-(low + turn) // length) - 1), (high - 1 + turn) // length + 1
                 ):
                     self._turn_to(unshuffled)
-                    found.add(self._begin + self._order.index(unshuffled - self._begin))
-        return {sample for sample in found if sample < samples}
+                    numbers.add(self._begin + self._order.index(unshuffled - self._begin))
+        return {sample for sample in numbers if sample < samples}
 
     def pieces(self, index: int) -> list[Piece]:
         """Where the tokens of sample `index` lie."""
-        found = []
-        at = self.position(index)
-        left = self.sequence_length + 1
-        while left:
-            file = bisect_right(self._ends, at) - 1
-            count = min(left, self._ends[file + 1] - at)
-            found.append(
+        ranges = []
+        position = self.position(index)
+        missing = self.sequence_length + 1
+        while missing:
+            file = bisect_right(self._ends, position) - 1
+            count = min(missing, self._ends[file + 1] - position)
+            ranges.append(
                 (
                     self.reader.files[self._numbers[file]].prefix,
-                    self._first[file] + at - self._ends[file],
+                    self._first[file] + position - self._ends[file],
                     count,
                 )
             )
-            left -= count
-            at = (at + count) % self.tokens
-        return found
+            missing -= count
+            position = (position + count) % self.tokens
+        return ranges
 
     def __getitem__(self, index: int) -> np.ndarray:
-        at = self.position(index)
-        wanted = self.sequence_length + 1
+        position = self.position(index)
+        length = self.sequence_length + 1
         ends = self._ends
-        file = bisect_right(ends, at) - 1
-        start = self._first[file] + at - ends[file]
-        if at + wanted <= ends[file + 1]:
-            return self.reader.read(self._numbers[file], start, wanted).astype(np.int64)
-        tokens = np.empty(wanted, np.int64)
+        file = bisect_right(ends, position) - 1
+        start = self._first[file] + position - ends[file]
+        if position + length <= ends[file + 1]:
+            return self.reader.read(self._numbers[file], start, length).astype(np.int64)
+        tokens = np.empty(length, np.int64)
         filled = 0
-        while filled < wanted:
-            file = bisect_right(ends, at) - 1
-            start = self._first[file] + at - ends[file]
-            count = min(wanted - filled, ends[file + 1] - at)
+        while filled < length:
+            file = bisect_right(ends, position) - 1
+            start = self._first[file] + position - ends[file]
+            count = min(length - filled, ends[file + 1] - position)
             tokens[filled : filled + count] = self.reader.read(self._numbers[file], start, count)
             filled += count
-            at = (at + count) % self.tokens
+            position = (position + count) % self.tokens
         return tokens
 
     def order(self) -> dict[str, object]:
@@ -208,18 +208,18 @@ class EpochBlend:
     def showing(self, prefix: str, first: int, end: int) -> list[int]:
         """The samples that hold any of the tokens `first .. end` of `prefix`.bin, in rising
         order."""
-        found = []
+        numbers = []
         for number, (dataset, before) in enumerate(zip(self.datasets, self._before, strict=True)):
             draws = range(self.size - self.since)
-            given = self.shares.taken(len(draws))[number]
-            for sample in dataset.showing(prefix, first, end, before + given):
+            drawn = self.shares.taken(len(draws))[number]
+            for sample in dataset.showing(prefix, first, end, before + drawn):
                 if sample >= before:
                     count = sample - before + 1
-                    found.append(
+                    numbers.append(
                         self.since
                         + bisect_left(draws, count, key=lambda n: self.shares.taken(n + 1)[number])
                     )  # noqa: B023
-        return sorted(found)
+        return sorted(numbers)
 
     def pieces(self, index: int) -> list[Piece]:
         """Where the tokens of sample `index` lie: (prefix, token number in its .bin, tokens)."""
@@ -266,8 +266,8 @@ class EpochBlend:
         end = int(corpus.sequence_pointers[last]) // size + int(corpus.sequence_lengths[last])
         return {
             sample: sum(
-                max(0, min(at + count, end) - max(at, first))
-                for name, at, count in self.pieces(sample)
+                max(0, min(position + count, end) - max(position, first))
+                for name, position, count in self.pieces(sample)
                 if name == prefix
             )
             for sample in self.showing(prefix, first, end)

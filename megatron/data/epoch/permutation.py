@@ -30,46 +30,46 @@ class Permutation:
     def __init__(self, size: int, *key: int | str) -> None:
         assert size > 0
         self.size = size
-        self._left = math.isqrt(size - 1) + 1
-        self._right = -(-size // self._left)
+        self._rows = math.isqrt(size - 1) + 1
+        self._columns = -(-size // self._rows)
         keys = round_keys(size, *key)
         self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
     def __getitem__(self, index: int) -> int:
         size = self.size
-        left = self._left
-        right = self._right
+        rows = self._rows
+        columns = self._columns
         while True:
-            high, low = divmod(index, right)
+            high, low = divmod(index, columns)
             for even, odd in self._keys:
                 mixed = (low ^ even) * 0x9E3779B97F4A7C15 & MASK
                 high = (
                     high + ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296
-                ) % left
+                ) % rows
                 mixed = (high ^ odd) * 0x94D049BB133111EB & MASK
                 low = (
                     low + ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296
-                ) % right
-            index = high * right + low
+                ) % columns
+            index = high * columns + low
             if index < size:
                 return index
 
     def index(self, value: int) -> int:
         """The i for which p[i] is `value`: the network backwards."""
         size = self.size
-        left = self._left
-        right = self._right
+        rows = self._rows
+        columns = self._columns
         while True:
-            high, low = divmod(value, right)
+            high, low = divmod(value, columns)
             for even, odd in reversed(self._keys):
                 mixed = (high ^ odd) * 0x94D049BB133111EB & MASK
                 low = (
                     low - ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296
-                ) % right
+                ) % columns
                 mixed = (low ^ even) * 0x9E3779B97F4A7C15 & MASK
                 high = (
                     high - ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296
-                ) % left
-            value = high * right + low
+                ) % rows
+            value = high * columns + low
             if value < size:
                 return value

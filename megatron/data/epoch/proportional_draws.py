@@ -38,9 +38,9 @@ class Shares:
         while high - low > 1:
             middle = (low + high) >> 1
             total = ends[high] - ends[low]
-            left = ends[middle] - ends[low]
-            before, rest = divmod(draw * left + (total >> 1), total)
-            if rest + left >= total:
+            left_weight = ends[middle] - ends[low]
+            before, remainder = divmod(draw * left_weight + (total >> 1), total)
+            if remainder + left_weight >= total:
                 high = middle
                 draw = before
             else:
@@ -51,16 +51,16 @@ class Shares:
     def taken(self, draws: int) -> list[int]:
         """How many of the first `draws` draws each source gave."""
         ends = self._ends
-        found = [0] * len(self.weights)
+        counts = [0] * len(self.weights)
         open_nodes = [(0, len(self.weights), draws)]
         while open_nodes:
             low, high, count = open_nodes.pop()
             if high - low == 1:
-                found[low] = count
+                counts[low] = count
                 continue
             middle = (low + high) >> 1
             total = ends[high] - ends[low]
-            left = ends[middle] - ends[low]
-            before = (count * left + (total >> 1)) // total
+            left_weight = ends[middle] - ends[low]
+            before = (count * left_weight + (total >> 1)) // total
             open_nodes += [(low, middle, before), (middle, high, count - before)]
-        return found
+        return counts

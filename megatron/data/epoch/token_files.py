@@ -73,11 +73,11 @@ class ScatteredTokens(ValueError):
     them."""
 
 
-def _odd(prefix: str, what: str) -> ScatteredTokens:
-    """The reader's own message if it finds fault with the pair, else `what`."""
+def _odd(prefix: str, problem: str) -> ScatteredTokens:
+    """The reader's own message if it finds fault with the pair, else `problem`."""
     IndexedDataset(prefix)
     return ScatteredTokens(
-        f"{prefix}: {what}; --data-order epoch reads tokens in place: write the pair again "
+        f"{prefix}: {problem}; --data-order epoch reads tokens in place: write the pair again "
         "with tools/merge_datasets.py, or use --data-order megatron [data-not-contiguous]"
     )
 
@@ -111,12 +111,12 @@ class _Index:
                 "[data-not-token-ids]"
             )
 
-    def _number(self, at: int, size: int) -> int:
+    def _number(self, position: int, size: int) -> int:
         """The signed integer of `size` bytes at byte `at`. Read in blocks: numbers that are asked
         for are neighbours."""
-        number, inside = divmod(at, BLOCK_BYTES)
+        number, inside = divmod(position, BLOCK_BYTES)
         if inside + size > BLOCK_BYTES:
-            return int.from_bytes(os.pread(self._file, size, at), "little", signed=True)
+            return int.from_bytes(os.pread(self._file, size, position), "little", signed=True)
         block = self._blocks.get(number)
         if block is None:
             block = self._blocks[number] = os.pread(self._file, BLOCK_BYTES, number * BLOCK_BYTES)
@@ -185,7 +185,7 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
             raise _odd(
                 prefix, f"its index ends at byte {index.cut(count)}, its .bin at {bin_bytes}"
             )
-        spans = {n: _span(index, part) for n, part in enumerate(parts) if part is not None}
+        spans = {n: _span(index, bounds) for n, bounds in enumerate(parts) if bounds is not None}
         return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
     except OSError as error:
         if error.errno is None:  # has its own message
@@ -195,8 +195,8 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
         os.close(file)
 
 
-def _span(index: _Index, part: tuple[float, float]) -> Span:
-    sequences = split_range(part, index.sequences)
+def _span(index: _Index, bounds: tuple[float, float]) -> Span:
+    sequences = split_range(bounds, index.sequences)
     size = index.dtype.itemsize
     first = index.cut(sequences.start)
     end = index.cut(sequences.stop)

@@ -28,14 +28,14 @@ class TokenReader:
         self.files = list(files)
         self._opened: dict[int, int] = {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = (
+        needed = (
             min(hard, len(self.files) + 4096)
             if hard != resource.RLIM_INFINITY
             else len(self.files) + 4096
         )
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            soft = needed
         self.limit = (
             MAX_OPEN if soft == resource.RLIM_INFINITY else max(16, min(MAX_OPEN, soft // 2))
         )

@@ -117,14 +117,14 @@ def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
     """By name the files of each set: of a folder each directory with .bin files is one,
     called by what its path has beyond the folder that all are in; a prefix or a pattern is
     one."""
-    found: dict[str, list[str]] = {}
+    sets: dict[str, list[str]] = {}
     for word in words:
         if os.path.isdir(word) and not os.path.exists(idx_path(word)):
             for path in token_files(word):
-                found.setdefault(os.path.dirname(path), []).append(path)
+                sets.setdefault(os.path.dirname(path), []).append(path)
         else:
-            found[word] = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
-    return dict(zip(shortened(list(found)), found.values(), strict=True))
+            sets[word] = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
+    return dict(zip(shortened(list(sets)), sets.values(), strict=True))
 
 
 def open_files(
@@ -143,12 +143,12 @@ def open_files(
         if os.path.isdir(word) and not os.path.exists(idx_path(word)):
             names = subset_names(word)
             subsets += names
-            found = [(subset_of(path, word, names), path) for path in token_files(word)]
+            named_files = [(subset_of(path, word, names), path) for path in token_files(word)]
         else:
             paths = [f"{prefix}.bin" for prefix in expand(word.removesuffix(".bin"))]
-            found = [(os.path.basename(path)[:-4], path) for path in paths]
-            subsets += [name for name, _ in found]
-        files += [(subset, _open(path, identity, formats)) for subset, path in found]
+            named_files = [(os.path.basename(path)[:-4], path) for path in paths]
+            subsets += [name for name, _ in named_files]
+        files += [(subset, _open(path, identity, formats)) for subset, path in named_files]
     return list(dict.fromkeys(subsets)), files
 
 
@@ -157,15 +157,15 @@ def _open(
 ) -> SampleFile:
     prefix = path[:-4]
     pair = os.path.exists(idx_path(prefix))
-    for one in formats:
-        second = os.path.exists(path + one.index)
+    for sample_format in formats:
+        second = os.path.exists(path + sample_format.index)
         if pair and second:
             raise ValueError(
-                f"{path}: has {idx_path(prefix)} and {path}{one.index} next to it; remove the one "
-                "that is not its own [packed-format-ambiguous]"
+                f"{path}: has {idx_path(prefix)} and {path}{sample_format.index} next to it; "
+                "remove the one that is not its own [packed-format-ambiguous]"
             )
         if second or (not pair and os.path.exists(path)):
-            return one.open(path)
+            return sample_format.open(path)
     if identity is not None:
         provenance.check(prefix, identity)
     return Documents(prefix)
@@ -185,13 +185,13 @@ def _check_head(file: SampleFile, vocab_size: int) -> None:
 
 def _plan_rows(dataset: PackedDataset, files: Sequence[PackedFile]) -> list[Row]:
     """What a run reads of each subset; its samples are counted in --seq-length tokens."""
-    found = []
+    plan = []
     for number, subset in enumerate(dataset.subsets):
-        mine = [file for file in files if file.subset == number]
-        share = sum(map(len, mine)) * dataset.size * dataset.rule.rows / dataset.rows
-        tokens = sum(file.tokens for file in mine)
-        documents = sum(len(file.order) for file in mine)
-        found.append(
+        own_files = [file for file in files if file.subset == number]
+        share = sum(map(len, own_files)) * dataset.size * dataset.rule.rows / dataset.rows
+        tokens = sum(file.tokens for file in own_files)
+        documents = sum(len(file.order) for file in own_files)
+        plan.append(
             Row(dataset.index_split, subset, documents, tokens, share, dataset.rule.sequence_length)
         )
-    return found
+    return plan

@@ -12,21 +12,21 @@ def token_files(folder: str) -> list[str]:
     """Every .bin file below a folder: directories and files in the order of their names, those of a
     directory before its sub-directories; links are followed. Raises FileNotFoundError if there is
     none."""
-    found = []
+    paths = []
     for path, directories, names in os.walk(folder, followlinks=True):
         directories.sort()
-        found += [
+        paths += [
             os.path.join(path, name)
             for name in sorted(names)
             if name.endswith(".bin") and PARTIAL not in name
         ]
-    if not found:
+    if not paths:
         raise FileNotFoundError(
             f"{folder}: the directory holds no .bin; give a folder with one "
             "directory per subset (FOLDER/SUBSET/X.bin), or a prefix written by "
             "tools/preprocess_data.py [packed-folder-without-data]"
         )
-    return found
+    return paths
 
 
 def subset_names(folder: str) -> list[str]:
@@ -42,18 +42,20 @@ def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
     """Which subset a file below `folder` belongs to: the one whose name a directory on the way has,
     but for z and _ in front. Raises ValueError if that is none, or several."""
     on_the_way = os.path.relpath(path, folder).split(os.sep)[:-1]
-    found = [
-        name for name in names if any(name in (part, part.lstrip("z_")) for part in on_the_way)
+    matching = [
+        name
+        for name in names
+        if any(name in (directory, directory.lstrip("z_")) for directory in on_the_way)
     ]
-    if len(found) != 1:
+    if len(matching) != 1:
         which = (
-            f"belongs to {len(found)} of them ({', '.join(found)})"
-            if found
+            f"belongs to {len(matching)} of them ({', '.join(matching)})"
+            if matching
             else "belongs to none of them"
         )
-        known = ", ".join(names) or "there are none"
+        choice = ", ".join(names) or "there are none"
         raise ValueError(
-            f"{path}: the subsets of {folder} are its directories ({known}), and this "
+            f"{path}: the subsets of {folder} are its directories ({choice}), and this "
             f"file {which}; move it, or rename a directory [packed-subset-unclear]"
         )
-    return found[0]
+    return matching[0]

@@ -88,15 +88,15 @@ class PackedFile:
         self.subset = subset
         self.rule = rule
         lengths = np.asarray(file.lengths)
-        kept = np.flatnonzero(lengths >= rule.min_length)
-        places = np.arange(len(kept))
-        shuffle(np.random.RandomState(SEED), places)
-        self.order = kept[places].astype(np.int32 if len(lengths) < 1 << 31 else np.int64)
+        long_enough = np.flatnonzero(lengths >= rule.min_length)
+        positions = np.arange(len(long_enough))
+        shuffle(np.random.RandomState(SEED), positions)
+        self.order = long_enough[positions].astype(np.int32 if len(lengths) < 1 << 31 else np.int64)
         used = lengths[self.order].astype(np.int64)
         self.ends = np.cumsum(
             np.minimum(used, rule.sequence_length) if rule.mode == "padded" else used
         )
-        self.tokens = int(self.ends[-1]) if len(kept) else 0
+        self.tokens = int(self.ends[-1]) if len(long_enough) else 0
 
     def __len__(self) -> int:
         return (
@@ -112,48 +112,52 @@ class PackedFile:
                 if self.file.lengths[sample] > 0:
                     yield sample, 0, min(int(self.file.lengths[sample]), self.rule.sequence_length)
             return
-        at = row * self.rule.length
+        position = row * self.rule.length
         end = (row + 1) * self.rule.length
-        place = int(np.searchsorted(self.ends, at, side="right"))
-        start = int(self.ends[place - 1]) if place else 0
-        while at < end:
-            stop = int(self.ends[place])
-            if stop > at:  # else the sample is empty
-                yield int(self.order[place]), at - start, min(stop, end) - at
-                at = min(stop, end)
+        number = int(np.searchsorted(self.ends, position, side="right"))
+        start = int(self.ends[number - 1]) if number else 0
+        while position < end:
+            stop = int(self.ends[number])
+            if stop > position:  # else the sample is empty
+                yield int(self.order[number]), position - start, min(stop, end) - position
+                position = min(stop, end)
             start = stop
-            place = place + 1
+            number = number + 1
 
     def showing(self, sample: int) -> dict[int, int]:
         """{row: how many tokens of this sample it holds}."""
-        found: dict[int, int] = {}
-        for place in np.flatnonzero(self.order == sample).tolist():
+        counts: dict[int, int] = {}
+        for number in np.flatnonzero(self.order == sample).tolist():
             if self.rule.mode == "padded":
-                rows: Sequence[int] = [place // self.rule.rows]
+                rows: Sequence[int] = [number // self.rule.rows]
             else:
-                start = int(self.ends[place - 1]) if place else 0
-                end = int(self.ends[place])
+                start = int(self.ends[number - 1]) if number else 0
+                end = int(self.ends[number])
                 rows = range(start // self.rule.length, -(-end // self.rule.length))
             for row in rows:
                 if row < len(self):
-                    found[row] = sum(count for one, _, count in self.parts(row) if one == sample)
-        return found
+                    counts[row] = sum(
+                        count
+                        for other_sample, _, count in self.parts(row)
+                        if other_sample == sample
+                    )
+        return counts
 
     def __getitem__(self, row: int) -> np.ndarray:
         rule = self.rule
         lines = np.zeros((4, rule.length), np.int64)
         lines[SUBSET] = self.subset
-        at = 0
+        position = 0
         for sample, first, count in self.parts(row):
             # the next id is the last label
-            more = rule.mode != "padded" and first + count < self.file.lengths[sample]
-            ids = self.file.read(sample, first, count + more)
-            here = slice(at, at + count)
-            lines[TOKENS, here] = tokens_of(ids[:count])
-            lines[LABELS, at : at + len(ids) - 1] = labels_of(ids[1:])
-            lines[POSITIONS, here] = np.arange(count) % rule.sequence_length
-            at += count
-        lines[POSITIONS, at:] = np.arange(rule.length - at) % rule.sequence_length
+            with_label = rule.mode != "padded" and first + count < self.file.lengths[sample]
+            ids = self.file.read(sample, first, count + with_label)
+            span = slice(position, position + count)
+            lines[TOKENS, span] = tokens_of(ids[:count])
+            lines[LABELS, position : position + len(ids) - 1] = labels_of(ids[1:])
+            lines[POSITIONS, span] = np.arange(count) % rule.sequence_length
+            position += count
+        lines[POSITIONS, position:] = np.arange(rule.length - position) % rule.sequence_length
         if rule.mode == "blocks":
             lines[LABELS, -1] = NO_LABEL
             lines[POSITIONS] = np.arange(rule.length) % rule.sequence_length
@@ -225,10 +229,10 @@ class PackedDataset:
         """(file, row of the file) that row `index` of the run is."""
         if not 0 <= index < self.size:
             raise IndexError(f"{self.index_split} row {index} of {self.size}")
-        epoch, at = divmod(index, self.rows_per_epoch)
-        number = int(self._turn_to(epoch)[at])
-        place = bisect_right(self._ends, number) - 1
-        return self.files[place], number - self._ends[place]
+        epoch, position = divmod(index, self.rows_per_epoch)
+        number = int(self._turn_to(epoch)[position])
+        file_number = bisect_right(self._ends, number) - 1
+        return self.files[file_number], number - self._ends[file_number]
 
     def __getitem__(self, index: int) -> np.ndarray:
         file, row = self.source(index)
@@ -238,8 +242,12 @@ class PackedDataset:
         """See `sample_lookup.Dataset`."""
         file, row = self.source(index)
         return [
-            Piece(file.file.prefix, *part, *(file.file.bytes_of(*part) or (None, None)))
-            for part in file.parts(row)
+            Piece(
+                file.file.prefix,
+                *range_of_sample,
+                *(file.file.bytes_of(*range_of_sample) or (None, None)),
+            )
+            for range_of_sample in file.parts(row)
         ]
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
@@ -256,19 +264,19 @@ class PackedDataset:
         """{row of the run: how many tokens of this sample of `prefix` it holds}, in rising
         order."""
         counts = {
-            self._ends[place] + row: count
-            for place, file in enumerate(self.files)
+            self._ends[file_number] + row: count
+            for file_number, file in enumerate(self.files)
             if file.file.prefix == prefix
             for row, count in file.showing(sample).items()
         }
-        found = {}
+        rows = {}
         for epoch in range(-(-self.size // self.rows_per_epoch)) if counts else ():
             order = self._turn_to(epoch)[: self.rows_per_epoch]
-            for at in np.flatnonzero(np.isin(order, list(counts))).tolist():
-                index = epoch * self.rows_per_epoch + at
-                if index < self.size and counts[int(order[at])]:
-                    found[index] = counts[int(order[at])]
-        return found
+            for position in np.flatnonzero(np.isin(order, list(counts))).tolist():
+                index = epoch * self.rows_per_epoch + position
+                if index < self.size and counts[int(order[position])]:
+                    rows[index] = counts[int(order[position])]
+        return rows
 
     def order(self) -> dict[str, object]:
         """Everything the order of the rows and what is in them depends on, in JSON types."""

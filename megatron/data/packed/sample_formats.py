@@ -46,14 +46,14 @@ class OffersSamples(Protocol):
 
 def formats_of(config: Config) -> tuple[SampleFormat, ...]:
     """Those of all features."""
-    offers = (part for part in vars(config).values() if isinstance(part, OffersSamples))
-    return tuple(one for part in offers for one in part.sample_formats())
+    offers = (group for group in vars(config).values() if isinstance(group, OffersSamples))
+    return tuple(sample_format for group in offers for sample_format in group.sample_formats())
 
 
 def generated_by(config: Config) -> GeneratedSamples | None:
     """What --dummy-data names."""
     name = config.data.dummy_data
-    for part in vars(config).values():
-        if name and isinstance(part, OffersSamples) and (samples := part.generated_samples(name)):
+    for group in vars(config).values():
+        if name and isinstance(group, OffersSamples) and (samples := group.generated_samples(name)):
             return samples
     return None

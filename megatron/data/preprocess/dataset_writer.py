@@ -87,29 +87,29 @@ class IndexedDatasetBuilder:
 
     def add_index(self, path_prefix: str | os.PathLike[str]) -> None:
         """Append all documents of another pair of the same dtype."""
-        other = IndexedDataset(path_prefix)
-        if other.dtype != self.dtype:
+        source = IndexedDataset(path_prefix)
+        if source.dtype != self.dtype:
             raise ValueError(
-                f"{other.path_prefix}: holds {other.dtype.name}, {self.path_prefix} holds "
+                f"{source.path_prefix}: holds {source.dtype.name}, {self.path_prefix} holds "
                 f"{self.dtype.name}; only pairs of one dtype can be merged: preprocess both with "
                 "the same tokenizer [data-dtype-differs]"
             )
-        other.check()
+        source.check()
         shift = len(self._lengths)
-        self._lengths.frombytes(other.sequence_lengths.tobytes())
-        self._documents.frombytes((other.document_indices[1:] + shift).tobytes())
+        self._lengths.frombytes(source.sequence_lengths.tobytes())
+        self._documents.frombytes((source.document_indices[1:] + shift).tobytes())
         self._bin.flush()
-        ends = np.cumsum(other.sequence_lengths, dtype=np.int64) * self.dtype.itemsize
+        ends = np.cumsum(source.sequence_lengths, dtype=np.int64) * self.dtype.itemsize
         if (
-            len(other)
-            and ends[-1] == other.bin_bytes
-            and (other.sequence_pointers[1:] == ends[:-1]).all()
+            len(source)
+            and ends[-1] == source.bin_bytes
+            and (source.sequence_pointers[1:] == ends[:-1]).all()
         ):
-            with open(other.bin_file, "rb") as source:
-                shutil.copyfileobj(source, self._bin, 16 << 20)
+            with open(source.bin_file, "rb") as bin_file:
+                shutil.copyfileobj(bin_file, self._bin, 16 << 20)
         else:  # sequences out of order or with gaps: legal in the format, never written by us
-            for index in range(len(other)):
-                self._bin.write(other[index].tobytes())
+            for index in range(len(source)):
+                self._bin.write(source[index].tobytes())
 
     def finalize(self) -> None:
         """Write the index, make both files durable, and give them their final names."""
@@ -121,12 +121,12 @@ class IndexedDatasetBuilder:
             file.write(
                 HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents))
             )
-            for part, dtype in (
+            for array_of_index, dtype in (
                 (lengths, "<i4"),
                 (pointers, "<i8"),
                 (np.asarray(self._documents), "<i8"),
             ):
-                file.write(part.astype(dtype, copy=False).tobytes())
+                file.write(array_of_index.astype(dtype, copy=False).tobytes())
             file.flush()
             os.fsync(file.fileno())
         self._bin.flush()

@@ -138,7 +138,7 @@ class Encoder:
                 "(" + "|".join(map(re.escape, self._tokenizer.special)) + ")"
             )
         self._files = [[os.open(path, os.O_WRONLY) for path in parts] for parts in paths]
-        self._kept: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
+        self._pending: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
 
     def encode(self, block: Block) -> Encoded:
         """Tokenize a block. A bad line is noted and skipped, also one at which the tokenizer fails;
@@ -170,14 +170,14 @@ class Encoder:
                 if texts is None:
                     blank += 1
                     continue
-                found = [self._encode_one(texts.pop(0)) for _ in keys]
+                documents = [self._encode_one(texts.pop(0)) for _ in keys]
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
                 continue
             except BaseException as error:
                 bad.append((lines - 1, f"the tokenizer fails ({failure(error)})"))
                 continue
-            for key, (sequences, text_size) in enumerate(found):
+            for key, (sequences, text_size) in enumerate(documents):
                 text_bytes[key] += text_size
                 counts[key].append(len(sequences))
                 lengths[key] += map(len, sequences)
@@ -193,32 +193,32 @@ class Encoder:
             [np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)
         ]
         encoded = Encoded(small[0], small[1], text_bytes, lines, size, bad, blank, empty)
-        self._kept[block.number] = (encoded, ids)
+        self._pending[block.number] = (encoded, ids)
         return encoded
 
     def write(self, order: Order) -> None:
         """Write the ids of a block where the order says. Raises OSError."""
-        encoded, ids = self._kept.pop(order.number)
+        encoded, ids = self._pending.pop(order.number)
         for key, offsets in enumerate(order.offsets):
             if len(offsets) == 1 or not ids[key]:
                 _write_at(self._files[key][0], ids[key], offsets[0])
                 continue
             flat = np.concatenate(ids[key])
             for part, offset in enumerate(offsets):
-                mine = flat[encoded.share(key, order.first, part, len(offsets))[2]]
-                _write_at(self._files[key][part], [mine], offset)
+                share = flat[encoded.share(key, order.first, part, len(offsets))[2]]
+                _write_at(self._files[key][part], [share], offset)
 
     def close(self) -> None:
         """Close the files."""
         for file in [file for parts in self._files for file in parts]:
             os.close(file)
 
-    def _encode_one(self, found: list[Any]) -> tuple[list[np.ndarray], int]:
+    def _encode_one(self, document: list[Any]) -> tuple[list[np.ndarray], int]:
         """The sequences of a document (its texts, or the messages and tools of a conversation), and
         the UTF-8 bytes that texts or messages have."""
         if self._chat is None:
-            return self._sequences(found)
-        messages, tools = found
+            return self._sequences(document)
+        messages, tools = document
         ids, trained = self._chat.encode(messages, tools)
         size = sum(_utf8_bytes(message.get("content", "")) for message in messages)
         return [mark(ids, trained)], size
@@ -230,23 +230,23 @@ class Encoder:
         tokenizer = self._tokenizer
         if job.language is not None:
             texts = [
-                part
+                sentence
                 for text in texts
-                for part in sentences.split(text, job.language, job.keep_newlines)
+                for sentence in sentences.split(text, job.language, job.keep_newlines)
             ]
         if self._special is None:
-            found = tokenizer.tokenize_batch(texts, self._dtype)
+            encoded = tokenizer.tokenize_batch(texts, self._dtype)
             size = sum(map(_utf8_bytes, texts))
         else:
             parts = [self._special.split(text) for text in texts]
-            found = [self._with_special(some) for some in parts]
+            encoded = [self._with_special(some) for some in parts]
             size = sum(_utf8_bytes(text) for some in parts for text in some[::2])
-        if any(len(ids) >= LONGEST for ids in found):
+        if any(len(ids) >= LONGEST for ids in encoded):
             raise ValueError(
                 f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it "
                 "in parts"
             )
-        return [ids for ids in found if len(ids)], size
+        return [ids for ids in encoded if len(ids)], size
 
     def _with_special(self, parts: Sequence[str]) -> np.ndarray:
         """The ids of text and special tokens, which alternate."""
@@ -265,13 +265,13 @@ def _utf8_bytes(text: str) -> int:
 def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
     """Write arrays one after the other to a place in a file; they are not copied together first."""
     for first in range(0, len(arrays), TOGETHER):
-        some = [array.data for array in arrays[first : first + TOGETHER]]
-        written = os.pwritev(file, some, offset)
-        size = sum(view.nbytes for view in some)
+        views = [array.data for array in arrays[first : first + TOGETHER]]
+        written = os.pwritev(file, views, offset)
+        size = sum(view.nbytes for view in views)
         # a disk filled up, or more than 2 GB
-        left = memoryview(b"".join(some))[written:] if written < size else b""
-        while left:
-            left = left[os.pwrite(file, left, offset + size - len(left)) :]
+        unwritten = memoryview(b"".join(views))[written:] if written < size else b""
+        while unwritten:
+            unwritten = unwritten[os.pwrite(file, unwritten, offset + size - len(unwritten)) :]
         offset += size
 
 
@@ -342,17 +342,17 @@ def _lines(
     data = block.content()
     start = 0
     end = data.find(b"\n")
-    rest = [memoryview(data)]  # views: a line is not copied
+    remaining = [memoryview(data)]  # views: a line is not copied
     while 0 <= end < len(data) - 1:
-        yield functools.partial(read, rest[0][start:end]), end + 1 - start
+        yield functools.partial(read, remaining[0][start:end]), end + 1 - start
         start = end + 1
         end = data.find(b"\n", end + 1)
     if data:
-        rest[0] = rest[0][start : end if end >= 0 else len(data)]
-        size = len(rest[0]) + 1
+        remaining[0] = remaining[0][start : end if end >= 0 else len(data)]
+        size = len(remaining[0]) + 1
         # the last line alone holds it now, and goes when it is read: a document may be large
         del data
-        yield functools.partial(read if size <= RECORD_BYTES else too_long, rest.pop()), size
+        yield functools.partial(read if size <= RECORD_BYTES else too_long, remaining.pop()), size
 
 
 def _line_texts(line: memoryview, keys: Sequence[str]) -> list[list[str]] | None:

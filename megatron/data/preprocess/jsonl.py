@@ -65,7 +65,7 @@ def bounded_record_of(line: bytes | memoryview) -> object:
     if len(line) > MOST_VALUES:
         text = bytes(line)
         if sum(map(text.count, (b",", b"[", b"{"))) > MOST_VALUES:  # also those in strings
-            marks = (found for found in _STRING_OR_MARK.finditer(text) if found.lastindex)
+            marks = (match for match in _STRING_OR_MARK.finditer(text) if match.lastindex)
             if next(itertools.islice(marks, MOST_VALUES, None), None):
                 raise ValueError(f"holds more than {MOST_VALUES} values; cut it in parts")
         del text
@@ -102,8 +102,8 @@ def record_of(line: bytes | memoryview) -> object:
 def texts_under(record: Mapping[str, Any], key: str) -> list[str]:
     """The texts under one key of a record. Raises ValueError saying what is wrong."""
     if key not in record:
-        others = ", ".join(f'"{name[:40]}"' for name in list(record)[:5]) or "none at all"
-        raise ValueError(f'has no key "{key}" (its keys: {others}; choose with --json-keys)')
+        keys = ", ".join(f'"{name[:40]}"' for name in list(record)[:5]) or "none at all"
+        raise ValueError(f'has no key "{key}" (its keys: {keys}; choose with --json-keys)')
     value = record[key]
     if isinstance(value, str):
         return [value]

@@ -30,7 +30,7 @@ PACKED = {
 PARQUET = b"PAR1"
 
 
-class Place(NamedTuple):
+class InputPosition(NamedTuple):
     """Where in the input something begins: number of the file, byte of its unpacked text (parquet:
     row), line from 1."""
 
@@ -109,7 +109,7 @@ class Reader:
         self._txt_lines = txt_lines
         self._optional = optional
 
-    def blocks(self, place: Place, opened: Callable[[str], object]) -> Iterator[Block]:
+    def blocks(self, position: InputPosition, opened: Callable[[str], object]) -> Iterator[Block]:
         """All blocks in order; `opened` is called with each file's name. An empty file gives one
         block without bytes. None has more than BLOCK_BYTES + RECORD_BYTES.
 
@@ -117,10 +117,10 @@ class Reader:
         end.
         """
         number = 0
-        done = sum(os.path.getsize(file) for file in self._files[: place.file])
-        for index in range(place.file, len(self._files)):
+        done = sum(os.path.getsize(file) for file in self._files[: position.file])
+        for index in range(position.file, len(self._files)):
             name = self._files[index]
-            begin = end = place.offset if index == place.file else 0
+            begin = end = position.offset if index == position.file else 0
             opened(name)
             try:
                 with open(name, "rb") as raw:
@@ -251,25 +251,25 @@ def _skip(stream: io.BufferedIOBase, count: int) -> None:
 def _skip_record(stream: io.BufferedIOBase, kind: str) -> int:
     """Pass by the rest of a text, or of a line; its bytes."""
     count = 0
-    part = b""
-    while not part.endswith(b"\n") or kind == "text":
-        part = stream.read(SCAN) if kind == "text" else stream.readline(SCAN)
-        if not part:
+    chunk = b""
+    while not chunk.endswith(b"\n") or kind == "text":
+        chunk = stream.read(SCAN) if kind == "text" else stream.readline(SCAN)
+        if not chunk:
             break
-        count += len(part)
+        count += len(chunk)
     return count
 
 
-def _line_end(raw: io.BufferedReader, at: int, size: int) -> int:
+def _line_end(raw: io.BufferedReader, position: int, size: int) -> int:
     """The end of the line that holds the byte before `at`."""
-    at -= 1
-    while at < size:
-        raw.seek(at)
-        part = raw.read(SCAN)
-        found = part.find(b"\n")
-        if found >= 0:
-            return at + found + 1
-        at += len(part)
+    position -= 1
+    while position < size:
+        raw.seek(position)
+        chunk = raw.read(SCAN)
+        index = chunk.find(b"\n")
+        if index >= 0:
+            return position + index + 1
+        position += len(chunk)
     return size
 
 
@@ -279,13 +279,15 @@ def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
     files: list[str] = []
     problems: list[str] = []
     for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        if not found:
+        matches = (
+            [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        )
+        if not matches:
             problems.append(
                 f"--input {pattern}: no such file (looked in {os.getcwd()}); give a .jsonl file "
                 "or a glob [file-not-readable]"
             )
-        for file in found:
+        for file in matches:
             if os.path.isdir(file):
                 if file == pattern:
                     problems.append(

@@ -32,7 +32,7 @@ from megatron.checksums import table_sum
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
-from megatron.data.preprocess.readers import Block, Place
+from megatron.data.preprocess.readers import Block, InputPosition
 from megatron.data.tokenizers.metadata import json_path
 from megatron.small_files import read_json
 
@@ -52,18 +52,18 @@ class BadRecords:
         self.count = count
         self._allowed = allowed
 
-    def add(self, file: str, line: int, what: str) -> str:
+    def add(self, file: str, line: int, problem: str) -> str:
         """What the side file says of it; raises ValueError if it is one too many."""
         self.count += 1
         if self.count > self._allowed:
             raise ValueError(
-                f"{file}, line {line}: {what}; fix it, or skip bad records with --max-bad-records "
-                f"(now {self._allowed}) [bad-record]"
+                f"{file}, line {line}: {problem}; fix it, or skip bad records with "
+                f"--max-bad-records (now {self._allowed}) [bad-record]"
             )
         if self.count <= SHOWN:
-            more = "; further ones only in the side file" if self.count == SHOWN else ""
-            print(f"skipped {file}, line {line}: {what}{more}", file=sys.stderr, flush=True)
-        return json.dumps({"file": file, "line": line, "what": what}, ensure_ascii=False) + "\n"
+            suffix = "; further ones only in the side file" if self.count == SHOWN else ""
+            print(f"skipped {file}, line {line}: {problem}{suffix}", file=sys.stderr, flush=True)
+        return json.dumps({"file": file, "line": line, "what": problem}, ensure_ascii=False) + "\n"
 
 
 class Busy(Exception):
@@ -91,7 +91,7 @@ def _read_summed(path: str) -> dict[str, Any]:
 class Unfinished:
     """The work on the pairs PREFIX_KEY_LEVEL. Raises Busy and OSError.
 
-    `place`: where reading resumes. Counts, over all runs: `documents`, `blank` lines, `empty`
+    `position`: where reading resumes. Counts, over all runs: `documents`, `blank` lines, `empty`
     texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
     there was something to resume; `discarded`: why it was not resumed. `finishing`:
     whether only names are left to be given. Work that is not `lasting` is removed however it ends.
@@ -111,7 +111,7 @@ class Unfinished:
         self.dtype = dtype
         self._parts = parts
         self.bad_path = f"{prefix}.bad_records.jsonl"
-        self.place = Place()
+        self.position = InputPosition()
         self.discarded = ""
         self._noted = time.monotonic()
         self.documents = self.blank = self.empty = self.bad = self.done = 0
@@ -159,13 +159,13 @@ class Unfinished:
 
     def first_line(self, block: Block) -> int:
         """The number of the first line of a block, whose predecessors have their places."""
-        return self.place.line if self.place.file == block.file else 1
+        return self.position.line if self.position.file == block.file else 1
 
     def take(self, block: Block, encoded: Encoded, bad: BadRecords) -> Order:
         """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a
         bad line too many."""
         first_line = self.first_line(block)
-        lines = [bad.add(block.name, first_line + line, what) for line, what in encoded.bad]
+        lines = [bad.add(block.name, first_line + line, problem) for line, problem in encoded.bad]
         assert self._bad_file is not None
         self._bad_size += self._bad_file.write("".join(lines).encode(errors="backslashreplace"))
         offsets = []
@@ -185,7 +185,7 @@ class Unfinished:
         self.empty += encoded.empty
         self.done += encoded.bytes
         self.bad = bad.count
-        self.place = Place(block.file, max(block.end, 1), first_line + encoded.lines)
+        self.position = InputPosition(block.file, max(block.end, 1), first_line + encoded.lines)
         self._behind[block.number] = self._state()
         return order
 
@@ -263,14 +263,14 @@ class Unfinished:
             # what is buffered may not fit on a full disk; the file is closed then too
             with contextlib.suppress(OSError):
                 file.close()
-        if os.path.exists(f"{self.folder}/lock") and not (self._lasting and self.kept):
+        if os.path.exists(f"{self.folder}/lock") and not (self._lasting and self.can_resume):
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
         with contextlib.suppress(OSError):  # that of a finished job, on NFS
             os.rmdir(self.folder)
 
     @property
-    def kept(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether there is something that a later run can resume."""
         return os.path.exists(f"{self.folder}/state.json")
 
@@ -283,7 +283,7 @@ class Unfinished:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "place": list(self.place),
+            "place": list(self.position),
             "documents": self.documents,
             "blank": self.blank,
             "empty": self.empty,
@@ -320,7 +320,7 @@ class Unfinished:
         if not state["finishing"] and not self._all_there(state):
             self.discarded = "files are missing or too short"
             return False
-        self.place = Place(*state["place"])
+        self.position = InputPosition(*state["place"])
         for name in ("documents", "blank", "empty", "bad", "done", "tokens", "text_bytes"):
             setattr(self, name, state[name])
         self._sizes = state["sizes"]
@@ -337,11 +337,11 @@ class Unfinished:
             for kind, size in zip(KINDS, sizes, strict=True)
         }
         try:
-            found = {path: os.lstat(path) for path in expected}
+            status = {path: os.lstat(path) for path in expected}
         except OSError:
             return False
         return all(
-            stat.S_ISREG(found[path].st_mode) and found[path].st_size >= size
+            stat.S_ISREG(status[path].st_mode) and status[path].st_size >= size
             for path, size in expected.items()
         )
 
@@ -397,13 +397,13 @@ def _write_starts(file: io.BufferedWriter, path: str, unit: int) -> int:
 
 def _append(source: str, target: str) -> None:
     """Append a file to another; the system does it, where it can without reading."""
-    with open(source, "rb", 0) as taken, open(target, "r+b", 0) as grown:
+    with open(source, "rb", 0) as added, open(target, "r+b", 0) as grown:
         grown.seek(0, os.SEEK_END)
         copy = getattr(os, "copy_file_range", None)
         with contextlib.suppress(OSError):  # between some file systems it cannot
-            while copy and copy(taken.fileno(), grown.fileno(), COPY):
+            while copy and copy(added.fileno(), grown.fileno(), COPY):
                 pass
-        shutil.copyfileobj(taken, grown, 16 << 20)
+        shutil.copyfileobj(added, grown, 16 << 20)
 
 
 def _sync(path: str) -> None:

@@ -36,15 +36,15 @@ def problems(language: str) -> list[str]:
 def split(text: str, language: str, keep_newlines: bool) -> list[str]:
     """The sentences of a text, without the white space between them or, with `keep_newlines`, each
     with what follows it."""
-    found = []
+    sentences = []
     for start in range(0, len(text), PIECE):
-        piece = text[start : start + PIECE]
-        spans = list(_splitter(language).span_tokenize(piece))
+        section = text[start : start + PIECE]
+        spans = list(_splitter(language).span_tokenize(section))
         if keep_newlines and spans:
-            begins = [0, *(begin for begin, _ in spans[1:]), len(piece)]
+            begins = [0, *(begin for begin, _ in spans[1:]), len(section)]
             spans = list(itertools.pairwise(begins))
-        found += [piece[begin:end] for begin, end in spans]
-    return found
+        sentences += [section[begin:end] for begin, end in spans]
+    return sentences
 
 
 @functools.cache

@@ -11,27 +11,27 @@ from multiprocessing import connection
 SECONDS = 60
 
 
-def try_first(work: Callable[[], object], what: str, seconds: float = SECONDS) -> None:
+def try_first(work: Callable[[], object], subject: str, seconds: float = SECONDS) -> None:
     """Do `work` in a process of its own: nothing can end it in this one while native code holds
-    Python's lock. Raises ValueError, about `what`, if it fails or is not done in time."""
+    Python's lock. Raises ValueError, about `subject`, if it fails or is not done in time."""
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(work, there), daemon=True)
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(work, sending), daemon=True)
     process.start()
-    there.close()
+    sending.close()
     reason = f"has not finished its first text in {seconds:.0f} s"
     try:
-        if here.poll(seconds):
-            reason = here.recv()
+        if receiving.poll(seconds):
+            reason = receiving.recv()
     except EOFError:
         process.join()
         reason = f"ends the process at its first text (exit code {process.exitcode})"
     finally:
         process.kill()
         process.join()
-        here.close()
+        receiving.close()
     if reason:
-        raise ValueError(f"{what}: {reason}; give another one [tokenizer-fails]")
+        raise ValueError(f"{subject}: {reason}; give another one [tokenizer-fails]")
 
 
 def _try(work: Callable[[], object], pipe: connection.Connection) -> None:

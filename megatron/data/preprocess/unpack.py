@@ -52,10 +52,10 @@ class _Pieces(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """The next bytes; raises what the iterator raises."""
         while not self._out:
-            piece = next(self._pieces, None)
-            if piece is None:
+            chunk = next(self._pieces, None)
+            if chunk is None:
                 return 0
-            self._out = memoryview(piece)
+            self._out = memoryview(chunk)
         count = min(len(buffer), len(self._out))
         buffer[:count] = self._out[:count]
         self._out = self._out[count:]
@@ -104,8 +104,8 @@ def _zstd_frame(
     descriptor = _exactly(raw, 1)
     flags = descriptor[0]
     single = flags >> 5 & 1
-    rest = 1 - single + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
-    feed = magic + descriptor + _exactly(raw, rest)
+    header_bytes = 1 - single + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+    feed = magic + descriptor + _exactly(raw, header_bytes)
     wide = zstandard.get_frame_parameters(feed).window_size > WINDOW
     frame = machine.decompressobj()
     blocks = 0
@@ -121,13 +121,13 @@ def _zstd_frame(
         feed += _exactly(raw, 4 if last and flags & 4 else 0)  # checksum
         blocks += 1
         if last or blocks % 8 == 0:
-            piece = frame.decompress(feed)
+            unpacked_bytes = frame.decompress(feed)
             packed += len(feed)
-            size += len(piece)
+            size += len(unpacked_bytes)
             # 2 GB with zstd --long=31, which take memory as they fill: text is not so alike
             if wide and size > WINDOW + 64 * packed:
                 raise _takes_memory(raw.name)
-            yield piece
+            yield unpacked_bytes
             feed = b""
     if not frame.eof:
         raise EOFError("a frame does not end where it says")
@@ -170,7 +170,7 @@ class ParquetRows:
         values of each key. As many as ROWS_BYTES hold, or one; of a row of more than `longest`
         bytes None."""
         with self._explained():
-            for at, batch in self._batches(start):
+            for first, batch in self._batches(start):
                 values = None
                 if batch.num_rows > 1 or batch.nbytes <= longest:
                     values = [
@@ -179,7 +179,7 @@ class ParquetRows:
                         else [None] * batch.num_rows
                         for key in self._keys
                     ]
-                yield at, at + batch.num_rows, values
+                yield first, first + batch.num_rows, values
 
     def _batches(self, start: int) -> Iterator[tuple[int, Any]]:
         """Rows that need too much memory together are read one by one, from the first of their
@@ -191,16 +191,16 @@ class ParquetRows:
             rows = ROWS
             while start < after:
                 try:
-                    for at, batch in self._group(group, before, start, rows):
-                        yield at, batch
-                        start = at + batch.num_rows
+                    for first, batch in self._group(group, before, start, rows):
+                        yield first, batch
+                        start = first + batch.num_rows
                     start = after
                 except MemoryError:
                     if rows == 1:
                         raise _takes_memory(f"{self._name}, row {start + 1}") from None
                     rows = 1
 
-    def _group(self, group: int, at: int, start: int, rows: int) -> Iterator[tuple[int, Any]]:
+    def _group(self, group: int, position: int, start: int, rows: int) -> Iterator[tuple[int, Any]]:
         batches = self._file.iter_batches(
             rows, row_groups=[group], columns=self._columns, use_threads=False
         )
@@ -209,11 +209,11 @@ class ParquetRows:
                 batch = next(batches, None)
             if batch is None:
                 return
-            at += batch.num_rows
-            batch = batch.slice(max(start - at + batch.num_rows, 0))
+            position += batch.num_rows
+            batch = batch.slice(max(start - position + batch.num_rows, 0))
             step = max(1, batch.num_rows if batch.nbytes <= ROWS_BYTES else 1)
             for first in range(0, batch.num_rows, step):
-                yield at - batch.num_rows + first, batch.slice(first, step)
+                yield position - batch.num_rows + first, batch.slice(first, step)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -228,12 +228,12 @@ class ParquetRows:
 
 
 @contextlib.contextmanager
-def _at_most(more: int) -> Iterator[None]:
+def _at_most(allowed: int) -> Iterator[None]:
     """Within it this process gets MemoryError where it asks for so many bytes more than it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     try:
         with open("/proc/self/statm", "rb") as file:
-            most = int(file.read(100).split()[5]) * resource.getpagesize() + more
+            most = int(file.read(100).split()[5]) * resource.getpagesize() + allowed
     except OSError:  # not Linux
         most = soft
     if soft == resource.RLIM_INFINITY or most < soft:
@@ -244,9 +244,9 @@ def _at_most(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _takes_memory(where: str) -> ValueError:
+def _takes_memory(subject: str) -> ValueError:
     return ValueError(
-        f"{where}: unpacking it takes more than {MEMORY >> 20} MiB of memory; write the file "
+        f"{subject}: unpacking it takes more than {MEMORY >> 20} MiB of memory; write the file "
         "again: xz and zstd without a larger window than usual, parquet in smaller row groups "
         "[unpacking-takes-memory]"
     )

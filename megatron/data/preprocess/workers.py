@@ -30,7 +30,7 @@ AHEAD = 64
 BYTES_PER_SECOND = 100_000  # of a record, for which it has more time
 TICK = 1.0  # seconds between two looks at a record that holds up the others
 
-Place = Callable[[Block, Encoded], Order]
+Placing = Callable[[Block, Encoded], Order]
 
 
 def encode_all(
@@ -38,14 +38,14 @@ def encode_all(
     paths: Sequence[Sequence[str]],
     blocks: Iterable[Block],
     workers: int,
-    place: Place,
+    placing: Placing,
     first_line: Callable[[Block], int],
     seconds: float = SECONDS,
 ) -> Generator[tuple[Block, Encoded], None, None]:
     """Each block with what became of it, in order, once its ids are in the files; by `workers`
     processes.
 
-    `place` is called for the blocks in order and says where the ids go; `first_line` is that of a
+    `placing` is called for the blocks in order and says where the ids go; `first_line` is that of a
     block whose predecessors have been placed. Raises ValueError if a worker dies, or is not done
     with a record within `seconds` (one more for each BYTES_PER_SECOND), and what reading, encoding
     and writing raise. However it is left, no worker outlives it.
@@ -55,10 +55,10 @@ def encode_all(
     try:
         for _ in range(workers):
             team.append(_Worker(job, paths))
-        yield from _work(team, iter(blocks), place, flying, seconds)
+        yield from _work(team, iter(blocks), placing, flying, seconds)
     except WorkerDied as death:
-        where = _where(death.worker, flying, first_line)
-        raise ValueError(death.message(workers, where)) from None
+        record_name = _record_of(death.worker, flying, first_line)
+        raise ValueError(death.message(workers, record_name)) from None
     finally:
         for worker in team:
             worker.process.kill()
@@ -66,7 +66,9 @@ def encode_all(
             worker.process.join()
 
 
-def _where(worker: _Worker, flying: Iterable[_Ticket], first_line: Callable[[Block], int]) -> str:
+def _record_of(
+    worker: _Worker, flying: Iterable[_Ticket], first_line: Callable[[Block], int]
+) -> str:
     """The record at which a worker is."""
     number, record, _ = worker.mark.tolist()
     waiting = [ticket.block for ticket in flying if ticket.encoded is None]
@@ -93,7 +95,7 @@ class _Ticket:
 def _work(  # noqa: C901
     team: Sequence[_Worker],
     blocks: Iterator[Block],
-    place: Place,
+    placing: Placing,
     flying: deque[_Ticket],
     seconds: float,
 ) -> Iterator[tuple[Block, Encoded]]:
@@ -127,7 +129,7 @@ def _work(  # noqa: C901
                 clock.look(ticket.worker)
                 break
             if not ticket.placed:
-                ticket.worker.orders.append(place(ticket.block, ticket.encoded))
+                ticket.worker.orders.append(placing(ticket.block, ticket.encoded))
                 ticket.placed = True
         while flying and flying[0].written:
             done = flying.popleft()
@@ -165,19 +167,20 @@ class WorkerDied(Exception):
         self.worker = worker
         self.seconds = seconds
 
-    def message(self, workers: int, where: str) -> str:
-        """For the user; `where` is a record, or empty."""
+    def message(self, workers: int, record_name: str) -> str:
+        """For the user; `record_name` may be empty."""
         if self.seconds:
             return (
-                f"{where}: the tokenizer or the chat template has not finished this record in "
-                f"{self.seconds:.0f} s; remove the record, use another tokenizer or template, or "
-                "raise --record-timeout [record-timeout]"
+                f"{record_name}: the tokenizer or the chat template has not finished this "
+                f"record in {self.seconds:.0f} s; remove the record, use another tokenizer or "
+                "template, or raise --record-timeout [record-timeout]"
             )
         self.worker.process.join(10)
         code = self.worker.process.exitcode or 0
+        signal_name = f" by signal {-code}" if code < 0 else ""
+        at_record = f" at {record_name}" if record_name else ""
         return (
-            f"--workers {workers}: a worker process was killed"
-            f"{f' by signal {-code}' if code < 0 else ''}{f' at {where}' if where else ''}, most "
+            f"--workers {workers}: a worker process was killed{signal_name}{at_record}, most "
             "often for want of memory; use fewer workers [worker-killed]"
         )
 
@@ -198,12 +201,12 @@ class _Worker:
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, child_end = context.Pipe()
         self.mark = memoryview(mmap.mmap(-1, 3 * 8)).cast("q")  # shared; see `Encoder`
-        arguments = (theirs, self.job, self.paths, self.mark, os.getpid())
+        arguments = (child_end, self.job, self.paths, self.mark, os.getpid())
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
-        theirs.close()
+        child_end.close()
 
     def send(self, block: Block | None) -> None:
         """Have the orders carried out and then the block, if any, encoded. Raises WorkerDied."""
@@ -218,13 +221,13 @@ class _Worker:
         """The answer: number and what became of the block, numbers of the blocks written. Raises
         what was raised there."""
         try:
-            found = self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied(self) from None
-        if isinstance(found, Exception):
-            raise found
+        if isinstance(answer, Exception):
+            raise answer
         self.weights.popleft()
-        return found
+        return answer
 
 
 def _serve(
@@ -247,15 +250,15 @@ def _serve(
             for order in orders:
                 encoder.write(order)
             encoded = encoder.encode(block) if block else None
-            found: Any = (
+            answer: Any = (
                 block.number if block else -1,
                 encoded,
                 [order.number for order in orders],
             )
         except Exception as error:
-            found = error
+            answer = error
         try:
-            pipe.send(found)
+            pipe.send(answer)
         except OSError:  # nobody is there any more
             return
 

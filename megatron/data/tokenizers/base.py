@@ -78,11 +78,13 @@ class Tokenizer(abc.ABC):
         inside: list[bool] = []
         borders = [0, *(border for span in spans for border in span), len(text)]
         for number, (first, end) in enumerate(itertools.pairwise(borders)):
-            for place, part in enumerate(self._control_pattern.split(text[first:end])):
-                if not part:
+            for position, section in enumerate(self._control_pattern.split(text[first:end])):
+                if not section:
                     continue
-                found = [self.control[part]] if place % 2 else self.encode_inside(part)
-                ids += [int(index) for index in found]
+                section_ids = (
+                    [self.control[section]] if position % 2 else self.encode_inside(section)
+                )
+                ids += [int(index) for index in section_ids]
             inside += [number % 2 == 1] * (len(ids) - len(inside))
         return np.asarray(ids, np.int64), np.asarray(inside, bool)
 

@@ -56,7 +56,7 @@ class GPT2BPETokenizer(Tokenizer):
         self._merges = merges
         # gigatoken needs an id for each product and byte
         whole = not unknown and vocabulary.keys() >= set(gpt2_bpe.byte_alphabet())
-        self._asked = engine if whole else "tiktoken"
+        self._preferred = engine if whole else "tiktoken"
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
@@ -85,7 +85,7 @@ class GPT2BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def _engine(self) -> tuple[str, Callable[[str], Ids]]:
-        if self._asked != "tiktoken":
+        if self._preferred != "tiktoken":
             expected = gigatoken.GPT2_PROBE
             if not self._published:
                 expected = gigatoken.digest_of_probe(self._tiktoken.encode_by_cuts)
@@ -124,9 +124,9 @@ class _Tiktoken:
 
     def _encoder(self, pattern: str) -> Callable[[str], list[int]]:
         encoding = library("tiktoken", "GPT2BPETokenizer").Encoding
-        made = encoding("gpt2", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
+        engine = encoding("gpt2", pat_str=pattern, mergeable_ranks=self._ranks, special_tokens={})
         # encode_to_numpy looks for special pieces: slower, although it spares a list
-        return made.encode_ordinary
+        return engine.encode_ordinary
 
     @functools.cached_property
     def _by_pattern(self) -> Callable[[str], list[int]]:
@@ -224,11 +224,11 @@ def tiktoken_patterns() -> dict[str, str]:
     lower = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     lead = r"[^\r\n\p{L}\p{N}]?"
     digit = r"\p{N}"
-    rest = r"\s+(?!\S)|\s+"
+    blanks = r"\s+(?!\S)|\s+"
     return {
-        "v1": rf"{lead}+\p{{L}}+|{digit}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{rest}",
+        "v1": rf"{lead}+\p{{L}}+|{digit}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{blanks}",
         "v2": rf"{lead}[{upper}]*[{lower}]+|{lead}[{upper}]+[{lower}]*|{digit}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{rest}",
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{blanks}",
     }
 
 
@@ -360,12 +360,12 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._with_offsets is None:
             return super().tokenize_spans(text, spans)
         check_unicode(text)
-        found = self._with_offsets(text)
-        starts, ends = np.asarray(found.offsets, np.int64).reshape(-1, 2).T
+        encoding = self._with_offsets(text)
+        starts, ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
         inside = np.zeros(len(starts), bool)
         for first, end in spans:
             inside |= (starts < end) & (np.maximum(ends, starts + 1) > first)
-        return np.asarray(found.ids, np.int64), inside
+        return np.asarray(encoding.ids, np.int64), inside
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name."""

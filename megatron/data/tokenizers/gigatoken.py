@@ -55,11 +55,11 @@ def engine(
     make = library("gigatoken.gigatoken_rs", "GPT2BPETokenizer").load_hf_json
     try:
         encode = make(_as_json(vocabulary, merges)).encode
-        found = digest_of_probe(encode)
+        digest = digest_of_probe(encode)
     except (TypeError, ValueError, RuntimeError) as error:
         log.warn_once(f"gigatoken does not take these vocabulary files ({error}); tiktoken is used")
         return None
-    if found != expected:
+    if digest != expected:
         log.warn_once("gigatoken gives other ids than the vocabulary files; tiktoken is used")
         return None
     smallest = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
@@ -70,10 +70,10 @@ def engine(
         # an id for each byte; the rest stays untouched
         ids = np.empty(len(text) * (1 if text.isascii() else 4), smallest)
         count = 0
-        for piece in pieces(text):
-            found = encode(piece)
-            ids[count : count + len(found)] = found
-            count += len(found)
+        for chunk in pieces(text):
+            chunk_ids = encode(chunk)
+            ids[count : count + len(chunk_ids)] = chunk_ids
+            count += len(chunk_ids)
         return ids[:count]
 
     return encode_in_pieces

@@ -48,11 +48,13 @@ def _prints(byte: int) -> bool:
 
 
 @functools.cache
-def _newer_characters(known: int) -> np.ndarray:
+def _newer_characters(first_unknown: int) -> np.ndarray:
     """bool [0x110000]: characters that this Python's Unicode tables do not know, and all from
     `known` on."""
     newer = np.ones(0x110000, dtype=bool)
-    newer[:known] = list(map("Cn".__eq__, map(unicodedata.category, map(chr, range(known)))))
+    newer[:first_unknown] = list(
+        map("Cn".__eq__, map(unicodedata.category, map(chr, range(first_unknown))))
+    )
     return newer
 
 
@@ -219,8 +221,8 @@ def _meet(halves: np.ndarray) -> np.ndarray:
             np.where(left_is_newer, right, left_half[right]),
         )
         key = left * size + right
-        place = np.searchsorted(keys, key).clip(max=len(keys) - 1)
-        joined = np.where(keys[place] == key, by_key[place] + 256, end)
+        index = np.searchsorted(keys, key).clip(max=len(keys) - 1)
+        joined = np.where(keys[index] == key, by_key[index] + 256, end)
         apart = (joined < end) & (joined <= begin) & ~bytes_both
         meet[merge[apart]] = False
         going = ~(apart | bytes_both)

@@ -16,8 +16,8 @@ def joined_counts(prefixes: Sequence[str]) -> dict[str, int]:
         return {}
     tokens, text_bytes = (sum(column) for column in zip(*sizes, strict=True))
     counts: list[Any] = [(note(prefix) or {}).get("trained_tokens") for prefix in prefixes]
-    more = {} if None in counts else {"trained_tokens": sum(counts)}
-    return {"tokens": tokens, TEXT_BYTES: text_bytes, **more}
+    trained = {} if None in counts else {"trained_tokens": sum(counts)}
+    return {"tokens": tokens, TEXT_BYTES: text_bytes, **trained}
 
 
 def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
@@ -26,22 +26,22 @@ def common_maker(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
     Plain numbers (NullTokenizer) fit any other.
     """
-    found: tuple[str, dict[str, Any]] | None = None
+    first: tuple[str, dict[str, Any]] | None = None
     for prefix in prefixes:
         made_by = maker(prefix)
-        if made_by is None or found and made_by["class"] == NULL:
+        if made_by is None or first and made_by["class"] == NULL:
             continue
         if (
-            found
-            and NULL != found[1]["class"]
-            and made_by["fingerprint"] != found[1]["fingerprint"]
+            first
+            and NULL != first[1]["class"]
+            and made_by["fingerprint"] != first[1]["fingerprint"]
         ):
             raise ValueError(
                 f"{prefix}: was made by {made_by['class']} (fingerprint "
-                f"{made_by['fingerprint'][:12]}), {found[0]} by {found[1]['class']} "
-                f"({found[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both "
+                f"{made_by['fingerprint'][:12]}), {first[0]} by {first[1]['class']} "
+                f"({first[1]['fingerprint'][:12]}), so their ids mean other text; tokenize both "
                 "with one vocabulary (if you know that both give the same ids, remove "
                 f"{json_path(prefix)}) [data-of-another-tokenizer]"
             )
-        found = prefix, made_by
-    return found[1] if found else None
+        first = prefix, made_by
+    return first[1] if first else None

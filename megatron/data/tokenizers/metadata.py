@@ -56,9 +56,9 @@ def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, 
 def text_size(path_prefix: str) -> tuple[int, int] | None:
     """(tokens, bytes of UTF-8 text that they stand for) of a pair; None where its file does not say
     (written by an older version, or by another program). Raises ValueError as `maker` does."""
-    said = note(path_prefix) or {}
-    tokens = said.get("tokens")
-    text_bytes = said.get(TEXT_BYTES)
+    record = note(path_prefix) or {}
+    tokens = record.get("tokens")
+    text_bytes = record.get(TEXT_BYTES)
     if type(tokens) is int and tokens > 0 and type(text_bytes) is int and text_bytes > 0:
         return tokens, text_bytes
     return None
@@ -70,8 +70,8 @@ def maker(path_prefix: str) -> dict[str, Any] | None:
 
     Raises ValueError if its file cannot be understood.
     """
-    said = note(path_prefix)
-    return said.get("tokenizer") if said else None
+    record = note(path_prefix)
+    return record.get("tokenizer") if record else None
 
 
 def sealed(table: Mapping[str, Any]) -> str:
@@ -99,20 +99,20 @@ def note(path_prefix: str, verify: bool = True) -> dict[str, Any] | None:
     if not os.path.exists(path):
         return None
     try:
-        said = read_json(path)
-        if not isinstance(said, dict):
+        record = read_json(path)
+        if not isinstance(record, dict):
             raise TypeError("no JSON object")
         if verify:
-            _check_seal(said)
-        if "tokenizer" in said or FILES not in said:
-            _ = said["tokenizer"]["class"], said["tokenizer"]["fingerprint"]
+            _check_seal(record)
+        if "tokenizer" in record or FILES not in record:
+            _ = record["tokenizer"]["class"], record["tokenizer"]["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path}: does not say which tokenizer made {path_prefix}.bin "
             f"({type(error).__name__}: {error}); run tools/preprocess_data.py again, or remove "
             "the file [tokenizer-record-malformed]"
         ) from None
-    return said
+    return record
 
 
 def check(path_prefix: str, identity: Mapping[str, Any]) -> None:

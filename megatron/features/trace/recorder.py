@@ -93,7 +93,7 @@ class TraceError(ValueError):
     """What would stall or break a step on a GPU, in one line with its place in the code."""
 
 
-class Place(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of the suite's or the user's code."""
 
     file: str
@@ -109,7 +109,7 @@ class Kept(NamedTuple):
 
     nbytes: int
     operation: str
-    place: Place
+    place: SourceLine
 
 
 class _Started(NamedTuple):
@@ -117,7 +117,7 @@ class _Started(NamedTuple):
 
     handle: Any
     operation: str
-    place: Place
+    place: SourceLine
     storage: int
     span: tuple[int, int]
     phase: str
@@ -130,7 +130,7 @@ class _Piece(NamedTuple):
     kind: str
     nbytes: int
     operation: str
-    place: Place
+    place: SourceLine
     in_step: bool
 
 
@@ -186,7 +186,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         self.flops: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
         self.messages: list[Message] = []
-        self.reductions: list[tuple[Message, Place]] = []
+        self.reductions: list[tuple[Message, SourceLine]] = []
         self.activations = 0
         self.copies_to_device = 0
         self.timeline = Timeline()
@@ -388,7 +388,7 @@ class StepRecorder(TorchDispatchMode, Timers):
             self.at_peak = dict(self.live)
             self.peak_place = f"{self._spans[-1]}: {name} in {place}"
 
-    def _check_width(self, name: str, tensor: torch.Tensor, place: Place) -> None:
+    def _check_width(self, name: str, tensor: torch.Tensor, place: SourceLine) -> None:
         file = Path(place.file).name
         if (
             tensor.dtype != torch.float64
@@ -444,15 +444,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _place() -> Place:
+def _place() -> SourceLine:
     """The innermost line of megatron/ (or of the program) that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith((HERE, "<")) and "/torch/" not in path and "/python3" not in path:
-            return Place(_below_the_top(path), frame.f_lineno, frame.f_code.co_name)
+            return SourceLine(_below_the_top(path), frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
-    return Place("torch", 0, "unknown")
+    return SourceLine("torch", 0, "unknown")
 
 
 def _below_the_top(path: str) -> str:

@@ -15,7 +15,7 @@ from megatron.checkpoint import file_transfer, local_copies, store
 from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.file_transfer import Route
 from megatron.checkpoint.filesystem import DISK, CheckpointError
-from megatron.checkpoint.local_copies import LocalSave, part
+from megatron.checkpoint.local_copies import LocalSave, part_folder
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import broadcast_object, gather_objects
@@ -123,10 +123,10 @@ class LocalCopies:
 
         def make() -> None:
             for rank in self._partners:
-                DISK.make_root(part(folder, rank, self._rank))
+                DISK.make_root(part_folder(folder, rank, self._rank))
 
         self._or_none(lambda: self._together(make))
-        return part(folder, self._rank, self._rank)
+        return part_folder(folder, self._rank, self._rank)
 
     def commit(self, pending: PendingSave, write: Callable[[], None]) -> None:
         self._or_none(lambda: self._write(pending, write))
@@ -169,9 +169,9 @@ class LocalCopies:
         for step in range(1, count):
             to = self._partners[(place + step) % count]
             source = self._partners[(place - step) % count]
-            mirror = part(folder, source, self._rank)
+            mirror = part_folder(folder, source, self._rank)
             file_transfer.exchange(
-                Route(part(folder, self._rank, self._rank), to, group),
+                Route(part_folder(folder, self._rank, self._rank), to, group),
                 Route(mirror, source, group),
             )
             DISK.fsync_directory(mirror)
@@ -209,7 +209,7 @@ class LocalCandidate(Candidate):
     newest: LocalSave
     places: dict[int, list[tuple[int, str]]]
 
-    def open(self) -> local_copies.Part:
+    def open(self) -> local_copies.RankCheckpoint:
         """This rank's part, fetched from another rank if it is missing or damaged here; all ranks
         call this. Raises CheckpointError on all ranks if no good copy of some part exists."""
         me = self.run.runtime.rank
@@ -263,7 +263,7 @@ class LocalCandidate(Candidate):
     def _own(self) -> Path:
         """Where this rank's own part belongs."""
         me = self.run.runtime.rank
-        return part(self.newest.folder(node_directory(self.run.config.checkpoint)), me, me)
+        return part_folder(self.newest.folder(node_directory(self.run.config.checkpoint)), me, me)
 
     def _fetch(self, chosen: dict[int, tuple[int, str]], fetched: dict[int, int]) -> None:
         """Send parts to the ranks that lack them."""

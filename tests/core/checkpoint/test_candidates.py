@@ -10,9 +10,11 @@ from tests.core.checkpoint.saves import assert_good, save
 from tests.problems import assert_problem, raises
 
 
-def steps(path, step=None, more=()):
+def steps(path, step=None, snapshot_roots=()):
     """(run directory's name, iteration) of what is tried."""
-    return [(one.path.rpartition("/")[2], one.step) for one in candidates(path, step, more)[0]]
+    return [
+        (one.path.rpartition("/")[2], one.step) for one in candidates(path, step, snapshot_roots)[0]
+    ]
 
 
 def test_from_the_trackers_down(tmp_path):
@@ -40,7 +42,7 @@ def test_a_damaged_or_missing_tracker_names_the_newest(tmp_path):
     assert [one.step for one in found] == [20, 10]
     assert_problem(problem, "checkpoint-tracker-missing", str(tmp_path / store.TRACKER), 20)
     # of a slot it was removed first: the rest is what an interrupted removal left
-    assert candidates(tmp_path / "run", more=[tmp_path]) == ([], [])
+    assert candidates(tmp_path / "run", snapshot_roots=[tmp_path]) == ([], [])
     (tmp_path / store.TRACKER).write_bytes(b"\xb20")
     found, problems = candidates(tmp_path)
     assert [one.step for one in found] == [20, 10] and "not an iteration" in problems[0]
@@ -63,9 +65,9 @@ def test_snapshots_take_their_turn(tmp_path):
         save(retention.free_slot(folder, iteration), iteration)
     slots = retention.slots(folder)
     assert [retention.newest_in(slot) for slot in slots] == [23, 18]
-    assert steps(root, more=slots) == [("0", 23), ("run", 20), ("1", 18), ("run", 10)]
+    assert steps(root, snapshot_roots=slots) == [("0", 23), ("run", 20), ("1", 18), ("run", 10)]
     assert steps(root, 20, slots) == [("run", 20)]
-    assert steps(tmp_path / "none", more=slots) == [("0", 23), ("1", 18)], (
+    assert steps(tmp_path / "none", snapshot_roots=slots) == [("0", 23), ("1", 18)], (
         "killed before the first checkpoint"
     )
 

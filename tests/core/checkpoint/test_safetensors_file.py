@@ -58,12 +58,12 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     }
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     with SafetensorsFile(tmp_path / "x") as file:
-        assert file.metadata == {"format": "pt"} and file.places.keys() == tensors.keys()
+        assert file.metadata == {"format": "pt"} and file.locations.keys() == tensors.keys()
         assert file.bytes == written.bytes == (tmp_path / "x").stat().st_size
         assert file.header_crc32 == written.header_crc32
         for key, tensor in tensors.items():
             assert same_bits(file.read(key), tensor), key
-            place = file.places[key]
+            place = file.locations[key]
             assert place.start % max(1, tensor.dtype.itemsize) == 0, f"{key} is not aligned"
             assert written.sums[key] == block_sums(bytes_of(tensor))
 
@@ -191,7 +191,7 @@ def read_checked(path, written) -> None:
     with SafetensorsFile(path) as file:
         if (file.bytes, file.header_crc32) != (written.bytes, written.header_crc32):
             raise CheckpointError(f"{path}: header")
-        for key, place in file.places.items():
+        for key, place in file.locations.items():
             file.read_into(
                 key, memoryview(bytearray(place.stop - place.start)), 0, written.sums[key]
             )
@@ -331,4 +331,4 @@ def test_a_wrong_declaration_is_our_own_mistake(tmp_path):
 def test_no_tensors_at_all(tmp_path):
     write_file(tmp_path / "x", [], metadata={"k": "v"})
     with SafetensorsFile(tmp_path / "x") as file:
-        assert file.places == {} and file.metadata == {"k": "v"}
+        assert file.locations == {} and file.metadata == {"k": "v"}

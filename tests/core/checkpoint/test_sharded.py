@@ -183,7 +183,7 @@ def test_the_file_is_plain_safetensors_with_readable_keys(tmp_path):
     ]
     write(tmp_path, "weights_00000.safetensors", slices, 7)
     with safetensors_file.SafetensorsFile(tmp_path / "weights_00000.safetensors") as file:
-        assert sorted(file.places) == ["b", "w[0:2,0:3]", "w[2:4,0:3]"]
+        assert sorted(file.locations) == ["b", "w[0:2,0:3]", "w[2:4,0:3]"]
         assert torch.equal(file.read("w[2:4,0:3]"), tensor[2:])
 
 

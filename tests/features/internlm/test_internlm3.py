@@ -128,7 +128,7 @@ def write(folder: Path, weights: Weights, table: dict) -> None:
 
 def same_tensors(folder: Path, weights: Weights) -> None:
     with SafetensorsFile(folder / "model.safetensors") as file:
-        assert file.places.keys() == weights.keys()
+        assert file.locations.keys() == weights.keys()
         assert all(torch.equal(file.read(name), value) for name, value in weights.items())
 
 

@@ -22,7 +22,7 @@ from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools.features.spikes import program as spikes
 from tools.features.spikes import replay as spike_replay
 from tools.features.spikes.replay import Replayed, state_before, verdict
-from tools.features.spikes.suspects import Place, neighbours, places
+from tools.features.spikes.suspects import BatchRow, neighbours, places
 from tools.shared.run_data import Reading, open_run
 
 ITERATIONS = 6
@@ -272,7 +272,7 @@ def test_what_stands_out_and_whether_another_state_finds_it_too():
 
     def told(other: float | None) -> str:
         return verdict(
-            Replayed(9, Place(1, 0, 0), 12.0, other), None if other is None else usual, 50
+            Replayed(9, BatchRow(1, 0, 0), 12.0, other), None if other is None else usual, 50
         )
 
     assert told(12.0).startswith("data: at iteration 50 it stands out too (12.00, ")

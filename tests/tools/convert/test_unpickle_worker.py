@@ -31,7 +31,7 @@ def read(path: Path, *prefixes: str) -> tuple[dict[str, torch.Tensor], dict]:
     folder = path.parent
     worker.read(path, folder / "t.safetensors", folder / "v.json", list(prefixes or ("",)))
     with SafetensorsFile(folder / "t.safetensors") as file:
-        return {name: file.read(name) for name in file.places}, json.loads(
+        return {name: file.read(name) for name in file.locations}, json.loads(
             (folder / "v.json").read_text()
         )
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.data.preprocess import readers as inputs
 from megatron.data.preprocess import unpack
-from megatron.data.preprocess.readers import Block, Place, Reader
+from megatron.data.preprocess.readers import Block, InputPosition, Reader
 from tests import problems
 
 
@@ -51,8 +51,10 @@ def lines_of(seed: int, count: int = 300) -> bytes:
     return b"\n".join([*lines, b"end"])
 
 
-def read(files: list[str], place: Place | None = None, **flags: bool) -> list[Block]:
-    return list(Reader(files, ("text",), **flags).blocks(place or Place(), lambda name: None))
+def read(files: list[str], position: InputPosition | None = None, **flags: bool) -> list[Block]:
+    return list(
+        Reader(files, ("text",), **flags).blocks(position or InputPosition(), lambda name: None)
+    )
 
 
 ZST = partial(pytest.param, marks=pytest.mark.peers)
@@ -78,7 +80,7 @@ def test_blocks_are_whole_lines_wherever_reading_begins(tmp_path: Path, suffix: 
     assert blocks[-1].read == sum(Path(file).stat().st_size for file in files)
     for done in range(1, len(blocks)):
         last = blocks[done - 1]
-        rest = read(files, Place(last.file, max(last.end, 1)))
+        rest = read(files, InputPosition(last.file, max(last.end, 1)))
         assert [(b.file, b.start, b.content()) for b in rest] == [
             (b.file, b.start, b.content()) for b in blocks[done:]
         ]
@@ -117,11 +119,11 @@ def test_parquet_rows_wherever_reading_begins(tmp_path: Path) -> None:
     blocks = read([file])
     assert [text for block in blocks for text in block.data[0]] == texts and len(blocks) > 4
     for done in range(1, len(blocks)):
-        assert [b.data for b in read([file], Place(0, blocks[done - 1].end))] == [
+        assert [b.data for b in read([file], InputPosition(0, blocks[done - 1].end))] == [
             b.data for b in blocks[done:]
         ]
     with problems.raises(ValueError, "parquet-column-missing", "x.parquet"):
-        list(Reader([file], ("body",)).blocks(Place(), lambda name: None))
+        list(Reader([file], ("body",)).blocks(InputPosition(), lambda name: None))
 
 
 DAMAGED = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.preprocess import encode, readers, unpack
-from megatron.data.preprocess.readers import Block, Place, Reader
+from megatron.data.preprocess.readers import Block, InputPosition, Reader
 from tests.problems import raises
 
 ZST = partial(pytest.param, marks=pytest.mark.peers)
@@ -37,8 +37,12 @@ def same_byte(blocks: int, byte: bytes = b"\n", window: int = 17) -> bytes:
     return head + b"".join(one)
 
 
-def read(file: Path, place: Place | None = None, **flags: bool) -> list[Block]:
-    return list(Reader([str(file)], ("text",), **flags).blocks(place or Place(), lambda name: None))
+def read(file: Path, position: InputPosition | None = None, **flags: bool) -> list[Block]:
+    return list(
+        Reader([str(file)], ("text",), **flags).blocks(
+            position or InputPosition(), lambda name: None
+        )
+    )
 
 
 PACK: dict[str, Callable[[bytes], bytes]] = {
@@ -67,7 +71,7 @@ def test_a_line_that_is_too_long_is_passed_by(
     assert all(len(block.content()) <= 51_000 for block in blocks if block.kind != "long")
     assert [block.start for block in blocks[1:]] == [block.end for block in blocks[:-1]]
     for done in range(1, len(blocks)):
-        again = read(file, Place(0, blocks[done - 1].end))
+        again = read(file, InputPosition(0, blocks[done - 1].end))
         assert [(b.kind, b.start, b.end) for b in again] == [
             (b.kind, b.start, b.end) for b in blocks[done:]
         ]
@@ -122,7 +126,7 @@ def test_64_mb_out_of_a_few_kb_take_a_few_mb(tmp_path: Path, name: str) -> None:
     assert file.stat().st_size < 400_000
     tracemalloc.start()
     size = 0
-    for block in Reader([str(file)], ("text",)).blocks(Place(), lambda _: None):
+    for block in Reader([str(file)], ("text",)).blocks(InputPosition(), lambda _: None):
         size += len(block.content())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -187,7 +191,9 @@ class TestParquet:
         blocks = read(tmp_path / "x.parquet")
         assert [(block.start, block.end) for block in blocks] == [(n, n + 1) for n in range(200)]
         assert all(block.data == [["a" * 400_000]] for block in blocks)
-        assert [b.start for b in read(tmp_path / "x.parquet", Place(0, 7))] == [*range(7, 200)]
+        assert [b.start for b in read(tmp_path / "x.parquet", InputPosition(0, 7))] == [
+            *range(7, 200)
+        ]
 
     def test_a_row_that_is_too_long_is_passed_by(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

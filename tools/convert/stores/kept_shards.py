@@ -41,10 +41,10 @@ class KeptShards:
             with SafetensorsFile(self._folder / name) as file:
                 if (
                     file.header_crc32 == note["header"]
-                    and file.places.keys() == note["sums"].keys()
+                    and file.locations.keys() == note["sums"].keys()
                 ):
                     for key, sums in note["sums"].items():
-                        place = file.places[key]
+                        place = file.locations[key]
                         data = bytearray(place.stop - place.start)
                         file.read_into(key, memoryview(data), sums=sums)
                     return True

@@ -32,7 +32,7 @@ from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.training.batch import BatchRules
 from tools.features.spikes.options import ReplayOptions
 from tools.features.spikes.suspects import (
-    Place,
+    BatchRow,
     Suspect,
     height,
     neighbours,
@@ -95,7 +95,7 @@ class Replayed:
     """A sample and its mean losses: at the checkpoint, and at the other one if there is one."""
 
     iteration: int
-    place: Place
+    place: BatchRow
     loss: float
     other: float | None
 

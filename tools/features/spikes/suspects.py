@@ -17,7 +17,7 @@ ENOUGH = 64  # samples to compare with; neighbouring iterations give what an ite
 
 
 @dataclass(frozen=True)
-class Place:
+class BatchRow:
     """A sample of an iteration: its number in the training data, and who reads it in which
     micro-batch."""
 
@@ -55,7 +55,7 @@ class Suspect:
 
 def places(
     reading: Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
-) -> list[Place]:
+) -> list[BatchRow]:
     """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError
     where there are none."""
     if not 1 <= iteration <= reading.plan.train_iters:
@@ -68,7 +68,7 @@ def places(
     ):
         if value is not None and not 0 <= value < count:
             raise ValueError(f"{flag} {value}: iteration {iteration} has 0 to {count - 1}")
-    found = [Place(*one) for one in reading.batch(iteration, reading.samplers())]
+    found = [BatchRow(*one) for one in reading.batch(iteration, reading.samplers())]
     return [
         one
         for one in found
@@ -114,7 +114,7 @@ def _cut(
 
 def suspects(
     reading: Reading,
-    read: Sequence[Place],
+    read: Sequence[BatchRow],
     others: Sequence[text_anomalies.Measures] = (),
     losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None,
 ) -> list[Suspect]:
@@ -146,7 +146,7 @@ def _text(reading: Reading, ids: np.ndarray) -> str | None:
 def _suspect(
     found: text_anomalies.Suspicion,
     piece: Piece,
-    place: Place,
+    place: BatchRow,
     head: str,
     losses: np.ndarray | None,
 ) -> Suspect:

@@ -388,7 +388,7 @@ def transferred(rank: int, world: int, folder: str, refused: bool) -> str | None
         path.mkdir()
     (out / "manifest.json").write_bytes(b"m" * (rank + 1))
     (out / "tensors").write_bytes(bytes(range(251)) * (9 * rank + 1))
-    file_transfer.PIECE = 1000
+    file_transfer.SECTION_BYTES = 1000
     if refused and rank == 1:
         Disk.step = _refuse
     other = 1 - rank

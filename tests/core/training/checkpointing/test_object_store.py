@@ -292,7 +292,7 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
     save = tmp_path / "save"
     snapshots = tmp_path / "snapshots"
     save_url = f"file://{tmp_path}/store/run" if save_in_store else None
-    places = object_store.places(str(save), save_url, str(snapshots), url)
+    places = object_store.upload_targets(str(save), save_url, str(snapshots), url)
     assert len(places) == 2 + save_in_store
     checkpoint(save, 1)
     with object_store.uploading(places, str(save)):
@@ -324,7 +324,7 @@ def test_snapshots_in_s3(bucket, tmp_path):
     snapshots = tmp_path / "snapshots"
     checkpoint(save, 1)
     with object_store.uploading(
-        object_store.places(str(save), None, str(snapshots), url), str(save)
+        object_store.upload_targets(str(save), None, str(snapshots), url), str(save)
     ):
         for iteration in (2, 4, 6):
             snapshot(snapshots, iteration)
@@ -345,7 +345,9 @@ def test_snapshots_in_s3(bucket, tmp_path):
     missing = f"s3://{bucket.rpartition('/')[2]}-that-is-not-there/run"
     with (
         pytest.raises(CheckpointError, match="--save s3://"),
-        object_store.uploading(object_store.places(str(save), missing, None, None), str(save)),
+        object_store.uploading(
+            object_store.upload_targets(str(save), missing, None, None), str(save)
+        ),
     ):
         pass
 
@@ -360,7 +362,7 @@ def test_a_snapshot_of_a_line_that_was_left_goes_from_the_store_too(files_as_sto
         checkpoint(tmp_path / "first", iteration)
         Remote(f"{url}/{iteration // 6}").upload(tmp_path / "first", iteration)
     with object_store.uploading(
-        object_store.places(str(save), None, str(snapshots), url), str(save)
+        object_store.upload_targets(str(save), None, str(snapshots), url), str(save)
     ):
         time.sleep(0.3)
         assert held(url) == [3, 6]  # nothing is removed for being there
@@ -376,7 +378,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
 ):
     save = tmp_path / "save"
     snapshots = tmp_path / "snapshots"
-    places = object_store.places(
+    places = object_store.upload_targets(
         str(save), f"file://{tmp_path}/run", str(snapshots), f"file://{tmp_path}/snap"
     )
     put = Remote.put
@@ -408,7 +410,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
 def test_a_bucket_that_is_not_there_is_a_failure_and_no_silence(tmp_path):
     """file:// without directories says what s3 says of a missing bucket: FileNotFoundError."""
     checkpoint(tmp_path / "save", 1)
-    places = object_store.places(
+    places = object_store.upload_targets(
         str(tmp_path / "save"), f"file://{tmp_path}/nowhere/run", None, None
     )
     with (
