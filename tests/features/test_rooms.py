@@ -51,10 +51,11 @@ def programs(room: str, tree: Path) -> list[str]:
 def without(room: str, tree: Path) -> Path:
     """The source without a room, its tests, its page, its program and its lines in the registry."""
     tree.mkdir()
-    copy_source(tree, "megatron", "tools", "tests", "docs")
-    copy_source(tree, "pretrain_gpt.py", ".importlinter", ".pytest.ini")
+    copy_source(tree, "megatron", "tools", "tests", "docs", "examples")
+    copy_source(tree, "pretrain_gpt.py", ".importlinter", ".pytest.ini", ".mypy.ini")
     shutil.rmtree(tree / "megatron" / "features" / room)
-    shutil.rmtree(tree / "tests" / "features" / room)
+    for folder in (room, "together"):  # tests that need several rooms
+        shutil.rmtree(tree / "tests" / "features" / folder)
     (tree / "docs" / "features" / f"{room}.md").unlink()
     shutil.rmtree(tree / "tools" / "features" / room, ignore_errors=True)
     registry = tree / "megatron" / "features" / "registry.py"

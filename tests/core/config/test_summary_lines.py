@@ -10,8 +10,6 @@ from megatron.arguments import config_from, flags_of, parse, values_of
 from megatron.config import command_line, summary_lines
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
-from megatron.features.registry import RunConfig
-from megatron.training.logging import argument_dump
 
 GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -110,20 +108,3 @@ def test_changed_arguments_can_be_given_to_a_shell():
         flag for name, flag in flags_of(Config).items() if values_of(config)[name] == flag.default
     ]
     assert not spelled & {flag.spelling for flag in same}
-
-
-@pytest.mark.parametrize(
-    ("flags", "dumped", "changed"),
-    [("", 1, 0), ("--print-arguments changed", 0, 1), ("--print-arguments none", 0, 0)],
-)
-def test_print_arguments_with_megatrons_format(flags, dumped, changed):
-    words = f"{GOOD} --train-iters 10 --log-format megatron {flags}".split()
-    line = command_line.read(words, {}, tree=RunConfig)
-    text = "\n".join(argument_dump.start_lines(line, "gloo"))
-    assert text.count("end of arguments") == dumped and text.count("--num-layers 4") == changed
-
-
-def test_the_old_name_of_the_flag_still_works():
-    words = f"{GOOD} --train-iters 10 --log-dialect aurora".split()
-    line = command_line.read(words, {}, tree=RunConfig)
-    assert line.config.logging.log_format == "aurora" and line.notes == []

@@ -14,7 +14,6 @@ import torch
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.build import ByteTokenizer
 from megatron.data.tokenizers.metadata import describe
-from megatron.features.boards.reader import read_scalars
 from megatron.inference.load_model import open_trained_model
 from tests.runs import train
 
@@ -54,9 +53,8 @@ def evaluated(folder: Path, *words: object) -> list[dict]:
 
 def test_it_is_the_cross_entropy_in_bits_over_the_bytes_of_the_text(tmp_path, text):
     tokens = write_pair(tmp_path / "x", text)
-    board = ["--tensorboard-dir", tmp_path / "board"]
     [found] = evaluated(
-        tmp_path, "--train-data-path", tmp_path / "x", "--valid-data-path", tmp_path / "x", *board
+        tmp_path, "--train-data-path", tmp_path / "x", "--valid-data-path", tmp_path / "x"
     )
 
     trained = open_trained_model(str(tmp_path / "run"), None, None, "cpu")
@@ -69,12 +67,6 @@ def test_it_is_the_cross_entropy_in_bits_over_the_bytes_of_the_text(tmp_path, te
     # of the whole document, its end included
     bits = sum(nats) / len(nats) / math.log(2) * len(tokens)
     assert found["bits_per_byte"] == pytest.approx(bits / len(text.encode("utf-8")), rel=1e-5)
-    points = [
-        value
-        for tag, step, value in read_scalars(str(tmp_path / "board"))
-        if "per_byte" in tag or "per-byte" in tag
-    ]
-    assert points[0] == pytest.approx(found["bits_per_byte"], rel=1e-6)
 
 
 def test_each_validation_set_has_its_own(tmp_path, text):

@@ -3,7 +3,6 @@ executed."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -405,10 +404,8 @@ def test_command_line(tmp_path, capsys):
         main([str(tmp_path / "none.py"), "--world-size", "0"])
 
 
-def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
-    page, flags = (
-        (ROOT / "docs" / name).read_text() for name in ("features/internlm.md", "flags.md")
-    )
+def test_every_key_of_the_demos_is_documented(tmp_path):
+    page = (ROOT / "docs/features/internlm.md").read_text()
     values, _ = read_config(written(tmp_path, demo("20b")))
     keys = [
         f"{key}.{inner}" if inner else key
@@ -418,9 +415,6 @@ def test_every_key_of_the_demos_is_documented_with_flags_that_exist(tmp_path):
     ]
     assert len(keys) > 50
     assert [key for key in keys if f"`{key}" not in page] == []
-    table = page.partition("## Keys")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(--[a-z0-9-]+)", table))
-    assert len(named) > 60 and [flag for flag in sorted(named) if f"`{flag}`" not in flags] == []
 
 
 def test_an_internlm_config_that_repeats_itself_is_refused(tmp_path):

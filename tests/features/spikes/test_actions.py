@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.checkpoint import store
 from megatron.config.plan.report import memory_lines
@@ -457,8 +456,6 @@ def test_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
         "1",
         "--spike-action",
         "skip-update",
-        "--tensorboard-dir",
-        str(tmp_path / "board"),
     )
     done = run(tmp_path, data, *extra, bad={5: math.nan}, world=2, iterations=7)
     same_tensors(done.tensors(4), done.tensors(5))
@@ -483,13 +480,6 @@ def test_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
     (line,) = lines_of(done.log, " iteration        5/")
     assert " number of spike-skipped iterations:   1 | skip reason: nonfinite |" in line
     assert "lm loss" not in line and "grad norm" not in line
-    board = EventAccumulator(str(tmp_path / "board"), size_guidance={"scalars": 0}).Reload()
-    assert (
-        [event.step for event in board.Scalars("spike")]
-        == [event.step for event in board.Scalars("skipped")]
-        == [5]
-    )
-    assert [event.step for event in board.Scalars("lm loss")] == [1, 2, 3, 4, 6, 7]
 
 
 @pytest.mark.campaign

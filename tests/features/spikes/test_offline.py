@@ -4,20 +4,16 @@ TensorBoard, several spikes."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.analysis.run_reader import read_run
-from megatron.features.boards.tensorboard import TensorBoard
-from megatron.features.registry import READERS
 from megatron.features.spikes.events import find_events
 from megatron.features.spikes.loss_outliers import MASKED, scale_of
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
-from tests.problems import assert_problem
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools.features.spikes import program as spikes
 from tools.features.spikes import replay as spike_replay
@@ -344,57 +340,6 @@ def test_neighbours_are_as_many_as_it_takes(corpus):
 
 
 # --- analyze
-
-
-def scalars(folder: Path, losses: dict[int, float], name: str) -> None:
-    """A TensorBoard directory of a run, in Megatron's tags; iterations without a loss were
-    skipped."""
-    board = TensorBoard(str(folder / name), 10)
-    for n, loss in losses.items():
-        board.scalar("learning-rate", 1e-3, n, 8 * n)
-        board.scalar("batch-size", 8, n, 8 * n)
-        if loss is not None:
-            board.scalar("lm loss", loss, n, 8 * n)
-            board.scalar("grad-norm", 1 + 0.001 * (n % 7), n, 8 * n)
-    board.flush()
-
-
-def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
-    noise = np.random.default_rng(4).normal(0, 0.02, 400)
-    losses: dict[int, float | None] = {n: 3 + 5 * n**-0.5 + noise[n - 1] for n in range(1, 401)}
-    losses[200] += 1.5
-    scalars(tmp_path, losses, "first")
-    code, out = said(capsys, "analyze", str(tmp_path / "first"))
-    assert code == 10 and "benign spike at iteration 200, worst at 200" in out
-    assert "skip 199 to 201 (3 iterations, 24 samples)" in out
-    again = {
-        n: None if 199 <= n <= 201 else 3 + 5 * n**-0.5 + noise[n - 1] for n in range(150, 401)
-    }
-    scalars(tmp_path, again, "second")
-    code, out = said(capsys, "analyze", str(tmp_path / "first"), str(tmp_path / "second"))
-    first, _, last = out.splitlines()
-    assert (code, first, last) == (
-        0,
-        "397 records of iterations 1 to 400; restarted at 150",
-        "no spike",
-    )
-    records = read_run(
-        *(str(tmp_path / name) for name in ("first", "second")), readers=READERS
-    ).records
-    assert [r.iteration for r in records if not r.trained] == [199, 200, 201]
-    assert [r.loss for r in records[:149]] == pytest.approx(
-        [losses[n] for n in range(1, 150)], rel=1e-6
-    )
-    (tmp_path / "empty").mkdir()
-    assert spikes.main(["analyze", str(tmp_path / "empty")]) == 2
-    assert_problem(capsys.readouterr().err.strip(), "log-without-losses", tmp_path / "empty")
-
-
-def test_tensorboard_files_without_the_package(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
-    (tmp_path / "events.out.tfevents.1").touch()
-    assert spikes.main(["analyze", str(tmp_path)]) == 2
-    assert_problem(capsys.readouterr().err.strip(), "package-missing", "pip install tensorboard")
 
 
 def test_one_restart_for_several_spikes(tmp_path, capsys):

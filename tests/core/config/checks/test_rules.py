@@ -181,9 +181,7 @@ def test_instances_of_the_distributed_optimizer():
         "--control-file x --save x --save-interval 5",
         "--save x --save-interval 5 --load ./x",
         "--snapshot-dir s3://bucket/x --load /",
-        "--log-memory-to-tensorboard --tensorboard-dir x --device cuda",
         "--timing-log-option all --timing-log-level 1",
-        "--timing-log-option all --log-format megatron",
         "--decrease-batch-size-if-needed --global-batch-size 5",
     ],
 )
