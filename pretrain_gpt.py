@@ -133,6 +133,8 @@ def main(forward_step=forward_step):
     try:
         pretrain(sys.argv[1:], forward_step, watch=watch)
     except (Exception, SystemExit) as error:
+        if interrupt.lacks_package(error):
+            raise
         leave_with(error, watch)
 
 

@@ -22,8 +22,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import FrameType
-from typing import Any, NoReturn, TextIO
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TextIO, TypeGuard
 
 INTERRUPTED = 130  # the exit code that shells report for a program ended by Ctrl-C
 OUTPUT_CLOSED = 141  # ... for one that wrote to a pipe that nobody reads any more
@@ -81,10 +81,29 @@ def exit_at_once() -> None:
     """From now on Ctrl-C ends this process with one line and exit code 130, without any cleanup.
 
     A process started with SIGINT ignored (nohup, a background job of a script) keeps ignoring it.
+    A Python without torch or numpy, as outside of the environment, ends it with one line, too.
     """
     _open_closed_streams()
+    sys.excepthook = _name_missing_package
     parent = os.getpid()
     _install(lambda number, frame: _exit(parent))
+
+
+def lacks_package(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
+    """Whether this Python has no numpy or torch; uncaught, such an error is one line."""
+    return isinstance(error, ModuleNotFoundError) and error.name in ("numpy", "torch")
+
+
+def _name_missing_package(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if lacks_package(error):
+        sys.stderr.write(
+            f"error: {sys.executable} has no {error.name}; activate the environment of this suite "
+            "(. .venv/bin/activate), which make install makes [package-missing]\n"
+        )
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _open_closed_streams() -> None:

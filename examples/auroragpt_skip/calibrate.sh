@@ -4,7 +4,7 @@
 # May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip/healthy). Words given to this script go to every run.
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 data=${DATA:-runs/auroragpt_skip/data}
 runs=${RUNS:-runs/auroragpt_skip/healthy}
 DATA=$data examples/auroragpt_skip/prepare.sh

@@ -2,7 +2,7 @@
 # Text, vocabulary and token ids of this example, in $DATA (runs/auroragpt_skip/data). May be set: DATA, PYTHON.
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 data=${DATA:-runs/auroragpt_skip/data}
 [ -f "$data/language_text_document.idx" ] && exit 0
 "$python" tools/fetch_quickstart_data.py "$data"

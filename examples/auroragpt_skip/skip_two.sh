@@ -3,7 +3,7 @@
 # runs read (README.md). May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip). Words given to this script go to both runs.
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 data=${DATA:-runs/auroragpt_skip/data}
 runs=${RUNS:-runs/auroragpt_skip}
 run() {

@@ -5,7 +5,7 @@
 # May be set: PYTHON, DATA, RUNS (runs/auroragpt_skip).
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 data=${DATA:-runs/auroragpt_skip/data}
 runs=${RUNS:-runs/auroragpt_skip}
 kind=${1:-language}

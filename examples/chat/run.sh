@@ -7,7 +7,7 @@
 # run's results in it are removed).
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 base=${QUICKSTART_DIR:-runs/quickstart}
 out=${CHAT_DIR:-runs/chat}
 

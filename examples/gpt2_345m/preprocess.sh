@@ -5,7 +5,7 @@
 # May be set: WORK (runs/gpt2_345m), INPUT, PYTHON, WORKERS (8). Extra words go to tools/preprocess_data.py.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v "$root/.venv/bin/python" || echo python)}
 case "${INPUT:-}" in "" | /*) ;; *) INPUT=$PWD/$INPUT ;; esac
 mkdir -p "${WORK:-$root/runs/gpt2_345m}"
 cd "${WORK:-$root/runs/gpt2_345m}"

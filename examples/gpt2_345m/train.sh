@@ -15,7 +15,7 @@ meeting="--standalone --local_addr 127.0.0.1"
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 export LOCAL_RANK=0
 
-exec "${PYTHON:-python}" -m torch.distributed.launch \
+exec "${PYTHON:-$(command -v "$root/.venv/bin/python" || echo python)}" -m torch.distributed.launch \
     --nproc_per_node 1 \
     --nnodes 1 \
     $meeting \

@@ -16,5 +16,5 @@ cache=${CACHE:-/tmp/megatron-$(id -un)}
 # Home folders are often on NFS, where the ranks of all nodes would wait for each other's locks.
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$cache/triton}" TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}"
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-exec "${PYTHON:-python}" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$nproc" \
+exec "${PYTHON:-$(command -v .venv/bin/python || echo python)}" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$nproc" \
     pretrain_gpt.py "@examples/gpu/$model.args" "$@"

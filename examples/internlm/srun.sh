@@ -8,4 +8,4 @@ shift
 [ "$model" = 7b ] && nodes=1 tasks=8 || nodes=2 tasks=16
 exec srun ${PARTITION:+-p "$PARTITION"} -N "${NODES:-$nodes}" -n "${TASKS:-$tasks}" --ntasks-per-node="${PER_NODE:-8}" \
     --gpus-per-task=1 --kill-on-bad-exit=1 \
-    "${PYTHON:-python}" pretrain_gpt.py "@${ARGS:-examples/internlm}/$model.args" "$@"
+    "${PYTHON:-$(command -v .venv/bin/python || echo python)}" pretrain_gpt.py "@${ARGS:-examples/internlm}/$model.args" "$@"

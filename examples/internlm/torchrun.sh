@@ -7,7 +7,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 model=${1:?give 7b, 20b or 30b}
 shift
-python=${PYTHON:-python} port=${MASTER_PORT:-29500}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)} port=${MASTER_PORT:-29500}
 meeting="--standalone --local-addr 127.0.0.1"
 if [ "${NNODES:-1}" != 1 ]; then
     meeting="--nnodes $NNODES --node-rank ${NODE_RANK:-0} --master-addr ${MASTER_ADDR:?give the first node's address}"

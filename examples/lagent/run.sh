@@ -7,7 +7,7 @@
 # numbers that the tool knows: 7).
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 out=${LAGENT_DIR:-runs/lagent}
 
 say() { printf '\n== %s\n' "$1"; }

@@ -6,7 +6,7 @@
 # Environment variables: PYTHON, MOE_DIR (runs/moe; an earlier run's results in it are removed), NPROC (4).
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 out=${MOE_DIR:-runs/moe}
 data=$out/data
 

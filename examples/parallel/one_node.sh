@@ -5,7 +5,7 @@
 # Words given to this script win over the flags below: examples/parallel/one_node.sh --exit-interval 50
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 data=${DATA:-runs/quickstart/data}
 out=${OUT:-runs/parallel}
 : "${LAYOUT=--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer}"

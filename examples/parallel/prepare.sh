@@ -3,7 +3,7 @@
 # May be set: DATA, PYTHON.
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 data=${DATA:-runs/quickstart/data}
 [ -f "$data/shakespeare_text_document.idx" ] && exit 0
 "$python" tools/fetch_quickstart_data.py "$data" --text-only

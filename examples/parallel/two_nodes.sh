@@ -13,7 +13,7 @@ shift 2
 cd "$(dirname "$0")/../.."
 data=${DATA:-runs/quickstart/data}
 out=${OUT:-runs/parallel}
-python=${PYTHON:-python} port=${MASTER_PORT:-29500}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)} port=${MASTER_PORT:-29500}
 : "${LAYOUT=--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer}"
 
 [ "$node" != 0 ] || "$python" -c "import socket; socket.create_server(('', $port)).close()" 2>/dev/null ||

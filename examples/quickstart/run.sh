@@ -7,7 +7,7 @@
 # QUICKSTART_TEXT (a file of text, as tools/preprocess_data.py takes it, instead of the plays).
 set -eu
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python}
+python=${PYTHON:-$(command -v .venv/bin/python || echo python)}
 out=${QUICKSTART_DIR:-runs/quickstart}
 data=$out/data
 kill_at=${QUICKSTART_KILL:-700}

@@ -169,3 +169,16 @@ def test_a_stream_that_was_closed_is_the_null_device(program, closed):
     )
     assert done.returncode == (0 if closed == (1,) else 2)
     assert done.stdout + done.stderr == ""
+
+
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "tools/merge_datasets.py"])
+def test_a_python_without_numpy_is_one_line(program, tmp_path):
+    """-I -S: no installed packages, as outside of the environment."""
+    words = ["-I", "-S", str(ROOT / program), *"--mock-data --vocab-size 9".split()]
+    if program == "pretrain_gpt.py":
+        words += [f"@{ROOT}/examples/quickstart/gpt.args"]
+    start_of = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = {words[2:]!r}; "
+    code = f"{start_of}runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = start(["-I", "-S", "-c", code], tmp_path)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.endswith("[package-missing]\n")

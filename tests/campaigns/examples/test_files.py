@@ -208,22 +208,3 @@ def test_the_files_that_contributing_names_exist():
 def test_the_readme_says_the_two_commands():
     blocks = commands(ROOT / "README.md")
     assert ["make", "quickstart"] in blocks and ["make", "test"] in blocks
-
-
-@pytest.mark.campaign
-def test_the_readmes_commands_run_as_they_stand(tmp_path):
-    """From the repository root and in their order, but for make, which runs this test; /tmp is a
-    folder of its own."""
-    python = Path(sys.executable).parent
-    ran = 0
-    for language, body in FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8")):
-        for line in body.replace("\\\n", " ").splitlines() if language == "sh" else ():
-            words = shlex.split(line, comments=True)
-            if not words or words[0] in ("make", "."):  # `python` is that of the environment
-                continue
-            program = str(python / words[0]) if words[0] in ("python", "torchrun") else words[0]
-            words = [program, *(word.replace("/tmp/", f"{tmp_path}/") for word in words[1:])]
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-            ran += 1
-    assert ran >= 3, "the README has no commands left to try"

