@@ -504,11 +504,12 @@ class Parser:
                     found.setdefault(flag.name.replace("_", "-"), flag)
         return found
 
-    def help(self) -> str:
-        """The text for --help: every flag of the sections, with its default."""
+    def help(self, topic: str = "") -> str:
+        """The text for --help: every flag of the sections, with its default; of a topic, those that
+        speak of it."""
         from megatron.command_help import help_text
 
-        return help_text(self)
+        return help_text(self, topic)
 
     def usage(self) -> str:
         """The first line of the help."""
@@ -657,6 +658,7 @@ class Parsed:
     broken: set[str] = dataclasses.field(default_factory=set)
     ignored: list[str] = dataclasses.field(default_factory=list)
     help: bool = False
+    topic: str = ""  # typed after --help
     version: bool = False
     unread_file: bool = False
 
@@ -711,6 +713,7 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
     values = [value] * bool(equals) + words[1:]
     if spelling in ("-h", "--help"):
         parsed.help = True
+        parsed.topic = " ".join(values)
         return
     if spelling == "--version":
         parsed.version = True

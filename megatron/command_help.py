@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +12,11 @@ Flag = Any  # of megatron.arguments, which loads this module
 Parser = Any
 
 
-def help_text(parser: Parser) -> str:
-    """The text for --help: every flag of the sections, with its default."""
+def help_text(parser: Parser, topic: str = "") -> str:
+    """The text for --help: every flag of the sections, with its default; of a topic those that have
+    all its words, or the beginning of words, in spelling, help or the section's title."""
+    if topic:
+        return _help_of_topic(parser, topic)
     text = parser.description.strip()
     lines = [
         usage(parser),
@@ -22,19 +26,47 @@ def help_text(parser: Parser) -> str:
     ]
     for flag in [*parser.positionals, *filter(None, [parser.after_dashes])]:
         lines += _help_lines(flag.spelling, help_with_default(flag))
-    lines += _help_lines("-h, --help", "print this text and exit")
+    lines += _help_lines(
+        "-h, --help [TOPIC]",
+        "print this text, or the flags of a topic (--help moe), and exit",
+    )
     lines += _help_lines("--version", "print the version and exit")
     for group, title in parser.sections.items():
         shown = [flag for flag in parser.flags if flag.group == group and flag.place == "flag"]
         lines += ["", title] * bool(shown)
         for flag in shown:
-            lines += _help_lines(
-                " ".join(filter(None, [", ".join(flag.spellings), flag.metavar])),
-                help_with_default(flag),
-            )
+            lines += _flag_lines(flag)
     if parser.extra:
         lines += ["", parser.extra.help()]
     return "\n".join(lines) + "\n"
+
+
+def _help_of_topic(parser: Parser, topic: str) -> str:
+    wanted = [word for word in re.split(r"[\s_-]+", topic.lower()) if word]
+    lines = []
+    for group, title in parser.sections.items():
+        shown = [
+            flag
+            for flag in parser.flags
+            if flag.group == group and _speaks_of(wanted, *flag.spellings, flag.help, title)
+        ]
+        lines += ["", title] * bool(shown)
+        for flag in shown:
+            lines += _flag_lines(flag)
+    if not lines:
+        return f"{parser.prog}: no flag speaks of {topic!r}; --help lists all\n"
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _speaks_of(wanted: Sequence[str], *texts: str) -> bool:
+    """Whether each word begins one of the texts' words."""
+    words = re.split(r"[^a-z0-9]+", " ".join(texts).lower())
+    return all(any(word.startswith(start) for word in words) for start in wanted)
+
+
+def _flag_lines(flag: Flag) -> list[str]:
+    head = " ".join(filter(None, [", ".join(flag.spellings), flag.metavar]))
+    return _help_lines(head, help_with_default(flag))
 
 
 def usage(parser: Parser) -> str:

@@ -205,7 +205,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     )
     parsed = parse(parser, argv)
     if parsed.help:
-        print(parser.help(), end="")
+        print(parser.help(parsed.topic), end="")
         raise SystemExit(0)
     if parsed.version:
         print(version_line(parser.prog))

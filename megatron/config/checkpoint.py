@@ -21,7 +21,7 @@ class CheckpointConfig:
         per_run=True,
         needs="save",
         alias=("--persistent-save-interval",),
-        help="iterations between checkpoints, needed with --save",
+        help="iterations between checkpoints; without it one is saved at the end",
     )
     load: str | None = arg(
         None, per_run=True, help="directory (or iter_XXXXXXX inside one) to resume from"

@@ -31,11 +31,16 @@ from megatron.config.tree import Config
 from megatron.version import version_line
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
-DESCRIPTION = (
-    "Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them. "
-    "docs/flags.md has all of them, and those of other programs that are read, have no effect or "
-    "are refused."
-)
+DESCRIPTION = """\
+Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them.
+docs/flags.md has all of them, and those of other programs that are read or refused.
+
+The flags one starts with:
+  --num-layers 12 --hidden-size 768 --num-attention-heads 12
+  --seq-length 1024 --max-position-embeddings 1024
+  --micro-batch-size 4 --global-batch-size 32 --train-iters 10000 --lr 6e-4
+  --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+  --data-path PREFIX --save DIR --load DIR"""
 # A flag that could not be read: what must not be called missing because of it.
 _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
     (
@@ -113,7 +118,7 @@ def read(
     wrong += launcher.rendezvous_problems(environ)
     if parsed.help:
         if here.rank == 0:
-            print(flags.help(), end="", flush=True)
+            print(flags.help(parsed.topic), end="", flush=True)
         raise SystemExit(0)
     if parsed.version:
         if here.rank == 0:

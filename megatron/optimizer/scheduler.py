@@ -4,6 +4,7 @@ The formulas give Megatron's numbers bit for bit. The loop calls `after_iteratio
 iteration, also for iterations that make no update.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class ScheduleSteps:
     wsd_decay_steps: int | None = None
     zero_lr_steps: int = 0
     lr_warmup_lead: int = 0
+    per_iteration: int | None = None  # samples, where the flags count iterations
 
 
 def schedule_steps(
@@ -64,6 +66,7 @@ def schedule_steps(
         wsd,
         zero_lr_steps=config.lr_init_iters * global_batch_size,
         lr_warmup_lead=global_batch_size if config.lr_warmup_first_step else 0,
+        per_iteration=None if training.train_samples else global_batch_size,
     )
 
 
@@ -109,6 +112,7 @@ class OptimizerParamScheduler:
         self.wsd_decay_steps = steps.wsd_decay_steps or 0
         self.zero_lr_steps = steps.zero_lr_steps
         self.lr_warmup_lead = steps.lr_warmup_lead
+        self.per_iteration = steps.per_iteration
         self.num_steps = 0
         assert 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps, steps
         assert 0.0 <= self.start_wd <= self.end_wd and self.wd_incr_steps > 0, config
@@ -204,7 +208,9 @@ class OptimizerParamScheduler:
         problem = self.problem(state)
         if problem:
             raise ValueError(problem)
+        before = copy.copy(self)  # with the checkpoint's values
         for name, label, _, saved in _saved(state):
+            setattr(before, name, saved)
             if self.override:
                 log.detail(f" > overriding {label} value to {getattr(self, name)}")
             else:
@@ -212,6 +218,12 @@ class OptimizerParamScheduler:
                 setattr(self, name, saved)
         self.num_steps = 0
         self.step(_first(state, ("num_iters", "num_steps")))
+        before.num_steps = self.num_steps
+        if not math.isclose(before.get_lr(), self.get_lr(), rel_tol=1e-3):
+            log.print_rank_0(
+                f" learning rate: {self.get_lr():.4g} from here on, {before.get_lr():.4g} by the "
+                "checkpoint's schedule (--override-opt_param-scheduler)"
+            )
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
         """Why this schedule cannot resume from the checkpoint's without a flag that chooses
@@ -236,9 +248,14 @@ class OptimizerParamScheduler:
             "[schedule-differs-from-checkpoint]"
         )
 
-    @staticmethod
-    def _with_unit(name: str, value: Any) -> str:
-        return f"{value} samples" if name in _SAMPLES else str(value)
+    def _with_unit(self, name: str, value: Any) -> str:
+        """A value as it was typed: samples, or iterations of full batches."""
+        if name not in _SAMPLES:
+            return str(value)
+        if self.per_iteration and value % self.per_iteration == 0:
+            n = self.per_iteration
+            return f"{value // n:.0f} iterations of {n} sample{'s' * (n > 1)}"
+        return f"{value} samples"
 
     def _unused(self, state: Mapping[str, Any]) -> set[str]:
         """Attributes that neither of the two schedules uses: the length of what stays constant."""

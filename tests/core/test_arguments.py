@@ -394,6 +394,17 @@ def test_help_names_every_flag_with_type_and_default():
     assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize(
+    ("topic", "names"), [("width", {"width"}), ("How LARGE", None), ("no-such-thing", set())]
+)
+def test_help_of_a_topic_has_its_flags(topic, names):
+    parsed = parse(PARSER, ["--help", *topic.split()])
+    assert parsed.help and not parsed.problems
+    text = PARSER.help(parsed.topic)
+    shown = {flag.name for flag in PARSER.flags if f"  {flag.spelling}" in text}
+    assert shown == names if names is not None else 0 < len(shown) < len(PARSER.flags)
+
+
 def test_what_is_unknown_may_be_explained():
     parser = build_parser(
         Tree,

@@ -41,7 +41,7 @@ def read(
     )
     parsed = parse_words(parser, argv) if parser.takes_words else parse(parser, argv)
     if parsed.help:
-        print(parser.help(), end="", flush=True)
+        print(parser.help(parsed.topic), end="", flush=True)
         raise SystemExit(0)
     if parsed.version:
         print(version_line(prog), flush=True)

@@ -12,11 +12,6 @@ from megatron.config.plan.plan import batch_schedule
 def saving(f: Facts) -> Iterator[str]:
     """Recompute, determinism, checkpoints."""
     yield from recompute(f)
-    if f["save"] is not None and f["save_interval"] is None:
-        yield (
-            f"--save-interval is missing: {f.say('save')} needs the iterations between "
-            "checkpoints [flag-missing]"
-        )
 
 
 def profiling(f: Facts) -> Iterator[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # What Megatron's tags are called with --log-format short.
 GROUPED = {
-    "lm loss": "train/loss",
+    "lm loss": "loss/train",  # first by letter, which is how TensorBoard sorts
     "grad-norm": "train/grad_norm",
     "learning-rate": "train/learning_rate",
     "loss-scale": "train/loss_scale",
@@ -164,7 +164,8 @@ class Boards(ResultWriter):
 
     def _evaluation_tag(self, key: str, split: str, name: str) -> str:
         if self._logging.is_short:
-            return f"{split.replace('validation', 'valid')}/{name}"
+            split = split.replace("validation", "valid")
+            return f"loss/{split}" if name == "loss" else f"{split}/{name}"
         # Megatron has one tag for validation and test
         return f"{key} {split.replace('test', 'validation')}{EVALUATION_ENDINGS[name]}"
 

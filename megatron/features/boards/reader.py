@@ -11,13 +11,16 @@ _TAGS = {
     "grad-norm": "grad_norm",
     "learning-rate": "learning_rate",
     "batch-size": "global_batch_size",
-    "train/loss": "loss",
+    "loss/train": "loss",
+    "train/loss": "loss",  # before 0.2.0
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "learning_rate",
     "train/batch_size": "global_batch_size",
     "perf/tokens_per_second": "tokens_per_second",
 }
-_EVALUATED = re.compile(r"(?:lm loss )?(?P<split>valid(?:ation)?|test)(?P<name>-[^/ ]+)?(?:/loss)?")
+_EVALUATED = re.compile(
+    r"(?:lm loss |loss/)?(?P<split>valid(?:ation)?|test)(?P<name>-[^/ ]+)?(?:/loss)?"
+)
 
 
 def read_points(path: str) -> Iterator[tuple[str, int, float]] | None:

@@ -74,5 +74,5 @@ def points(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     if not attempts:
         return {}
     run = account("", attempts)
-    seconds = {f"goodput/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
-    return {"goodput/effective_share": run.share, "goodput/failures": run.failures, **seconds}
+    seconds = {f"time/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
+    return {"time/effective_share": run.share, "time/failures": run.failures, **seconds}

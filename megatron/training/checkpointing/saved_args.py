@@ -8,6 +8,7 @@ from megatron.checkpoint import store
 from megatron.checkpoint.state import differences
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture, saved_flags
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
 
@@ -22,13 +23,18 @@ def saved_config(found: Checkpoint, tree: type[Config] = Config) -> Config:
 
 
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:
-    """Raise ValueError for flags that make it another model; print every other difference."""
+    """Raise ValueError for flags that make it another model; print every other difference. Not
+    `strict` (--finetune): print those of model and tokenizer, since the rest is meant to differ."""
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         raise ValueError(architecture_problem(wrong))
     said = {field for one in wrong for field in one.fields}
     compared = [
-        name for name, flag in flags_of(type(now)).items() if not flag.per_run and name not in said
+        name
+        for name, flag in flags_of(type(now)).items()
+        if not flag.per_run
+        and name not in said
+        and (strict or hasattr(now.model, name) or hasattr(TokenizerConfig, name))
     ]
     rest = differences(values_of(saved), values_of(now), compared)
     for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:

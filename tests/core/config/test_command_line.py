@@ -89,7 +89,6 @@ BAD = [
     ),
     (f"{GOOD} --global-batch-size 5", ["batch-not-divisible --global-batch-size"]),
     (f"{GOOD} --fp16 --bf16", ["flags-exclude-each-other --fp16"]),
-    (f"{GOOD} --save ckpt", ["flag-missing --save-interval"]),
     (f"{GOOD} --train-samples 20", ["two-run-lengths --train-iters"]),
     (f"{GOOD} --lr-warmup-fraction 0.1 --lr-warmup-iters 1", ["two-warmups --lr-warmup-iters"]),
     (f"{GOOD} --min-lr 1", ["lr-above-peak --min-lr"]),

@@ -156,13 +156,13 @@ def test_steps_of_the_seed_are_samples_with_a_float_warmup():
         lr_warmup_fraction=0.01,
         lr_warmup_iters=7,
     )
-    assert steps == ScheduleSteps(25600.0, 2560000, 8000, None)
+    assert steps == ScheduleSteps(25600.0, 2560000, 8000, None, per_iteration=8)
     assert isinstance(steps.lr_warmup_steps, float)
 
 
 def test_steps_in_iterations_and_in_samples():
     assert steps_of(8, train_iters=100, lr_warmup_iters=5, lr_wsd_decay_iters=10) == ScheduleSteps(
-        40, 800, 800, 80
+        40, 800, 800, 80, per_iteration=8
     )
     assert steps_of(
         8, train_samples=1001, lr_warmup_samples=50, lr_wsd_decay_samples=30
@@ -273,7 +273,8 @@ def test_override_keeps_this_runs_values(capsys):
     )
     capsys.readouterr()
     other.load_state_dict(state)
-    lines = capsys.readouterr().out.splitlines()
+    jump, *lines = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line[1] == ">")
+    assert f"{other.get_lr():.4g} from" in jump and f"{build().max_lr:.4g} by" in jump
     assert len(lines) == 9
     assert lines[0] == " > overriding learning rate value to 0.0002"
     assert lines[6] == " > overriding end weight decay value to 0.1"

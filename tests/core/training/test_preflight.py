@@ -90,8 +90,8 @@ def test_it_runs_before_torch_is_loaded(folder):
     )
     assert done.stdout == "2 False\n" and done.stderr.count("\n") == 1
     assert (
-        "72 samples (--lr-decay-iters, by default --train-iters) and 64 samples in the checkpoint"
-        in done.stderr
+        "9 iterations of 8 samples (--lr-decay-iters, by default --train-iters) and 8 iterations of 8 "
+        "samples in the checkpoint" in done.stderr
     )
 
 
@@ -107,7 +107,7 @@ def test_it_runs_before_torch_is_loaded(folder):
         (["--lr", "1"], ["learning rate is 1.0 (--lr) and 0.003 in the checkpoint"]),
         (
             ["--global-batch-size", "16"],
-            ["has consumed 32 samples", "the learning rate decay is 128 samples"],
+            ["has consumed 32 samples", "the learning rate decay is 8 iterations of 16 samples"],
         ),
         (
             ["--vocab-size", "215", "--hidden-size", "64"],

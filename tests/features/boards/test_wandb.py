@@ -73,7 +73,7 @@ def stored(folder) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
 def test_an_offline_run_has_the_tags_of_tensorboard(monkeypatch, tmp_path):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for grouped, tags in ((False, ("lm loss", "lm loss validation ppl")), (True, ("train/loss",))):
+    for grouped, tags in ((False, ("lm loss", "lm loss validation ppl")), (True, ("loss/train",))):
         folder = tmp_path / str(grouped)
         boards = Boards(
             [WandB("p", "", "", str(folder))],

@@ -84,10 +84,10 @@ def test_the_scalars_of_goodput_are_what_the_tool_prints(tmp_path):
     flags += f"--tensorboard-dir {tmp_path / 'board'}"
     text = write_text(tmp_path / "text", 100)
     train(tmp_path / "run", [*SMALL, "--data-path", text, *flags.split()])
-    found = [one for one in read_scalars(str(tmp_path / "board")) if one[0].startswith("goodput/")]
+    found = [one for one in read_scalars(str(tmp_path / "board")) if one[0].startswith("time/")]
     assert {step for _, step, _ in found} == {2, 4}
     last = {tag: value for tag, _, value in found}
     run = read_goodput(str(save))
-    kinds = {f"goodput/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
-    expected = {"goodput/effective_share": run.share, "goodput/failures": run.failures, **kinds}
+    kinds = {f"time/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
+    expected = {"time/effective_share": run.share, "time/failures": run.failures, **kinds}
     assert last == pytest.approx(expected, rel=1e-3, abs=1e-3)

@@ -55,10 +55,10 @@ def test_an_empty_command_line_is_told_everything_at_once():
 
 def test_many_rules_broken_are_many_lines():
     problems, _ = checked(
-        "--hidden-size 65 --fp16 --bf16 --min-lr 1 --save x --split 0,1 --global-batch-size 7 "
+        "--hidden-size 65 --fp16 --bf16 --min-lr 1 --split 0,1 --global-batch-size 7 "
         "--context-parallel-size 8 --attention-dropout 2 --iterations-to-skip 99"
     )
-    assert len(problems) == 9
+    assert len(problems) == 8
 
 
 def test_the_run_counted_in_samples():

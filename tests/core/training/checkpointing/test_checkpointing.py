@@ -4,7 +4,7 @@ import pytest
 
 from megatron.checkpoint import store
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, same_tensors, train, write_text
+from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 
 BASE = [
     *SMALL,
@@ -189,6 +189,19 @@ def test_finetune_starts_anew_from_the_weights(trained, tmp_path):
     assert [row["iteration"] for row in run.rows] == [1] and run.rows[0]["consumed_samples"] == 8
     state = store.load(run.save).state
     assert state.optimizer["step"] == 1 and state.scheduler["num_steps"] == 8
+    # data and schedule of a fine-tune are meant to differ: not said
+    assert "differs from the checkpoint" not in run.first_rank_log
+
+
+def test_without_an_interval_the_end_is_saved(tmp_path):
+    argv = [
+        *with_flags(SMALL, "--train-iters", "2"),
+        "--mock-data",
+        "--save",
+        str(tmp_path / "save"),
+    ]
+    train(tmp_path, argv)
+    assert store.load(tmp_path / "save").state.iteration == 2
 
 
 def test_no_load_optim_keeps_counters_and_drops_optimizer_and_schedule(trained, tmp_path):
