@@ -195,13 +195,13 @@ def test_finetune_starts_anew_from_the_weights(trained, tmp_path):
 
 def test_without_an_interval_the_end_is_saved(tmp_path):
     argv = [
-        *with_flags(SMALL, "--train-iters", "2"),
+        *with_flags(SMALL, "--train-iters", "4"),
         "--mock-data",
         "--save",
         str(tmp_path / "save"),
     ]
     train(tmp_path, argv)
-    assert store.load(tmp_path / "save").state.iteration == 2
+    assert store.load(tmp_path / "save").state.iteration == 4
 
 
 def test_no_load_optim_keeps_counters_and_drops_optimizer_and_schedule(trained, tmp_path):
