@@ -2,9 +2,8 @@
 """Draw a pipeline schedule: what each stage computes when, the pipeline bubble, and the activations
 it holds.
 
-Without --output it prints a timeline with one line per stage: a number is the forward pass of that
-micro-batch, (number) its backward pass, a letter after it the chunk (virtual stage), dots are idle
-time. --output FILE.svg writes a picture.
+It prints a timeline with one line per stage: a number is the forward pass of that micro-batch,
+(number) its backward pass, a letter after it the chunk (virtual stage), dots are idle time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from megatron.arguments import arg
 from megatron.config.plan.stages import bubble_fraction
@@ -55,19 +53,13 @@ class Options:
     )
     forward_time: int = arg(1, help="time units of the forward pass of a chunk")
     backward_time: int = arg(2, help="time units of the backward pass of a chunk")
-    forward_only: bool = arg(False, help="forward passes only, as in evaluation")
-    output: str | None = arg(
-        None, metavar="FILE.svg", help="write a picture to this file instead of text to stdout"
-    )
 
 
 def make_drawing(
-    stages: int, micro_batches: int, chunks: int, forward: int, backward: int, forward_only: bool
+    stages: int, micro_batches: int, chunks: int, forward: int, backward: int
 ) -> Drawing:
     """The boxes of each stage. Raises ValueError if there is no such schedule."""
-    orders = [
-        compute_order(stage, stages, micro_batches, chunks, forward_only) for stage in range(stages)
-    ]
+    orders = [compute_order(stage, stages, micro_batches, chunks) for stage in range(stages)]
     times = timetable([[(step,) for step in order] for order in orders], chunks, forward, backward)
     return [
         [Box(int(start), int(end), step) for (start, end), step in zip(time, order, strict=True)]
@@ -88,16 +80,12 @@ def summary(drawing: Drawing, micro_batches: int, chunks: int) -> list[str]:
     """What the drawing shows, in numbers."""
     length = max(boxes[-1].end for boxes in drawing)
     busy = sum(box.end - box.start for box in drawing[0])
-    lines = [
+    return [
         f"time {length}, of which a stage works {busy}: bubble {length / busy - 1:.2%} of the "
-        f"ideal time (formula: {bubble_fraction(len(drawing), micro_batches, chunks):.2%})"
+        f"ideal time (formula: {bubble_fraction(len(drawing), micro_batches, chunks):.2%})",
+        "activations alive (micro-batch x chunk), by stage: "
+        + " ".join(str(most_alive(boxes)) for boxes in drawing),
     ]
-    if any(box.step.kind == "backward" for box in drawing[0]):
-        lines.append(
-            "activations alive (micro-batch x chunk), by stage: "
-            + " ".join(str(most_alive(boxes)) for boxes in drawing)
-        )
-    return lines
 
 
 def as_text(drawing: Drawing, chunks: int) -> list[str]:
@@ -126,52 +114,6 @@ def as_text(drawing: Drawing, chunks: int) -> list[str]:
     return lines
 
 
-def as_svg(drawing: Drawing, chunks: int, title: str, notes: Sequence[str]) -> str:
-    """A picture: blue forwards, green backwards, a lighter shade for each later chunk, grey idle
-    time."""
-    width = 26
-    height = 26
-    left = 70
-    top = 34
-    length = max(boxes[-1].end for boxes in drawing)
-    bottom = top + height * len(drawing)
-    size = (
-        f'width="{max(left + width * length, 640) + 10}" height="{bottom + 20 * len(notes) + 30}"'
-    )
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>',
-    ]
-    for stage, boxes in enumerate(drawing):
-        y = top + height * stage
-        out.append(f'<text x="8" y="{y + 17}">stage {stage}</text>')
-        out.append(
-            f'<rect x="{left}" y="{y}" width="{width * length}" height="{height - 2}" '
-            'fill="#e4e4e4"/>'
-        )
-        for box in boxes:
-            forward = box.step.kind == "forward"
-            light = 48 + 34 * box.step.chunk // max(1, chunks - 1)
-            x = left + width * box.start
-            wide = width * (box.end - box.start)
-            out.append(
-                f'<rect x="{x}" y="{y}" width="{wide - 1}" height="{height - 2}" '
-                f'fill="hsl({212 if forward else 130},{70 if forward else 45}%,{light}%)"/>'
-            )
-            out.append(
-                f'<text x="{x + wide / 2}" y="{y + 16}" text-anchor="middle" '
-                f'fill="{"white" if light < 60 else "black"}">{box.step.micro_batch}</text>'
-            )
-    legend = (
-        "blue: forward, green: backward, grey: idle, numbers: micro-batches"
-        + "; the lighter, the later the chunk" * (chunks > 1)
-    )
-    for i, line in enumerate([legend, *notes]):
-        out.append(f'<text x="{left}" y="{bottom + 18 + 20 * i}">{escape(line)}</text>')
-    return "\n".join([*out, "</svg>", ""])
-
-
 def problems(options: Options) -> list[str]:
     """Everything that is wrong with the options, one line each."""
     names = (
@@ -192,53 +134,33 @@ def problems(options: Options) -> list[str]:
             f"--num-virtual-stages-per-pipeline-rank {chunks}: must be 1 with one stage, and at "
             f"most {len(LETTERS)}"
         )
-    if options.output and not options.output.endswith(".svg"):
-        found.append(
-            f"--output {options.output}: only SVG is written; give a name that ends in .svg"
-        )
     return found
 
 
 def draw(options: Options) -> str:
-    """What to print. Raises ValueError or OSError."""
+    """What to print. Raises ValueError."""
     stages = options.pipeline_model_parallel_size
     micro_batches = options.num_microbatches
     chunks = options.num_virtual_stages_per_pipeline_rank
-    output = options.output
     drawing = make_drawing(
-        stages,
-        micro_batches,
-        chunks,
-        options.forward_time,
-        options.backward_time,
-        options.forward_only,
+        stages, micro_batches, chunks, options.forward_time, options.backward_time
     )
-    name = (
-        "forward only"
-        if options.forward_only
-        else "1F1B"
-        if chunks == 1
-        else f"interleaved 1F1B, {chunks} chunks"
-    )
+    name = "1F1B" if chunks == 1 else f"interleaved 1F1B, {chunks} chunks"
     title = f"{name}: {stages} stage{'s' * (stages > 1)}, {micro_batches} micro-batches"
     notes = summary(drawing, micro_batches, chunks)
-    if output:
-        with open(output, "w", encoding="utf-8") as file:
-            file.write(as_svg(drawing, chunks, title, notes))
-        return "\n".join([title, *notes, f"wrote {output}"])
     return "\n".join([title, *as_text(drawing, chunks), *notes])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit codes: 0 done, 1 the file could not be written, 2 a wrong command line."""
+    """Exit codes: 0 done, 2 a wrong command line."""
     options = read(
         Options, argv, prog="draw_schedule.py", description=__doc__ or "", check=problems
     )
     try:
         print(draw(options))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2
     return 0
 
 

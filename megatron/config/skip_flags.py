@@ -33,15 +33,14 @@ def parse_skips(
     train_iters: int | None = None,
     *,
     iterations_to_skip: Sequence[int | str] | None = None,
-    completed: int = 0,
     samples_in: Callable[[SkipRanges], int] | None = None,
     seq_length: int | None = None,
 ) -> ParsedSkips:
     """The union of --train-range-to-skip a b [c d ...] and --iterations-to-skip n ...,
     normalised.
 
-    `train_iters` (when known) bounds it, `completed` iterations of a resumed run are behind us,
-    and `samples_in(ranges)` with `seq_length` say what they cost. Raises ValueError with ALL
+    `train_iters` (when known) bounds it, and `samples_in(ranges)` with `seq_length` say what they
+    cost. Raises ValueError with ALL
     problems, one per line.
     """
     typed = (
@@ -49,15 +48,10 @@ def parse_skips(
     )
     merged, *said = _read(*typed, train_iters)
     problems, warnings = map(list, said)
-    if not problems and train_iters and merged.nothing_to_train(completed, train_iters):
-        left = (
-            f"iterations {completed + 1} to {train_iters}"
-            if completed
-            else f"all {train_iters} iterations"
-        )
+    if not problems and train_iters and merged.nothing_to_train(0, train_iters):
         problems.append(
-            f"{RANGE_FLAG}: nothing to train, {left} are skipped; narrow the ranges "
-            "[skip-leaves-nothing-to-train]"
+            f"{RANGE_FLAG}: nothing to train, all {train_iters} iterations are skipped; narrow the "
+            "ranges [skip-leaves-nothing-to-train]"
         )
     if problems:
         raise ValueError("\n".join(shorten(problems)))

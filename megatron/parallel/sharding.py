@@ -169,21 +169,18 @@ class ParameterFactory:
         return self._make_scaling and self._make_scaling(self._prefix + name, **options)
 
 
-def init_parameters(
-    params: Iterable[torch.nn.Parameter], ctx: ParallelContext, seed: int, *, draw: bool = True
-) -> None:
+def init_parameters(params: Iterable[torch.nn.Parameter], ctx: ParallelContext, seed: int) -> None:
     """Fill parameters with their initial values: a function of (seed, global name) and of nothing
     else.
 
     Values are drawn in fp32 on the CPU, whole, then cut and cast, so every layout, device and dtype
-    starts alike; padding rows of a vocabulary are 0. With `draw` False (--no-initialization)
-    matrices are 0 and only norms are set.
+    starts alike; padding rows of a vocabulary are 0.
     """
     params = [p for p in params if p.device.type != "meta"]  # of --dry-run --trace: no memory
     # The generators run outside the interpreter's lock and the order does not matter, so threads
     # share the work. Not torch's number of them: torchrun sets that to 1.
     with ThreadPoolExecutor(_drawing_threads()) as pool:
-        list(pool.map(lambda p: _fill(p, ctx, seed, draw), params))
+        list(pool.map(lambda p: _fill(p, ctx, seed), params))
 
 
 def _drawing_threads() -> int:
@@ -192,14 +189,14 @@ def _drawing_threads() -> int:
 
 
 @torch.no_grad()
-def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int, draw: bool) -> None:
+def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int) -> None:
     sharding = sharding_of(p)
     if sharding.init == "ones":
         p.fill_(1.0)
     elif sharding.init == "constant":
         assert not isinstance(sharding.std, tuple), sharding
         p.fill_(sharding.std)
-    elif sharding.init == "zeros" or not draw:
+    elif sharding.init == "zeros":
         p.zero_()
     else:
         (start, stop), *other_spans = local_box(sharding, ctx)

@@ -32,10 +32,10 @@ def rank_of(tp=1, tp_rank=0, pp=1, pp_rank=0, sequence_parallel=False):
     )
 
 
-def filled(spec, ctx=None, seed=1234, dtype=torch.float32, **options):
+def filled(spec, ctx=None, seed=1234, dtype=torch.float32):
     p = parameter(spec, ctx or rank_of(), dtype)
     torch.nn.init.constant_(p, torch.nan)
-    init_parameters([p], ctx or rank_of(), seed, **options)
+    init_parameters([p], ctx or rank_of(), seed)
     assert not p.isnan().any()
     return p.detach()
 
@@ -104,12 +104,9 @@ def test_distributions():
     )
 
 
-def test_constants_and_no_initialization():
+def test_constants():
     assert torch.equal(filled(ParameterSpec("b", (5,))), torch.zeros(5))
-    assert torch.equal(filled(ParameterSpec("n", (5,), init="ones"), draw=False), torch.ones(5))
-    assert torch.equal(
-        filled(ParameterSpec("w", (5, 5), (), "normal", 1.0), draw=False), torch.zeros(5, 5)
-    )
+    assert torch.equal(filled(ParameterSpec("n", (5,), init="ones")), torch.ones(5))
 
 
 def test_an_unknown_initialisation_is_refused():
