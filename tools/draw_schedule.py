@@ -44,15 +44,16 @@ Drawing = list[list[Box]]
 class Options:
     """The command line."""
 
-    pipeline_model_parallel_size: int = arg(help="number of pipeline stages")
-    num_microbatches: int = arg(help="micro-batches per step")
+    pipeline_model_parallel_size: int = arg(minimum=1, help="number of pipeline stages")
+    num_microbatches: int = arg(minimum=1, help="micro-batches per step")
     num_virtual_stages_per_pipeline_rank: int = arg(
         1,
+        minimum=1,
         help="virtual stages (chunks of layers) per pipeline stage; more "
         "than one gives the interleaved schedule",
     )
-    forward_time: int = arg(1, help="time units of the forward pass of a chunk")
-    backward_time: int = arg(2, help="time units of the backward pass of a chunk")
+    forward_time: int = arg(1, minimum=1, help="time units of the forward pass of a chunk")
+    backward_time: int = arg(2, minimum=1, help="time units of the backward pass of a chunk")
 
 
 def make_drawing(
@@ -115,26 +116,14 @@ def as_text(drawing: Drawing, chunks: int) -> list[str]:
 
 
 def problems(options: Options) -> list[str]:
-    """Everything that is wrong with the options, one line each."""
-    names = (
-        "pipeline_model_parallel_size",
-        "num_microbatches",
-        "num_virtual_stages_per_pipeline_rank",
-        "forward_time",
-        "backward_time",
-    )
-    found = [
-        f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1"
-        for name in names
-        if getattr(options, name) < 1
-    ]
+    """What is wrong with the options together, one line each."""
     chunks = options.num_virtual_stages_per_pipeline_rank
     if chunks > len(LETTERS) or chunks > 1 and options.pipeline_model_parallel_size == 1:
-        found.append(
+        return [
             f"--num-virtual-stages-per-pipeline-rank {chunks}: must be 1 with one stage, and at "
             f"most {len(LETTERS)}"
-        )
-    return found
+        ]
+    return []
 
 
 def draw(options: Options) -> str:

@@ -47,12 +47,13 @@ class Options(ModelOptions):
     )
     stride: int | None = arg(
         None,
+        minimum=1,
         help="tokens predicted in each window after a document's first one; the rest of the "
         "window is context. Smaller is slower and gives each token more context (default: the "
         "window, so that every token is read once)",
     )
     seq_length: int | None = arg(
-        None, help="tokens of a window (default: --seq-length of training)"
+        None, minimum=1, help="tokens of a window (default: --seq-length of training)"
     )
     join_documents: bool = arg(
         False,
@@ -63,27 +64,16 @@ class Options(ModelOptions):
         ("text",), help="keys or columns that hold the text (default: text)"
     )
     txt_lines: bool = arg(False, help="each line of a .txt file is a document")
-    max_documents: int | None = arg(None, help="evaluate the first N documents only")
+    max_documents: int | None = arg(None, minimum=1, help="evaluate the first N documents only")
     max_bad_records: int = arg(
-        0, help="number of bad lines to report and skip before the program fails"
+        0, minimum=0, help="number of bad lines to report and skip before the program fails"
     )
-    micro_batch_size: int = arg(8, help="windows that go through the model at once")
+    micro_batch_size: int = arg(8, minimum=1, help="windows that go through the model at once")
     json: bool = arg(False, help="print one JSON object, with the score of each document")
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
-        least = {
-            "stride": 1,
-            "seq_length": 1,
-            "max_documents": 1,
-            "max_bad_records": 0,
-            "micro_batch_size": 1,
-        }
-        found = [
-            f"--{name.replace('_', '-')} {value}: must be {low} or more"
-            for name, low in least.items()
-            if (value := getattr(self, name)) is not None and value < low
-        ]
+        found = []
         if self.seq_length and self.stride and self.stride > self.seq_length:
             found.append(
                 f"--stride {self.stride}: must not be above --seq-length {self.seq_length}"

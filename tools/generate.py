@@ -58,7 +58,7 @@ class Options(ModelOptions):
         help="with --chat: chatml, internlm2, llama3, zephyr or a Jinja file (default: the "
         "tokenizer's, or plain roles if it has none)",
     )
-    max_new_tokens: int = arg(100, help="largest number of tokens to generate")
+    max_new_tokens: int = arg(100, minimum=1, help="largest number of tokens to generate")
     temperature: float = arg(1.0, help="sampling temperature; 0 always takes the most likely token")
     top_k: int = arg(0, help="sample from this many most likely tokens only (0: from all)")
     top_p: float = arg(
@@ -69,7 +69,7 @@ class Options(ModelOptions):
     )
     seed: int = arg(1234, help="seed of the sampling; the same seed gives the same text")
     stop: tuple[str, ...] = arg((), metavar="TEXT", help="end the text before any of these strings")
-    batch_size: int = arg(8, help="number of prompts decoded together")
+    batch_size: int = arg(8, minimum=1, help="number of prompts decoded together")
     json: bool = arg(
         False,
         dump=False,
@@ -90,9 +90,6 @@ class Options(ModelOptions):
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
         found = [*self.sampling.problems(), *super().problems()]
-        for name in ("max_new_tokens", "batch_size"):
-            if (value := getattr(self, name)) < 1:
-                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
         if self.logprobs is not None and not (self.json and 0 <= self.logprobs <= 100):
             found.append(f"--logprobs {self.logprobs}: must be from 0 to 100, with --json")
         if self.prompt_file and not os.path.isfile(self.prompt_file):

@@ -46,6 +46,7 @@ from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.features.registry import FEATURES
 from tools.shared.program import Command, run_command
 from tools.shared.run_data import Reading, open_run
+from tools.shared.run_options import RunOptions
 
 HEAD = 16  # tokens of a piece that are shown as text
 THREADS = 4  # that check pairs side by side
@@ -62,7 +63,9 @@ class CheckOptions:
         metavar="PREFIX",
         help="path without .bin and .idx; or an X.bin of another format of packed samples",
     )
-    vocab_size: int | None = arg(None, help="report token ids that are not below this number")
+    vocab_size: int | None = arg(
+        None, minimum=1, help="report token ids that are not below this number"
+    )
     all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
     write_checksums: bool = arg(
         False,
@@ -80,8 +83,8 @@ class ShowOptions(TokenizerConfig):
         metavar="PREFIX",
         help="path without .bin and .idx; or an X.bin of another format of packed samples",
     )
-    document: int = arg(0, help="number of the first document to show, from 0")
-    count: int = arg(1, help="number of documents to show")
+    document: int = arg(0, minimum=0, help="number of the first document to show, from 0")
+    count: int = arg(1, minimum=1, help="number of documents to show")
     color: Literal["auto", "always", "never"] = arg(
         "auto",
         help="trained tokens in green instead of [[...]]; auto: if stdout is a terminal and "
@@ -89,47 +92,13 @@ class ShowOptions(TokenizerConfig):
     )
     json: bool = arg(False, help="print one JSON object")
 
-    def problems(self) -> list[str]:
-        """What is wrong with them."""
-        found = list(check_tokenizer.problems(self))
-        if self.document < 0:
-            found.append(f"--document {self.document}: must be 0 or more [value-out-of-range]")
-        if self.count < 1:
-            found.append(f"--count {self.count}: must be 1 or more [value-out-of-range]")
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options that name a run."""
-
-    run: str | None = arg(
-        None,
-        place="positional",
-        metavar="RUN",
-        help="run directory (--save), or an iter_XXXXXXX in it",
-    )
-    flags: tuple[str, ...] | None = arg(
-        None,
-        place="after --",
-        metavar="-- FLAGS",
-        help="in place of RUN: flags of pretrain_gpt.py",
-    )
-    world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
-    json: bool = arg(False, help="print one JSON object")
-
-    def problems(self) -> list[str]:
-        """What is wrong with them."""
-        if self.run is not None and self.flags is not None:
-            return [f"RUN: {self.run} and flags after -- both name a run; give one of them"]
-        return []
-
 
 @dataclass(frozen=True, kw_only=True)
 class AtOptions(RunOptions):
     """Options of at."""
 
-    iteration: int = arg(help="iteration, as numbered in the log")
+    iteration: int = arg(minimum=1, help="iteration, as numbered in the log")
+    json: bool = arg(False, help="print one JSON object")
     data_ledger: str | None = arg(
         None,
         metavar="FILE",
@@ -141,8 +110,9 @@ class AtOptions(RunOptions):
 class FindOptions(RunOptions):
     """Options of find."""
 
-    document: int = arg(help="number of the document in its data set, from 0")
+    document: int = arg(minimum=0, help="number of the document in its data set, from 0")
     prefix: str | None = arg(None, help="prefix of the data set, if the run reads several")
+    json: bool = arg(False, help="print one JSON object")
 
 
 # --- check
@@ -631,7 +601,7 @@ COMMANDS = {
         "show documents as text with the trained tokens marked",
         ShowOptions,
         show,
-        ShowOptions.problems,
+        lambda options: list(check_tokenizer.problems(options)),
     ),
     "at": Command(
         "show the samples of an iteration: documents, bytes, hashes, text",

@@ -48,8 +48,10 @@ class PlotOptions:
         metavar="FILE",
         help="picture to write (.png, .svg or .pdf; needs matplotlib); default: plot as text",
     )
-    smooth: int = arg(1, help="points to average over, for the curves of training")
-    first: int = arg(1, help="first iteration to plot")
+    smooth: int = arg(
+        1, minimum=1, help="points to average over, for the curves of training; 1: no smoothing"
+    )
+    first: int = arg(1, minimum=1, help="first iteration to plot")
 
 
 def problems(options: PlotOptions) -> list[str]:
@@ -57,8 +59,6 @@ def problems(options: PlotOptions) -> list[str]:
     found = picture_problems(options.output)
     if options.output is None and all(map(is_trace, options.runs)):
         found.append("a trace is a picture only; give --output FILE")
-    if options.smooth < 1:
-        found.append(f"--smooth {options.smooth}: must be at least 1, which is no smoothing")
     return found
 
 

@@ -40,6 +40,7 @@ from megatron.data.preprocess.workers import encode_all
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import description, fingerprint, vocabulary_of
 from megatron.version import version_line
+from tools.shared.program import out_of_range
 from tools.shared.progress import Progress
 
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
@@ -72,7 +73,7 @@ class ReadConfig:
     )
     lang: str = arg("english", help="with --split-sentences: language of the text")
     max_bad_records: int = arg(
-        0, help="number of bad lines to report and skip before the run fails"
+        0, minimum=0, help="number of bad lines to report and skip before the run fails"
     )
     chat: bool = arg(
         False,
@@ -105,20 +106,26 @@ class WriteConfig:
 class RunConfig:
     """Processes and progress."""
 
-    workers: int | None = arg(None, help="number of worker processes (default: one per CPU core)")
+    workers: int | None = arg(
+        None, minimum=1, help="number of worker processes (default: one per CPU core)"
+    )
     partitions: int = arg(
-        1, help="order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ..."
+        1,
+        minimum=1,
+        help="order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ...",
     )
     keep_sequential_samples: bool = arg(
         False, help="with --partitions: keep the order of the input"
     )
     record_timeout: int = arg(
         SECONDS,
+        minimum=1,
         help="seconds in which a record must be tokenized (1 more for each 100 KB of it), or the "
         "run ends and names it",
     )
     log_interval: int | None = arg(
         None,
+        minimum=1,
         help="print Megatron's progress line every N documents (default: a line with "
         "percentage, rate and ETA every 5 seconds)",
     )
@@ -218,7 +225,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         list(check_tokenizer.problems(config.tokenizer))
         + _chat_problems(config, parsed.typed, files)
         + _output_problems(config)
-        + _number_problems(config)
+        + out_of_range(parser, parsed)
     )
     texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
     if texts and len(config.read.json_keys) > 1:
@@ -355,17 +362,6 @@ def _pairs(config: Config) -> list[str]:
         return [f"{config.write.output_prefix}_chat_document"]
     level = "sentence" if config.read.split_sentences else "document"
     return [f"{config.write.output_prefix}_{key}_{level}" for key in config.read.json_keys]
-
-
-def _number_problems(config: Config) -> list[str]:
-    least = {"workers": 1, "partitions": 1, "record_timeout": 1, "log_interval": 1}
-    numbers = [(name, getattr(config.run, name), low) for name, low in least.items()]
-    numbers.append(("max_bad_records", config.read.max_bad_records, 0))
-    return [
-        f"--{name.replace('_', '-')} {value}: must be {low} or more [value-out-of-range]"
-        for name, value, low in numbers
-        if value is not None and value < low
-    ]
 
 
 def run(config: Config, files: Sequence[str], stop: Stop) -> str:

@@ -41,7 +41,7 @@ class Options(ModelOptions):
     """The command line."""
 
     host: str = arg("127.0.0.1", help="address to listen on; 0.0.0.0: every interface")
-    port: int = arg(8000, help="port to listen on; 0: any free port")
+    port: int = arg(8000, minimum=0, maximum=65535, help="port to listen on; 0: any free port")
     api_key: str | None = arg(
         None,
         metavar="KEY",
@@ -59,15 +59,19 @@ class Options(ModelOptions):
         help="chatml, internlm2, llama3, zephyr or a Jinja file (default: the tokenizer's, or "
         "plain roles if it has none)",
     )
-    batch_size: int = arg(8, help="number of answers decoded together")
-    queue_size: int = arg(64, help="answers that may wait for a place; more are refused with 429")
-    max_model_len: int | None = arg(
-        None, help="longest prompt and answer in tokens (default: the model's positions)"
+    batch_size: int = arg(8, minimum=1, help="number of answers decoded together")
+    queue_size: int = arg(
+        64, minimum=0, help="answers that may wait for a place; more are refused with 429"
     )
-    max_tokens_limit: int = arg(4096, help="largest max_tokens that a request may ask for")
-    max_body_bytes: int = arg(1 << 20, help="largest body of a request in bytes")
+    max_model_len: int | None = arg(
+        None, minimum=1, help="longest prompt and answer in tokens (default: the model's positions)"
+    )
+    max_tokens_limit: int = arg(
+        4096, minimum=1, help="largest max_tokens that a request may ask for"
+    )
+    max_body_bytes: int = arg(1 << 20, minimum=1, help="largest body of a request in bytes")
     drain_seconds: int = arg(
-        30, help="after SIGTERM, seconds in which requests on their way may finish"
+        30, minimum=0, help="after SIGTERM, seconds in which requests on their way may finish"
     )
 
     @property
@@ -84,20 +88,12 @@ class Options(ModelOptions):
                 f"{' and '.join(missing)} not installed: pip install '.[serve]', or pip install "
                 f"{' '.join(LIBRARIES)}"
             )
-        for name in ("batch_size", "max_tokens_limit", "max_body_bytes", "max_model_len"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        for name in ("queue_size", "drain_seconds"):
-            if (value := getattr(self, name)) < 0:
-                found.append(f"--{name.replace('_', '-')} {value}: must be 0 or more")
         if (key := self.key) is not None and not key.strip():
             name = "MEGATRON_API_KEY" if self.api_key is None else "--api-key"
             found.append(
                 f"{name} {key!r}: the key is empty; set it, or leave it out to serve without a key "
                 "[api-key-empty]"
             )
-        if not 0 <= self.port < 65536:
-            found.append(f"--port {self.port}: must be from 0 to 65535")
         if launcher.world_size() > 1:
             found.append(
                 f"{launcher.world_size()} processes: the server is one process; start it without "

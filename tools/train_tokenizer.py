@@ -51,7 +51,7 @@ class Options:
     )
     txt_lines: bool = arg(False, help="each line of a .txt file is a document")
     max_bad_records: int = arg(
-        0, help="lines that may be bad (they are named and skipped) before the run fails"
+        0, minimum=0, help="lines that may be bad (they are named and skipped) before the run fails"
     )
     vocab_size: int = arg(help="number of tokens: 256 bytes, merges and special tokens")
     special_tokens: tuple[str, ...] = arg(
@@ -59,7 +59,9 @@ class Options:
         help="tokens that stand for no text; they get the last ids, and the first one ends a "
         f"document (default: {END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)",
     )
-    min_frequency: int = arg(2, help="a pair of tokens that occurs less often is not merged")
+    min_frequency: int = arg(
+        2, minimum=1, help="a pair of tokens that occurs less often is not merged"
+    )
     format: Literal["gpt2", "huggingface"] = arg(
         "gpt2",
         help="gpt2: vocab.json and merges.txt for GPT2BPETokenizer; "
@@ -87,10 +89,6 @@ def problems(options: Options) -> list[str]:
             f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and "
             f"{len(names)} special tokens)"
         )
-    if options.min_frequency < 1:
-        found.append(f"--min-frequency {options.min_frequency}: must be at least 1")
-    if options.max_bad_records < 0:
-        found.append(f"--max-bad-records {options.max_bad_records}: must be 0 or more")
     found += [
         f"--special-tokens {name!r}: is given twice"
         for name in dict.fromkeys(names)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron.arguments import Parser, flags_of_group, parse
+from megatron.arguments import Parsed, Parser, flags_of_group, parse
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.version import version_line
 from tools.shared.positional import missing, parse_words
@@ -46,7 +46,7 @@ def read(
     if parsed.version:
         print(version_line(prog), flush=True)
         raise SystemExit(0)
-    problems = [*parsed.problems, *missing(parser, parsed)]
+    problems = [*parsed.problems, *missing(parser, parsed), *out_of_range(parser, parsed)]
     if not any(flag.required and flag.name not in parsed.typed for flag in parser.flags):
         unread = tuple(flags[name].spelling for name in parsed.broken)
         found = options(**parsed.typed)
@@ -57,6 +57,16 @@ def read(
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
     return found
+
+
+def out_of_range(parser: Parser, parsed: Parsed) -> list[str]:
+    """A line for each number that is not in the range that its flag declares."""
+    return [
+        f"{flag.spelling} {value}: {problem}"
+        for flag in parser.flags
+        if flag.limits and (value := parsed.typed.get(flag.name)) is not None
+        if (problem := flag.limits.problem(value))
+    ]
 
 
 def run_program(

@@ -29,13 +29,7 @@ class Options:
     config: Path = arg(
         place="positional", metavar="CONFIG.py", parse=Path, help="the InternLM config to convert"
     )
-    world_size: int = arg(help="number of ranks (GPUs) of the run")
-
-    def problems(self) -> list[str]:
-        """What is wrong with it."""
-        return (
-            [f"--world-size {self.world_size}: must be at least 1"] if self.world_size < 1 else []
-        )
+    world_size: int = arg(minimum=1, help="number of ranks (GPUs) of the run")
 
 
 def refused(words: Sequence[str], world_size: int) -> list[str]:
@@ -51,9 +45,7 @@ def refused(words: Sequence[str], world_size: int) -> list[str]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 printed, 1 the config cannot be honoured, 2 a wrong command line."""
-    args = read(
-        Options, argv, prog="internlm_config.py", description=__doc__ or "", check=Options.problems
-    )
+    args = read(Options, argv, prog="internlm_config.py", description=__doc__ or "")
     try:
         values, lines = read_config(args.config)
     except ConfigError as error:

@@ -40,15 +40,14 @@ class Options:
         (), place="positional", metavar="NAME=VALUE", help="variables that the script expects"
     )
     world_size: int | None = arg(
-        None, help="number of ranks (default: that of the launcher in the script, else the fewest)"
+        None,
+        minimum=1,
+        help="number of ranks (default: that of the launcher in the script, else the fewest)",
     )
 
 
 def _wrong(options: Options) -> list[str]:
-    found = [f"{each}: not NAME=VALUE" for each in options.variables if "=" not in each]
-    if options.world_size is not None and options.world_size < 1:
-        found.append(f"--world-size {options.world_size}: must be at least 1")
-    return found
+    return [f"{each}: not NAME=VALUE" for each in options.variables if "=" not in each]
 
 
 def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:

@@ -4,26 +4,10 @@ immediate."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron.arguments import arg
-
-
-def run_directory() -> Any:
-    """RUN."""
-    return arg(
-        None,
-        place="positional",
-        metavar="RUN",
-        help="run directory (--save), or an iter_XXXXXXX in it",
-    )
-
-
-def run_flags() -> Any:
-    """What may stand after `--`."""
-    return arg(
-        None, place="after --", metavar="-- FLAGS", help="in place of RUN: flags of pretrain_gpt.py"
-    )
+from tools.shared.run_options import RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +33,22 @@ class AnalyzeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocsOptions:
+class DocsOptions(RunOptions):
     """Options of docs."""
 
-    run: str | None = run_directory()
-    flags: tuple[str, ...] | None = run_flags()
-    iteration: int | None = arg(None, help="list the documents this iteration reads")
+    iteration: int | None = arg(None, minimum=1, help="list the documents this iteration reads")
     doc: int | None = arg(
-        None, help="list the iterations that read this document; its number in its data set, from 0"
+        None,
+        minimum=0,
+        help="list the iterations that read this document; its number in its data set, from 0",
     )
     prefix: str | None = arg(
         None, help="with --doc: prefix of the data set, if the run reads several"
     )
-    microbatch: int | None = arg(None, help="only this micro-batch, from 0")
-    dp_rank: int | None = arg(None, help="only samples of this data-parallel rank, from 0")
+    microbatch: int | None = arg(None, minimum=0, help="only this micro-batch, from 0")
+    dp_rank: int | None = arg(
+        None, minimum=0, help="only samples of this data-parallel rank, from 0"
+    )
     order: Literal["suspicion", "loss"] = arg(
         "suspicion",
         help="order of the documents; loss: at the newest checkpoint before the iteration",
@@ -70,15 +56,14 @@ class DocsOptions:
     ckpt_step: int | None = arg(
         None, help="with --order loss: use the checkpoint of this iteration"
     )
-    world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
-    top: int = arg(10, help="number of documents to print")
+    top: int = arg(10, minimum=1, help="number of documents to print")
     json: bool = arg(False, help="print all documents as JSON")
 
     def problems(self) -> list[str]:
         """What is wrong with them."""
         if (self.iteration is None) == (self.doc is None):
             return ["--iteration or --doc: give one of them, and not both"]
-        return run_problems(self.run, self.flags)
+        return super().problems()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +89,9 @@ class ReplayOptions:
         "tell bad data from a bad combination of data and model state",
     )
     world_size: int | None = arg(
-        None, help="number of ranks that read the data (default: the run's)"
+        None, minimum=1, help="number of ranks that read the data (default: the run's)"
     )
-    top: int = arg(5, help="number of samples to print")
+    top: int = arg(5, minimum=1, help="number of samples to print")
     device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
         "auto", help="auto: the accelerator, if there is one"
     )
@@ -123,26 +108,12 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class VerifyOptions(RunOptions):
     """Options of verify."""
 
-    run: str | None = run_directory()
-    flags: tuple[str, ...] | None = run_flags()
     ledger: str | None = arg(
         None, metavar="FILE", help="the run's ledger (default: the run's --data-ledger)"
     )
     reference: str | None = arg(
         None, metavar="FILE", help="ledger of the same run without these skips"
     )
-    world_size: int | None = arg(None, help="number of ranks (default: the run's; with flags: 1)")
-
-    def problems(self) -> list[str]:
-        """What is wrong with them."""
-        return run_problems(self.run, self.flags)
-
-
-def run_problems(run: str | None, flags: tuple[str, ...] | None) -> list[str]:
-    """What is wrong with the way a run is named."""
-    if run is not None and flags is not None:
-        return [f"RUN: {run} and flags after -- both name a run; give one of them"]
-    return []
