@@ -90,7 +90,7 @@ def test_inputs_windows_and_documents(run, tmp_path, capsys):
     [
         (["no_run", "c.txt"], 2, "CHECKPOINT: no_run: no such directory"),
         (["run", "no.txt"], 2, "FILE: no.txt: no such file"),
-        (["run", "c.txt", "--stride", "0"], 2, "--stride 0: must be 1 or more"),
+        (["run", "c.txt", "--stride", "0"], 2, "--stride 0: must be at least 1"),
         (["run", "c.txt", "--stride", "33"], 1, "--stride 33: must not be above the window"),
         (["run", "c.txt", "--seq-length", "64"], 1, "--seq-length 64: the model has 32 positions"),
         (["run", "empty.jsonl"], 1, "empty.jsonl: no text to evaluate"),

@@ -595,7 +595,7 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
             "--partitions",
             "-1",
         ],
-        ["--workers 0: must be 1", "--partitions -1: must be 1"],
+        ["--workers 0: must be at least 1", "--partitions -1: must be at least 1"],
     ),
     "more of them": (
         [
@@ -609,7 +609,7 @@ BAD_COMMAND_LINES: dict[str, tuple[list[str], list[str]]] = {
             "--max-bad-records",
             "-1",
         ],
-        ["--log-interval 0: must be 1", "--max-bad-records -1: must be 0"],
+        ["--log-interval 0: must be at least 1", "--max-bad-records -1: must not be negative"],
     ),
     "no numbers": (
         ["--input", "a.jsonl", "--output-prefix", "x", *NULL, "--workers", "two", "--partitions"],
