@@ -56,7 +56,6 @@ BUGS = {
         "not name.endswith('.bias') and len(shape) != 1",
         "True",
         "tests/core/optimizer/test_param_groups.py::test_weight_decay_rule",
-        "campaign",
     ),
     "gradient not averaged over accumulation": Bug(
         "megatron.training.step.forward_backward",
@@ -70,7 +69,6 @@ BUGS = {
         "{'attention': ctx.tp.rank}",
         "{'attention': 0}",
         "tests/core/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
-        "campaign",
     ),
     # Tensor and sequence parallelism.
     "norm gradients of sequence shards not summed": Bug(
@@ -91,7 +89,6 @@ BUGS = {
         "all((getattr(ctx, axis).rank == 0 for axis in copies))",
         "True",
         f"{LAYOUTS}[tp2]",
-        "campaign",
     ),
     "gradient norm of this rank's part only": Bug(
         "megatron.training.build.build_optimizer",
@@ -144,7 +141,6 @@ BUGS = {
         "self.mask(step.loss_mask)",
         "torch.ones_like(self.mask(step.loss_mask))",
         "tests/core/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
-        "campaign",
     ),
     "tokens of experts counted on one context-parallel rank": Bug(
         "megatron.model.moe.Router.balancing_loss",
@@ -157,14 +153,12 @@ BUGS = {
         "coeff * step.loss_scale",
         "coeff",
         "tests/core/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
-        "campaign",
     ),
     "sinkhorn evaluated as the softmax of the selected experts": Bug(
         "megatron.config.moe.MoEConfig.router_probabilities",
         "self.sinkhorn or self.moe_router_pre_softmax",
         "self.moe_router_pre_softmax",
         "tests/core/config/test_architecture.py::test_another_model_is_a_difference",
-        "campaign",
     ),
     "an export that nothing verified is written": Bug(
         "tools.convert.verification._known",
@@ -178,7 +172,6 @@ BUGS = {
         "parts.repeat(self.count // self.parts, *[1] * one.dim())",
         "torch.stack([one * (1 + expert) for expert in range(self.count)])",
         "tests/tools/convert/test_upcycle.py::test_an_upcycled_model_computes_what_the_dense_one_does",
-        "campaign",
     ),
     "all layers of a torch_dist checkpoint are the first": Bug(
         "tools.convert.torch_dist.TorchDistCheckpoint._sort",
@@ -192,7 +185,6 @@ BUGS = {
         "zlib.crc32(data) != chunk.crc",
         "False",
         "tests/tools/convert/test_torch_dist.py::test_a_flipped_bit_is_found",
-        "campaign",
     ),
     "router gradients of one tensor-parallel rank": Bug(
         "megatron.model.moe.MoELayer.route",
@@ -217,7 +209,6 @@ BUGS = {
         "layer not in self._so_far",
         "True",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
-        "campaign",
     ),
     # Megatron-LM 5916 and 7165
     "experts left out of the norm": Bug(
@@ -385,7 +376,6 @@ BUGS = {
         "(losses * batch.loss_mask).sum()",
         "(losses * batch.loss_mask).sum() * model.ctx.cp.size",
         f"{LAYOUTS}[{MASKED}]",
-        "campaign",
     ),
     "tokens counted as if each rank had all of them": Bug(
         "pretrain_gpt.forward_step",
@@ -497,14 +487,12 @@ BUGS = {
         "(index + 1) * length - 1",
         "index * length",
         f"{EPOCHS}::test_epochs_show_each_document_exactly_so_often[200]",
-        "campaign",
     ),
     "proportional draws without rounding": Bug(
         "megatron.data.epoch.proportional_draws.Shares.source",
         "draw * left_weight + (total >> 1)",
         "draw * left_weight",
         f"{EPOCHS}::test_shares_are_exact_and_every_draw_is_counted_once",
-        "campaign",
     ),
     "a changed blend reads each data set from its start": Bug(
         "megatron.data.epoch.epoch_dataset.EpochBlend.source",
@@ -518,7 +506,6 @@ BUGS = {
         "Permutation(size, self.seed, epoch, tokens, self.index_split)",
         "Permutation(size, epoch, tokens, self.index_split)",
         f"{EPOCHS}::test_the_order_does_not_depend_on_the_length_of_the_run",
-        "campaign",
     ),
     "an index cache key without the contents' hash": Bug(
         "megatron.data.gpt_dataset.GPTDataset.__init__",
@@ -540,7 +527,6 @@ BUGS = {
         "(x.float() * scale).clamp_(-limit, limit)",
         "x.float() * scale",
         f"{FP8}::test_casts_round_as_the_format_says",
-        "campaign",
     ),
     "FP8 gradients in the format of the forward pass": Bug(
         "megatron.kernels.fp8._Fp8Linear.backward",
@@ -571,7 +557,6 @@ BUGS = {
         "scale + (amax - amax)",
         "scale",
         f"{FP8}::test_what_is_not_finite_is_not_hidden",
-        "campaign",
     ),
     "FP8 maxima of one rank": Bug(
         "megatron.parallel.fp8.LayerScaling.__init__",
@@ -662,28 +647,24 @@ BUGS = {
         "count + with_label",
         "count",
         f"{ROWS}::test_the_worked_example_label_by_label",
-        "campaign",
     ),
     "positions not restarted in the next row of a sample": Bug(
         "megatron.data.packed.packed_dataset.PackedFile.__getitem__",
         "np.arange(count)",
         "np.arange(first, first + count)",
         f"{ROWS}::test_the_worked_example_label_by_label",
-        "campaign",
     ),
     "samples of exactly the minimum length omitted": Bug(
         "megatron.data.packed.packed_dataset.PackedFile.__init__",
         "lengths >= rule.min_length",
         "lengths > rule.min_length",
         f"{ROWS}::test_rows_are_those_of_a_plain_packer",
-        "campaign",
     ),
     "each epoch in the order of the first": Bug(
         "megatron.data.packed.packed_dataset.PackedDataset._turn_to",
         "self._random",
         "np.random.RandomState(SEED)",
         f"{ROWS}::test_epochs_are_whole_batches_of_one_generator_that_goes_on",
-        "campaign",
     ),
     "attention crosses pieces": Bug(
         "megatron.training.batch._packed_masks",
@@ -710,7 +691,6 @@ BUGS = {
         "after[:end.start()]",
         "tests/tools/chat/test_templates.py::"
         "test_each_assistant_turn_and_its_end_token_and_nothing_else[chatml]",
-        "campaign",
     ),
     "id 0 in an answer is not trained": Bug(
         "megatron.data.packed.loss_mask.mark",
@@ -738,14 +718,12 @@ BUGS = {
         "self.weight.main_grad.flatten(0, -2)",
         "self.weight.main_grad.flatten(0, -2).clone()",
         f"{ADAPTERS}::test_weight_gradients_of_micro_batches_come_together_where_they_lie[True]",
-        "campaign",
     ),
     "document boundaries one token late": Bug(
         "megatron.kernels.cu_seqlens._read_lengths",
         "starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]",
         "starts[:, 2:] = document_ids[:, 1:-1] != document_ids[:, :-2]",
         f"{ADAPTERS}::test_flash_attn_is_the_formula",
-        "campaign",
     ),
     "a row-parallel layer as wide as its part": Bug(
         "megatron.kernels.transformer_engine.Linear.__init__",
@@ -793,14 +771,12 @@ BUGS = {
         "run.scheduler.after_iteration(plan.scheduled_samples(first, last))",
         "",
         f"{SKIPPING}::test_columns_are_those_of_the_whole_run",
-        "campaign",
     ),
     "a gradient norm in the log of a skipped iteration": Bug(
         "megatron.training.skipping.skip.Skipping.skip",
         "skipped='user'",
         "skipped='user', grad_norm=1.0",
         f"{SKIPPING}::test_lines_of_skipped_iterations_have_no_loss_and_no_norm",
-        "campaign",
     ),
     "an update with zero gradients in place of a skipped iteration": Bug(
         "megatron.training.skipping.skip.Skipping.skip",
@@ -808,7 +784,6 @@ BUGS = {
         "for part in run.buffers.owned:\n    part.main_grad.zero_()\n"
         "run.optimizer.step()\nprogress.iteration = last",
         f"{SKIPPING}::test_nothing_of_the_state_changes",
-        "campaign",
     ),
     # Gradients and moments in 16 bits.
     "an fp16 second moment stored without its root": Bug(

@@ -167,7 +167,7 @@ class Case(NamedTuple):
     model: tuple[str, ...]
     world: int
     layout: tuple[str, ...]
-    steps: int = 5
+    steps: int = 3
     only: tuple[str, ...] = ()
     precision: str = "--fp64"
 
@@ -236,12 +236,8 @@ CASES = {
     "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL")),
 }
 CAMPAIGN = {
-    "tp4": Case(GPT2, 4, (TP, "4")),
     "tp2 sp": Case(GPT2, 2, (TP, "2", SP)),
-    "tp4 sp, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "4", SP)),
-    "tp2 sp, full recompute": Case(LLAMA, 2, (TP, "2", SP), only=FULL),
     "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
-    "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
     "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
     "dp4, whole parameters, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (*OVERLAP, *WHOLE)),
     "dp4, whole parameters in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE)),
@@ -251,35 +247,21 @@ CAMPAIGN = {
     "dp2, distributed optimizer, overlap, 1 micro-batch": Case(
         GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")
     ),
-    "dp2, distributed optimizer, overlap, 4 micro-batches": Case(
-        GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")
-    ),
-    "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(
-        LLAMA, 4, (TP, "2", SP, *OVERLAP)
-    ),
     "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32": Case(
         LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""
     ),
-    "cp2": Case(GPT2, 2, (CP, "2")),
     "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
-    "cp2 tp2 sp": Case(GPT2, 4, (CP, "2", TP, "2", SP)),
     "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
     "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
     "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(
         LLAMA, 4, (CP, "2", TP, "2", SP), precision=""
     ),
-    "pp4": Case(DEEP, 4, (PP, "4")),
     "pp4 vpp2": Case(DEEPER, 4, (PP, "4", CHUNKS, "2")),
     "pp4 vpp2, no overlap": Case(DEEPER, 4, (PP, "4", CHUNKS, "2", NO_OVERLAP)),
     "tp2 sp pp2": Case(GPT2, 4, (TP, "2", SP, PP, "2")),
     "pp4, uneven: 1, 2, 2 and 2 layers": Case(ODD, 4, (PP, "4")),
     "pp2 vpp2, uneven: 1 + 2 and 2 + 2 layers": Case(ODD, 2, (PP, "2", CHUNKS, "2")),
-    "pp2, layout Ettt|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "Ettt|tL")),
-    "pp2, layout E|t*4,L": Case(DEEP, 2, (PP, "2", LAYOUT, "E|t*4,L")),
     "pp4, layout E|(tt|)*2,L": Case(DEEP, 4, (PP, "4", LAYOUT, "E|(tt|)*2,L")),
-    "pp2 vpp2, layout Et|t|t|tL, rotary swiglu RMSNorm GQA": Case(
-        LLAMA + DEEP, 2, (PP, "2", LAYOUT, "Et|t|t|tL")
-    ),
     "tp2 sp pp2 vpp2 dp2, layout E|tt|tt|L, distributed optimizer, overlap": Case(
         DEEP, 8, (TP, "2", SP, PP, "2", LAYOUT, "E|tt|tt|L", *OVERLAP)
     ),
@@ -295,8 +277,6 @@ CAMPAIGN = {
     "pp2 vpp2, groups of 3 micro-batches": Case(
         DEEP, 2, (PP, "2", CHUNKS, "2", GROUP, "3", "--micro-batch-size", "1")
     ),
-    "pp2, untied, masked documents": Case(UNTIED, 2, (PP, "2")),
-    "tp2 sp pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
     "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),
     "pp2 vpp2, dropout": Case(DEEP + DROPOUT, 2, (PP, "2", CHUNKS, "2")),
     "tp2 sp dp2, distributed optimizer, overlap, experts": Case(
@@ -306,29 +286,18 @@ CAMPAIGN = {
     "tp2 sp pp2 vpp2 dp2, distributed optimizer, experts": Case(
         DEEP_EP_MOE, 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *DISTRIBUTED)
     ),
-    "tp2 cp2 pp2, experts": Case(SIGMOID_MOE, 8, (TP, "2", CP, "2", PP, "2")),
     "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
         MOE, 4, (*OVERLAP, *INSTANCES)
     ),
     "ep4 dp4, all-to-all, distributed optimizer, experts": Case(
         EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
     ),
-    "ep2 dp4, all-to-all, distributed optimizer, overlap, experts": Case(
-        EP_MOE, 4, (EP, "2", *A2A, *OVERLAP)
-    ),
     "ep2 dp4, distributed optimizer in 2 instances, overlap, experts": Case(
         EP_MOE, 4, (EP, "2", *OVERLAP, *INSTANCES)
-    ),
-    "ep2 dp8, all-to-all, distributed optimizer in 2 instances, experts": Case(
-        (*EP_MOE, "--micro-batch-size", "1"),
-        8,
-        (EP, "2", *A2A, *DISTRIBUTED, *INSTANCES),
     ),
     "ep2 dp4, overlapped gradient reduction, experts": Case(
         EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
     ),
-    "ep2 tp2 sp dp2, all-to-all, experts": Case(EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP)),
-    "ep2 tp2 dp2, all-gather, experts": Case(EP_MOE, 4, (EP, "2", TP, "2")),
     "ep2 cp2, all-to-all, experts": Case(EP_MOE, 2, (EP, "2", *A2A, CP, "2")),
     "ep4 cp2 dp2, all-gather, distributed optimizer, experts": Case(
         EP_MOE, 4, (EP, "4", CP, "2", *DISTRIBUTED)
@@ -347,9 +316,6 @@ CAMPAIGN = {
     ),
     "etp1 ep4 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts": Case(
         EP_MOE, 4, (ETP, "1", EP, "4", *A2A, TP, "2", SP, *OVERLAP)
-    ),
-    "etp1 tp2 sp, distributed optimizer, experts": Case(
-        EP_MOE, 2, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
     ),
     "etp1 tp2 sp dp2, distributed optimizer, experts": Case(
         EP_MOE, 4, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
@@ -379,22 +345,56 @@ CAMPAIGN = {
         8,
         (ETP, "1", EP, "2", *A2A, TP, "2", SP, CP, "2", PP, "2", CHUNKS, "2"),
     ),
+    "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
+    "tp2 cp2 pp2, options of families": Case(OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), only=FULL),
+    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(
+        UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")
+    ),
+    "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(
+        LLAMA, 4, (TP, "2", SP, *OVERLAP)
+    ),
+    "pp4": Case(DEEP, 4, (PP, "4")),
+}
+SWEEP = {
+    "tp4": Case(GPT2, 4, (TP, "4")),
+    "tp4 sp, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "4", SP)),
+    "tp2 sp, full recompute": Case(LLAMA, 2, (TP, "2", SP), only=FULL),
+    "dp4, distributed optimizer": Case(GPT2, 4, DISTRIBUTED),
+    "dp2, distributed optimizer, overlap, 4 micro-batches": Case(
+        GPT2, 2, (*OVERLAP, "--micro-batch-size", "1")
+    ),
+    "cp2": Case(GPT2, 2, (CP, "2")),
+    "cp2 tp2 sp": Case(GPT2, 4, (CP, "2", TP, "2", SP)),
+    "pp2, layout Ettt|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "Ettt|tL")),
+    "pp2, layout E|t*4,L": Case(DEEP, 2, (PP, "2", LAYOUT, "E|t*4,L")),
+    "pp2 vpp2, layout Et|t|t|tL, rotary swiglu RMSNorm GQA": Case(
+        LLAMA + DEEP, 2, (PP, "2", LAYOUT, "Et|t|t|tL")
+    ),
+    "pp2, untied, masked documents": Case(UNTIED, 2, (PP, "2")),
+    "tp2 sp pp2, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
+    "tp2 cp2 pp2, experts": Case(SIGMOID_MOE, 8, (TP, "2", CP, "2", PP, "2")),
+    "ep2 dp4, all-to-all, distributed optimizer, overlap, experts": Case(
+        EP_MOE, 4, (EP, "2", *A2A, *OVERLAP)
+    ),
+    "ep2 dp8, all-to-all, distributed optimizer in 2 instances, experts": Case(
+        (*EP_MOE, "--micro-batch-size", "1"),
+        8,
+        (EP, "2", *A2A, *DISTRIBUTED, *INSTANCES),
+    ),
+    "ep2 tp2 sp dp2, all-to-all, experts": Case(EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP)),
+    "ep2 tp2 dp2, all-gather, experts": Case(EP_MOE, 4, (EP, "2", TP, "2")),
+    "etp1 tp2 sp, distributed optimizer, experts": Case(
+        EP_MOE, 2, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
+    ),
     "etp1 ep2 tp2 sp dp2 pp2, experts, stages numbered before replicas": Case(
         EP_MOE, 8, (ETP, "1", EP, "2", TP, "2", SP, PP, "2", "--use-tp-pp-dp-mapping")
     ),
-    "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
-    "tp2 cp2 pp2, options of families": Case(OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), only=FULL),
     "tp2 cp2 pp2, xielu": Case(XIELU, 8, (TP, "2", CP, "2", PP, "2")),
     "tp2 cp2 pp2, norms of OLMo 2": Case(OLMO, 8, (TP, "2", CP, "2", PP, "2")),
     "tp2 sp pp2 dp2, distributed optimizer, overlap": Case(
         GPT2, 8, (TP, "2", SP, PP, "2", *OVERLAP)
     ),
-    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(
-        UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")
-    ),
     "pp4 vpp2, fp32": Case(DEEPER, 4, (PP, "4", CHUNKS, "2"), precision=""),
-}
-SWEEP = {
     "tp4 sp": Case(GPT2, 4, (TP, "4", SP)),
     "tp2 dp2": Case(GPT2, 4, (TP, "2")),
     "tp2 sp dp2": Case(GPT2, 4, (TP, "2", SP)),

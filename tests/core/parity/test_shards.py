@@ -3,6 +3,10 @@ that changes no bit."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from tests.core.parity.layouts import (
@@ -24,7 +28,7 @@ from tests.core.parity.layouts import (
     argv,
     saved,
 )
-from tests.runs import same_tensors, train, with_flags, write_text
+from tests.runs import Finished, same_tensors, train, with_flags, write_text
 
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --disable-bias-linear".split()
 
@@ -77,6 +81,27 @@ SHARDED = {
 }
 
 
+@pytest.fixture(scope="module")
+def unsharded(data, tmp_path_factory) -> Finished:
+    """The run of one process that was not stopped."""
+    folder = tmp_path_factory.mktemp("one")
+    return train(folder, [*argv(data, GPT2, 8, "--fp64"), *saved(folder)])
+
+
+@pytest.fixture(scope="module")
+def stopped(data, tmp_path_factory) -> Callable[[str], Path]:
+    """The checkpoint of a run in one of these layouts that stopped after four steps."""
+
+    @functools.cache
+    def checkpoint(name: str) -> Path:
+        world, layout = SHARDED[name]
+        folder = tmp_path_factory.mktemp("stopped")
+        flags = [*argv(data, GPT2, 8, "--fp64"), *layout, *saved(folder)]
+        return train(folder, [*flags, "--exit-interval", "4"], world).save
+
+    return checkpoint
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     "path",
@@ -98,24 +123,19 @@ SHARDED = {
     ],
     ids=" to ".join,
 )
-def test_shards_are_read_in_every_other_layout(path, data, tmp_path):
+def test_shards_are_read_in_every_other_layout(path, data, unsharded, stopped, tmp_path):
     """Stopped in one layout and gone on with in another: the numbers, weights and optimizer state
     of one process."""
-    flags = argv(data, GPT2, 8, "--fp64")
-    (world, layout), (then, other) = (SHARDED[name] for name in path)
-    one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    train(tmp_path / "a", [*flags, *layout, *saved(tmp_path / "a"), "--exit-interval", "4"], world)
-    run = train(
-        tmp_path / "b",
-        [*flags, *other, *saved(tmp_path / "b"), "--load", str(tmp_path / "a/save")],
-        then,
-    )
+    before, after = path
+    world, layout = SHARDED[after]
+    flags = [*argv(data, GPT2, 8, "--fp64"), *layout, *saved(tmp_path / "run")]
+    run = train(tmp_path / "run", [*flags, "--load", str(stopped(before))], world)
     assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
-    for row, expected in zip(run.rows, one.rows[4:], strict=True):
+    for row, expected in zip(run.rows, unsharded.rows[4:], strict=True):
         assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
     tensors = run.tensors()
-    whole = one.tensors()
+    whole = unsharded.tensors()
     assert tensors.keys() == whole.keys()
     for name, tensor in whole.items():
         rows = 211 if name.endswith("embedding.word_embeddings.weight") else len(tensor)
@@ -134,11 +154,11 @@ def test_shards_are_read_in_every_other_layout(path, data, tmp_path):
 def test_shards_change_no_bit_of_a_run_in_half_precision(precision, data, tmp_path):
     """Two ranks with and without the distributed optimizer and its overlap: without clipping, the
     very same run."""
-    flags = with_flags(argv(data, LLAMA, 10, *precision), "--clip-grad", "0")
+    flags = with_flags(argv(data, LLAMA, 5, *precision), "--clip-grad", "0")
     runs = [
         train(
             tmp_path / str(n),
-            [*flags, *more, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "10"],
+            [*flags, *more, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "5"],
             2,
         )
         for n, more in enumerate(((), DISTRIBUTED, OVERLAP))
@@ -150,10 +170,13 @@ def test_shards_change_no_bit_of_a_run_in_half_precision(precision, data, tmp_pa
         same_tensors(run.tensors(), runs[0].tensors())
 
 
-@pytest.mark.campaign
 @pytest.mark.parametrize(
     "world, more",
-    [(2, ()), (4, DISTRIBUTED), (4, (*DISTRIBUTED, *INSTANCES))],
+    [
+        pytest.param(2, (), marks=pytest.mark.campaign),
+        pytest.param(4, DISTRIBUTED, marks=pytest.mark.sweep),
+        pytest.param(4, (*DISTRIBUTED, *INSTANCES), marks=pytest.mark.campaign),
+    ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
 )
 def test_overlap_changes_no_bit_in_fp32(world, more, data, tmp_path):
@@ -173,10 +196,10 @@ def test_overlap_changes_no_bit_in_fp32(world, more, data, tmp_path):
             train(
                 tmp_path / f"{number}{n}",
                 with_flags(
-                    argv(data, UNTIED, 6, *more),
+                    argv(data, UNTIED, 3, *more),
                     *way,
                     "--save-interval",
-                    "6",
+                    "3",
                     "--save",
                     str(tmp_path / f"{number}{n}/save"),
                 ),

@@ -320,31 +320,6 @@ def test_switches_of_torch(text, tmp_path, plain, flags, switches):
     assert done.series(*EXACT) == plain.series(*EXACT)
 
 
-@pytest.mark.campaign
-def test_torch_compile(text, tmp_path, plain):
-    """Compiled layers compute the same; the compiler is really used."""
-    compiled = run(text, tmp_path / "compiled", 4, "--torch-compile", hook=count_compilations)
-    assert "compiled frames: " in compiled.log and "compiled frames: 0\n" not in compiled.log
-    for (loss, norm), (other_loss, other_norm) in zip(
-        plain.series("lm_loss", "grad_norm"), compiled.series("lm_loss", "grad_norm"), strict=True
-    ):
-        assert other_loss == pytest.approx(loss, rel=1e-5) and other_norm == pytest.approx(
-            norm, rel=1e-3
-        )
-
-
-def count_compilations() -> None:
-    """Say at each step how many frames were compiled so far."""
-    step = loop.train_step
-
-    def counting(*args):
-        outcome = step(*args)
-        print(f"compiled frames: {torch._dynamo.utils.counters['frames']['ok']}", flush=True)
-        return outcome
-
-    loop.train_step = counting
-
-
 @pytest.mark.parametrize("minutes, last", [("1", 1), ("2", 4)])
 def test_time_is_counted_from_the_start_of_the_program(text, tmp_path, minutes, last):
     hook = functools.partial(late_from, 1, minutes=1.5)

@@ -12,13 +12,15 @@ from tests.features.trace.tracing import Traced
 from tests.runs import train, with_flags, write_text
 
 QUICK = ("tp2", "dp2, distributed optimizer")
-SHARDS = ("tp4 sp, untied, masked documents", "dp4, distributed optimizer in 2 instances, overlap")
-EXPERTS = (
+CAMPAIGN = (
+    "tp4 sp, untied, masked documents",
+    "dp4, distributed optimizer in 2 instances, overlap",
+    "cp2, distributed optimizer, untied, masked documents",
+    "tp2 sp pp2 vpp2 dp2",
     "ep2 tp2 sp dp2, all-to-all, experts",
     "ep2 tp2 dp2, all-gather, experts",
     "cp2, experts, capacity by position",
 )
-RING = "cp2, distributed optimizer, untied, masked documents"
 PACKED = {
     "cp2 dp2, packed samples": Case(LLAMA, 4, (CP, "2")),
     "tp2 sp pp2, packed samples": Case(LLAMA, 4, (TP, "2", SP, PP, "2")),
@@ -40,13 +42,10 @@ class Gloo(str):
 
 
 def cases() -> list:
-    """All layouts of the parity table; in CI every twelfth, of those with ring attention, whose many
-    operations take ten seconds and more, one, two of sharded optimizers and sequences and three with experts."""
+    """All layouts of the parity table, with their marks."""
     found = []
-    for i, (name, case) in enumerate(LAYOUTS.items()):
-        often = i % 12 == 0 and "cp" not in name and "--num-experts" not in case.model
-        often = often or name in (*SHARDS, *EXPERTS, RING)
-        mark = pytest.mark.campaign if often else pytest.mark.sweep
+    for name, case in LAYOUTS.items():
+        mark = pytest.mark.campaign if name in CAMPAIGN else pytest.mark.sweep
         found.append(pytest.param(case, id=name, marks=[] if name in QUICK else [mark]))
     return found
 
