@@ -167,7 +167,7 @@ class Case(NamedTuple):
     model: tuple[str, ...]
     world: int
     layout: tuple[str, ...]
-    steps: int = 3
+    steps: int = 4
     only: tuple[str, ...] = ()
     precision: str = "--fp64"
 

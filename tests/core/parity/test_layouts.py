@@ -595,11 +595,11 @@ def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
     ids="-".join,
 )
 def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tmp_path):
-    flags = with_flags(argv(data, GPT2, 3, *layout), *DROPOUT)
+    flags = with_flags(argv(data, GPT2, 4, *layout), *DROPOUT)
     runs = [
         train(
             tmp_path / str(n),
-            [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "3"],
+            [*flags, *again, "--save", str(tmp_path / str(n) / "save"), "--save-interval", "4"],
             2,
         )
         for n, again in enumerate(((), SELECTIVE, FULL))
@@ -607,5 +607,5 @@ def test_dropout_repeats_in_a_layout_with_and_without_recompute(layout, data, tm
     for run in runs[1:]:
         assert run.series(*EXACT) == runs[0].series(*EXACT)
         same_tensors(run.tensors(), runs[0].tensors())
-    plain = train(tmp_path / "plain", argv(data, GPT2, 1, *layout), 2)
-    assert plain.series("lm_loss") != runs[0].series("lm_loss")[:1]
+    plain = train(tmp_path / "plain", argv(data, GPT2, 4, *layout), 2)
+    assert plain.series("lm_loss") != runs[0].series("lm_loss")

@@ -196,10 +196,10 @@ def test_overlap_changes_no_bit_in_fp32(world, more, data, tmp_path):
             train(
                 tmp_path / f"{number}{n}",
                 with_flags(
-                    argv(data, UNTIED, 3, *more),
+                    argv(data, UNTIED, 4, *more),
                     *way,
                     "--save-interval",
-                    "3",
+                    "4",
                     "--save",
                     str(tmp_path / f"{number}{n}/save"),
                 ),
