@@ -19,20 +19,19 @@ if __name__ == "__main__":
     interrupt.exit_at_once()
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron import launcher, threads
 from megatron.arguments import arg
+from megatron.inference.generate import LanguageModel, Result, stream
 from megatron.inference.sampling import Sampling
-from megatron.inference.text import TextStream
 from megatron.small_files import parse_json, read_text
 from tools.shared.program import run_program
 from tools.shared.trained_model import ModelOptions
 
 if TYPE_CHECKING:
-    from megatron.inference.engine import Engine, Request
     from megatron.inference.load_model import TrainedModel
 
 
@@ -123,80 +122,25 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
-@dataclass
-class Result:
-    """What was generated after one prompt: `pieces` of text as they came, and its tokens."""
-
-    stream: TextStream
-    pieces: list[str]
-    tokens: list[dict[str, Any]]
-    finish_reason: str | None = None
-
-
-def generate(
-    engine: Engine,
-    requests: Sequence[Request],
-    detokenize: Callable[..., str],
-    stop: Sequence[str],
-) -> Iterator[tuple[int, str, Result]]:
-    """(number of the prompt, new piece of text, all of its result so far), as they come; a result
-    is complete when it has a finish_reason."""
-    results = [Result(TextStream(request.prompt, detokenize, stop), [], []) for request in requests]
-    for number, generation, token in engine.run(requests):
-        result = results[number]
-        piece = result.stream.push(token.id) if token else ""
-        if token:
-            result.tokens.append(
-                {"id": token.id}
-                if token.logprob is None
-                else {
-                    "id": token.id,
-                    "logprob": token.logprob,
-                    "top_logprobs": {str(k): v for k, v in token.alternatives},
-                }
-            )
-        if result.stream.stopped:
-            engine.stop(generation)
-        if generation.finish_reason:
-            piece += result.stream.finish()
-            result.finish_reason = "stop" if result.stream.stopped else generation.finish_reason
-        result.pieces.append(piece)
-        yield number, piece, result
-
-
 def run(options: Options) -> None:
     """Load, generate, print. Raises ValueError where that cannot be done."""
     prompts = list(options.prompts) or [""]
     if options.prompt_file:
         prompts = read_prompts(options.prompt_file)
     threads.set_waiting()
-    from megatron.inference.engine import Engine, Request
-
-    world = launcher.world_size()
-    trained = options.open(world)
-    tokenizer = trained.tokenizer
+    model = LanguageModel(options.open(launcher.world_size()))
     show = print if launcher.rank() == 0 else _silent
-    rows = min(options.batch_size, len(prompts))
     if options.chat:
-        chat(options, Engine(trained.model, 1), trained, show)
+        chat(options, model.trained, show)
         return
-    ids = [[int(token) for token in tokenizer.tokenize(text)] for text in prompts]
-    ends = () if tokenizer.eod is None else (tokenizer.eod,)
-    if not ends and not all(ids):
-        raise ValueError("PROMPT is empty, and this tokenizer has no token that starts a document")
-    requests = [
-        Request(
-            prompt or [*ends],
-            options.max_new_tokens,
-            options.sampling,
-            ends,
-            options.logprobs,
-        )
-        for prompt in ids
-    ]
-    longest = max(len(request.prompt) for request in requests) + options.max_new_tokens
-    engine = Engine(trained.model, rows, longest)
-    results = generate(engine, requests, tokenizer.detokenize, options.stop)
+    results = model.stream(
+        prompts,
+        options.max_new_tokens,
+        options.sampling,
+        options.stop,
+        options.batch_size,
+        options.logprobs,
+    )
     if len(prompts) == 1 and not options.json:
         show(prompts[0], end="", flush=True)
         for _, piece, _ in results:
@@ -219,27 +163,25 @@ def _silent(*_: Any, **__: Any) -> None:
 
 def _written(options: Options, prompt: str, result: Result, number: int) -> str:
     """A finished text as it is printed where there are several."""
-    text = "".join(result.pieces)
     if not options.json:
-        return f"--- prompt {number + 1}\n{prompt}{text}"
+        return f"--- prompt {number + 1}\n{prompt}{result.text}"
     return json.dumps(
         {
             "prompt": prompt,
-            "text": text,
+            "text": result.text,
             "finish_reason": result.finish_reason,
             "tokens": result.tokens,
         }
     )
 
 
-def chat(
-    options: Options, engine: Engine, trained: TrainedModel, show: Callable[..., None]
-) -> None:
+def chat(options: Options, trained: TrainedModel, show: Callable[..., None]) -> None:
     """Answer line after line of stdin (rank 0's) until it ends."""
     from megatron.inference.chat import chat_of
-    from megatron.inference.engine import Request
+    from megatron.inference.engine import Engine, Request
     from megatron.parallel.collectives import gather_objects
 
+    engine = Engine(trained.model, 1)
     encoder = chat_of(trained, options.chat_template)
     messages: list[dict[str, str]] = []
     tp = trained.model.ctx.tp
@@ -253,7 +195,7 @@ def chat(
         request = Request(prompt, options.max_new_tokens, options.sampling, encoder.stop_ids)
         stop = (*options.stop, *encoder.stop)
         answer = ""
-        for _, piece, _ in generate(engine, [request], trained.tokenizer.detokenize, stop):
+        for _, piece, _ in stream(engine, [request], trained.tokenizer.detokenize, stop):
             piece = piece if answer else piece.lstrip()
             answer += piece
             show(piece, end="", flush=True)

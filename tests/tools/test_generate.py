@@ -4,6 +4,7 @@ says no."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.inference.generate import load_model
 from megatron.inference.load_model import open_trained_model
 from tests.core.data.vocabularies import write_tiktoken
 from tests.load_tool import exit_code, load_tool
@@ -117,6 +119,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         (["missing"], ["CHECKPOINT: missing: no such directory"]),
         (["empty"], ["CHECKPOINT: empty: no checkpoint there"]),
+        (["exported"], ["[huggingface-not-imported]"]),
         (
             ["run", "1", "--temperature", "-1", "--top-p", "0"],
             ["--temperature -1.0: must be", "--top-p 0.0: must be"],
@@ -127,7 +130,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_a_wrong_command_line_is_refused_before_torch_is_loaded(run, words, said):
-    (run.parent / "empty").mkdir(exist_ok=True)
+    for name in ("empty", "exported"):
+        (run.parent / name).mkdir(exist_ok=True)
+    (run.parent / "exported" / "config.json").touch()
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(TOOL), *words],
         cwd=run.parent,
@@ -281,6 +286,36 @@ def test_chat_answers_each_line_of_stdin(bytes_run):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(b"\n> > > > \n") == 1  # two answers, an empty line, the end
     assert done.stdout.count(b"\n") >= 2
+
+
+def test_the_example_in_python_of_the_page(bytes_run, tmp_path, monkeypatch, capsys):
+    """Importing it loads no torch."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "gpt").symlink_to(bytes_run)
+    monkeypatch.chdir(tmp_path)
+    example = re.search(
+        r"```python\n(from megatron.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL
+    )[1]
+    exec(compile(example, "serving.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+    code = f"import sys; sys.modules['torch'] = None; {example.splitlines()[0]}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_generate_of_python_is_that_of_the_tool(run, talk):
+    model = load_model(run, device="cpu")
+    flags = ["--max-new-tokens", 6, "--seed", 5, "--top-k", 9, "--json"]
+    prompts = ["1 2 3", "7", "4 5 6 7 8 9"]
+    options = {"max_new_tokens": 6, "seed": 5, "top_k": 9}
+    texts = model.generate(prompts, **options, batch_size=2)
+    assert texts == [each["text"] for each in answers(talk(run, *prompts, *flags)[1])]
+    assert model.generate(prompts[0], **options) == texts[0]
+    word = texts[0].split()[3]
+    assert model.generate(prompts[0], **options, stop=f" {word}") == texts[0].split(f" {word}")[0]
+    with pytest.raises(ValueError, match=r"(?s)temperature.*top-p.*max_new_tokens 0"):
+        model.generate("1", 0, temperature=-1, top_p=0)
+    with pytest.raises(ValueError, match="missing"):
+        load_model("missing")
 
 
 @pytest.mark.campaign

@@ -3,15 +3,13 @@ Imports no torch before the model is opened."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import MANIFEST
+from megatron.inference.generate import checkpoint_problem, load_model
 
 if TYPE_CHECKING:
     from megatron.inference.load_model import TrainedModel
@@ -43,36 +41,17 @@ class ModelOptions:
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
         found = []
-        if not os.path.exists(self.checkpoint):
-            found.append(
-                f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that "
-                "--save named, or an iter_XXXXXXX in it"
-            )
-        elif self.ckpt_step is None and not _holds_a_checkpoint(Path(self.checkpoint)):
-            found.append(
-                f"CHECKPOINT: {self.checkpoint}: no checkpoint there "
-                "(latest_checkpointed_iteration.txt is missing); give the directory that --save "
-                "named, or an iter_XXXXXXX in it"
-            )
+        if problem := checkpoint_problem(self.checkpoint, self.ckpt_step):
+            found.append(f"CHECKPOINT: {problem}")
         for name in FILES:
             if (path := getattr(self, name)) and not os.path.exists(path):
                 found.append(f"--{name.replace('_', '-')} {path}: no such file")
         return found
 
     def open(self, tensor_parallel: int = 1) -> TrainedModel:
-        """Load it, with a line on stderr about what was loaded. Raises as open_trained_model."""
-        from megatron.inference.load_model import open_trained_model
-
+        """Load it, with a line on stderr about what was loaded. Raises as load_model."""
         files = {name: path for name in FILES if (path := getattr(self, name))}
-        with contextlib.redirect_stdout(sys.stderr):
-            trained = open_trained_model(
-                self.checkpoint, self.ckpt_step, files, self.device, tensor_parallel
-            )
-            print(f"loaded {trained.directory} (iteration {trained.iteration})")
+        model = load_model(self.checkpoint, self.ckpt_step, files, self.device, tensor_parallel)
+        trained = model.trained
+        print(f"loaded {trained.directory} (iteration {trained.iteration})", file=sys.stderr)
         return trained
-
-
-def _holds_a_checkpoint(path: Path) -> bool:
-    """Is it a run directory, an iter_XXXXXXX, or a copy of one?"""
-    names = ("latest_checkpointed_iteration.txt", MANIFEST)
-    return path.name.startswith("iter_") or any((path / name).exists() for name in names)
