@@ -57,7 +57,7 @@ def checkpoint_problem(path: str | Path, step: int | None = None) -> str | None:
         return (
             f"{path}: a Hugging Face model, not a checkpoint; import it "
             f"(tools/convert_checkpoint.py hf-import {path} DIRECTORY) and give that DIRECTORY "
-            "[huggingface-not-imported]"
+            "[checkpoint-of-another-suite]"
         )
     return f"{path}: no checkpoint there ({names[0]} is missing); {run}"
 

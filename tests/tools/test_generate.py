@@ -119,7 +119,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         (["missing"], ["CHECKPOINT: missing: no such directory"]),
         (["empty"], ["CHECKPOINT: empty: no checkpoint there"]),
-        (["exported"], ["[huggingface-not-imported]"]),
+        (["exported"], ["[checkpoint-of-another-suite]"]),
         (
             ["run", "1", "--temperature", "-1", "--top-p", "0"],
             ["--temperature -1.0: must be", "--top-p 0.0: must be"],
