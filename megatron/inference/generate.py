@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.filesystem import MANIFEST
 from megatron.inference.sampling import Sampling
@@ -78,14 +78,6 @@ class LanguageModel:
     cannot be trained any more."""
 
     trained: TrainedModel
-
-    @overload
-    def generate(self, prompt: str, max_new_tokens: int = ..., **options: Any) -> str: ...
-
-    @overload
-    def generate(
-        self, prompt: Sequence[str], max_new_tokens: int = ..., **options: Any
-    ) -> list[str]: ...
 
     def generate(
         self,
