@@ -54,7 +54,7 @@ FEATURES = [
     importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     for path in sorted(ROOT.glob("tests/features/*/hostile_kinds.py"))
 ]
-CHECK_SCRIPT = load_tool("check_script")
+CHECK_SCRIPT = functools.partial(feature_program.call, "megatron_cli", module="check_script")
 INSPECT = load_tool("inspect_data")
 PLOT = load_tool("plot")
 SPIKES = functools.partial(feature_program.call, "spikes")
@@ -363,7 +363,7 @@ def make_scripts(folder: Path) -> None:
 def read_scripts(folder: Path) -> list[str]:
     found = []
     for name in ("run.sh", "recipe.yaml"):
-        found.append(run_tool(CHECK_SCRIPT.main, folder / name, good=(0, 1)))
+        found.append(run_tool(CHECK_SCRIPT, folder / name, good=(0, 1)))
         if not found[-1]:
             raise ValueError("refused")
     return found
