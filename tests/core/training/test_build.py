@@ -54,6 +54,7 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
         "gradients": sum(p.main_grad.nbytes for p in params),
         "main weights": size("fp32_param"),
         "optimizer moments": size("exp_avg") + size("momentum_buffer"),
+        "FP8 scales": 0 if run.fp8 is None else run.fp8.state.nbytes + run.fp8.step_amax.nbytes,
     }
     shards = {
         p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params
@@ -66,6 +67,7 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
     "more",
     [
         ["--bf16"],
+        ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", "100"],
         [
             "--untie-embeddings-and-output-weights",
             "--swiglu",
@@ -394,6 +396,7 @@ def test_bf16_gradients_and_moments_take_half_the_bytes():
         }
 
     wide = {"weights": 2, "gradients": 4, "main weights": 4, "optimizer moments": 8}
+    wide |= {"FP8 scales": 0}
     assert per_parameter() == wide
     assert per_parameter("--grad-reduce-in-bf16") == wide | {"gradients": 2}
     assert per_parameter(*PRECISION_AWARE[1:]) == wide | {"gradients": 2, "optimizer moments": 4}
