@@ -157,6 +157,7 @@ OWN = {
     "skipped iteration": r" iteration .* number of nan iterations: +\d+ \| number of user-skipped iterations: "
     r"+\d+ \|",
     # every difference is said
+    "learning rate jump": r" learning rate: \S+ from here on, \S+ by the checkpoint's schedule .*",
     "differs": r" differs from the checkpoint: \w+ was .*, is .*",
     # it was allowed to
     "data order": r"WARNING: the order of the data changes from iteration \d+ on: .*",

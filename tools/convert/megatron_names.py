@@ -6,13 +6,14 @@ group in both, and a gated matrix is gate rows, then up rows, on each rank.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from megatron.arguments import flags_of
+from megatron.arguments import OtherFlags, flags_of
 from megatron.config import command_line
 from megatron.config.model import ModelConfig
 from megatron.features.registry import RunConfig
@@ -327,8 +328,12 @@ def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> 
 
 
 def _harmless(name: str, value: Any) -> bool:
-    others = command_line.other_flags(RunConfig)
-    return others.changes_nothing(name, value) or _HARMLESS.fullmatch(name) is not None
+    return _others().changes_nothing(name, value) or _HARMLESS.fullmatch(name) is not None
+
+
+@functools.cache
+def _others() -> OtherFlags:
+    return command_line.other_flags(RunConfig)
 
 
 def _convert(flags: dict[str, Any], source: str) -> list[str]:

@@ -282,6 +282,7 @@ def test_a_resumed_run(first, tmp_path):
         "version",
         "differs",
         "scheduler override",
+        "learning rate jump",
         "other world size",
         "loaded",
     ]
