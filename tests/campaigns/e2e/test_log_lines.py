@@ -362,6 +362,7 @@ def test_every_template_was_seen(first, two):
         "version",
         "loaded",
         "scheduler override",
+        "learning rate jump",
         "scheduler checkpoint",
         "load indices",
         "load index",
