@@ -113,7 +113,10 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
     replicated = kinds["weights"] + kinds["gradients"]  # over the ranks of data parallelism
     values = values_of(config)
     flags = flags_of(type(config))
+    fitting: list[dict[str, Any]] = []
     for change in _changes(config, world_size):
+        if any(smaller.items() <= change.items() for smaller in fitting):
+            continue  # it fits without the rest
         parts = math.prod(change[name] // values[name] for name in _SIZES if name in change)
         if replicated > limit * parts:
             continue
@@ -125,6 +128,7 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
         except ValueError:  # no plan
             continue
         if size <= limit:
+            fitting.append(change)
             words = (
                 flags[name].spelling + ("" if value is True else f" {value}")
                 for name, value in change.items()

@@ -101,7 +101,7 @@ def runs_out(rank: int, world: int, folder: Path, layout: str) -> list:
 def test_out_of_memory_is_one_message_of_the_rank_that_had_none(folder, layout):
     (code, other), (own_code, own), seconds = run_ranks(1, runs_out, folder, layout)[0]
     assert code == own_code == 1
-    assert own.startswith("rank 1: error: out of memory on ") and own.count("\n") == 1
+    assert own.startswith("rank 1: error: ") and own.count("\n") == 1
     assert own.endswith("[out-of-memory]\n")
     assert other.count("\n") == 1 and "because rank 1 (process " in other
 

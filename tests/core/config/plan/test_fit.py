@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from types import SimpleNamespace
@@ -36,6 +37,15 @@ GPT_154B = (
 )
 
 
+LONG = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 131072 "
+    "--max-position-embeddings 131072 --tokenizer-type NullTokenizer --vocab-size 32000 "
+    "--micro-batch-size 2 --global-batch-size 64 --lr 1e-4 --train-iters 4 --mock-data --bf16 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 "
+    "--decoder-first-pipeline-num-layers 3 --device cuda"
+)
+
+
 def planned(flags: str, world: int):
     words = [*shlex.split(flags), "--dry-run", "--world-size", str(world)]
     line = command_line.read(words, {}, tree=RunConfig)
@@ -50,26 +60,30 @@ def ways(text: str) -> list[tuple[str, float]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "gib, fits, kind",
-    [(200, True, "fits: "), (112, True, "fits barely: "), (80, False, "does not")],
-)
-def test_a_verdict_of_llama_8b_in_fp8_on_8_devices(gib, fits, kind):
+@pytest.mark.parametrize("gib, fits, remedies", [(200, True, 0), (112, True, 2), (80, False, 2)])
+def test_a_verdict_of_llama_8b_in_fp8_on_8_devices(gib, fits, remedies):
     """108.75 GiB, as traced (tests/features/trace)."""
     config, plan = planned(LLAMA_8B_FP8, 8)
     assert fit.fullest(config, plan).total == pytest.approx(108.75 * GIB, rel=1e-3)
     answer, text = fit.verdict(config, plan, gib * GIB)
-    assert answer is fits and text.startswith(kind)
+    assert answer is fits and len(ways(text)) == remedies
 
 
 @pytest.mark.parametrize(
     "flags, world, gib",
-    [(LLAMA_8B_FP8, 8, 80), (LLAMA_8B, 8, 40), (GPT_154B, 64, 80), (GPT_154B, 1024, 40)],
+    [
+        (LLAMA_8B_FP8, 8, 80),
+        (LLAMA_8B, 8, 40),
+        (GPT_154B, 64, 80),
+        (GPT_154B, 1024, 40),
+        (LONG, 16, 24),
+    ],
 )
 def test_what_is_said_to_fit_is_accepted_and_fits(flags, world, gib):
     config, plan = planned(flags, world)
     _, text = fit.verdict(config, plan, gib * GIB)
-    assert len(ways(text)) == 2
+    changes = [{*re.findall(r"--\S+(?: [^-\s]\S*)?", more)} for more, _ in ways(text)]
+    assert changes and not any(a <= b for a, b in itertools.permutations(changes, 2))
     for more, size in ways(text):
         held = fit.fullest(*planned(f"{flags} {more}", world)).total / GIB
         assert held <= gib and held == pytest.approx(size, abs=0.006)
@@ -195,7 +209,7 @@ def test_memory_that_ran_out_is_one_line(monkeypatch, kind):
     assert_problem(text, "out-of-memory")
     assert len(ways(text)) == 2 and "activations" in text
     assert error.value.__cause__ is None
-    assert ("other processes and CUDA itself 7.00 GiB" in text) is (kind == "cuda")
+    assert (" 7.00 GiB" in text) is (kind == "cuda")
     for more, _ in ways(text):
         assert fit.fullest(*planned(f"{LLAMA_8B} {more}", 8)).total < 0.92 * 80 * GIB
 
