@@ -121,8 +121,13 @@ def pretrain(argv, forward_step=forward_step, services=None, watch=None):
         train(line, tokenizer, forward_step, services, watch)
 
 
-def main(forward_step=forward_step):
-    """The program: streams, signals and the launcher's end come before the slow imports."""
+def main(argv=None, forward_step=forward_step):
+    """The program: streams, signals and the launcher's end come before the slow imports.
+
+    With `argv` a caller's own command line; its streams and signals stay the caller's.
+    """
+    if argv is not None:
+        return pretrain(argv, forward_step)
     interrupt.exit_at_once()  # until `watch` takes over
     interrupt.check_output()
     gc.disable()  # until the loop starts: it would look through torch's objects again and again

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
 from megatron.config.plan import report
@@ -583,3 +585,11 @@ def test_a_byte_order_mark_before_flags_is_skipped(tmp_path):
     path = tmp_path / "a.args"
     path.write_text(GOOD, encoding="utf-8-sig")
     assert read(f"@{path}").config == read(GOOD).config
+
+
+def test_main_with_a_callers_own_command_line_leaves_its_streams_and_signals(capsys):
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    stream = sys.stdout
+    pretrain_gpt.main([*GOOD.split(), "--dry-run"])
+    assert sys.stdout is stream and "GiB" in capsys.readouterr().out
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]

@@ -271,6 +271,7 @@ REFUSED = [
         "HIDDEN_SIZE = 4100",
         "--hidden-size 4100: not a multiple of --num-attention-heads 32",
     ),
+    ("DO_ALERT = False", "DO_ALERT = True", "monitor.alert.enable_feishu_alert = True"),
 ]
 
 

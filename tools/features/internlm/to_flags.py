@@ -59,15 +59,25 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     _data(sections["data"], layout["dp"])
     _optimizer(sections, layout, dtype)
     _checkpoints(sections["ckpt"])
-    sections["monitor"].ignore(
-        "alert", why="no webhook here; logs and exit codes say what happened"
-    )
+    _alert(sections["monitor"])
     sections["monitor"].ignore(
         "tensorboard", why="its queue has no counterpart; tensorboard_folder is --tensorboard-dir"
     )
     for section in sections.values():
         section.done()
     return args
+
+
+def _alert(monitor: Section) -> None:
+    alert = monitor.left.get("alert")
+    if isinstance(alert, Mapping) and alert.get("enable_feishu_alert"):
+        monitor.refuse(
+            "alert.enable_feishu_alert",
+            True,
+            "no alert is sent here; set it to False and let the scheduler report the exit code, "
+            "which is not 0 when a run fails",
+        )
+    monitor.ignore("alert", why="no webhook here; logs and exit codes say what happened")
 
 
 def _top(values: Mapping[str, Any], args: Args) -> None:
