@@ -66,6 +66,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
         "megatron.config.command_line",
         *_training_modules(),
         "tests.runs",
+        "tests.known_flags",
         "tests.campaigns.e2e.programs",
         "tensorboard.backend.event_processing.event_accumulator",
     ]

@@ -274,11 +274,11 @@ from megatron import device
 torch.set_num_threads(1)
 done = device.keep_freed_memory(torch.device("cpu")) if sys.argv[1] == "keep" else None
 faults = []
-for turn in range(40):
+for turn in range(14):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(1 << 24)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(done, min(faults[30:]))    # the heap moves up for some turns (2 to 10 were seen) until it settles
+print(done, min(faults[11:]))    # the heap moves up for some turns (2 to 10 were seen) until it settles
 """
 
 

@@ -113,7 +113,7 @@ def test_every_micro_batch_passes_every_chunk_once(stages):
         check_lists(stages, micro_batches, chunks)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6, 8, 11])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 6, 8])
 def test_no_deadlock_activations_and_bubble(stages):
     for micro_batches, chunks in grid(stages):
         if stages * micro_batches * chunks <= 500:
@@ -129,7 +129,7 @@ def test_the_whole_grid(stages):
         check_playing(stages, micro_batches, chunks)
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("stages", [2, 3, 4])
 def test_groups_of_micro_batches(stages):
     """Larger groups than stages, the last one smaller: no deadlock, activations and bubble of the
     formulas."""
@@ -161,7 +161,7 @@ def check_group(stages: int, micro_batches: int, chunks: int, group: int) -> Non
                 )
 
 
-@pytest.mark.parametrize("stages, chunks", [(1, 1), (4, 1), (2, 2), (4, 3), (16, 4)])
+@pytest.mark.parametrize("stages, chunks", [(1, 1), (4, 1), (2, 2), (4, 3), (8, 2)])
 def test_64_micro_batches(stages, chunks):
     lists = schedule(stages, 64, chunks)
     played = play(lists, chunks, "batches")

@@ -43,7 +43,7 @@ def plain(text, tmp_path_factory) -> Finished:
 def argv(text: str, folder: Path, iterations: int | None, *extra: str) -> list[str]:
     length = [] if iterations is None else ["--train-iters", str(iterations)]
     return [
-        *SMALL,
+        *with_flags(SMALL, "--micro-batch-size", "4"),
         "--data-path",
         text,
         "--split",
@@ -233,7 +233,10 @@ def test_skip_train(text, tmp_path):
 def test_batches_that_grow(text, tmp_path, flags, sizes):
     """A run that is stopped while the batch grows goes on with the sizes it would have had."""
     words = without(
-        argv(text, tmp_path / "run", None, *flags, "--train-samples", str(sum(sizes))),
+        with_flags(
+            argv(text, tmp_path / "run", None, *flags, "--train-samples", str(sum(sizes))),
+            *("--micro-batch-size", "2"),
+        ),
         "--lr-warmup-iters",
     )
     if "step" in flags[0]:

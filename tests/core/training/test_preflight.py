@@ -178,7 +178,9 @@ def test_a_blend_without_weights_that_is_too_small(folder, tmp_path, capsys):
     assert (
         refused(capsys, with_flags(short, "--dataloader-type", "cyclic", "--eval-iters", "1")) == []
     )
-    fits = with_flags(short, "--train-iters", iterations, "--eval-iters", "0")
+    fits = with_flags(
+        short, "--train-iters", iterations, "--eval-iters", "0", "--micro-batch-size", "8"
+    )
     assert refused(capsys, fits) == []
     done = train(tmp_path, fits)
     assert done.rows[-1]["iteration"] == int(iterations)

@@ -108,7 +108,10 @@ def test_a_finished_run_started_again(trained, tmp_path):
         (["--split", "70,30,0"], "--split"),
         (["--seq-length", "16"], "sequence_length: 32 in the checkpoint, 16 now"),
         (["--seed", "7"], "seed: 1234 in the checkpoint, 7 now"),
-        (["--train-iters", "60", "--override-opt_param-scheduler"], "num_epochs"),
+        (
+            ["--train-iters", "60", "--override-opt_param-scheduler", "--exit-interval", "6"],
+            "num_epochs",
+        ),
         (["--dataloader-type", "cyclic"], "dataloader_type"),
         (
             ["--global-batch-size", "4", "--override-opt_param-scheduler"],

@@ -105,16 +105,16 @@ def and_refuse(before, *where) -> Services | None:
     return before() if before else None
 
 
-@pytest.mark.parametrize("world", SIZES)
 @pytest.mark.parametrize(
-    ("flags", "before", "last"),
+    ("world", "flags", "before", "last"),
     [
-        ([], None, 7),
-        (["--train-iters", "6"], None, 6),
-        (["--exit-interval", "5"], None, 5),
-        (["--exit-interval", "4"], None, 4),
-        (["--exit-signal-handler"], terminate_at_5, 5),
-        (["--exit-duration-in-mins", "9"], functools.partial(late_from, 4), 4),
+        (1, [], None, 7),
+        (2, [], None, 7),
+        (1, ["--train-iters", "6"], None, 6),
+        (1, ["--exit-interval", "5"], None, 5),
+        (1, ["--exit-interval", "4"], None, 4),
+        (2, ["--exit-signal-handler"], terminate_at_5, 5),
+        (1, ["--exit-duration-in-mins", "9"], functools.partial(late_from, 4), 4),
     ],
 )
 def test_the_last_save_that_fails_is_an_error(data, tmp_path, world, flags, before, last):
