@@ -271,11 +271,17 @@ REFUSED = [
         "HIDDEN_SIZE = 4100",
         "--hidden-size 4100: not a multiple of --num-attention-heads 32",
     ),
-    ("DO_ALERT = False", "DO_ALERT = True", "monitor.alert.enable_feishu_alert = True"),
+    (
+        "HIDDEN_SIZE = 4096",
+        "HIDDEN_SIZE = 4096\nmonitor = dict(alert=dict(enable_feishu_alert=True))",
+        "monitor.alert.enable_feishu_alert = True",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "text"), REFUSED, ids=[row[1] for row in REFUSED])
+@pytest.mark.parametrize(
+    ("old", "new", "text"), REFUSED, ids=[row[1].split("\n")[-1] for row in REFUSED]
+)
 def test_what_cannot_be_honoured_is_an_error_with_its_line(old, new, text, tmp_path, capsys):
     assert main([str(written(tmp_path, demo("7b").replace(old, new))), "--world-size", "8"]) == 1
     said = capsys.readouterr()
