@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from megatron.model.gpt import GPTModel
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.random import DropoutSeeds
-from megatron.parallel.single_stage import Forward
 from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
 from megatron.training.run import Run, Veto
@@ -127,18 +126,6 @@ def train_step(
     )
 
 
-def _balance_experts(run: Run, totals: Totals, updated: bool) -> dict[str, float]:
-    """The routers' metrics; after an update their biases follow the counts of the step."""
-    model = run.config.model
-    if not model.num_experts:
-        return {}
-    from megatron.training import routers
-
-    if updated and model.moe_router_enable_expert_bias:
-        routers.update_bias(model, run.model, totals)
-    return routers.metrics(model, totals)
-
-
 def forward_backward(
     run: Run,
     forward_step: ForwardStep,
@@ -151,25 +138,112 @@ def forward_backward(
     """Losses, counts and gradients of the micro-batches that rank `dp_cp_rank` of dp_cp has in an
     iteration; the nominal number of tokens of the global batch, by which gradients are divided.
     `counters`: those that `sums` has slots for."""
-    timers = run.timers
     nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
-    backward_scale = run.optimizer.loss_scale / nominal_tokens
+    micro_batches = MicroBatches(
+        run,
+        forward_step,
+        samples,
+        sums,
+        counters,
+        iteration=iteration,
+        dp_cp_rank=dp_cp_rank,
+        backward_scale=run.optimizer.loss_scale / nominal_tokens,
+    )
+    with _weights_cast_once(run):
+        run.pipeline.run(
+            run.plan.num_microbatches(iteration), micro_batches.forward, micro_batches.backward
+        )
+    return nominal_tokens
 
-    def dropout_seeds(micro_batch: int) -> DropoutSeeds:
-        return DropoutSeeds(run.config.training.seed, iteration, micro_batch, dp_cp_rank)
 
-    def backward(output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
-        with timers("backward-compute", 2):
+@dataclass
+class MicroBatches:
+    """This rank's micro-batches of an iteration, or of evaluations; a schedule calls `forward` and
+    `backward` in its order, which may interleave micro-batches and chunks.
+
+    What the last chunk computes is added to `sums`, in which each of `counters` has slots. Only
+    training has `iteration` (without it there is no dropout) and `backward_scale`, the factor of a
+    micro-batch's sum of losses.
+    """
+
+    run: Run
+    forward_step: ForwardStep
+    samples: Iterator[MicroBatch]
+    sums: StepSums
+    counters: Sequence[StepCounter] = ()
+    iteration: int | None = None
+    dp_cp_rank: int = 0
+    backward_scale: float | None = None
+    # those between this rank's first chunk and its last one
+    _batches: dict[int, Batch] = field(init=False, default_factory=dict)
+    # selections of experts by layer, of the micro-batches so far
+    _expert_counts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def forward(self, micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states of a chunk, or the loss of the last one. This rank's first chunk reads
+        the micro-batch, which is kept until the last one: on a stage in the middle, too, for its
+        masks and positions."""
+        run = self.run
+        if chunk == 0:
+            with run.timers("batch-generator", 2):
+                self._batches[micro_batch] = self._next_batch(micro_batch)
+        batch = self._batches[micro_batch]
+        if chunk == len(run.model) - 1:
+            del self._batches[micro_batch]
+        with run.timers("forward-compute", 2):
+            inputs = batch if hidden is None else replace(batch, hidden=hidden)
+            output = self.forward_step(inputs, run.model[chunk])
+        if batch.router_step is not None and self.backward_scale is not None:
+            from megatron.training import routers
+
+            layers = run.model[chunk].decoder.moe_layers
+            routers.add(run.config.model, self.sums, batch.router_step, layers)
+        if not run.pipeline.is_last(chunk):
+            assert isinstance(output, torch.Tensor)  # hidden states
+            return output
+        assert not isinstance(output, torch.Tensor), "forward_step: (loss sum, number of tokens)"
+        return self._add_loss(output, batch)
+
+    def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
+        """Add the gradients of a chunk, from its loss or the `gradient` of its hidden states. The
+        scale is in the loss alone: every other gradient follows from it."""
+        with self.run.timers("backward-compute", 2):
             if gradient is None:
-                assert isinstance(output, torch.Tensor)  # the loss
-                (output * backward_scale).backward()
+                # the loss, in training
+                assert isinstance(output, torch.Tensor) and self.backward_scale is not None
+                (output * self.backward_scale).backward()
             else:
                 torch.autograd.backward(output, gradient)
 
-    forward = _forwards(run, forward_step, samples, sums, dropout_seeds, counters, backward_scale)
-    with _weights_cast_once(run):
-        run.pipeline.run(run.plan.num_microbatches(iteration), forward, backward)
-    return nominal_tokens
+    def _next_batch(self, micro_batch: int) -> Batch:
+        run = self.run
+        samples = next_samples(self.samples)
+        for counter in self.counters:
+            counter.see(samples)
+        seeds = None
+        if self.iteration is not None:
+            seed = run.config.training.seed
+            seeds = DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)
+        token_metrics = tuple(name for counter in self.counters for name in counter.token_metrics)
+        batch = make_batch(samples, run.rules, run.runtime.device, seeds, token_metrics)
+        if not run.config.model.num_experts:
+            return batch
+        from megatron.training import routers
+
+        step = routers.RouterStep(batch.loss_mask, self.backward_scale, self._expert_counts, seeds)
+        return replace(batch, router_step=step)
+
+    def _add_loss(self, output: Losses, batch: Batch) -> torch.Tensor:
+        """The loss of a micro-batch, after its numbers are added to the sums."""
+        loss, tokens, *optional = output
+        metrics = optional[0] if optional else {}
+        self.sums.loss += loss.detach()
+        self.sums.tokens += tokens
+        if optional:
+            self.sums.add_metrics(metrics, omit=batch.token_metrics)
+        for counter, slots in zip(self.counters, self.sums.counters, strict=True):
+            counter.add(slots, batch, metrics)
+        return loss
 
 
 def _weights_cast_once(run: Run) -> AbstractContextManager[None]:
@@ -179,6 +253,18 @@ def _weights_cast_once(run: Run) -> AbstractContextManager[None]:
     from megatron.parallel.fp8 import weights_cast_once
 
     return weights_cast_once(run.model)
+
+
+def next_samples(samples: Iterator[MicroBatch]) -> MicroBatch:
+    """The next micro-batch; an exhausted data set is an error that says what to do."""
+    try:
+        return next(samples)
+    except StopIteration:
+        raise ValueError(
+            "the data set has no samples left for this run; lower --train-iters or "
+            "--train-samples (for validation --eval-iters), or read data more than once: give "
+            "weights, or --data-order epoch [data-exhausted]"
+        ) from None
 
 
 def _agree_on_metrics(run: Run, sums: StepSums) -> None:
@@ -205,6 +291,32 @@ def _agree_on_metrics(run: Run, sums: StepSums) -> None:
             "micro-batch [metrics-differ]"
         )
     sums.reserve_metrics(run.metric_names)
+
+
+def _sum_over_ranks(run: Run, sums: StepSums) -> None:
+    """One collective for all sums. Stages before the last have no loss and no tokens;
+    tensor-parallel ranks have the same, which count once."""
+    if run.runtime.ctx.tp.rank:
+        sums.clear_losses(of_routers=not run.runtime.ctx.sequence_parallel)
+    run.services.all_reduce(sums.values, run.runtime.ctx.world)
+
+
+def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:
+    if math.isfinite(loss) or not _nonfinite_is_error(run):
+        return
+    axis = run.runtime.ctx.world
+    losses = gather_objects(local.item(), axis)
+    ranks = [
+        rank for rank, value in zip(axis.ranks, losses, strict=True) if not math.isfinite(value)
+    ]
+    cause = (
+        f" (found on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
+    )
+    raise NotFinite(
+        f"iteration {iteration}: the loss is {loss}{cause}; optimizer step skipped. Resume from "
+        f"the last checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, "
+        "or --no-check-for-nan-in-loss-and-grad to continue regardless [loss-not-finite]"
+    )
 
 
 def _update(
@@ -244,98 +356,6 @@ def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
         )
 
 
-def _forwards(
-    run: Run,
-    forward_step: ForwardStep,
-    samples: Iterator[MicroBatch],
-    sums: StepSums,
-    dropout_seeds: Callable[[int], DropoutSeeds | None],
-    counters: Sequence[StepCounter] = (),
-    backward_scale: float | None = None,
-) -> Forward:
-    """The forward of a schedule: reads a micro-batch when it comes to this rank's first chunk,
-    keeps it for the others, and adds the last chunk's loss and tokens to `sums`, with what
-    `counters` count, and with `backward_scale` (that of the loss in training) the losses of
-    routers."""
-    token_metrics = tuple(name for counter in counters for name in counter.token_metrics)
-    batches: dict[int, Batch] = {}  # those between this rank's first chunk and its last one
-    expert_counts: dict[int, torch.Tensor] = {}  # by layer, of the micro-batches so far
-    timers = run.timers
-
-    def load(micro_batch: int) -> Batch:
-        loaded = next_samples(samples)
-        for counter in counters:
-            counter.see(loaded)
-        seeds = dropout_seeds(micro_batch)
-        batch = make_batch(loaded, run.rules, run.runtime.device, seeds, token_metrics)
-        if not run.config.model.num_experts:
-            return batch
-        from megatron.training import routers
-
-        step = routers.RouterStep(
-            batch.loss_mask, backward_scale, expert_counts, batch.dropout_seeds
-        )
-        return replace(batch, router_step=step)
-
-    def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        if chunk == 0:
-            with timers("batch-generator", 2):
-                batches[micro_batch] = load(micro_batch)
-        batch = batches[micro_batch]
-        if chunk == len(run.model) - 1:
-            del batches[micro_batch]
-        with timers("forward-compute", 2):
-            inputs = batch if hidden is None else replace(batch, hidden=hidden)
-            output = forward_step(inputs, run.model[chunk])
-        if batch.router_step is not None and backward_scale is not None:
-            from megatron.training import routers
-
-            layers = run.model[chunk].decoder.moe_layers
-            routers.add(run.config.model, sums, batch.router_step, layers)
-        if not run.pipeline.is_last(chunk):
-            assert isinstance(output, torch.Tensor)  # hidden states
-            return output
-        assert not isinstance(output, torch.Tensor), "forward_step: (loss sum, number of tokens)"
-        return _add_loss(output, batch, sums, counters)
-
-    return forward
-
-
-def _add_loss(
-    output: Losses, batch: Batch, sums: StepSums, counters: Sequence[StepCounter]
-) -> torch.Tensor:
-    """The loss of a micro-batch, after its numbers are added to `sums`."""
-    loss, tokens, *optional = output
-    metrics = optional[0] if optional else {}
-    sums.loss += loss.detach()
-    sums.tokens += tokens
-    if optional:
-        sums.add_metrics(metrics, omit=batch.token_metrics)
-    for counter, slots in zip(counters, sums.counters, strict=True):
-        counter.add(slots, batch, metrics)
-    return loss
-
-
-def _sum_over_ranks(run: Run, sums: StepSums) -> None:
-    """One collective for all sums. Stages before the last have no loss and no tokens;
-    tensor-parallel ranks have the same, which count once."""
-    if run.runtime.ctx.tp.rank:
-        sums.clear_losses(of_routers=not run.runtime.ctx.sequence_parallel)
-    run.services.all_reduce(sums.values, run.runtime.ctx.world)
-
-
-def next_samples(samples: Iterator[MicroBatch]) -> MicroBatch:
-    """The next micro-batch; an exhausted data set is an error that says what to do."""
-    try:
-        return next(samples)
-    except StopIteration:
-        raise ValueError(
-            "the data set has no samples left for this run; lower --train-iters or "
-            "--train-samples (for validation --eval-iters), or read data more than once: give "
-            "weights, or --data-order epoch [data-exhausted]"
-        ) from None
-
-
 def _nonfinite_is_error(run: Run) -> bool:
     """Not under dynamic loss scaling, which finds its scale by them, nor where a feature judges the
     update."""
@@ -345,22 +365,16 @@ def _nonfinite_is_error(run: Run) -> bool:
     )
 
 
-def _check_loss(run: Run, iteration: int, loss: float, local: torch.Tensor) -> None:
-    if math.isfinite(loss) or not _nonfinite_is_error(run):
-        return
-    axis = run.runtime.ctx.world
-    losses = gather_objects(local.item(), axis)
-    ranks = [
-        rank for rank, value in zip(axis.ranks, losses, strict=True) if not math.isfinite(value)
-    ]
-    cause = (
-        f" (found on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
-    )
-    raise NotFinite(
-        f"iteration {iteration}: the loss is {loss}{cause}; optimizer step skipped. Resume from "
-        f"the last checkpoint with --train-range-to-skip {iteration} {iteration}, a lower --lr, "
-        "or --no-check-for-nan-in-loss-and-grad to continue regardless [loss-not-finite]"
-    )
+def _balance_experts(run: Run, totals: Totals, updated: bool) -> dict[str, float]:
+    """The routers' metrics; after an update their biases follow the counts of the step."""
+    model = run.config.model
+    if not model.num_experts:
+        return {}
+    from megatron.training import routers
+
+    if updated and model.moe_router_enable_expert_bias:
+        routers.update_bias(model, run.model, totals)
+    return routers.metrics(model, totals)
 
 
 @torch.no_grad()
@@ -382,7 +396,7 @@ def evaluate(
     micro_batches = batch.num_microbatches
     iterations = -(-count // micro_batches)
     sums = StepSums(run.runtime.device)
-    forward = _forwards(run, forward_step, samples, sums, lambda micro_batch: None)
+    forward = MicroBatches(run, forward_step, samples, sums).forward
     report(f"Evaluating on {count * batch.divisor} samples")
     for iteration in range(1, iterations + 1):
         report(f"Evaluating iter {iteration}/{iterations}")

@@ -321,9 +321,10 @@ BUGS = {
         "tests/core/parallel/test_schedules.py",
     ),
     "a swapped virtual chunk": Bug(
-        "megatron.training.step._forwards.forward",
-        "forward_step(inputs, run.model[chunk])",
-        "forward_step(inputs, run.model[-1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk])",
+        "megatron.training.step.MicroBatches.forward",
+        "self.forward_step(inputs, run.model[chunk])",
+        "self.forward_step(\n"
+        "    inputs, run.model[-1 - chunk if run.runtime.ctx.pp.rank == 1 else chunk]\n)",
         f"{LAYOUTS}[pp4 vpp2]",
         "sweep",
     ),
@@ -334,9 +335,9 @@ BUGS = {
         f"{LAYOUTS}[pp2 vpp2]",
     ),
     "the same dropout in every micro-batch of a pipeline": Bug(
-        "megatron.training.step._forwards.load",
-        "dropout_seeds(micro_batch)",
-        "dropout_seeds(micro_batch * (len(run.model) == 1))",
+        "megatron.training.step.MicroBatches._next_batch",
+        "DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)",
+        "DropoutSeeds(seed, self.iteration, micro_batch * (len(run.model) == 1), self.dp_cp_rank)",
         f"{LAYOUTS}[pp2 vpp2, dropout]",
     ),
     "a gradient sent to the previous stage without its residual branch": Bug(
@@ -346,9 +347,9 @@ BUGS = {
         f"{LAYOUTS}[pp4]",
     ),
     "a loss scale applied on every stage": Bug(
-        "megatron.training.step.forward_backward.backward",
+        "megatron.training.step.MicroBatches.backward",
         "torch.autograd.backward(output, gradient)",
-        "torch.autograd.backward(output, gradient * backward_scale)",
+        "torch.autograd.backward(output, gradient * self.backward_scale)",
         f"{LAYOUTS}[pp2]",
     ),
     "a rank that outvotes the other by repeating itself": Bug(
