@@ -24,8 +24,8 @@ from megatron.parallel.context import ParallelContext, Replicas
 from megatron.parallel.sharding import Parameter
 
 
-class _Bucket:
-    """One bucket of a step: its missing gradients and its communication in progress.
+class BucketState:
+    """A bucket of the layout in a step: its missing gradients, its communication in progress.
 
     range, shard: of the flat buffers, that of the bucket and that of this rank's shard of it.
     """
@@ -44,6 +44,11 @@ class _Bucket:
 class GradBuffers:
     """One flat buffer of `grad_dtype` in which every parameter has a 64-byte aligned view,
     `p.main_grad`.
+
+    One collective over a range of one buffer replaces one for each parameter, which would be all
+    latency. The buffer is cut into buckets in the order in which backward completes gradients, the
+    last layer first: a bucket is then complete while backward still computes those after it, and
+    its sum is hidden behind that.
 
     A step: `zero`; the backward passes; `reduce`; an update of `owned`; `gather_weights`.
 
@@ -101,12 +106,12 @@ class GradBuffers:
         )
         self._uneven = whole_params and sharded
         self.layout = layout
-        self._buckets = []
+        self.buckets = []
         for bucket in layout.buckets:
             members = [params[number] for number in bucket.members]
             replicas = ctx.experts if bucket.experts else ctx.dense
-            self._buckets.append(_Bucket(bucket, members, replicas))
-        self.params = [p for bucket in self._buckets for p in bucket.params]
+            self.buckets.append(BucketState(bucket, members, replicas))
+        self.params = [p for bucket in self.buckets for p in bucket.params]
         # weights first: a parameter's own memory is free before the gradients take theirs
         self.weights = _flatten(params, layout) if sharded else None
         self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
@@ -125,15 +130,15 @@ class GradBuffers:
         self._expected: dict[Parameter, int] = {}
         # the first bucket whose reduction has not started
         self._next = 0
-        # called by `reduce` with this rank's gradients; while it is set no sum starts before; true:
-        # it has summed them
-        self.before_reduce: Callable[[], bool | None] | None = None
+        # called by `reduce`, which then sums nothing itself; while it is set no sum starts earlier,
+        # so it sees this rank's own gradients
+        self.reduce_instead: Callable[[], None] | None = None
         if overlap_grad_reduce and ctx.dp_cp.size > 1:
             self._count_gradients()
 
     def _count_gradients(self) -> None:
         """Reduce each bucket during the backward pass, as soon as its gradients are complete."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for p in bucket.params:
                 p.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
                 self._expected[p] = 0
@@ -150,7 +155,7 @@ class GradBuffers:
                     p.main_grad.zero_()
         else:
             self.flat.zero_()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.missing = len(bucket.params)
         for p in self._expected:
             self._expected[p] = micro_batches
@@ -174,29 +179,33 @@ class GradBuffers:
         self.complete()
         # the update that follows writes them
         self.wait_for_weights()
-        if self.before_reduce and self.before_reduce():
-            return
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
+        if self.reduce_instead:
+            self.reduce_instead()
+        else:
+            self.sum_over_ranks(self.buckets)
+
+    def sum_over_ranks(self, buckets: Sequence[BucketState]) -> None:
+        """Sum the gradients of these buckets, of which the first `_next` have started, and wait."""
+        for bucket in buckets[self._next :]:
             for axis in bucket.layout.partial:
                 all_reduce_(self.flat[bucket.range], self._ctx.axis(axis))
-            self._start_next()
+            self._start(bucket)
             self._collect(wait=not self._expected)
         self._collect(wait=True)
         self._next = 0
-        self._reduce_over_instances()
+        self._reduce_over_instances(buckets)
 
-    def _reduce_over_instances(self) -> None:
+    def _reduce_over_instances(self, buckets: Sequence[BucketState]) -> None:
         """Add up the shards of all instances, which have their own sums: all buckets at once."""
         reductions = []
-        for bucket in self._buckets:
+        for bucket in buckets:
             _, shard, instances = bucket.replicas
             if shard.size > 1 and instances.size > 1 and bucket.shard.start < bucket.shard.stop:
                 reductions.append(start_all_reduce(self.flat[bucket.shard], instances))
         for reduction in reductions:
             reduction()
 
-    def _gradient_ready(self, bucket: _Bucket, p: Parameter) -> None:
+    def _gradient_ready(self, bucket: BucketState, p: Parameter) -> None:
         """Count a micro-batch's gradient of `p`, and reduce the buckets that are complete.
 
         Buckets start in their own order, also where a later one is complete first: autograd may
@@ -204,26 +213,25 @@ class GradBuffers:
         which ranks start them. The order is that of backward (`lay_out`), so little is lost. A
         bucket with `partial` axes needs a sum before this one, and waits for `reduce`.
         """
-        if self.before_reduce:
+        if self.reduce_instead:
             return
         self._expected[p] -= 1
         assert self._expected[p] >= 0, (
             f"{p.sharding.name}: more gradients than the micro-batches announced by zero()"
         )
-        bucket.missing -= self._expected[p] == 0
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
+        if self._expected[p] == 0:
+            bucket.missing -= 1
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
             if bucket.missing or bucket.layout.partial:
                 break
-            self._start_next()
+            self._next += 1
+            self._start(bucket)
 
-    def _start_next(self) -> None:
-        """Start to reduce the next bucket over shard, or over instances where there is only one
-        shard."""
+    def _start(self, bucket: BucketState) -> None:
+        """Start to reduce a bucket over shard, or over instances where there is only one shard."""
         self._collect(wait=False)
-        bucket = self._buckets[self._next]
         _, shard, instances = bucket.replicas
-        self._next += 1
         if self._uneven:
             bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), shard)
         elif shard.size > 1:
@@ -235,7 +243,7 @@ class GradBuffers:
 
     def _collect(self, wait: bool) -> None:
         """Finish the sums that have arrived, or all; that frees their additional memory."""
-        for bucket in self._buckets[: self._next]:
+        for bucket in self.buckets:
             if bucket.reduction is not None and (wait or bucket.reduction.arrived):
                 bucket.reduction()
                 bucket.reduction = None
@@ -245,7 +253,7 @@ class GradBuffers:
         way then."""
         if self.weights is None:
             return
-        for bucket in reversed(self._buckets):  # the first layers lie last
+        for bucket in reversed(self.buckets):  # the first layers lie last
             if self._uneven:
                 bucket.gather = start_broadcast_parts_(
                     self._parts(bucket, self.weights), self._ctx.shard
@@ -255,21 +263,21 @@ class GradBuffers:
             if not self._overlap_gather:
                 _wait_for([bucket])
 
-    def _parts(self, bucket: _Bucket, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _parts(self, bucket: BucketState, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Of each rank that shares the optimizer its range of a bucket."""
         return [flat[slice(*bucket.layout.shard(rank))] for rank in range(self._ctx.shard.size)]
 
     def wait_for_weights(self) -> None:
         """Wait for weights under way, before something other than a forward pass reads them."""
-        _wait_for(self._buckets)
+        _wait_for(self.buckets)
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """From now on each module of `model`, when called, waits for its own weights; a compiled
         one for all inside it."""
         if self.weights is None or not self._overlap_gather:
             return
-        bucket_of: dict[nn.Parameter, _Bucket] = {
-            p: bucket for bucket in self._buckets for p in bucket.params
+        bucket_of: dict[nn.Parameter, BucketState] = {
+            p: bucket for bucket in self.buckets for p in bucket.params
         }
 
         def visit(module: nn.Module) -> None:
@@ -312,14 +320,14 @@ def _owned(params: list[Parameter], spans: Sequence[tuple[int, int]]) -> list[to
     return owned
 
 
-def _wait_for(buckets: Iterable[_Bucket]) -> None:
+def _wait_for(buckets: Iterable[BucketState]) -> None:
     for bucket in buckets:
         if bucket.gather is not None:
             bucket.gather()
             bucket.gather = None
 
 
-def _before_forward(buckets: list[_Bucket], module: nn.Module, args: Any) -> None:
+def _before_forward(buckets: list[BucketState], module: nn.Module, args: Any) -> None:
     _wait_for(buckets)
 
 

@@ -72,7 +72,7 @@ BUGS = {
     ),
     # Tensor and sequence parallelism.
     "norm gradients of sequence shards not summed": Bug(
-        "megatron.parallel.ddp.GradBuffers.reduce",
+        "megatron.parallel.ddp.GradBuffers.sum_over_ranks",
         "bucket.layout.partial",
         "()",
         f"{LAYOUTS}[{SEQUENCE}]",
@@ -238,9 +238,9 @@ BUGS = {
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
     "gradients of experts divided by the data-parallel size": Bug(
-        "megatron.parallel.ddp.GradBuffers._start_next",
-        "bucket = self._buckets[self._next]",
-        "bucket = self._buckets[self._next]\n"
+        "megatron.parallel.ddp.GradBuffers._start",
+        "self._collect(wait=False)",
+        "self._collect(wait=False)\n"
         "self.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.layout.experts else 1",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
@@ -361,7 +361,7 @@ BUGS = {
     ),
     "buckets summed before the gradients are compared": Bug(
         "megatron.parallel.ddp.GradBuffers._gradient_ready",
-        "self.before_reduce",
+        "self.reduce_instead",
         "None",
         "tests/features/step_verification/test_step_verification.py::test_a_verified_run_is_the_same_run",
     ),

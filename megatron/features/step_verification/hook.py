@@ -83,13 +83,13 @@ class StepVerification(Hook):
         replicas = gather_objects((mine, ctx.dp_cp.rank), ctx.dp)
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
-            run.buffers.before_reduce = lambda: self._compare(iteration, replicas, before)
+            run.buffers.reduce_instead = lambda: self._compare(iteration, replicas, before)
             outcome = self._step(run, forward_step, iter(mine), iteration, requests)
         except _Repeat as repeat:
-            run.buffers.before_reduce = functools.partial(self._check, iteration, repeat)
+            run.buffers.reduce_instead = functools.partial(self._check, iteration, repeat)
             outcome = self._step(run, forward_step, iter(mine), iteration, requests)
         finally:
-            run.buffers.before_reduce = None
+            run.buffers.reduce_instead = None
         self._compare_results(iteration, outcome)
         return outcome
 
@@ -102,7 +102,7 @@ class StepVerification(Hook):
         """The hash of the local gradients of these micro-batches; they stay in the buffers."""
         run = self._run
         sums = StepSums(run.runtime.device, routers=run.config.model.router_numbers)
-        run.buffers.before_reduce = _nothing  # nothing is summed
+        run.buffers.reduce_instead = _nothing  # nothing is summed
         run.buffers.zero(len(batches))
         forward_backward(run, self._forward_step, iter(batches), sums, iteration, dp_cp_rank)
         return self._hash()
@@ -114,7 +114,7 @@ class StepVerification(Hook):
 
     def _compare(
         self, iteration: int, replicas: Sequence[tuple[list[MicroBatch], int]], before: str
-    ) -> bool:
+    ) -> None:
         """The local gradients are complete: sum them. Raises _Repeat or GradientsDiffer, on all
         ranks alike, where they are not those that another rank has computed, or a second sum
         differs."""
@@ -124,7 +124,8 @@ class StepVerification(Hook):
         process = str(this_process())
         found = gather_objects(Reading(own, before, ctx.dp.ranks, process), ctx.world)
         if all(_shifted(found, rank, -1).other == one.own for rank, one in enumerate(found)):
-            return self._sum_twice(iteration, own)
+            self._sum_twice(iteration, own)
+            return
         third = gather_objects(self._pass(iteration, *self._of(replicas, 2)), ctx.world)
         wrong = _wrong(found, third)
         text = (
@@ -141,7 +142,7 @@ class StepVerification(Hook):
             counter.close(torch.zeros(counter.size, dtype=torch.float64))
         return repeat if self._keeps else _error(str(repeat))
 
-    def _sum_twice(self, iteration: int, own: str, earlier: _Repeat | None = None) -> bool:
+    def _sum_twice(self, iteration: int, own: str, earlier: _Repeat | None = None) -> None:
         """Sum the gradients, whose hash is `own`. Raises _Repeat or GradientsDiffer where the two
         sums differ, or those of replicas; `earlier`: the step is already a repetition, and its sums
         must be among those of before."""
@@ -156,7 +157,7 @@ class StepVerification(Hook):
         wrong = twice or _odd_replicas(sums)
         unknown = [rank for rank, (_, known, _) in enumerate(found) if not known]
         if not wrong and not unknown:
-            return True
+            return
         of_whom = "of the same gradients" if twice else "of replicas"
         text = (
             f"iteration {iteration}: two sums {of_whom} differ; "
@@ -166,7 +167,7 @@ class StepVerification(Hook):
             raise self._repeated(_Repeat(text, own, mine))
         raise _error(f"{earlier}, also when it is repeated" if earlier else text)
 
-    def _check(self, iteration: int, repeat: _Repeat) -> bool:
+    def _check(self, iteration: int, repeat: _Repeat) -> None:
         """The step was repeated: every rank must have the majority's gradients now, and sums."""
         own = self._hash()
         again = gather_objects(own == repeat.right, self._run.runtime.ctx.world)
@@ -174,7 +175,6 @@ class StepVerification(Hook):
             raise _error(f"{repeat}, also when it repeats them")
         self._sum_twice(iteration, own, repeat)
         log.print_rank_0(f"WARNING: {repeat}. The majority's gradients are used")
-        return True
 
     def _compare_results(self, iteration: int, outcome: StepOutcome) -> None:
         """What all ranks must have alike after the update. Raises GradientsDiffer or

@@ -25,26 +25,19 @@ class RepeatedSum(NamedTuple, Generic[Digest]):
 def reduce_twice(
     buffers: GradBuffers, digest: Callable[[torch.Tensor], Digest]
 ) -> list[RepeatedSum[Digest]]:
-    """As `buffers.reduce()`, but bucket by bucket, each twice; needs the memory of a bucket."""
-    buckets = buffers._buckets
-    before = buffers.before_reduce
-    found = []
-    try:
-        buffers.before_reduce = None
-        for bucket in buckets:
-            buffers._buckets = [bucket]
-            gradients = buffers.flat[bucket.range]
-            local = gradients.clone()
-            digests = []
-            for _ in range(2):
-                gradients.copy_(local)
-                buffers.reduce()
-                sharded = bucket.replicas.shard.size > 1
-                digests.append(digest(buffers.flat[bucket.shard] if sharded else gradients))
-            same = bucket.replicas.instances
-            ranks = same.ranks if same.size > 1 else ()
-            found.append(RepeatedSum(digests[0], digests[1], ranks))
-    finally:
-        buffers._buckets = buckets
-        buffers.before_reduce = before
-    return found
+    """Sum as `buffers.reduce()` does, but bucket by bucket, each twice; needs the memory of a
+    bucket."""
+    sums = []
+    for bucket in buffers.buckets:
+        gradients = buffers.flat[bucket.range]
+        local = gradients.clone()
+        digests = []
+        for _ in range(2):
+            gradients.copy_(local)
+            buffers.sum_over_ranks([bucket])
+            sharded = bucket.replicas.shard.size > 1
+            digests.append(digest(buffers.flat[bucket.shard] if sharded else gradients))
+        same = bucket.replicas.instances
+        ranks = same.ranks if same.size > 1 else ()
+        sums.append(RepeatedSum(digests[0], digests[1], ranks))
+    return sums

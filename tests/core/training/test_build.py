@@ -60,7 +60,7 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
         p.sharding.name: (local_box(p.sharding, runtime.ctx), p.detach().clone()) for p in params
     }
     planned = bytes_per_rank(config, plan, runtime.ctx.pp.rank, runtime.ctx.shard.rank)
-    return held, planned, shards, len(run.buffers._buckets)
+    return held, planned, shards, len(run.buffers.buckets)
 
 
 @pytest.mark.parametrize(
