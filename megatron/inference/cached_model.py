@@ -15,6 +15,7 @@ from megatron.inference.linear import replace_linear_layers
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.implementation import lacking
 from megatron.model.gpt import GPTModel
+from megatron.model.layer import LayerInputs
 from megatron.parallel.collectives import all_gather
 
 
@@ -69,7 +70,8 @@ class CachedModel:
         model = self.model
         assert model.embedding is not None and model.output_layer is not None, "a whole model"
         x = model.embedding(ids, positions)
-        x = model.decoder(x, None if model.rotary is None else model.rotary(s, positions))
+        rotary = None if model.rotary is None else model.rotary(s, positions)
+        x = model.decoder(x, LayerInputs(rotary))
         if s == 1:
             last = x
         else:

@@ -23,7 +23,7 @@ from megatron.config.plan.parameters import (
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
-from megatron.model.layer import Decoder, Recompute
+from megatron.model.layer import Decoder, LayerInputs, Recompute
 from megatron.parallel.collectives import all_gather
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -188,7 +188,7 @@ class GPTModel(nn.Module):
             x = self.embedding(tokens, position_ids, dropout_seeds)
         # The layers add to it; the last chunk has the final norm too.
         rotary = None if self.rotary is None else self.rotary(s, position_ids)
-        x = self.decoder(x, rotary, document_ids, dropout_seeds, router_step)
+        x = self.decoder(x, LayerInputs(rotary, document_ids, dropout_seeds, router_step))
         if self.output_layer is None:
             return x
         # Logits [s, b, padded vocabulary / tp]: each tensor-parallel rank has columns of its own.

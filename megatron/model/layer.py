@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,22 @@ from megatron.parallel.sharding import ParameterFactory
 if TYPE_CHECKING:
     from megatron.kernels.transformer_engine import TransformerEngine
     from megatron.model.moe import RouterStep
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the layers read of a micro-batch besides the residual stream; None stands for the plain
+    case.
+
+    rotary: (cos, sin), see `RotaryTables`. document_ids [b, s], whole also with context
+    parallelism, keep attention inside documents. dropout_seeds: None for no dropout. router_step:
+    with experts, what routers exchange with the training step; without one no token is dropped.
+    """
+
+    rotary: Rotary | None = None
+    document_ids: torch.Tensor | None = None
+    dropout_seeds: DropoutSeeds | None = None
+    router_step: RouterStep | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.number = number
         self.dropout = model.hidden_dropout
-        self.parallel = model.use_parallel_residual
+        self.parallel_residual = model.use_parallel_residual
         self.rotates = model.rotates(number)
         self.multiplier = model.residual_multiplier
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
@@ -119,32 +136,39 @@ class TransformerLayer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rotary: Rotary | None = None,
-        document_ids: torch.Tensor | None = None,
-        seeds: Mapping[str, torch.Tensor] | None = None,
-        router_step: RouterStep | None = None,
+        inputs: LayerInputs = LayerInputs(),
+        seeds: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
-        seeds = seeds or {}
-        # Attention reads the residual stream through a norm, and adds its result to the stream.
-        normed = self.input_layernorm(x)
-        rotary = rotary if self.rotates else None
-        y = self.self_attention(normed, rotary, document_ids, seeds.get("attention"))
-        y = self.post_self_attn_layernorm(y)
-        y = self.drop(y, seeds.get("attention_output"))
-        attended = (normed if self.residual_after_norm else x) + y
+        if self.parallel_residual:  # both branches read the same stream
+            attended = x + self.attention(self.input_layernorm(x), inputs, seeds)
+            return attended + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
+        if self.residual_after_norm:  # the normed stream replaces the stream
+            x = self.input_layernorm(x)
+            x = self.pre_mlp_layernorm(x + self.attention(x, inputs, seeds))
+            return x + self.feed_forward(x, inputs, seeds)
+        x = x + self.attention(self.input_layernorm(x), inputs, seeds)
+        return x + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
 
-        # So does the MLP; with a parallel residual it reads what attention has read.
-        normed = self.pre_mlp_layernorm(x if self.parallel else attended)
-        inputs = (normed, router_step) if self.moe else (normed,)
+    def attention(
+        self, x: torch.Tensor, inputs: LayerInputs, seeds: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The branch of attention, from its norm to the residual stream."""
+        rotary = inputs.rotary if self.rotates else None
+        y = self.self_attention(x, rotary, inputs.document_ids, seeds.get("attention"))
+        return self.drop(self.post_self_attn_layernorm(y), seeds.get("attention_output"))
+
+    def feed_forward(
+        self, x: torch.Tensor, inputs: LayerInputs, seeds: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The branch of the MLP or the experts, from its norm to the residual stream."""
+        arguments = (x, inputs.router_step) if self.moe else (x,)
         if self.recompute_mlp and torch.is_grad_enabled():
-            y = recompute(self.mlp, *inputs)
+            y = recompute(self.mlp, *arguments)
         else:
-            y = self.mlp(*inputs)
-        y = self.post_mlp_layernorm(y)
-        y = self.drop(y, seeds.get("mlp_output"))
-        return (normed if self.residual_after_norm else attended) + y
+            y = self.mlp(*arguments)
+        return self.drop(self.post_mlp_layernorm(y), seeds.get("mlp_output"))
 
     def dropout_seeds(self, of_batch: DropoutSeeds | None) -> dict[str, torch.Tensor]:
         """The seed of each site of dropout; none in evaluation. Tensors on the CPU: a graph would
@@ -180,7 +204,7 @@ class TransformerLayer(nn.Module):
         for module, method in outside:
             setattr(module, method, torch.compiler.disable(getattr(module, method)))
         # each batch has another number of documents
-        torch.compiler.config.dynamic_sources = "L['document_ids'].cu_seqlens"
+        torch.compiler.config.dynamic_sources = "L['inputs'].document_ids.cu_seqlens"
         super().compile(**options)
 
 
@@ -229,22 +253,16 @@ class Decoder(nn.Module):
             return nullcontext()
         return self.transformer_engine.autocast(self.group)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary: Rotary | None = None,
-        document_ids: torch.Tensor | None = None,
-        seeds: DropoutSeeds | None = None,
-        router_step: RouterStep | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
         """x [s, b, h] -> the same shape."""
         layers = list(self.layers.values())
 
         def run(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
             with self._autocast():
                 for layer in layers[start:stop]:
-                    layer_seeds = layer.dropout_seeds(seeds)
-                    x = layer(x, rotary, document_ids, layer_seeds, router_step)
+                    # Hashed here, because a compiled layer cannot.
+                    seeds = layer.dropout_seeds(inputs.dropout_seeds)
+                    x = layer(x, inputs, seeds)
             return x
 
         # Of a recomputed chunk of layers only its input is kept.
