@@ -323,21 +323,21 @@ def test_ctrl_c_while_it_starts(folder, seconds):
 def test_ctrl_c_under_torchrun(folder):
     """The launcher has its own words (and exit code 1); from our ranks comes one line, and nobody
     is left."""
-    extra = "--save-interval 10 --num-workers 1 --eval-interval 1 --eval-iters 9".split()
-    program = spawn(folder, [*RUN, str(free_port())], 24, *extra)
-    program.wait_for("iteration       12/", 120)
+    extra = "--save-interval 4 --num-workers 1 --eval-interval 1 --eval-iters 9".split()
+    program = spawn(folder, [*RUN, str(free_port())], 12, *extra)
+    program.wait_for("iteration        6/", 120)
     program.interrupt()
     program.end(60)
     assert program.err.count(SAYS) == 1 and ours(program.err) == []
     assert "the same command resumes from the last checkpoint\n" in program.err and not left_in(
         folder
     )
-    resumed = spawn(folder, [*RUN, str(free_port())], 24, *extra)
+    resumed = spawn(folder, [*RUN, str(free_port())], 12, *extra)
     assert (
         resumed.end(120) == 0
         and "successfully loaded checkpoint from save at iteration" in resumed.out
     )
-    straight = forked(folder, 24, *extra, "--num-workers", "0")
+    straight = forked(folder, 12, *extra, "--num-workers", "0")
     assert rows(folder) == straight.series(*EXACT)
     same_tensors(Finished(folder, 1).tensors(), straight.tensors())
 

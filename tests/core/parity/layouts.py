@@ -183,8 +183,6 @@ CASES = {
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2")),
     "pp2": Case(GPT2, 2, (PP, "2")),
     "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP)),
-    "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),
-    "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), only=FULL),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping")
@@ -196,9 +194,6 @@ CASES = {
     "cp2, experts": Case(MOE, 2, (CP, "2")),
     "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
     "dp2, experts": Case(MOE, 2, OVERLAP),
-    "cp2, experts, capacity by position": Case(
-        (*MOE, *CAPACITY, "--moe-token-drop-policy", "position"), 2, (CP, "2")
-    ),
     "ep2 cp2 tp2 sp, all-to-all, experts, capacity": Case(
         (*MOE, *CAPACITY), 4, (EP, "2", *A2A, CP, "2", TP, "2", SP)
     ),
@@ -217,12 +212,6 @@ CASES = {
         4,
         (EP, "2", CP, "2", TP, "2", SP),
     ),
-    "pp2 vpp2, experts, input jitter, full recompute": Case(
-        (*DEEP_MOE, "--moe-input-jitter-eps", "0.1"),
-        2,
-        (PP, "2", CHUNKS, "2"),
-        only=FULL,
-    ),
     # one micro-batch in both: its tokens are those of all data-parallel ranks
     "dp2, experts, global balancing loss": Case(
         (*with_flags(MOE, "--micro-batch-size", "8"), *GLOBAL_BALANCE),
@@ -236,6 +225,17 @@ CASES = {
     "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL")),
 }
 CAMPAIGN = {
+    "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),
+    "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), only=FULL),
+    "cp2, experts, capacity by position": Case(
+        (*MOE, *CAPACITY, "--moe-token-drop-policy", "position"), 2, (CP, "2")
+    ),
+    "pp2 vpp2, experts, input jitter, full recompute": Case(
+        (*DEEP_MOE, "--moe-input-jitter-eps", "0.1"),
+        2,
+        (PP, "2", CHUNKS, "2"),
+        only=FULL,
+    ),
     "tp2 sp": Case(GPT2, 2, (TP, "2", SP)),
     "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
     "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
