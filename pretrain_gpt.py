@@ -43,11 +43,11 @@ def train(line, tokenizer, forward_step, services, watch=None):
     """Connect the ranks; build model, optimizer and data; load a checkpoint; train."""
     from megatron.device import default_backend
     from megatron.log import detail_datetime
-    from megatron.training import build, build_data, loop, memory
+    from megatron.training import build, build_data, loop, memory, script_args
     from megatron.training.checkpointing import data_position, load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
-    from megatron.training.logging import kernel_report, preamble, training_log
+    from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
     from megatron.training.skipping import skip_plan
 
     config = line.config
@@ -60,6 +60,8 @@ def train(line, tokenizer, forward_step, services, watch=None):
     kernel_report.check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
+    values = argument_dump.dumped_values(config, plan, backend, line.foreign, rank=line.rank)
+    script_args.set_args(values, line.extra)
     writers = training_log.open_writers(config, plan.world_size)
     runtime = initialize.initialize(config, rendezvous)
     memory.check(config, plan, runtime)
@@ -72,6 +74,7 @@ def train(line, tokenizer, forward_step, services, watch=None):
     with memory.explained(config, plan, runtime):
         with timers("model-and-optimizer-setup"):
             run = build.build_run(config, plan, runtime, timers, tokenizer, services)
+            run.script_flags = line.extra_flags
             loaded = load.load_checkpoint(run)
         lines.timers(["load-checkpoint"])
         detail_datetime("after model, optimizer, and learning rate scheduler are built")
@@ -91,18 +94,19 @@ def train(line, tokenizer, forward_step, services, watch=None):
     initialize.finish(rendezvous)
 
 
-def pretrain(argv, forward_step=forward_step, services=None, watch=None):
+def pretrain(argv, forward_step=forward_step, services=None, watch=None, extra_args_provider=None):
     """Read and check the command line; then train, or print what would be done (--dry-run).
 
     `services`: what the loop calls, if not the usual (`training.run.Services`); `watch` hears
-    signals, in a process that does nothing else.
+    signals, in a process that does nothing else; `extra_args_provider(parser)` adds flags of a
+    script to the parser of argparse.
     """
     from megatron import log, threads
     from megatron.config import command_line
     from megatron.features.registry import RunConfig
 
     usage = threads.usage()
-    line = command_line.read(argv, os.environ, tree=RunConfig)
+    line = command_line.read(argv, os.environ, extra_args_provider, RunConfig)
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         from megatron.analysis import dry_run
@@ -121,13 +125,13 @@ def pretrain(argv, forward_step=forward_step, services=None, watch=None):
         train(line, tokenizer, forward_step, services, watch)
 
 
-def main(argv=None, forward_step=forward_step):
+def main(argv=None, forward_step=forward_step, extra_args_provider=None):
     """The program: streams, signals and the launcher's end come before the slow imports.
 
     With `argv` a caller's own command line; its streams and signals stay the caller's.
     """
     if argv is not None:
-        return pretrain(argv, forward_step)
+        return pretrain(argv, forward_step, extra_args_provider=extra_args_provider)
     interrupt.exit_at_once()  # until `watch` takes over
     interrupt.check_output()
     gc.disable()  # until the loop starts: it would look through torch's objects again and again
@@ -136,7 +140,7 @@ def main(argv=None, forward_step=forward_step):
     watch = SignalWatch()
     watch.catch_interrupts()
     try:
-        pretrain(sys.argv[1:], forward_step, watch=watch)
+        pretrain(sys.argv[1:], forward_step, None, watch, extra_args_provider)
     except (Exception, SystemExit) as error:
         if interrupt.lacks_package(error):
             raise

@@ -534,22 +534,29 @@ class ExtraArguments:
     """What a program's `extra_args_provider` added to the parser of argparse; its words are read by
     argparse, its errors said with all others.
 
-    Raises TypeError for what a command line of flags cannot have.
+    `words`: those that were given, by flag. Raises TypeError for what a command line of flags
+    cannot have, ValueError for a name that the program has.
     """
 
     def __init__(self, parser: Parser, provider: Callable[[argparse.ArgumentParser], Any]):
         self._parser = parser.arguments
         self._parser._negative_number_matcher = _NUMBER  # argparse's own knows -1e-5 since 3.14
-        provider(self._parser)
+        try:
+            provider(self._parser)
+        except argparse.ArgumentError as error:
+            raise ValueError(
+                f"extra_args_provider: {error}: {parser.prog} has it already; choose another "
+                "spelling [extra-flag-taken]"
+            ) from None
         actions = [a for a in self._parser._actions if not isinstance(a, FlagAction)]
         self._own = {flag.name: flag for flag in parser.flags}
         for action in actions:
             if not action.option_strings:
                 raise TypeError(f"extra_args_provider: {action.dest}: only flags can be added")
             if action.dest in self._own:
-                raise TypeError(
+                raise ValueError(
                     f"extra_args_provider: {action.option_strings[0]}: {action.dest} is a flag of "
-                    f"{parser.prog} already; give it another dest"
+                    f"{parser.prog} already; give it another dest [extra-flag-taken]"
                 )
         self.by_spelling = {spelling: a for a in actions for spelling in a.option_strings}
         # argparse would judge these for each flag by itself
@@ -564,6 +571,7 @@ class ExtraArguments:
         self.namespace = argparse.Namespace()
         self._parser.parse_known_args([], self.namespace)
         self._given: list[argparse.Action] = []
+        self.words: list[list[str]] = []
         # of the program's own flags, the defaults that the provider set
         self.defaults = {
             name: tuple(value) if isinstance(value, list) else value
@@ -592,6 +600,7 @@ class ExtraArguments:
         """Read one flag with its words; what is wrong with them."""
         spelling = words[0].partition("=")[0]
         self._given.append(self.by_spelling[spelling])
+        self.words.append(list(words))
         try:
             rest = self._parser.parse_known_args(list(words), self.namespace)[1]
         except argparse.ArgumentError as error:

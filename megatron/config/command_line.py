@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import shlex
 import time
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +62,9 @@ class CommandLine:
 
     `typed`: what the user gave, by field name; `foreign`: flags of another program that a feature
     has read; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run;
-    `extra`: what `extra_args_provider` added. Of --save, --load and --snapshot-dir in an object
-    store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their staging
-    directories.
+    `extra`: what `extra_args_provider` added, `extra_flags` as typed, one
+    flag each. Of --save, --load and --snapshot-dir in an object store, `save_url`, `load_url` and
+    `snapshot_url`; the configuration then has their staging directories.
     """
 
     config: Config
@@ -73,6 +74,7 @@ class CommandLine:
     world_size: int
     rank: int
     extra: argparse.Namespace | None = None
+    extra_flags: Sequence[str] = ()
     save_url: str | None = None
     load_url: str | None = None
     snapshot_url: str | None = None
@@ -195,4 +197,7 @@ def _checked(
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))
     extra = flags.extra.namespace if flags.extra else None
-    return CommandLine(config, typed, foreign, notes, world_size, here.rank, extra, *urls), problems
+    words = [shlex.join(flag) for flag in flags.extra.words] if flags.extra else []
+    return CommandLine(
+        config, typed, foreign, notes, world_size, here.rank, extra, words, *urls
+    ), problems

@@ -1,6 +1,6 @@
 """The `args` file of a checkpoint: the flags that differ from their defaults as they would be typed
-(`pretrain_gpt.py @FILE` repeats the run), those of features last, and, in a comment, the values of
-all of them.
+(`pretrain_gpt.py @FILE` repeats the run), those of features and of a script's own last, and, in a
+comment, the values of all but the script's.
 
 A later release may have other defaults or lack a flag: the values say what the checkpoint is.
 """
@@ -27,6 +27,7 @@ from megatron.problems import Problems
 from megatron.small_files import read_text
 
 _FEATURES = "# flags of features, which change no weights:\n"
+_OF_SCRIPT = "# flags of the script:\n"
 _VALUES = "# all values: "
 # Checkpoints of version 0.1.0 and before have no values: what their defaults were, where ours are
 # others now.
@@ -52,14 +53,15 @@ class SavedFlags:
         ]
 
 
-def to_text(config: Config, leave_out: Sequence[str] = ()) -> str:
-    """The text of the file."""
+def to_text(config: Config, leave_out: Sequence[str] = (), of_script: Sequence[str] = ()) -> str:
+    """The text of the file; `of_script`: flags of a script's own, as typed."""
     values = {name: v for name, v in values_of(config).items() if name not in leave_out}
     core = flags_of(Config).keys()
     text = to_args_text(config, {*leave_out, *(values.keys() - core)})
     of_features = to_args_text(config, {*leave_out, *core}).lstrip()
     if of_features:
         text += _FEATURES + of_features
+    text += "".join([_OF_SCRIPT * bool(of_script), *(f"{flag}\n" for flag in of_script)])
     return f"{text}{_VALUES}{json.dumps(values)}\n"
 
 
@@ -108,7 +110,8 @@ def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
                 "[checkpoint-args-damaged]"
             ]
         )
-    of_features = text.partition(_FEATURES)[2].partition(_VALUES)[0].replace("=", " ").split()
+    passed_over = text.partition(_FEATURES)[2] or text.partition(_OF_SCRIPT)[2]
+    of_features = passed_over.partition(_VALUES)[0].replace("=", " ").split()
     return SavedFlags(
         config_from(tree, saved), [flag for flag in unknown.values() if flag not in of_features]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,3 +104,4 @@ class Run:
     metric_names: tuple[str, ...] | None = None
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
     services: Services = field(default_factory=Services)
+    script_flags: Sequence[str] = ()  # of a script's own, as typed

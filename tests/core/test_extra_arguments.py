@@ -13,7 +13,7 @@ import pytest
 from megatron.arguments import Parsed, Parser, arg, build_parser, parse
 from megatron.config import command_line
 from tests.core.config.checks.checked_flags import BASE
-from tests.problems import codes_of
+from tests.problems import codes_of, raises
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,18 +136,15 @@ def test_what_is_required_and_what_excludes_each_other_is_judged_at_the_end(argv
     assert codes_of(read(*argv, provider=required)[0].problems) == codes
 
 
-@pytest.mark.parametrize(
-    "words, options",
-    [(["positional"], {}), (["--mine"], {"dest": "width"})],
-)
-def test_what_a_command_line_of_flags_cannot_have(words, options):
-    with pytest.raises(TypeError, match=words[0]):
-        built(lambda parser: parser.add_argument(*words, **options))
+def test_a_value_without_a_flag_cannot_be_added():
+    with pytest.raises(TypeError, match="positional"):
+        built(lambda parser: parser.add_argument("positional"))
 
 
-def test_a_spelling_that_exists_already():
-    with pytest.raises(argparse.ArgumentError):
-        built(lambda parser: parser.add_argument("--breadth"))
+@pytest.mark.parametrize("flag, options", [("--breadth", {}), ("--mine", {"dest": "width"})])
+def test_a_name_that_exists_already(flag, options):
+    with raises(ValueError, "extra-flag-taken", flag):
+        built(lambda parser: parser.add_argument(flag, **options))
 
 
 def test_the_program_reads_them(capsys):

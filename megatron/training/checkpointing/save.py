@@ -180,7 +180,7 @@ def begin_save(
     slices = target.slices()
     iteration = run.progress.iteration
     temporary = target.begin()
-    args = saved_flags.to_text(run.config, leave_out=("local_rank",))
+    args = saved_flags.to_text(run.config, ("local_rank",), run.script_flags)
     pending = PendingSave(target, temporary, iteration, state_of(run), args, message, is_snapshot)
     if run.services.writer is None:
         target.commit(pending, lambda: store.write_rank_files(temporary, rank, slices, iteration))

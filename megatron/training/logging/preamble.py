@@ -64,6 +64,7 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
         _run_line(config, runtime),
         *summary_lines.summary(config, plan, config.data.tokenizer),
     ]
+    lines += [entry("script", " ".join(line.extra_flags))] * bool(line.extra_flags)
     kernels = kernels_text(
         kernel_table(runtime.device, getattr(torch, config.precision.params_dtype), config)
     )

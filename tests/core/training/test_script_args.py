@@ -1,0 +1,105 @@
+"""Flags of a script's own: read in its forward_step, printed, saved with the checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import store
+from megatron.config import saved_flags
+from megatron.features.registry import RunConfig
+from megatron.training import get_args
+from megatron.training.script_args import Arguments
+from tests.forkrun import run_ranks
+from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, with_flags
+
+FLAGS = with_flags([*SMALL, *NO_DROPOUT], "--log-format", "short", "--mock-data")
+
+
+def add_flags(parser):
+    parser.add_argument("--loss-factor", type=float, default=1.0, help="weight of every loss")
+
+
+def own_loss(batch, model):
+    """The loss times the script's flag; how often it was called is a metric."""
+    args = get_args()
+    args.calls = getattr(args, "calls", 0) + 1
+    losses, metrics = model(
+        batch.tokens,
+        batch.position_ids,
+        batch.labels,
+        dropout_seeds=batch.dropout_seeds,
+        token_metrics=batch.token_metrics,
+    )
+    return losses.sum() * args.loss_factor, losses.numel(), {"calls": float(args.calls)}
+
+
+def _rank(rank: int, world: int, folder: Path, argv: list[str]) -> None:
+    with open(folder / f"log.{rank}", "a") as log, contextlib.redirect_stdout(log):
+        plot().pretrain(argv, own_loss, extra_args_provider=add_flags)
+
+
+def run(folder: Path, world: int, *flags: str) -> tuple[list[dict], dict]:
+    """The rows of the metrics file, and all tensors of the last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    files = ["--save", folder / "save", "--load", folder / "save", "--metrics-file", folder / "m"]
+    argv = with_flags(FLAGS, *map(str, files), *flags)
+    run_ranks(world, _rank, folder, argv, seconds=100.0)
+    with store.load(folder / "save").reader() as reader:
+        tensors = {name: reader.read(name) for name in reader.names()}
+    rows = map(json.loads, (folder / "m").read_text().splitlines())
+    return [row for row in rows if "split" not in row], tensors
+
+
+LAYOUTS = {
+    "one": (1, []),
+    "data": (2, ["--use-distributed-optimizer"]),
+    "tensor": (2, ["--tensor-model-parallel-size", "2"]),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["one", *(pytest.param(x, marks=pytest.mark.campaign) for x in ("data", "tensor"))]
+)
+def test_own_loss_with_an_own_flag_trains_and_resumes(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    flags = [*flags, "--train-iters", "4", "--lr-warmup-iters", "1"]
+    factor = ["--loss-factor", "0.5"]
+    plain, _ = run(tmp_path / "plain", world, *flags)
+    halved, tensors = run(tmp_path / "halved", world, *flags, *factor)
+    assert halved[0]["lm_loss"] == pytest.approx(plain[0]["lm_loss"] / 2, rel=1e-6)
+    assert halved[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"] / 2, rel=1e-5)
+
+    run(tmp_path / "resumed", world, *flags, *factor, "--exit-interval", "2")
+    resumed, again = run(tmp_path / "resumed", world, *flags, *factor)
+    assert [row["lm_loss"] for row in resumed] == [row["lm_loss"] for row in halved]
+    same_tensors(tensors, again)
+
+    assert "--loss-factor 0.5" in (tmp_path / "halved/log.0").read_text()
+    args = store.load(tmp_path / "halved/save").directory / "args"
+    assert "--loss-factor 0.5\n" in args.read_text()
+    for tree in (saved_flags.Config, RunConfig):
+        assert saved_flags.read(args, tree).notes == []
+
+
+def test_arguments_of_the_suite_cannot_be_assigned():
+    args = Arguments({"hidden_size": 32}, {"loss_factor": 0.5})
+    args.loss_factor = args.other = 2.0
+    assert (args.hidden_size, args.loss_factor, args.other) == (32, 2.0, 2.0)
+    with pytest.raises(AttributeError, match="hidden_size"):
+        args.hidden_size = 64
+
+
+def test_the_imports_of_a_script_load_no_torch():
+    code = (
+        "import sys; from megatron.training import get_args, print_rank_0\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "try: get_args()\nexcept RuntimeError: print('too early')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "too early\n"
