@@ -3,6 +3,7 @@ Megatron's."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -96,14 +97,14 @@ def dump(
     foreign: Mapping[str, Any] | None = None,
     *,
     rank: int = 0,
+    of_script: argparse.Namespace | None = None,
 ) -> str:
-    """The argument dump in Megatron's form; arguments as for
+    """The argument dump in Megatron's form, with those of a script's own; other arguments as for
     `dumped_values`."""
+    values = dumped_values(config, plan, distributed_backend, foreign, rank=rank)
     lines = [
         f"  {name} {'.' * (48 - len(name))} {value}"
-        for name, value in dumped_values(
-            config, plan, distributed_backend, foreign, rank=rank
-        ).items()
+        for name, value in {**vars(of_script or argparse.Namespace()), **values}.items()
     ]
     return "\n".join(
         [
@@ -151,7 +152,16 @@ def _arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[
     """What --print-arguments asks for."""
     match line.config.logging.printed_arguments:
         case "all":
-            return [dump(line.config, plan, distributed_backend, line.foreign, rank=line.rank)]
+            return [
+                dump(
+                    line.config,
+                    plan,
+                    distributed_backend,
+                    line.foreign,
+                    rank=line.rank,
+                    of_script=line.extra,
+                )
+            ]
         case "changed":
             return changed_arguments(line.config)
     return []

@@ -71,7 +71,9 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     lines += [entry("kernels", kernels)] * bool(kernels)
     asked = config.logging.printed_arguments
     if asked == "all":
-        lines.append(dump(config, plan, backend, line.foreign, rank=line.rank))
+        lines.append(
+            dump(config, plan, backend, line.foreign, rank=line.rank, of_script=line.extra)
+        )
     elif asked == "changed":
         lines += [
             " arguments that differ from their defaults",

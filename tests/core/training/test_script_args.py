@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import store
-from megatron.config import saved_flags
+from megatron.config import command_line, saved_flags
+from megatron.config.plan.plan import make_plan
 from megatron.features.registry import RunConfig
 from megatron.training import get_args
+from megatron.training.logging.argument_dump import dump
 from megatron.training.script_args import Arguments
 from tests.forkrun import run_ranks
 from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, with_flags
@@ -85,6 +88,14 @@ def test_own_loss_with_an_own_flag_trains_and_resumes(tmp_path, layout):
     assert "--loss-factor 0.5\n" in args.read_text()
     for tree in (saved_flags.Config, RunConfig):
         assert saved_flags.read(args, tree).notes == []
+
+
+def test_the_table_of_arguments_has_them():
+    line = command_line.read(
+        [*FLAGS, "--train-iters", "9", "--loss-factor", "3"], {}, add_flags, RunConfig
+    )
+    plan = make_plan(line.config, 1, 211)
+    assert re.search(r"loss_factor \.+ 3\.0", dump(line.config, plan, "gloo", of_script=line.extra))
 
 
 def test_arguments_of_the_suite_cannot_be_assigned():
