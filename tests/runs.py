@@ -9,6 +9,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ SMALL = (
     "--max-position-embeddings 32 --tokenizer-type NullTokenizer --vocab-size 211 "
     "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --global-batch-size 8 --lr 0.003 "
     "--lr-decay-style cosine --lr-warmup-iters 3 --log-interval 1 --eval-interval 10 --eval-iters "
-    "1 --num-workers 0 --device cpu --log-format megatron"
+    "1 --num-workers 0 --device cpu"
 ).split()
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
 # of each row of the metrics file: what is equal to the bit in equal runs
@@ -163,10 +164,43 @@ class Finished:
     @property
     def rows(self) -> list[dict]:
         """The metrics file, one row an iteration; of repeated iterations the last."""
-        path = self.folder / "metrics.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        rows = [row for row in rows if "split" not in row]  # evaluations
+        rows = [row for row in self._written() if "split" not in row]
         return list({row["iteration"]: row for row in rows}.values())
+
+    @property
+    def evaluations(self) -> list[tuple[str, int, float]]:
+        """(set, iteration, loss) of every evaluation in the metrics file."""
+        rows = [row for row in self._written() if "lm_loss" in row and "split" in row]
+        return [(row["split"], row["iteration"], row["lm_loss"]) for row in rows]
+
+    def _written(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def lines(self) -> list[dict[str, str]]:
+        """The iteration lines of the log, each with its numbers by name."""
+        whole = self.log.replace("\n      ", " | ")  # a long one is folded
+        number = re.compile(r"\| ([a-zA-Z][\w -]*?) (-?[\d.]+(?:e-?\d+)?)\b")
+        found = re.findall(r"^ iter +(\d+)/\d+ (.*)$", whole, re.M)
+        return [{"iteration": n} | dict(number.findall(rest)) for n, rest in found]
+
+    @property
+    def ending(self) -> str:
+        """Why the run ended, as its log says last."""
+        return re.findall(r"^ (stopped .*?|training finished) \|", self.log, re.M)[-1]
+
+    @property
+    def saved(self) -> list[int]:
+        """The iterations of which the log says that a checkpoint was written."""
+        said = re.findall(r"^ checkpoint of iteration (\d+) saved", self.first_rank_log, re.M)
+        return [int(iteration) for iteration in said]
+
+    @property
+    def resumed_from(self) -> int:
+        """The iteration that the newest process went on from, as its log says."""
+        said = " ".join(self.first_rank_log.split())
+        return int(re.findall(r" resumed from iteration (\d+) ", said)[-1])
 
     def series(self, *keys: str) -> list[tuple]:
         """These keys of every row, exactly."""

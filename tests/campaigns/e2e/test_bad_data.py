@@ -45,7 +45,7 @@ def trained(
     """Exit code and stderr of a run over the data, which has begun; no process is left."""
     words = with_flags([*FLAGS, "--data-path", prefix], *more)
     code, left, out, err = run_ranks(1, program, folder, words, before)[0]
-    assert left == [] and " iteration        1/" in out
+    assert left == [] and " iter  1/40 " in out
     return code, err
 
 

@@ -58,7 +58,7 @@ def test_torchrun(folder, two_ranks):
     assert not any(
         word in program.err for word in ("Error", "Traceback", "Warning: destroy_process_group")
     )
-    assert program.out.count("training ...") == 1 and program.out.count("lm loss value") == 1
+    assert program.out.count(" training finished ") == 1
 
 
 @pytest.mark.campaign
@@ -67,7 +67,6 @@ def test_torch_distributed_launch(folder, two_ranks):
     program = spawn(folder, [*LAUNCH.split(), str(free_port())], 4)
     assert program.end(120) == 0, program.err
     assert rows(folder) == two_ranks.series(*EXACT)
-    assert "  local_rank ...................................... 0\n" in program.out
 
 
 def tasks(rank: int, world: int, folder: Path, environs: list[dict[str, str]]) -> list:
@@ -325,7 +324,7 @@ def test_ctrl_c_under_torchrun(folder):
     is left."""
     extra = "--save-interval 4 --num-workers 1 --eval-interval 1 --eval-iters 9".split()
     program = spawn(folder, [*RUN, str(free_port())], 12, *extra)
-    program.wait_for("iteration        6/", 120)
+    program.wait_for(" 6/12", 120)
     program.interrupt()
     program.end(60)
     assert program.err.count(SAYS) == 1 and ours(program.err) == []
@@ -333,10 +332,7 @@ def test_ctrl_c_under_torchrun(folder):
         folder
     )
     resumed = spawn(folder, [*RUN, str(free_port())], 12, *extra)
-    assert (
-        resumed.end(120) == 0
-        and "successfully loaded checkpoint from save at iteration" in resumed.out
-    )
+    assert resumed.end(120) == 0 and " resumed from iteration " in resumed.out
     straight = forked(folder, 12, *extra, "--num-workers", "0")
     assert rows(folder) == straight.series(*EXACT)
     same_tensors(Finished(folder, 1).tensors(), straight.tensors())
@@ -355,16 +351,13 @@ def test_request_under_torchrun(folder, to_launcher):
         "--save-interval",
         "1000000",
     )
-    program.wait_for("iteration       10/", 120)
+    program.wait_for(" iter     10/", 120)
     if to_launcher:
         program.signal(signal.SIGTERM)
     else:
         os.kill(ranks_of(program)[1], signal.SIGTERM)
     assert (program.end(60) == 0) is not to_launcher
-    assert (
-        "[exiting program after receiving SIGTERM.] datetime: " in program.out
-        and ours(program.err) == []
-    )
+    assert " stopped after receiving SIGTERM |" in program.out and ours(program.err) == []
     assert store.latest(folder / "save") >= 10 and not left_in(folder)
 
 
@@ -428,7 +421,7 @@ def test_a_rank_killed_under_torchrun(folder):
     program = spawn(
         folder, [*RUN, str(free_port())], 100000, "--save-interval", "1000000", "--num-workers", "1"
     )
-    program.wait_for("iteration       10/", 120)
+    program.wait_for(" iter     10/", 120)
     victim = ranks_of(program)[0]
     os.kill(victim, signal.SIGKILL)
     assert (

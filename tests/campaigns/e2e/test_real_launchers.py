@@ -147,11 +147,11 @@ def test_a_request_of_the_scheduler(cluster, folder, how, state):
         100000, "--exit-signal-handler", "--save-interval", "1000000", "--log-interval", "1"
     )
     job = batch(cluster, folder, ["srun", sys.executable, SCRIPT, *words], "-N2", "-n2")
-    wait_for(folder, "iteration       10/")
+    wait_for(folder, " iter     10/")
     cluster.call("scancel", *how, job)
     assert slurm.wait_for_job(cluster, job) == state
     assert (
-        f"[exiting program after receiving SIG{'USR1' if how else 'TERM'}.]"
+        f" stopped after receiving SIG{'USR1' if how else 'TERM'} |"
         in (folder / "log.0").read_text()
     )
     assert store.latest(folder / "save") >= 10 and not left_in(folder)
@@ -162,7 +162,7 @@ def test_a_killed_rank(cluster, folder):
     was."""
     words = argv(100000, "--save-interval", "1000000", "--log-interval", "1")
     program = on_login_node(cluster, folder, "srun", "-N2", "-n2", sys.executable, SCRIPT, *words)
-    program.wait_for("iteration       10/")
+    program.wait_for(" iter     10/")
     victim = next(
         pid
         for pid in left_in(folder)

@@ -130,7 +130,7 @@ def assert_same(folder: Path, out: str, straight: Finished) -> None:
 def test_one_node(folder, straight):
     program = start(folder, "one", "one_node.sh", NPROC="4")
     finished([program])
-    assert "> layout: 4 ranks = pipeline 2 x data 1 x context 1 x tensor 2; " in program.out
+    assert " layout        4 ranks = " in program.out
     assert_same(folder, "one", straight)
 
 
@@ -207,7 +207,7 @@ def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
     """Both launchers end, and each says last who died: its own with the signal, the other with
     rank, process and host."""
     programs = on_both(folder, "killed", machines, "node", "--train-iters", "100000")
-    programs[1].wait_for("iteration        5/", 150)
+    programs[1].wait_for(" iter      5/", 150)
     victim = ranks_of(programs[1])[1]
     os.kill(victim, 9)
     assert [program.end(15) for program in programs] == [1, 1]

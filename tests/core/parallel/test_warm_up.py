@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron import device as devices
+from megatron import log
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.warm_up import make_communicators
@@ -57,14 +58,15 @@ def test_what_does_not_answer_is_named():
 
 
 def on_an_accelerator() -> None:
-    """As if the CPU were one."""
+    """As if the CPU were one; every detail is printed."""
     devices.BACKENDS["cpu"] = "gloo"
+    log.detail = log.print_rank_0
 
 
 def test_a_run_makes_them_before_its_first_step(tmp_path):
-    flags = ("--pipeline-model-parallel-size", "2", "--log-format", "megatron")
-    words = with_flags(SMALL, *flags, "--mock-data", "--train-iters", "4", "--eval-iters", "0")
-    log = train(tmp_path, words, 2, hook=on_an_accelerator).first_rank_log
-    (line,) = [line for line in log.splitlines() if "communicators on rank 0" in line]
+    flags = ("--pipeline-model-parallel-size", "2", "--mock-data", "--train-iters", "4")
+    words = with_flags(SMALL, *flags, "--eval-iters", "0")
+    text = train(tmp_path, words, 2, hook=on_an_accelerator).first_rank_log
+    (line,) = [line for line in text.splitlines() if "communicators on rank 0" in line]
     assert line.endswith("ends, pp 0-1, pp_gradients 0-1")
-    assert log.index(line) < log.index("[before the start of training step]")
+    assert text.index(line) < text.index("[before the start of training step]")

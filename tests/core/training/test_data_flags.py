@@ -3,7 +3,6 @@ validation sets."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -38,16 +37,6 @@ def run(folder: Path, *more: str, world: int = 1) -> Finished:
     return train(folder, with_flags(words, *more), world)
 
 
-def validations(log: str) -> list[tuple[str, str, float]]:
-    """(set, where, loss) of every validation line."""
-    return [
-        (name, where, float(loss))
-        for name, where, loss in re.findall(
-            r" validation(\S*) loss at (.*?) \| lm loss value: (\S+)", log
-        )
-    ]
-
-
 def test_the_epoch_order_does_not_depend_on_the_length_of_the_run_nor_on_the_ranks(texts, tmp_path):
     """Eight iterations, or four and then four more, on one rank or two: the same losses."""
     flags = [
@@ -70,16 +59,6 @@ def test_the_epoch_order_does_not_depend_on_the_length_of_the_run_nor_on_the_ran
     assert len(losses) == 8 and losses == pytest.approx(
         [row["lm_loss"] for row in whole.rows], rel=1e-5
     )
-    table = [
-        line.split()
-        for line in whole.first_rank_log.splitlines()
-        if re.match(r"  (split +data|train|valid) ", line)
-    ]
-    assert table[0] == "split data documents tokens samples share epochs".split()
-    assert [(row[0], row[2], row[4]) for row in table[1:3]] == [
-        ("train", "160", "21"),
-        ("train", "72", "43"),
-    ]
     megatron = run(tmp_path / "megatron", *flags[:-4], "--lr-decay-style", "constant")
     assert megatron.rows[0]["lm_loss"] != losses[0]
 
@@ -115,16 +94,11 @@ def test_several_validation_sets_have_their_own_losses(texts, tmp_path):
         tmp_path / "both", *train_on, "--valid-data-path", *texts[1:], "--multiple-validation-sets"
     )
     alone = [run(tmp_path / f"alone{n}", *train_on, "--valid-data-path", texts[n]) for n in (1, 2)]
-    found = validations(both.log)
-    assert [(name, where) for name, where, _ in found[:4]] == [
-        ("-0", "iteration 2"),
-        ("-1", "iteration 2"),
-        ("-0", "iteration 4"),
-        ("-1", "iteration 4"),
-    ]
-    for number, single in enumerate(alone):
-        assert [(w, loss) for name, w, loss in found if name == f"-{number}"] == [
-            v[1:] for v in validations(single.log)
+    sets = ("validation-0", "validation-1")
+    assert [place for *place, _ in both.evaluations[:4]] == [[s, n] for n in (2, 4) for s in sets]
+    for name, single in zip(sets, alone, strict=True):
+        assert [more for one, *more in both.evaluations if one == name] == [
+            more for _, *more in single.evaluations
         ]
 
 
@@ -149,13 +123,7 @@ def test_full_validation_reads_all_of_the_set_each_time(texts, tmp_path, order, 
     full = run(tmp_path / "full", *flags, "--full-validation", world=world)
     more = run(tmp_path / "more", *flags, "--full-validation", "--eval-iters", "3", world=world)
     parts = run(tmp_path / "parts", *flags, world=world)
-    losses = [loss for *_, loss in validations(full.log)]
-    assert (
-        len(losses) == 3
-        and len(set(losses)) == 1
-        and losses == [loss for *_, loss in validations(more.log)]
-    )
-    assert len({loss for *_, loss in validations(parts.log)}) == 3
-    samples = int(re.search(r"\n  valid .* ([\d,]+) +100.000 %", full.first_rank_log)[1])
-    read = int(re.search(r"Evaluating on (\d+) samples", full.first_rank_log)[1])
-    assert samples - 2 * world < read <= samples and read > 8
+    losses = [loss for *_, loss in full.evaluations]
+    assert len(losses) == 3 and len(set(losses)) == 1
+    assert full.evaluations == more.evaluations
+    assert len({loss for *_, loss in parts.evaluations}) == 3

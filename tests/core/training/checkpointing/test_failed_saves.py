@@ -62,7 +62,7 @@ def test_a_periodic_save_that_fails_is_one_warning(plain, data, tmp_path, action
         f". The last good one in {tmp_path}/save is of iteration 2; training continues, the next "
         "save is tried at iteration 6"
     )
-    assert done.first_rank_log.count("successfully saved checkpoint") == 3
+    assert done.saved == [2, 6, 7]
     assert done.series(*EXACT) == good.series(*EXACT)
     for iteration in (2, 6, 7):
         same_tensors(done.tensors(iteration), good.tensors(iteration))
@@ -131,7 +131,6 @@ def test_the_last_save_that_fails_is_an_error(data, tmp_path, world, flags, befo
             world,
             hook=hook,
         )
-    assert f"saving checkpoint at iteration {last:7d}" in (tmp_path / "log.0").read_text()
     assert "WARNING: no checkpoint" not in (tmp_path / "log.0").read_text()
     assert names(tmp_path) == [*(name for name in ALL[:3] if int(name[-1]) < last), store.TRACKER]
     assert store.latest(tmp_path / "save") == (last - 1) // 2 * 2

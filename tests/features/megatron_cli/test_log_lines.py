@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import store
-from tests.log_scraper import LAST, OWN, TEMPLATES, Line, scrape
+from tests.features.megatron_cli.log_scraper import LAST, OWN, TEMPLATES, Line, scrape
 from tests.runs import SMALL, Finished, late_from, stop_in, train, with_flags, write_text
 
 # 11.1, as a single process prints it on a first run that --load finds nothing for.
@@ -52,7 +52,7 @@ def flags(folder: Path, *extra: str) -> list[str]:
         "--save-interval",
         "2",
     ]
-    return with_flags(with_flags(SMALL, *mine), *extra)
+    return with_flags(with_flags(SMALL, "--log-format", "megatron", *mine), *extra)
 
 
 def job(folder: Path, *extra: str, world: int = 1, hook=None) -> Finished:
