@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.small_files import read_open, retried
+from megatron.small_files import read_bytes, retried
 
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
@@ -91,21 +91,17 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
 def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
     """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for. Raises
     CheckpointError."""
-
-    def read() -> bytes | None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            check_plain(descriptor, path)
-            return read_open(file, limit)
-
     with explained("read", path):
-        data = retried(read, errno.ESTALE)
-    if data is None:
-        raise CheckpointError(
-            f"{path} has more than {limit} bytes; the checkpoint is damaged: use another one "
-            "[checkpoint-damaged]"
-        )
-    return data
+        try:
+            return read_bytes(path, limit)
+        except OSError as error:
+            # not a plain file, or too large
+            if error.errno not in (errno.EINVAL, errno.EFBIG):
+                raise
+            raise CheckpointError(
+                f"{path}: {error.strerror}; the checkpoint is damaged: use another one "
+                "[checkpoint-damaged]"
+            ) from error
 
 
 def check_plain(descriptor: int, path: Path | str) -> None:

@@ -120,13 +120,8 @@ def begin(
     root = Path(root)
     token = secrets.token_hex(4) if rank == 0 else ""
     temporary = root / f".iter_{iteration:07d}.tmp-{gather(token)[0]}"
-
-    def make() -> None:
-        fence()  # or a directory that was unmounted would be made again in its mount point
-        prepare(root, temporary, disk)
-
     with _discarded(temporary, rank, gather, disk):
-        together(gather, root, make, rank == 0)
+        together(gather, root, lambda: prepare(root, temporary, disk, fence), rank == 0)
     return temporary
 
 
@@ -184,9 +179,10 @@ def together(gather: Gather, root: Path, action: Callable[[], None], acts: bool 
             raise CheckpointError(f"rank {rank}: {problem[0]}", problem[1])
 
 
-def prepare(root: Path, temporary: Path, disk: Disk = DISK) -> None:
+def prepare(root: Path, temporary: Path, disk: Disk = DISK, fence: Fence = unfenced) -> None:
     """First step of a save, on rank 0 alone: create root and temporary directory, remove leftovers
     of killed saves."""
+    fence()  # or a directory that was unmounted would be made again in its mount point
     disk.make_root(root)
     clear_leftovers(root, disk)
     disk.make_directory(temporary)

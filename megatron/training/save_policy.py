@@ -32,6 +32,7 @@ class SavePolicy(Hook):
         # of --non-persistent-ckpt-type local, once training has started
         self._local_copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
+        self._constants = save.constants_of(run)
         self._saved_at = self._loaded = run.progress.iteration
         self._advise()
 
@@ -112,7 +113,7 @@ class SavePolicy(Hook):
         """Wait for the save that is being written, if there is one, and complete it."""
         pending = self._pending
         if pending:
-            finish = functools.partial(self._finish, pending)
+            finish = functools.partial(save.finish_save, self._run, pending)
             self._attempt(finish, pending.iteration, final, pending.is_snapshot)
 
     def _snapshot(self) -> None:
@@ -121,24 +122,19 @@ class SavePolicy(Hook):
         self._tell_hooks()
         self._attempt(self._save_snapshot, self._run.progress.iteration, is_snapshot=True)
 
-    def _save_checkpoint(self) -> None:
-        self._pending = save.save_checkpoint(self._run)
+    def _save_checkpoint(self) -> PendingSave | None:
+        return save.save_checkpoint(self._run, self._constants)
 
-    def _save_snapshot(self) -> None:
+    def _save_snapshot(self) -> PendingSave | None:
         if self._local_copies:
-            self._pending = self._local_copies.save()
-            return
+            return self._local_copies.save(self._constants)
         from megatron.training.checkpointing.snapshots import save_snapshot
 
-        self._pending = save_snapshot(self._run)
-
-    def _finish(self, pending: PendingSave) -> None:
-        self._pending = None
-        save.finish_save(self._run, pending)
+        return save_snapshot(self._run, self._constants)
 
     def _attempt(
         self,
-        action: Callable[[], None],
+        action: Callable[[], PendingSave | None],
         iteration: int,
         final: bool = False,
         is_snapshot: bool = False,
@@ -147,7 +143,8 @@ class SavePolicy(Hook):
         always where a process of --async-save has died."""
         with self._run.timers("save-checkpoint"):
             try:
-                action()
+                self._pending = None  # also where the action fails
+                self._pending = action()
                 if not is_snapshot and not self._pending:
                     self._saved_at = iteration
                     for hook in self._hooks:

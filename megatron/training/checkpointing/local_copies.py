@@ -20,6 +20,7 @@ from megatron.checkpoint.sharded import TensorSlice
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.training.checkpointing.save import (
+    Constants,
     PendingSave,
     begin_save,
     layout_of,
@@ -100,12 +101,14 @@ class LocalCopies:
             for box, tensor in own
         ]
 
-    def save(self) -> PendingSave | None:
+    def save(self, constants: Constants) -> PendingSave | None:
         """Write a part on each rank; with --async-save only the copy in memory is made here."""
         iteration = self._run.progress.iteration
         return begin_save(
             self._run,
+            constants,
             self,
+            self.slices(),
             f" local copies of iteration {iteration} saved to {self._node}"
             if self._run.config.logging.is_short
             else f"  saved local copies at iteration {iteration:7d} to {self._node}",

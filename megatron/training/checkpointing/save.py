@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +26,29 @@ from megatron.training.logging.flops import flops_per_iteration, model_shape
 from megatron.training.run import Run
 
 
+@dataclass(frozen=True)
+class Constants:
+    """What every checkpoint of a run says alike: the text of its `args`, the ranks along each axis,
+    processor, device and kernels, and the floating-point operations of a sample."""
+
+    args: str
+    layout: dict[str, int]
+    hardware: dict[str, Any]
+    flops_per_sample: int
+
+
+def constants_of(run: Run) -> Constants:
+    """To be made once, since it takes the choice of all kernels."""
+    return Constants(
+        saved_flags.to_text(run.config, ("local_rank",), run.script_flags),
+        layout_of(run.runtime),
+        hardware(run.config, run.runtime.device),
+        flops_per_iteration(model_shape(run.config, run.plan), 1),
+    )
+
+
 class Target(Protocol):
     """Where a save goes: a run directory, or directories of the nodes. All ranks call this."""
-
-    def slices(self) -> list[TensorSlice]:
-        """What this rank writes."""
 
     def begin(self) -> Path:
         """The directory in which this rank may write now. Raises CheckpointError."""
@@ -59,19 +78,13 @@ class RunDirectory:
     def __init__(self, run: Run, directory: str):
         self._run = run
         self._directory = directory
-        self._rank = run.runtime.rank
-
-    def _gather(self, value: Any) -> list[Any]:
-        return gather_objects(value, self._run.runtime.ctx.world)
-
-    def slices(self) -> list[TensorSlice]:
-        return own_slices(self._run)
+        self._gather = functools.partial(gather_objects, axis=run.runtime.ctx.world)
 
     def begin(self) -> Path:
         return store.begin(
             self._directory,
             self._run.progress.iteration,
-            rank=self._rank,
+            rank=self._run.runtime.rank,
             gather=self._gather,
             fence=self._run.services.fence,
         )
@@ -83,13 +96,13 @@ class RunDirectory:
             write,
             pending.state,
             pending.args,
-            rank=self._rank,
+            rank=self._run.runtime.rank,
             world_size=self._run.runtime.world_size,
             gather=self._gather,
             fence=self._run.services.fence,
         )
         log.print_rank_0(pending.message)
-        if self._rank == 0:
+        if self._run.runtime.rank == 0:
             _clean_up(self._run)
 
 
@@ -145,16 +158,19 @@ def parts(
     return found
 
 
-def save_checkpoint(run: Run) -> PendingSave | None:
+def save_checkpoint(run: Run, constants: Constants | None = None) -> PendingSave | None:
     """Save a checkpoint of the current iteration, or start an asynchronous save (--async-save),
-    which `finish_save` completes. Raises CheckpointError if it cannot be written.
+    which `finish_save` completes. `constants`: if they exist already. Raises CheckpointError if it
+    cannot be written.
     """
     directory = save_directory(run.config.checkpoint)
     iteration = run.progress.iteration
     log.detail(f"saving checkpoint at iteration {iteration:7d} to {directory}")
     return begin_save(
         run,
+        constants or constants_of(run),
         RunDirectory(run, directory),
+        own_slices(run),
         f" checkpoint of iteration {iteration} saved to {directory}"
         if run.config.logging.is_short
         else f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}",
@@ -173,15 +189,27 @@ def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
 
 
 def begin_save(
-    run: Run, target: Target, message: str, is_snapshot: bool = False
+    run: Run,
+    constants: Constants,
+    target: Target,
+    slices: Sequence[TensorSlice],
+    message: str,
+    is_snapshot: bool = False,
 ) -> PendingSave | None:
-    """Write all tensors and the state to a target; with --async-save only the copy is made here."""
+    """Write this rank's `slices` and the state to a target; with --async-save only the copy is made
+    here."""
     rank = run.runtime.rank
-    slices = target.slices()
     iteration = run.progress.iteration
     temporary = target.begin()
-    args = saved_flags.to_text(run.config, ("local_rank",), run.script_flags)
-    pending = PendingSave(target, temporary, iteration, state_of(run), args, message, is_snapshot)
+    state = state_of(run)
+    samples = state.consumed_train_samples - state.skipped_train_samples
+    state = replace(
+        state,
+        num_floating_point_operations=constants.flops_per_sample * samples,
+        layout=constants.layout,
+        hardware=constants.hardware,
+    )
+    pending = PendingSave(target, temporary, iteration, state, constants.args, message, is_snapshot)
     if run.services.writer is None:
         target.commit(pending, lambda: store.write_rank_files(temporary, rank, slices, iteration))
         return None
@@ -248,24 +276,19 @@ def what_remains(c: CheckpointConfig) -> str:
 
 
 def state_of(run: Run) -> RunState:
+    """The counters and small states of the run as it is now."""
     progress = run.progress
-    samples = progress.consumed_train_samples - progress.skipped_train_samples
     return RunState(
         iteration=progress.iteration,
         consumed_train_samples=progress.consumed_train_samples,
         consumed_valid_samples=progress.consumed_valid_samples,
         skipped_train_samples=progress.skipped_train_samples,
-        num_floating_point_operations=flops_per_iteration(
-            model_shape(run.config, run.plan), samples
-        ),
         scheduler=run.scheduler.state_dict(),
         optimizer=run.optimizer.counters(),
-        data={"order": run.progress.data_order, "tokenizer": run.tokenizer},
-        skips=run.progress.skip_history.lines(),
-        skipped=[list(one) for one in run.progress.skip_history.executed],
+        data={"order": progress.data_order, "tokenizer": run.tokenizer},
+        skips=progress.skip_history.lines(),
+        skipped=[list(one) for one in progress.skip_history.executed],
         features=dict(progress.features),
-        layout=layout_of(run.runtime),
-        hardware=hardware(run.config, run.runtime.device),
     )
 
 

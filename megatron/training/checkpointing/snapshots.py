@@ -6,16 +6,18 @@ from megatron.checkpoint import retention
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing.save import (
+    Constants,
     PendingSave,
     RunDirectory,
     begin_save,
+    own_slices,
     save_directory,
     snapshot_directory,
 )
 from megatron.training.run import Run
 
 
-def save_snapshot(run: Run) -> PendingSave | None:
+def save_snapshot(run: Run, constants: Constants) -> PendingSave | None:
     """Like `save_checkpoint`, over the older of the two snapshots."""
     iteration = run.progress.iteration
     ctx = run.runtime.ctx
@@ -35,7 +37,9 @@ def save_snapshot(run: Run) -> PendingSave | None:
     assert slot is not None, "rank 0 has chosen it"
     return begin_save(
         run,
+        constants,
         RunDirectory(run, slot),
+        own_slices(run),
         f" snapshot of iteration {iteration} saved to {slot}"
         if run.config.logging.is_short
         else f"  saved snapshot at iteration {iteration:7d} to {slot}",

@@ -103,9 +103,9 @@ def note_order(folder: str) -> None:
         with open(f"{folder}/order", "a") as file:
             file.write(word)
 
-    def noted_save(run):
+    def noted_save(run, constants):
         say(f"save {run.progress.iteration} ")
-        real(run)
+        real(run, constants)
 
     def noted_flush(self):
         flush(self)

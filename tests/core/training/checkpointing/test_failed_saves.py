@@ -163,7 +163,7 @@ def refuse_every_step(rank: int, save: str) -> None:
     whole = saving.save_checkpoint
     refused = []
 
-    def saved(run) -> None:
+    def saved(run, constants) -> None:
         iteration = run.progress.iteration
         at = 0
         wrong = None
@@ -181,7 +181,7 @@ def refuse_every_step(rank: int, save: str) -> None:
         if run.runtime.rank == rank:
             filesystem.Disk.step = step
         try:
-            whole(run)
+            whole(run, constants)
         except filesystem.CheckpointError as error:
             wrong = error
         filesystem.Disk.step = plain

@@ -453,8 +453,8 @@ def upload_at_once() -> None:
     fsspec.config.conf["file"] = {"auto_mkdir": True}
     real = snapshot_saves.save_snapshot
 
-    def slow(run) -> None:
-        real(run)
+    def slow(run, constants) -> None:
+        real(run, constants)
         time.sleep(3.0)
 
     snapshot_saves.save_snapshot = slow
