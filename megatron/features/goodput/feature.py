@@ -32,6 +32,7 @@ class GoodputConfig(Feature):
         from megatron.features.goodput.run_events import RunEvents
 
         yield RunEvents(loop.run, loop.started, self.crash_loop_limit)
-        from megatron.features.goodput.points import GoodputPoints
+        if any(writer.takes_points for writer in loop.lines.writers):
+            from megatron.features.goodput.points import GoodputPoints
 
-        yield GoodputPoints(loop.run, loop.lines)
+            yield GoodputPoints(loop.run, loop.lines)

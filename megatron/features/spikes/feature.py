@@ -82,6 +82,7 @@ class SpikeConfig(Feature):
 
         policy = SpikeActions(self.spike_action)
         yield SpikeDetection(loop.run, policy)
+        loop.run.before_update.append(policy.before_update)
         yield RollbackBuffer(
             loop.run, loop.saving, policy, self._copies, self.spike_snapshot_interval
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.features.spikes.actions import SpikeActions
 from megatron.features.spikes.detector import Finding
 from megatron.features.spikes.policy import NAME, SpikePolicy
 from megatron.training.hook import Hook
@@ -23,8 +22,6 @@ class SpikeDetection(Hook):
         self._policy = policy
         self._tag = "train/spike_sigma" if run.config.logging.is_short else "spike"
         policy.load_state_dict(run.progress.features.get(NAME, {}))
-        if isinstance(policy, SpikeActions):
-            run.before_update.append(policy.before_update)
 
     def after_step(self, result: IterationResult) -> None:
         assert result.loss is not None  # the iteration was trained

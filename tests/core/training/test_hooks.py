@@ -90,11 +90,9 @@ def test_the_order_is_that_of_the_table(tmp_path):
     )
     run.services.signals.monitor = SimpleNamespace(limits=None)
     core = hooks.build_hooks(run, None, Evaluation(), SavePolicy(), Skipping())
-    of_features = [
-        hook
-        for each in features_of(run.config)
-        for hook in each.hooks(Loop(run, None, None, 0.0, None))
-    ]
+    lines = SimpleNamespace(writers=[SimpleNamespace(takes_points=True)])
+    loop = Loop(run, None, lines, 0.0, None)
+    of_features = [hook for each in features_of(run.config) for hook in each.hooks(loop)]
     kinds = [type(hook).__name__ for hook in placed(core, of_features)]
     table = (ROOT / "docs" / "design.md").read_text().partition("| hook |")[2].partition("\n\n")[0]
     names = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row[:40])]

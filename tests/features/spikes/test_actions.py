@@ -18,7 +18,6 @@ from megatron.checkpoint import store
 from megatron.config.plan.report import memory_lines
 from megatron.features.spikes.actions import BUDGET, EXIT_CODE, SpikeActions
 from megatron.features.spikes.detector import LEVEL_SHIFT
-from megatron.features.spikes.hook import SpikeDetection
 from megatron.features.spikes.policy import Rollback
 from megatron.features.spikes.rollback import RollbackBuffer
 from megatron.training.launch.signals import Refusal
@@ -408,7 +407,7 @@ def test_a_nan_gradient_or_a_spike_changes_nothing(kind):
     one, other = (make_run(**KINDS[kind]) for _ in range(2))
     for made in (one, other):
         policy = SpikeActions("skip-update")
-        SpikeDetection(made, policy)
+        made.before_update.append(policy.before_update)
         for group in made.optimizer.param_groups:
             group["lr"] = 0.01
         outcome = train_step(made, plot().forward_step, micro_batches(samples(), 2), 1)
