@@ -169,8 +169,8 @@ BUGS = {
     ),
     "experts of an upcycled model that differ": Bug(
         "tools.convert.upcycle._Copies.__call__",
-        "parts.repeat(self.count // self.parts, *[1] * one.dim())",
-        "torch.stack([one * (1 + expert) for expert in range(self.count)])",
+        "parts.repeat(self.count // self.parts, *[1] * dense.dim())",
+        "torch.stack([dense * (1 + expert) for expert in range(self.count)])",
         "tests/tools/convert/test_upcycle.py::test_an_upcycled_model_computes_what_the_dense_one_does",
     ),
     "all layers of a torch_dist checkpoint are the first": Bug(

@@ -83,9 +83,9 @@ class Keys:
             or (kind is int and isinstance(value, int) and value < 1)
             or (isinstance(value, float) and not math.isfinite(value))
         ):
-            found = "is missing" if value is None else f"is {value!r}"
+            state = "is missing" if value is None else f"is {value!r}"
             self.problems.append(
-                f"{self.source}: {key} {found}; should be {' or '.join(k.__name__ for k in kinds)}"
+                f"{self.source}: {key} {state}; should be {' or '.join(k.__name__ for k in kinds)}"
             )
             return default if default is not _MISSING else kinds[0]()
         return value
@@ -103,7 +103,7 @@ class Keys:
         self._read.add(key)
         value = self.table.get(key)
         if value is not None and not any(
-            value == one and type(value) is type(one) for one in allowed
+            value == choice and type(value) is type(choice) for choice in allowed
         ):
             self.refuse(key, value, why)
 

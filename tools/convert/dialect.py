@@ -254,12 +254,12 @@ def _read_activation(keys: Keys, allowed: Mapping[str, str]) -> Flags:
 
 def read_dropout(keys: Keys, names: tuple[str, ...], default: float) -> float:
     """--hidden-dropout: the value of the first of these keys. Others that differ are noted."""
-    value, *others = (keys.take(name, default, (float, int)) for name in names)
-    for name, other in zip(names[1:], others, strict=True):
-        if other != value:
+    value, *further = (keys.take(name, default, (float, int)) for name in names)
+    for name, further_value in zip(names[1:], further, strict=True):
+        if further_value != value:
             keys.notes.append(
-                f"{name} {other} is not used: --hidden-dropout {value} ({names[0]}) applies to the "
-                "embedding too"
+                f"{name} {further_value} is not used: --hidden-dropout {value} ({names[0]}) "
+                "applies to the embedding too"
             )
     return value
 
@@ -277,8 +277,8 @@ def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
     # here.
     if kind == "linear" and usable and factor == int(factor):
         return {"rotary_seq_len_interpolation_factor": int(factor) if factor > 1 else None}
-    own = all(scaling.get(name) == value for name, value in LLAMA3.items())
-    if kind == "llama3" and usable and own:
+    llama3_numbers = all(scaling.get(name) == value for name, value in LLAMA3.items())
+    if kind == "llama3" and usable and llama3_numbers:
         return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
     if kind not in ("default", "dynamic", None):
         keys.refuse(

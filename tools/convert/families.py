@@ -20,7 +20,7 @@ from tools.convert.options import of_features
 
 FAMILIES: Mapping[str, Family] = {
     **family_table.FAMILIES,
-    **{name: one for formats in of_features() for name, one in formats.families().items()},
+    **{name: item for formats in of_features() for name, item in formats.families().items()},
 }
 
 # What tests/tools/convert/test_verified_exports.py compared with transformers: by family the values
@@ -41,9 +41,9 @@ def read_config(keys: Keys, max_positions: int | None = None) -> tuple[Family, M
             f"{keys.source}: model_type {model_type!r} is not converted; these are: "
             f"{', '.join(FAMILIES)}"
         )
-    named = keys.take("architectures", [family.architecture], list)
-    if named != [family.architecture]:
-        keys.refuse("architectures", named, f"{family.architecture} is converted")
+    architectures = keys.take("architectures", [family.architecture], list)
+    if architectures != [family.architecture]:
+        keys.refuse("architectures", architectures, f"{family.architecture} is converted")
     keys.must_be("quantization_config", why="give the model in full precision")
     if max_positions is not None:
         _shorten(keys, max_positions)
@@ -59,12 +59,12 @@ def read_config(keys: Keys, max_positions: int | None = None) -> tuple[Family, M
 
 
 def _shorten(keys: Keys, max_positions: int) -> None:
-    there = keys.table.get("max_position_embeddings")
-    if not isinstance(there, int) or not 0 < max_positions <= there:
+    positions = keys.table.get("max_position_embeddings")
+    if not isinstance(positions, int) or not 0 < max_positions <= positions:
         keys.problems.append(
             f"--max-position-embeddings {max_positions}: can only shorten the context of a model "
             f"with rotary positions; {keys.source} has "
-            f"{there if there else 'a table of positions'}"
+            f"{positions if positions else 'a table of positions'}"
         )
     else:
         keys.table = keys.table | {"max_position_embeddings": max_positions}
@@ -91,7 +91,7 @@ def config_for(
     differ = architecture.differences(model, back)
     if differ:
         differences = "; ".join(
-            f"{one.name} is {one.saved}, there it is {one.now}" for one in differ
+            f"{item.name} is {item.saved}, there it is {item.now}" for item in differ
         )
         raise ConversionError(f"a {family.model_type} model cannot express this one: {differences}")
     return config
@@ -100,7 +100,7 @@ def config_for(
 def _says(base: Mapping[str, Any], family: Family, model: ModelConfig) -> bool:
     """Is `base` this very model already, with this length of context?"""
     try:
-        found, back, _ = read_config(Keys(dict(base), "config.json", ignored=base))
+        read_family, back, _ = read_config(Keys(dict(base), "config.json", ignored=base))
     except ConversionError:
         return False
     same_length = (back.max_position_embeddings or back.seq_length) == (
@@ -108,7 +108,7 @@ def _says(base: Mapping[str, Any], family: Family, model: ModelConfig) -> bool:
     )
     same_dropout = not _other_dropout(model, back)
     return (
-        found is family
+        read_family is family
         and same_length
         and same_dropout
         and not architecture.differences(model, back)
@@ -196,7 +196,9 @@ def _kind(value: Any) -> Any:
         case tuple():
             return list(value)
         case list():  # of layers
-            return "all" if value and all(one is True for one in value) else "some" if value else []
+            return (
+                "all" if value and all(item is True for item in value) else "some" if value else []
+            )
     return "number"
 
 
@@ -209,13 +211,13 @@ def unverified(model_type: str, model: ModelConfig) -> list[str]:
     table = read_json(VERIFIED)["families"].get(model_type)
     if table is None:
         return [f"model_type {model_type}"]
-    found = features(model)
+    values = features(model)
     return [
         f"{name} {value}"
-        for name, value in found.items()
+        for name, value in values.items()
         if value not in table["features"].get(name, [PLAIN[name]])
     ] or [
-        f"{a} {found[a]} with {b} {found[b]}"
+        f"{a} {values[a]} with {b} {values[b]}"
         for a, x, b, y in table["apart"]
-        if found[a] == x and found[b] == y
+        if values[a] == x and values[b] == y
     ]

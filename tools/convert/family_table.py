@@ -86,19 +86,19 @@ Sources = Mapping[str, str | tuple[tuple[str, ...], Transform]]  # a plain name:
 def llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names:
     """Llama's names, which most families have; `changes` are other names of some of our
     parameters. Without `gated` the MLP has an up and a down matrix."""
-    at = "model.layers.{}."
-    qkv = tuple(f"{at}self_attn.{x}_proj" for x in "qkv")
-    gate_up = ((at + "mlp.gate_proj", at + "mlp.up_proj"), GATE_UP)
+    layer = "model.layers.{}."
+    qkv = tuple(f"{layer}self_attn.{x}_proj" for x in "qkv")
+    gate_up = ((layer + "mlp.gate_proj", layer + "mlp.up_proj"), GATE_UP)
     table: Sources = {
         "embedding.word_embeddings": "model.embed_tokens",
-        INPUT_NORM: at + "input_layernorm",
+        INPUT_NORM: layer + "input_layernorm",
         LINEAR_QKV: (qkv, QKV),
-        _ATTENTION + "q_layernorm": at + "self_attn.q_norm",
-        _ATTENTION + "k_layernorm": at + "self_attn.k_norm",
-        PROJ: at + "self_attn.o_proj",
-        MLP_NORM: at + "post_attention_layernorm",
-        FC1: gate_up if gated else at + "mlp.up_proj",
-        FC2: at + "mlp.down_proj",
+        _ATTENTION + "q_layernorm": layer + "self_attn.q_norm",
+        _ATTENTION + "k_layernorm": layer + "self_attn.k_norm",
+        PROJ: layer + "self_attn.o_proj",
+        MLP_NORM: layer + "post_attention_layernorm",
+        FC1: gate_up if gated else layer + "mlp.up_proj",
+        FC2: layer + "mlp.down_proj",
         _FINAL_NORM: "model.norm",
         "output_layer": "lm_head",
         **(changes or {}),
@@ -111,13 +111,13 @@ def llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names:
 
 def _moe_names(block: str, gate: str, up: str, down: str) -> Names:
     """Llama's names, and those of router, experts and (Qwen2-MoE) the shared expert."""
-    at = "model.layers.{}."
-    expert = at + block + ".experts.{expert}."
-    shared = at + "mlp.shared_expert."
+    layer = "model.layers.{}."
+    expert = layer + block + ".experts.{expert}."
+    shared = layer + "mlp.shared_expert."
     mlp = _LAYER + "mlp."
     return llama_names(
         {
-            mlp + "router": f"{at}{block}.gate",
+            mlp + "router": f"{layer}{block}.gate",
             mlp + "experts.linear_fc1": ((expert + gate, expert + up), EXPERTS_GATE_UP),
             mlp + "experts.linear_fc2": ((expert + down,), EXPERTS),
             mlp + "shared_experts.linear_fc1": (
@@ -125,24 +125,24 @@ def _moe_names(block: str, gate: str, up: str, down: str) -> Names:
                 GATE_UP,
             ),
             mlp + "shared_experts.linear_fc2": shared + "down_proj",
-            mlp + "shared_experts.gate_weight": at + "mlp.shared_expert_gate",
+            mlp + "shared_experts.gate_weight": layer + "mlp.shared_expert_gate",
         }
     )
 
 
 def _neox_names(base: str, attention: str, final_norm: str) -> Names:
     """GPT-NeoX keeps queries, keys and values of each head together, as we do."""
-    at = base + "layers.{}."
+    layer = base + "layers.{}."
     return llama_names(
         {
-            INPUT_NORM: at + "input_layernorm",
-            LINEAR_QKV: f"{at}{attention}.query_key_value",
-            PROJ: f"{at}{attention}.dense",
-            _ATTENTION + "q_layernorm": f"{at}{attention}.q_layernorm",
-            _ATTENTION + "k_layernorm": f"{at}{attention}.k_layernorm",
-            MLP_NORM: at + "post_attention_layernorm",
-            FC1: at + "mlp.dense_h_to_4h",
-            FC2: at + "mlp.dense_4h_to_h",
+            INPUT_NORM: layer + "input_layernorm",
+            LINEAR_QKV: f"{layer}{attention}.query_key_value",
+            PROJ: f"{layer}{attention}.dense",
+            _ATTENTION + "q_layernorm": f"{layer}{attention}.q_layernorm",
+            _ATTENTION + "k_layernorm": f"{layer}{attention}.k_layernorm",
+            MLP_NORM: layer + "post_attention_layernorm",
+            FC1: layer + "mlp.dense_h_to_4h",
+            FC2: layer + "mlp.dense_4h_to_h",
             _FINAL_NORM: base + final_norm,
         }
     )
@@ -150,16 +150,16 @@ def _neox_names(base: str, attention: str, final_norm: str) -> Names:
 
 def _gpt2_names(qkv: Transform = FUSED_QKV, matrix: Transform = TRANSPOSED) -> Names:
     """GPT-2's matrices are [in, out]."""
-    at = "transformer.h.{}."
+    layer = "transformer.h.{}."
     return {
         "embedding.word_embeddings": (("transformer.wte",), SAME),
         "embedding.position_embeddings": (("transformer.wpe",), SAME),
-        INPUT_NORM: ((at + "ln_1",), SAME),
-        LINEAR_QKV: ((at + "attn.c_attn",), qkv),
-        PROJ: ((at + "attn.c_proj",), matrix),
-        MLP_NORM: ((at + "ln_2",), SAME),
-        FC1: ((at + "mlp.c_fc",), matrix),
-        FC2: ((at + "mlp.c_proj",), matrix),
+        INPUT_NORM: ((layer + "ln_1",), SAME),
+        LINEAR_QKV: ((layer + "attn.c_attn",), qkv),
+        PROJ: ((layer + "attn.c_proj",), matrix),
+        MLP_NORM: ((layer + "ln_2",), SAME),
+        FC1: ((layer + "mlp.c_fc",), matrix),
+        FC2: ((layer + "mlp.c_proj",), matrix),
         _FINAL_NORM: (("transformer.ln_f",), SAME),
         "output_layer": (("lm_head",), SAME),
     }
@@ -213,10 +213,10 @@ def _read_bigcode(keys: Keys) -> Flags:
 def _layer_types(keys: Keys, layers: int) -> list[str]:
     """layer_types: the kind of attention of each layer, or nothing."""
     types = keys.take("layer_types", [], list)
-    known = ("full_attention", "sliding_attention")
-    if types and (len(types) != layers or any(kind not in known for kind in types)):
+    kinds = ("full_attention", "sliding_attention")
+    if types and (len(types) != layers or any(kind not in kinds for kind in types)):
         keys.refuse(
-            "layer_types", types, f"it must name {layers} layers, each {' or '.join(known)}"
+            "layer_types", types, f"it must name {layers} layers, each {' or '.join(kinds)}"
         )
         return []
     return types
@@ -330,10 +330,10 @@ def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
     rotated = keys.take("no_rope_layers", [], list)
     if not rotated:
         rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if len(rotated) != layers or any(one not in (0, 1) for one in rotated):
+    if len(rotated) != layers or any(number not in (0, 1) for number in rotated):
         keys.refuse("no_rope_layers", rotated, f"it must have {layers} numbers, 0 or 1")
     elif not all(rotated):
-        pattern = ",".join(str(1 - one) for one in rotated)
+        pattern = ",".join(str(1 - number) for number in rotated)
         flags = flags | {"no_rope_freq": f"[{pattern}]"}
     used = keys.take("use_sliding_window", False, bool)
     return _no_window(keys, flags, used, absent=None)
@@ -350,12 +350,12 @@ def _fixed_rotary(keys: Keys, key: str, value: float, why: str) -> None:
 
 def _neox_rotary(keys: Keys) -> None:
     """Base and share have names of their own."""
-    for key, own, usual in (
+    for key, neox_key, usual in (
         ("rope_theta", "rotary_emb_base", 10000),
         ("partial_rotary_factor", "rotary_pct", 0.25),
     ):
-        value = keys.take(own, usual, (int, float))
-        _fixed_rotary(keys, key, value, f"and reads {own} alone; make both the same")
+        value = keys.take(neox_key, usual, (int, float))
+        _fixed_rotary(keys, key, value, f"and reads {neox_key} alone; make both the same")
 
 
 def _apertus_rotary(keys: Keys) -> None:
@@ -386,12 +386,14 @@ def _olmo3_rotary(keys: Keys) -> None:
     """transformers 5 writes rope_parameters of each kind of layer; an older rope_scaling is that of
     layers without a window alone."""
     by_kind = keys.take("rope_parameters", {}, dict)
-    found = [by_kind[kind] for kind in ("full_attention", "sliding_attention") if kind in by_kind]
-    if found:
-        keys.table = keys.table | {"rope_parameters": found[0]}
+    settings = [
+        by_kind[kind] for kind in ("full_attention", "sliding_attention") if kind in by_kind
+    ]
+    if settings:
+        keys.table = keys.table | {"rope_parameters": settings[0]}
     elif by_kind:
         keys.refuse("rope_parameters", by_kind, "transformers reads it by kind of layer alone")
-    if found[1:] and found[0] != found[1]:
+    if settings[1:] and settings[0] != settings[1]:
         keys.refuse("rope_parameters", by_kind, "all layers have the same rotary positions")
     keys.must_be("rope_scaling", why="all layers have the same rotary positions")
 

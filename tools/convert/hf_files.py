@@ -61,7 +61,7 @@ class HFFolder:
             )
         self.config = read_json(own_file(self.path / CONFIG))
         self._files: dict[str, SafetensorsFile] = {}
-        self._home: dict[str, str] = {}
+        self._file_of: dict[str, str] = {}
         try:
             self._open()
         except BaseException:
@@ -94,16 +94,16 @@ class HFFolder:
             open_shard = self._remote.open if self._remote else self._open_file
             self._files[name] = open_shard(name)
             for key in self._files[name].locations:
-                if key in self._home:
+                if key in self._file_of:
                     raise ConversionError(
-                        f"{self.path}: {key} is both in {self._home[key]} and in {name}"
+                        f"{self.path}: {key} is both in {self._file_of[key]} and in {name}"
                     )
-                self._home[key] = name
-        if weight_map is not None and weight_map != self._home:
+                self._file_of[key] = name
+        if weight_map is not None and weight_map != self._file_of:
             wrong = sorted(
                 key
-                for key in weight_map.keys() | self._home.keys()
-                if weight_map.get(key) != self._home.get(key)
+                for key in weight_map.keys() | self._file_of.keys()
+                if weight_map.get(key) != self._file_of.get(key)
             )
             raise ConversionError(
                 f"{index}: says otherwise than the shards do about {', '.join(wrong[:5])}"
@@ -142,15 +142,15 @@ class HFFolder:
     def headers(self) -> dict[str, Header]:
         """Number format and shape of every tensor."""
         return {
-            key: (DTYPES[place.dtype], place.shape)
-            for key, place in (
-                (key, self._files[name].locations[key]) for key, name in self._home.items()
+            key: (DTYPES[location.dtype], location.shape)
+            for key, location in (
+                (key, self._files[name].locations[key]) for key, name in self._file_of.items()
             )
         }
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
-        return self._files[self._home[name]].read(name)
+        return self._files[self._file_of[name]].read(name)
 
     def close(self) -> None:
         """Close all files."""
@@ -251,9 +251,9 @@ def write_folder(
     plan = dict(zip(names, shards, strict=True))
     if isinstance(target, Path):
         with work_folder(target, "partial", empty=False) as partial:
-            kept = KeptShards(partial, _purpose(source, config, plan))
-            list(_written(partial, config, plan, files, kept))
-            kept.close()
+            kept_shards = KeptShards(partial, _purpose(source, config, plan))
+            list(_written(partial, config, plan, files, kept_shards))
+            kept_shards.close()
             DISK.fsync_directory(partial)
             DISK.rename(partial, target)
             DISK.fsync_directory(target.parent)
@@ -271,13 +271,13 @@ def _purpose(
 ) -> str:
     """What decides every byte of the shards."""
     table = {
-        name: [(one.name, str(one.dtype), list(one.shape)) for one in shard]
+        name: [(tensor.name, str(tensor.dtype), list(tensor.shape)) for tensor in shard]
         for name, shard in plan.items()
     }
-    found = hashlib.sha256(json.dumps([source, config, table], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([source, config, table], sort_keys=True).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):  # another version may convert otherwise
-        found.update(read_bytes(path))
-    return found.hexdigest()
+        digest.update(read_bytes(path))
+    return digest.hexdigest()
 
 
 def _check_strays(target: Remote, names: Sequence[str]) -> None:
@@ -300,32 +300,37 @@ def _written(
     config: dict[str, Any],
     plan: Mapping[str, Sequence[PendingTensor]],
     files: Mapping[str, Path | bytes],
-    kept: KeptShards | None = None,
+    kept_shards: KeptShards | None = None,
 ) -> Iterator[Path]:
     """Write the files of a folder: the shards of `plan` that are not `kept`, copies of `files`, the
     index, config.json. Each is given when it is there."""
-    progress = Progress(sum(one.bytes for shard in plan.values() for one in shard))
+    progress = Progress(sum(tensor.bytes for shard in plan.values() for tensor in shard))
     for name, shard in plan.items():
-        if kept and kept.has(name):
-            progress.total -= sum(one.bytes for one in shard)
+        if kept_shards and kept_shards.has(name):
+            progress.total -= sum(tensor.bytes for tensor in shard)
             continue
         written = write_file(
             folder / name,
             [
-                Entry(one.name, one.dtype, one.shape, counted(one.make, one.bytes, progress))
-                for one in shard
+                Entry(
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.shape,
+                    counted(tensor.make, tensor.bytes, progress),
+                )
+                for tensor in shard
             ],
         )
-        if kept:
-            kept.add(name, written)
+        if kept_shards:
+            kept_shards.add(name, written)
         yield folder / name
     progress.clear()
     for name, file in files.items():
         DISK.write_file(folder / name, file if isinstance(file, bytes) else read_bytes(file))
         yield folder / name
     if len(plan) > 1:
-        weight_map = {one.name: name for name, shard in plan.items() for one in shard}
-        total = sum(one.bytes for shard in plan.values() for one in shard)
+        weight_map = {tensor.name: name for name, shard in plan.items() for tensor in shard}
+        total = sum(tensor.bytes for shard in plan.values() for tensor in shard)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         yield folder / INDEX
     _write_json(folder / CONFIG, config)
@@ -351,9 +356,9 @@ def own_file(path: Path) -> Path:
     where a file of this machine would be taken, and perhaps published, for one of the model; in the
     Hugging Face cache links lead into blobs/."""
     folder = path.parent.resolve()
-    places = [folder]
+    allowed = [folder]
     if folder.parent.name == "snapshots":
-        places.append(folder.parents[1] / "blobs")
+        allowed.append(folder.parents[1] / "blobs")
     try:
         target = path.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links; RuntimeError until Python 3.12
@@ -361,7 +366,7 @@ def own_file(path: Path) -> Path:
             f"{path}: cannot be read: {error}; put the file in place of the link "
             "[file-not-readable]"
         ) from error
-    if not any(target.is_relative_to(place) for place in places):
+    if not any(target.is_relative_to(directory) for directory in allowed):
         raise ConversionError(
             f"{path}: is a link to {target}, outside of the folder; if that file belongs to the "
             "model, put a copy of it in place of the link [link-out-of-folder]"
@@ -372,13 +377,13 @@ def own_file(path: Path) -> Path:
 def side_files(folder: Path) -> list[Path]:
     """The tokenizer and generation files of a folder. Raises ConversionError for one that cannot be
     read, and as `own_file`."""
-    found = [own_file(folder / name) for name in SIDE_FILES if os.path.lexists(folder / name)]
-    for file in found:
+    paths = [own_file(folder / name) for name in SIDE_FILES if os.path.lexists(folder / name)]
+    for file in paths:
         if not file.is_file() or not os.access(file, os.R_OK):
             raise ConversionError(
                 f"{file}: not a readable file; repair it, or remove it if it is not wanted"
             )
-    return found
+    return paths
 
 
 @contextmanager

@@ -44,11 +44,11 @@ def files(tokenizer: Tokenizer, context: int) -> dict[str, bytes]:
         "eos_token_id": tokenizer.eod,
         "pad_token_id": tokenizer.pad,
     }
-    made = {
+    contents = {
         "tokenizer_config.json": _as_json(settings),
         "generation_config.json": _as_json({k: v for k, v in ids.items() if v is not None}),
     }
-    return made | ({"tokenizer.json": engine.to_str(pretty=True).encode()} if engine else {})
+    return contents | ({"tokenizer.json": engine.to_str(pretty=True).encode()} if engine else {})
 
 
 def _as_json(table: Mapping[str, Any]) -> bytes:
@@ -77,8 +77,8 @@ def _engine(tokenizer: Tokenizer) -> Any:
     if kind == "GPT2BPETokenizer":
         vocabulary = gpt2_bpe.read_vocabulary(tokenizer.files[0])
         merges = gpt2_bpe.read_merges(tokenizer.files[1])
-        known = [pair for pair in merges if "".join(pair) in vocabulary]
-        return _byte_level(t, vocabulary, known, gpt2_bpe.GPT2_PATTERN, tokenizer.special)
+        in_vocabulary = [pair for pair in merges if "".join(pair) in vocabulary]
+        return _byte_level(t, vocabulary, in_vocabulary, gpt2_bpe.GPT2_PATTERN, tokenizer.special)
     if isinstance(tokenizer, TikTokenizer):
         return _of_ranks(t, tokenizer)
     if isinstance(tokenizer, GPTSentencePieceTokenizer):
@@ -114,8 +114,8 @@ def _of_ranks(t: Any, tokenizer: TikTokenizer) -> Any:
     merges: list[tuple[bytes, bytes]] = []
     for piece in ranks:
         pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        made = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(made, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        splits = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(splits, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
     merges.sort(key=lambda pair: ranks[pair[0] + pair[1]])
 
     def spelled(piece: bytes) -> str:

@@ -88,21 +88,21 @@ class HFModel:
             "hidden channels": (m.hidden_size, MOST),
             "MLP channels": (max(m.ffn, m.expert_ffn), MOST),
         }
-        for what, (size, most) in sizes.items():
+        for subject, (size, most) in sizes.items():
             if size > most:
                 raise ConversionError(
-                    f"{self.folder.path / CONFIG}: {size} {what}, and files with "
+                    f"{self.folder.path / CONFIG}: {size} {subject}, and files with "
                     f"{len(self.headers)} tensors can have {most} at most; repair {CONFIG}"
                 )
 
     def _headers(self) -> dict[str, Header]:
         """By full name, also where the file omits the family's prefix, as GPT-2's first files
         do."""
-        found = self.folder.headers()
+        headers = self.folder.headers()
         self.short = bool(self.family.optional) and not any(
-            name.startswith(self.family.optional) for name in found
+            name.startswith(self.family.optional) for name in headers
         )
-        return {self._full(name): header for name, header in found.items()}
+        return {self._full(name): header for name, header in headers.items()}
 
     def _full(self, name: str) -> str:
         return self.family.optional + name if self.short and name != "lm_head.weight" else name
@@ -256,16 +256,16 @@ def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = N
         for name, value in family.constant_names(ours.model).items()
     ]
     config = config_for(family, ours.model, rows, base)
-    said = str(dtype).removeprefix("torch.")
-    config = config | {"dtype" if "dtype" in config else "torch_dtype": said}
+    dtype_name = str(dtype).removeprefix("torch.")
+    config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype_name}
     if ours.base_folder:
         return AsHF(config, tensors, {file.name: file for file in side_files(ours.base_folder)})
     return AsHF(config, tensors, _own_files(ours))
 
 
-def _family(ours: Ours, asked: str | None, base: dict[str, Any]) -> Family:
-    if asked or base.get("model_type") in FAMILIES:
-        return FAMILIES[asked or base["model_type"]]
+def _family(ours: Ours, name: str | None, base: dict[str, Any]) -> Family:
+    if name or base.get("model_type") in FAMILIES:
+        return FAMILIES[name or base["model_type"]]
     return fitting(ours.model)
 
 
@@ -273,22 +273,22 @@ def _own_files(ours: Ours) -> dict[str, Path | bytes]:
     """The tokenizer files of a model that was trained here, under the names that transformers
     knows; none where the tokenizer's own are not on this machine."""
     try:
-        made = hf_tokenizer.files(ours.tokenizer(), ours.model.max_position_embeddings)
+        contents = hf_tokenizer.files(ours.tokenizer(), ours.model.max_position_embeddings)
     except ConversionError:
         return {}
-    return made | _copied_files(ours.config.data)
+    return contents | _copied_files(ours.config.data)
 
 
 def _copied_files(d: TokenizerConfig) -> dict[str, Path]:
-    named: dict[str, str | None] = {}
+    sources: dict[str, str | None] = {}
     if d.tokenizer == "HuggingFaceTokenizer" and d.tokenizer_model:
         path = Path(d.tokenizer_model)
         return {file.name: file for file in side_files(path if path.is_dir() else path.parent)}
     if d.tokenizer == "GPT2BPETokenizer":
-        named = {"vocab.json": d.vocab_file, "merges.txt": d.merge_file}
+        sources = {"vocab.json": d.vocab_file, "merges.txt": d.merge_file}
     elif d.tokenizer in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        named = {"tokenizer.model": d.tokenizer_model}
-    return {name: Path(path) for name, path in named.items() if path and Path(path).is_file()}
+        sources = {"tokenizer.model": d.tokenizer_model}
+    return {name: Path(path) for name, path in sources.items() if path and Path(path).is_file()}
 
 
 def hf_export(
@@ -306,20 +306,22 @@ def hf_export(
     say of it."""
     new_target(target)
     with Ours(source, step) as ours:
-        made = as_hf(ours, family, vocab_size)
+        model = as_hf(ours, family, vocab_size)
         if chat_template:
             template = template_for(ours.tokenizer(), chat_template, None)
-            made = replace(
-                made, files={**made.files, "chat_template.jinja": template.source.encode()}
+            model = replace(
+                model, files={**model.files, "chat_template.jinja": template.source.encode()}
             )
         if check:
-            check(made, ours.model)
+            check(model, ours.model)
         names = write_folder(
-            target, made.config, made.tensors, made.files, shard_bytes, ours.identity
+            target, model.config, model.tensors, model.files, shard_bytes, ours.identity
         )
-        copied = ", ".join(made.files) or "no tokenizer files"
-        said = (
-            f"{target}: {made.config['model_type']}, {len(made.tensors)} tensors in {len(names)} "
+        copied = ", ".join(model.files) or "no tokenizer files"
+        report = (
+            f"{target}: {model.config['model_type']}, {len(model.tensors)} tensors in {len(names)} "
             f"file{'s' * (len(names) > 1)}; with it: {copied}"
         )
-        return "\n".join([said, *(f"note: {note}" for note in notes_on(made.config, ours.model))])
+        return "\n".join(
+            [report, *(f"note: {note}" for note in notes_on(model.config, ours.model))]
+        )

@@ -41,8 +41,8 @@ def _inspect_ours(ours: Ours, tensors: bool) -> Iterable[str]:
     names = reader.names()
     table = {name: (reader.dtype(name), reader.shape(name)) for name in names}
     yield from _sums("weights", [table[name] for name in ours.weights()])
-    rest = [table[name] for name in names if name.startswith("optimizer.")]
-    yield from _sums("optimizer", rest) if rest else ["  optimizer: none"]
+    states = [table[name] for name in names if name.startswith("optimizer.")]
+    yield from _sums("optimizer", states) if states else ["  optimizer: none"]
     yield (
         f"  files: {len(ours.found.manifest.files)}, "
         f"{sum(f.bytes for f in ours.found.manifest.files.values()):,} bytes"
@@ -84,12 +84,12 @@ def _format(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _sums(what: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Iterable[str]:
+def _sums(title: str, headers: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Iterable[str]:
     count: Counter[str] = Counter()
     for dtype, shape in headers:
         count[str(dtype).removeprefix("torch.")] += prod(shape)
     formats = ", ".join(f"{number:,} {name}" for name, number in count.items())
-    yield f"  {what}: {len(headers)} tensors, {sum(count.values()):,} values ({formats})"
+    yield f"  {title}: {len(headers)} tensors, {sum(count.values()):,} values ({formats})"
 
 
 # --- diff
@@ -105,26 +105,28 @@ def diff(
     optimizer's too unless `weights_only`; with a Hugging Face folder on either side, the weights as
     that folder names them."""
     if is_hf(a) and is_hf(b):
-        with HFModel(a) as one, HFModel(b) as other:
-            return _compare(one.outgoing(), other.outgoing())
+        with HFModel(a) as first, HFModel(b) as second:
+            return _compare(first.outgoing(), second.outgoing())
     if is_hf(a) or is_hf(b):
         with HFModel(a if is_hf(a) else b) as model, _ours(b if is_hf(a) else a, step) as ours:
             sides = as_hf(ours, model.family.model_type, model.rows).tensors, model.outgoing()
             return _compare(*(sides[::-1] if is_hf(a) else sides))
-    with _ours(a, step) as one, _ours(b, step) as other:
-        return _compare(_all_of(one, weights_only), _all_of(other, weights_only))
+    with _ours(a, step) as first, _ours(b, step) as second:
+        return _compare(_all_of(first, weights_only), _all_of(second, weights_only))
 
 
 def _all_of(ours: Ours, weights_only: bool) -> list[PendingTensor]:
     """Every tensor of a checkpoint of ours (or its weights), vocabularies without padding rows."""
     rows = ours.vocab_size()
-    found = []
+    tensors = []
     for name in ours.weights() if weights_only else ours.reader.names():
         shape = ours.reader.shape(name)
         plain = name.split(".", 2)[2] if name.startswith("optimizer.") else name
         shape = (rows, *shape[1:]) if is_vocabulary(plain) else shape
-        found.append(PendingTensor(name, ours.reader.dtype(name), shape, _Read(ours, name, shape)))
-    return found
+        tensors.append(
+            PendingTensor(name, ours.reader.dtype(name), shape, _Read(ours, name, shape))
+        )
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -140,21 +142,21 @@ class _Read:
 
 
 def _compare(a: Sequence[PendingTensor], b: Sequence[PendingTensor]) -> tuple[str, bool]:
-    one, other = ({tensor.name: tensor for tensor in side} for side in (a, b))
-    lines = [f"only in the first: {name}" for name in one if name not in other]
-    lines += [f"only in the second: {name}" for name in other if name not in one]
-    both = [name for name in one if name in other]
-    progress = Progress(sum(one[name].bytes for name in both))
+    first, second = ({tensor.name: tensor for tensor in side} for side in (a, b))
+    lines = [f"only in the first: {name}" for name in first if name not in second]
+    lines += [f"only in the second: {name}" for name in second if name not in first]
+    both = [name for name in first if name in second]
+    progress = Progress(sum(first[name].bytes for name in both))
     for name in both:
-        lines += _difference(one[name], other[name])
-        progress.shift += one[name].bytes
+        lines += _difference(first[name], second[name])
+        progress.shift += first[name].bytes
         progress.update(0)
     progress.clear()
     total = len(lines)
     if total > TENSORS_SHOWN:
         lines[TENSORS_SHOWN:] = [f"and {total - TENSORS_SHOWN} more"]
     lines.append(
-        f"{total} of {len(one.keys() | other.keys())} tensors differ"
+        f"{total} of {len(first.keys() | second.keys())} tensors differ"
         if total
         else f"same: {len(both)} tensors, bit for bit"
     )

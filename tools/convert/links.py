@@ -110,7 +110,7 @@ class Link:
 def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
     """One link for every parameter of the model. Raises ConversionError for one that the format has
     no name for."""
-    found = []
+    links = []
     for spec in parameter_table(model, vocab_size, vocab_size):
         stem, kind = spec.name.rsplit(".", 1)
         if kind == "gate_weight":  # of a shared expert: a matrix of its own on the other side
@@ -125,65 +125,65 @@ def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
             for template in entry[0]
         ]
         theirs = tuple(f"{name.format(layer[2]) if layer else name}.{kind}" for name in templates)
-        found.append(Link(spec.name, spec.shape, theirs, entry[1], model))
-    return found
+        links.append(Link(spec.name, spec.shape, theirs, entry[1], model))
+    return links
 
 
 def check(
     links: Iterable[Link],
-    there: Mapping[str, Header],
-    where: str,
+    headers: Mapping[str, Header],
+    source: str,
     ignored: re.Pattern[str] | None = None,
 ) -> None:
     """Raise ConversionError unless the other side's tensors are exactly those of the links, with
     their shapes, and of one floating-point format each; every one that is missing, left over or of
     another shape is named."""
-    wanted: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for link in links:
         for name, shape in zip(link.theirs, link.their_shapes(), strict=True):
-            assert name not in wanted, f"{name} is assigned twice"
-            wanted[name] = shape
+            assert name not in shapes, f"{name} is assigned twice"
+            shapes[name] = shape
     extra = sorted(
-        name for name in there.keys() - wanted.keys() if not (ignored and ignored.fullmatch(name))
+        name for name in headers.keys() - shapes.keys() if not (ignored and ignored.fullmatch(name))
     )
-    missing = sorted(wanted.keys() - there.keys())
+    missing = sorted(shapes.keys() - headers.keys())
     lines = [
-        _named(missing, "is missing", "are missing", where),
-        _named(extra, "is not a part of this model", "are no part of this model", where),
+        _named(missing, "is missing", "are missing", source),
+        _named(extra, "is not a part of this model", "are no part of this model", source),
     ]
     wrong = []
-    for name in sorted(wanted.keys() & there.keys()):
-        dtype, shape = there[name]
-        if shape != wanted[name]:
+    for name in sorted(shapes.keys() & headers.keys()):
+        dtype, shape = headers[name]
+        if shape != shapes[name]:
             wrong.append(
-                f"{where}: {name} has shape {list(shape)}, should have {list(wanted[name])} by "
+                f"{source}: {name} has shape {list(shape)}, should have {list(shapes[name])} by "
                 "the configuration"
             )
         elif not dtype.is_floating_point or dtype.itemsize == 1:
             wrong.append(
-                f"{where}: {name} is {dtype}; quantized weights are not converted: give the "
+                f"{source}: {name} is {dtype}; quantized weights are not converted: give the "
                 "full-precision model"
             )
     for link in links:
-        formats = {there[name][0] for name in link.theirs if name in there}
+        formats = {headers[name][0] for name in link.theirs if name in headers}
         if len(formats) > 1:
             wrong.append(
-                f"{where}: {', '.join(link.theirs)} become one tensor, but are "
+                f"{source}: {', '.join(link.theirs)} become one tensor, but are "
                 f"{sorted(map(str, formats))}"
             )
     if len(wrong) > SHOWN:
-        wrong[SHOWN:] = [f"{where}: and {len(wrong) - SHOWN} more like these"]
+        wrong[SHOWN:] = [f"{source}: and {len(wrong) - SHOWN} more like these"]
     if any(lines) or wrong:
         raise ConversionError("\n".join(line for line in (*lines, *wrong) if line))
 
 
-def _named(names: Sequence[str], one: str, several: str, where: str) -> str:
+def _named(names: Sequence[str], singular: str, plural: str, source: str) -> str:
     if not names:
         return ""
     shown = ", ".join(names[:SHOWN]) + (
         f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     )
-    return f"{where}: {shown} {one if len(names) == 1 else several}"
+    return f"{source}: {shown} {singular if len(names) == 1 else plural}"
 
 
 def is_vocabulary(name: str) -> bool:

@@ -72,7 +72,7 @@ def checkpoint_folder(source: Path) -> Path:
 
 def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
     """{(tp rank, pp rank): file} of a checkpoint's folder."""
-    found = {}
+    files = {}
     for path in sorted(source.iterdir()) if source.is_dir() else []:
         match = _RANK.fullmatch(path.name)
         if match and match[3]:
@@ -81,32 +81,32 @@ def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
                 "--ckpt-format torch_dist alone"
             )
         if match:
-            found[int(match[1]), int(match[2] or 0)] = path / FILE
-    if not found and (source / ".metadata").exists():
+            files[int(match[1]), int(match[2] or 0)] = path / FILE
+    if not files and (source / ".metadata").exists():
         raise ConversionError(
             f"{source}: has no {torch_dist.METADATA}, so its format is fsdp_dtensor or another of "
             "torch.distributed.checkpoint, which is not read; save it with --ckpt-format "
             "torch_dist [checkpoint-format-not-read]"
         )
-    if not found:
+    if not files:
         raise ConversionError(
             f"{source}: holds neither mp_rank_XX folders nor the {torch_dist.METADATA} of "
             "--ckpt-format torch_dist"
         )
-    tp, pp = (1 + max(numbers) for numbers in zip(*found, strict=True))
+    tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
     missing = [
         f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1)
         for t in range(tp)
         for p in range(pp)
-        if (t, p) not in found
+        if (t, p) not in files
     ]
-    missing += [file.parent.name for file in found.values() if not file.is_file()]
+    missing += [file.parent.name for file in files.values() if not file.is_file()]
     if missing:
         raise ConversionError(
             f"{source}: missing or without {FILE}: {', '.join(missing)}, of {tp} tensor x {pp} "
             "pipeline ranks"
         )
-    return found
+    return files
 
 
 class MegatronCheckpoint:
@@ -194,12 +194,12 @@ class MegatronCheckpoint:
                     name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
                 copy = tied and name in (TIED_COPY, OUTPUT_LAYER)
                 table = self.copies if copy else self.parts
-                found = table.setdefault(WORD_EMBEDDING if copy else name, [])
-                if len(found) > tp:
+                stored = table.setdefault(WORD_EMBEDDING if copy else name, [])
+                if len(stored) > tp:
                     raise ConversionError(
                         f"{self.source}: {name} is there twice for tensor rank {tp}"
                     )
-                found.append(Part(self.files[tp, pp], path))
+                stored.append(Part(self.files[tp, pp], path))
             if layers and layers != set(range(len(layers))):
                 raise ConversionError(
                     f"{self.source}: stage {pp} has the layers {sorted(layers)}, not 0, 1, 2, ..."
@@ -209,16 +209,16 @@ class MegatronCheckpoint:
     def _chunks(self, tp: int) -> Iterator[tuple[int, list[tuple[str, str]]]]:
         """(pipeline rank, [(path, our name with the chunk's own layer numbers)]) in the order of
         the layers: virtual stage by virtual stage, in each rank by rank."""
-        found: dict[tuple[int, int], list[tuple[str, str]]] = {}
+        chunks: dict[tuple[int, int], list[tuple[str, str]]] = {}
         for pp in range(self.pp):
             for path in self.files[tp, pp].headers():
                 match = _CHUNK.fullmatch(path)
                 name = our_name(match[2]) if match else path
                 if name is not None:
-                    found.setdefault((int(match[1] or 0) if match else 0, pp), []).append(
+                    chunks.setdefault((int(match[1] or 0) if match else 0, pp), []).append(
                         (path, name)
                     )
-        for (_, pp), names in sorted(found.items()):
+        for (_, pp), names in sorted(chunks.items()):
             yield pp, names
 
 
@@ -239,35 +239,35 @@ class _Merged:
 
     def __call__(self) -> torch.Tensor:
         shape = self.spec.local_shape({"tp": len(self.parts)})
-        pieces = [part.file.read(part.path).reshape(shape) for part in self.parts]
+        shards = [part.file.read(part.path).reshape(shape) for part in self.parts]
         dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
         if dims:
-            return torch.cat(pieces, dim=dims[0])
-        for rank, piece in enumerate(pieces):
-            if not torch.equal(piece, pieces[0]):
+            return torch.cat(shards, dim=dims[0])
+        for rank, shard in enumerate(shards):
+            if not torch.equal(shard, shards[0]):
                 raise ConversionError(
                     f"{self.spec.name}: tensor ranks 0 and {rank} should hold the same, and do not"
                 )
-        return pieces[0]
+        return shards[0]
 
 
 def _check(
-    there: MegatronCheckpoint, table: Mapping[str, ParameterSpec], model: ModelConfig
+    checkpoint: MegatronCheckpoint, table: Mapping[str, ParameterSpec], model: ModelConfig
 ) -> None:
     """Raise ConversionError unless their tensors are exactly those of the table, on every tensor
     rank."""
-    where = there.source
-    lines = [f"{where}: {name} is missing" for name in table if name not in there.parts]
+    source = checkpoint.source
+    lines = [f"{source}: {name} is missing" for name in table if name not in checkpoint.parts]
     lines += [
-        f"{where}: {parts[0].path} is not a part of this model"
-        for name, parts in there.parts.items()
+        f"{source}: {parts[0].path} is not a part of this model"
+        for name, parts in checkpoint.parts.items()
         if name not in table
     ]
-    for name in table.keys() & there.parts.keys():
-        parts = there.parts[name]
-        want = _their_shape(table[name], table[name].local_shape({"tp": there.tp}), model)
-        if len(parts) != there.tp:
-            lines.append(f"{where}: {name} is on {len(parts)} of {there.tp} tensor ranks")
+    for name in table.keys() & checkpoint.parts.keys():
+        parts = checkpoint.parts[name]
+        want = _their_shape(table[name], table[name].local_shape({"tp": checkpoint.tp}), model)
+        if len(parts) != checkpoint.tp:
+            lines.append(f"{source}: {name} is on {len(parts)} of {checkpoint.tp} tensor ranks")
         lines += [
             f"{part.file.path}: {part.path} has shape {list(part.header[1])}, should be "
             f"{list(want)} by its arguments"
@@ -275,17 +275,19 @@ def _check(
             if part.header[1] != want
         ]
         if len({part.header[0] for part in parts}) > 1:
-            lines.append(f"{where}: {name} has another dtype on each tensor rank")
+            lines.append(f"{source}: {name} has another dtype on each tensor rank")
     if lines:
         raise ConversionError(
             "\n".join(lines[:20] + [f"and {len(lines) - 20} more"] * (len(lines) > 20))
         )
 
 
-def _check_copies(there: MegatronCheckpoint) -> None:
+def _check_copies(checkpoint: MegatronCheckpoint) -> None:
     """The last stage's copy of a tied embedding must be the embedding."""
-    for name, copies in there.copies.items():
-        for rank, (copy, part) in enumerate(zip(copies, there.parts.get(name, []), strict=True)):
+    for name, copies in checkpoint.copies.items():
+        for rank, (copy, part) in enumerate(
+            zip(copies, checkpoint.parts.get(name, []), strict=True)
+        ):
             if not torch.equal(copy.file.read(copy.path), part.file.read(part.path)):
                 raise ConversionError(
                     f"{copy.file.path}: {copy.path} is not the word embedding of the first stage "
@@ -313,12 +315,12 @@ def megatron_import(
         work_folder(target, "unpacked") as folder,
         Unpickler(folder) as unpickler,
     ):
-        found = checkpoint_folder(source)
-        sharded = (found / torch_dist.METADATA).is_file()
-        there = (
-            torch_dist.TorchDistCheckpoint(found, unpickler, optimizer)
+        folder_of_checkpoint = checkpoint_folder(source)
+        sharded = (folder_of_checkpoint / torch_dist.METADATA).is_file()
+        checkpoint = (
+            torch_dist.TorchDistCheckpoint(folder_of_checkpoint, unpickler, optimizer)
             if sharded
-            else kind(found, unpickler)
+            else kind(folder_of_checkpoint, unpickler)
         )
         given = (
             parse_typed(build_parser(RunConfig, prog="args", description=""), [f"@{args_file}"])
@@ -326,30 +328,34 @@ def megatron_import(
             else {}
         )
         flags = flags_from(
-            there.args, str(there.source), given=given, ignored=ignored, kind=there.kind
+            checkpoint.args,
+            str(checkpoint.source),
+            given=given,
+            ignored=ignored,
+            kind=checkpoint.kind,
         )
-        there.args |= given
+        checkpoint.args |= given
         model = ModelConfig(
             **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
         )
-        rows = there.vocabulary_rows()
+        rows = checkpoint.vocabulary_rows()
         table = {spec.name: spec for spec in parameter_table(model, rows, rows)}
-        weights = there.weights(table, model)
-        state = there.state
-        weights += there.optimizer(table, model, weights)
+        weights = checkpoint.weights(table, model)
+        state = checkpoint.state
+        weights += checkpoint.optimizer(table, model, weights)
         if not tokenizer or "tokenizer_type" not in flags:
             flags = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size or rows}
         elif flags["tokenizer_type"] == "NullTokenizer":
             flags = {
                 "tokenizer_type": "NullTokenizer",
-                "vocab_size": there.args.get("vocab_size") or rows,
+                "vocab_size": checkpoint.args.get("vocab_size") or rows,
             }
         written = write_checkpoint(
             target, model, weights, rows, "megatron", [], flags=flags, state=state
         )
         return (
             f"{written}: {len(weights)} tensors, tokenizer {flags['tokenizer_type']}, from "
-            f"{there.layout}"
+            f"{checkpoint.layout}"
         )
 
 
@@ -465,8 +471,8 @@ def _export_plan(
         kind=kind,
     )
     table = parameter_table(model, rows, size)
-    held = {spec.name for spec in table}
-    strange = sorted(held ^ set(ours.weights()))
+    names = {spec.name for spec in table}
+    strange = sorted(names ^ set(ours.weights()))
     if strange:
         raise ConversionError(
             f"{ours.found.directory}: is not the model of its args: {', '.join(strange[:5])}"
@@ -511,19 +517,17 @@ class _Slice:
     def __call__(self) -> torch.Tensor:
         box = list(tensor_slices.whole(self.spec.shape))
         for _, dim in self.spec.splits:
-            part = self.spec.shape[dim] // self.tp
-            box[dim] = (self.rank * part, (self.rank + 1) * part)
-        there = self.ours.reader.shape(self.spec.name)
-        if is_vocabulary(self.spec.name) and there[0] < self.spec.shape[0]:
+            width_of_rank = self.spec.shape[dim] // self.tp
+            box[dim] = (self.rank * width_of_rank, (self.rank + 1) * width_of_rank)
+        stored = self.ours.reader.shape(self.spec.name)
+        if is_vocabulary(self.spec.name) and stored[0] < self.spec.shape[0]:
             (start, stop) = box[0]
             width = box[1]
-            held = max(start, min(stop, there[0]))
-            found = torch.zeros(
+            end = max(start, min(stop, stored[0]))
+            padded = torch.zeros(
                 stop - start, width[1], dtype=self.ours.reader.dtype(self.spec.name)
             )
-            if held > start:
-                found[: held - start] = self.ours.reader.read(
-                    self.spec.name, ((start, held), width)
-                )
-            return found
+            if end > start:
+                padded[: end - start] = self.ours.reader.read(self.spec.name, ((start, end), width))
+            return padded
         return self.ours.reader.read(self.spec.name, tuple(box)).reshape(self.shape)

@@ -204,12 +204,12 @@ def legacy_path(ours: str) -> tuple[str, ...]:
     `model`. Raises ConversionError for what that model has not."""
     if ours == TIED_COPY:
         return ("word_embeddings_for_head", "weight")
-    head, rest = ours.split(".", 1)
+    head, tail = ours.split(".", 1)
     if head == "embedding":
-        return "language_model", "embedding", *rest.split(".")
+        return "language_model", "embedding", *tail.split(".")
     if head == "output_layer":
-        return "language_model", "output_layer", rest
-    for mine, theirs in (
+        return "language_model", "output_layer", tail
+    for our_part, their_part in (
         (".linear_qkv.", ".query_key_value."),
         (".linear_proj.", ".dense."),
         (".linear_fc1.", ".dense_h_to_4h."),
@@ -218,12 +218,12 @@ def legacy_path(ours: str) -> tuple[str, ...]:
         (".input_layernorm.", ".input_norm."),
         ("final_layernorm.", "final_norm."),
     ):
-        rest = rest.replace(mine, theirs)
-    if "q_layernorm" in rest or "k_layernorm" in rest:
+        tail = tail.replace(our_part, their_part)
+    if "q_layernorm" in tail or "k_layernorm" in tail:
         raise ConversionError(
             f"{ours}: the older model has no norms of queries and keys; give --model core"
         )
-    return "language_model", "encoder", rest
+    return "language_model", "encoder", tail
 
 
 def flags_from(
@@ -241,7 +241,7 @@ def flags_from(
     represented, is missing, or is set and not known.
     """
     problems: list[str] = []
-    found = _renamed(args, source, given, problems) | dict(given)
+    renamed = _renamed(args, source, given, problems) | dict(given)
     if kind == "legacy":
         problems += [
             f"{source}: {name} {args[name]!r}: the older model computes with {fixed!r} whatever "
@@ -249,8 +249,10 @@ def flags_from(
             for name, fixed in _LEGACY_FIXED.items()
             if args.get(name) not in (None, fixed) and name not in given
         ]
-    problems += _refused(found, source, ignored)
-    flags = {f.name: found[f.name] for f in fields(ModelConfig) if found.get(f.name) is not None}
+    problems += _refused(renamed, source, ignored)
+    flags = {
+        f.name: renamed[f.name] for f in fields(ModelConfig) if renamed.get(f.name) is not None
+    }
     if kind == "core":
         flags.pop("openai_gelu", None)  # megatron-core does not read it
     for name in ("moe_layer_freq", "no_rope_freq"):
@@ -259,20 +261,20 @@ def flags_from(
     if flags.get("moe_token_dispatcher_type") == "flex":
         flags["moe_token_dispatcher_type"] = "alltoall"
     if flags.get("position_embedding_type", "rope") not in _POSITIONS:
-        problems.append(_not_supported(source, "position_embedding_type", found))
+        problems.append(_not_supported(source, "position_embedding_type", renamed))
     problems += [
         f"{source}: its arguments have no {name}; give --args FILE with the flags of the model"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
         if not isinstance(flags.get(name), int)
     ]
     if "num_experts" in flags and "moe_router_topk" not in flags:
-        problems.append(_not_supported(source, "num_experts", found))  # routers before core 0.5
+        problems.append(_not_supported(source, "num_experts", renamed))  # routers before core 0.5
     problems += _convert(flags, source)
     if problems:
         raise ConversionError("\n".join(problems))
     if flags.get("kv_channels") == flags["hidden_size"] / flags["num_attention_heads"]:
         flags["kv_channels"] = None
-    return flags | {name: found[name] for name in _TOKENIZER if found.get(name) is not None}
+    return flags | {name: renamed[name] for name in _TOKENIZER if renamed.get(name) is not None}
 
 
 def _flag(name: str) -> str:
@@ -290,32 +292,32 @@ def _renamed(
     args: Mapping[str, Any], source: str, given: Collection[str], problems: list[str]
 ) -> dict[str, Any]:
     """The arguments, those that are flags here under our names."""
-    found = dict(args)
+    renamed = dict(args)
     for theirs, ours in _RENAMED.items():
-        value = found.pop(theirs, None)
+        value = renamed.pop(theirs, None)
         if value is None:
             continue
-        if found.get(ours) not in (None, value) and ours not in given:
+        if renamed.get(ours) not in (None, value) and ours not in given:
             problems.append(
-                f"{source}: {theirs} is {value!r} and {ours} {found[ours]!r}; give --args FILE "
+                f"{source}: {theirs} is {value!r} and {ours} {renamed[ours]!r}; give --args FILE "
                 f"with {_flag(ours)} [config-key-not-supported]"
             )
-        found[ours] = value
-    heads = found.pop("num_key_value_heads", None)
-    if isinstance(heads, int) and heads != found.get("num_attention_heads"):
-        found |= {"num_query_groups": heads, "group_query_attention": True}
-    if found.get("num_experts") in ([1], (1,)):
-        found["num_experts"] = None
-    return found
+        renamed[ours] = value
+    heads = renamed.pop("num_key_value_heads", None)
+    if isinstance(heads, int) and heads != renamed.get("num_attention_heads"):
+        renamed |= {"num_query_groups": heads, "group_query_attention": True}
+    if renamed.get("num_experts") in ([1], (1,)):
+        renamed["num_experts"] = None
+    return renamed
 
 
 def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> list[str]:
     """What is wrong with the arguments that are no flags here."""
-    known = flags_of(RunConfig)
+    flags = flags_of(RunConfig)
     problems = []
     unknown = {}
     for name, value in args.items():
-        if name in known or (args.get("num_experts") is None and _OF_EXPERTS.fullmatch(name)):
+        if name in flags or (args.get("num_experts") is None and _OF_EXPERTS.fullmatch(name)):
             continue
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
@@ -338,13 +340,13 @@ def _others() -> OtherFlags:
 
 def _convert(flags: dict[str, Any], source: str) -> list[str]:
     """Read the values as those of our flags, in place; what is wrong with them."""
-    known = flags_of(RunConfig)
+    declared = flags_of(RunConfig)
     problems = []
     for name, value in flags.items():
-        switch = known[name].kind in ("switch", "off")
+        switch = declared[name].kind in ("switch", "off")
         words = value if isinstance(value, (list, tuple)) else [value]
         try:
-            flags[name] = bool(value) if switch else known[name].convert(list(map(str, words)))
+            flags[name] = bool(value) if switch else declared[name].convert(list(map(str, words)))
         except ValueError as error:
             problems.append(f"{source}: {name}: {error}")
         if switch and not isinstance(value, bool):

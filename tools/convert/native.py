@@ -49,15 +49,15 @@ class Ours:
     manager."""
 
     def __init__(self, path: Path | str, step: int | None = None):
-        found = store.load(path, step)
-        if found is None:
+        checkpoint = store.load(path, step)
+        if checkpoint is None:
             raise ConversionError(
                 f"{path}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
                 "directory that --save named, or an iter_XXXXXXX in it"
             )
-        self.found: Checkpoint = found
-        self.config: Config = saved_config(found, RunConfig)
-        self.reader: Reader = found.reader()
+        self.found: Checkpoint = checkpoint
+        self.config: Config = saved_config(checkpoint, RunConfig)
+        self.reader: Reader = checkpoint.reader()
 
     @property
     def model(self) -> ModelConfig:
@@ -89,11 +89,11 @@ class Ours:
         """Rows of the vocabulary that count: as given, else the imported model's, else those of the
         tokenizer."""
         rows = given or self.base.get("vocab_size") or self.tokenizer().vocab_size
-        held = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
-        if rows > held:
+        stored = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
+        if rows > stored:
             raise ConversionError(
-                f"{self.found.directory}: holds {held} rows of the vocabulary, {rows} are "
-                f"requested; give --vocab-size {held} or less"
+                f"{self.found.directory}: holds {stored} rows of the vocabulary, {rows} are "
+                f"requested; give --vocab-size {stored} or less"
             )
         return rows
 
@@ -210,10 +210,10 @@ def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
 def choose_tokenizer(flags: dict[str, Any], rows: int) -> TokenizerChoice:
     """The tokenizer that `flags` make, which is built once to know its size. Raises ConversionError
     where it cannot be, or has more ids than the `rows` of the embedding."""
-    known = {flag.name for flag in fields(TokenizerConfig)}
+    names = {flag.name for flag in fields(TokenizerConfig)}
     try:
         tokenizer = tokenizer_from(
-            TokenizerConfig(**{name: value for name, value in flags.items() if name in known})
+            TokenizerConfig(**{name: value for name, value in flags.items() if name in names})
         )
     except ValueError as error:
         raise ConversionError(
@@ -276,32 +276,32 @@ def write_checkpoint(
             shutil.copyfile(file, copies / file.name)
         flags = flags or tokenizer_flags(copies.absolute(), model_type, rows)
         choice = choose_tokenizer(flags, rows)
-        here, there = (str(folder.absolute()) for folder in (partial, root))
-        flags = _moved(flags, here, there)
-        more = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
+        temporary, final = (str(folder.absolute()) for folder in (partial, root))
+        flags = _moved(flags, temporary, final)
+        padding = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
         if not any(copies.iterdir()):
             copies.rmdir()
         # untrained tensors, such as expert biases, are fp32 in every precision
-        trained = [one for one in weights if not one.name.startswith("optimizer.")]
-        formats = {one.dtype for one in trained if not one.name.endswith(EXPERT_BIAS)}
+        trained = [weight for weight in weights if not weight.name.startswith("optimizer.")]
+        formats = {weight.dtype for weight in trained if not weight.name.endswith(EXPERT_BIAS)}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
-        config = config_from(Config, {**vars(model), **precision, **flags, **more})
+        config = config_from(Config, {**vars(model), **precision, **flags, **padding})
         check_model(config)
-        progress = Progress(sum(one.bytes for one in weights))
+        progress = Progress(sum(weight.bytes for weight in weights))
         slices = [
             TensorSlice(
-                one.name,
-                one.shape,
-                one.dtype,
-                whole(one.shape),
-                counted(one.make, one.bytes, progress),
+                weight.name,
+                weight.shape,
+                weight.dtype,
+                whole(weight.shape),
+                counted(weight.make, weight.bytes, progress),
             )
-            for one in weights
+            for weight in weights
         ]
         layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
         state = replace(
             state or RunState(),
-            data={"tokenizer": _moved(choice.identity, here, there)},
+            data={"tokenizer": _moved(choice.identity, temporary, final)},
             layout=layout,
         )
         written = store.save(partial, state.iteration, slices, state, saved_flags.to_text(config))
@@ -313,12 +313,12 @@ def write_checkpoint(
         return root / written.name
 
 
-def _moved(value: Any, here: str, there: str) -> Any:
+def _moved(value: Any, temporary: str, final: str) -> Any:
     """`value`, in which paths below `here` are paths below `there`."""
     if isinstance(value, dict):
-        return {key: _moved(one, here, there) for key, one in value.items()}
+        return {key: _moved(item, temporary, final) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_moved(one, here, there) for one in value]
-    if isinstance(value, str) and Path(value).is_relative_to(here):
-        return str(there / Path(value).relative_to(here))
+        return [_moved(item, temporary, final) for item in value]
+    if isinstance(value, str) and Path(value).is_relative_to(temporary):
+        return str(final / Path(value).relative_to(temporary))
     return value

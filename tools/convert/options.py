@@ -48,7 +48,9 @@ def of_features() -> list[Formats]:
 
 def family_names() -> tuple[str, ...]:
     """Of every family that is converted."""
-    return tuple(sorted([*_FAMILY_NAMES, *(n for one in of_features() for n in one.FAMILY_NAMES)]))
+    return tuple(
+        sorted([*_FAMILY_NAMES, *(n for formats in of_features() for n in formats.FAMILY_NAMES)])
+    )
 
 
 def place(word: str) -> Path | str:

@@ -87,5 +87,5 @@ def dicts(tree: Any) -> Iterator[dict[str, Any]]:
     if isinstance(tree, dict):
         yield tree
     if isinstance(tree, (dict, list)):
-        for one in tree.values() if isinstance(tree, dict) else tree:
-            yield from dicts(one)
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from dicts(item)

@@ -149,38 +149,38 @@ class TorchDistCheckpoint:
         if not self._has_optimizer:
             return []
         check_format(self.source, self._common.values)
-        trained = {name: one for name, one in table.items() if not name.endswith(EXPERT_BIAS)}
-        by_name = {one.name: one for one in weights if one.name in trained}
-        found: list[PendingTensor] = []
-        if self._buffers.found:
+        trained = {name: tensor for name, tensor in table.items() if not name.endswith(EXPERT_BIAS)}
+        by_name = {tensor.name: tensor for tensor in weights if tensor.name in trained}
+        states: list[PendingTensor] = []
+        if self._buffers.by_kind:
             if self._states:
                 raise ConversionError(f"{self.source}: has its optimizer's state twice; {REMEDY}")
             for kind, tensors in self._buffers.locate(trained, model, by_name).items():
-                found += [
+                states += [
                     PendingTensor(name, torch.float32, trained[name].shape, make)
                     for name, make in tensors.items()
                 ]
-                found[-len(tensors) :] = [
-                    replace(one, name=f"optimizer.{kind}.{one.name}")
-                    for one in found[-len(tensors) :]
+                states[-len(tensors) :] = [
+                    replace(tensor, name=f"optimizer.{kind}.{tensor.name}")
+                    for tensor in states[-len(tensors) :]
                 ]
-        for kind in ("fp32_param", "exp_avg", "exp_avg_sq") if not self._buffers.found else ():
-            low = any(one.dtype != torch.float32 for one in by_name.values())
+        for kind in ("fp32_param", "exp_avg", "exp_avg_sq") if not self._buffers.by_kind else ():
+            low = any(tensor.dtype != torch.float32 for tensor in by_name.values())
             if kind == "fp32_param" and kind not in self._states and not low:
                 continue
-            found += [
-                replace(one, name=f"optimizer.{kind}.{one.name}")
-                for one in self._incoming(self._states.get(kind, {}), trained, model)
+            states += [
+                replace(tensor, name=f"optimizer.{kind}.{tensor.name}")
+                for tensor in self._incoming(self._states.get(kind, {}), trained, model)
             ]
-        for one in found:
-            if one.dtype not in (torch.float32, torch.bfloat16):
-                raise ConversionError(f"{self.source}: {one.name} is {one.dtype}; {REMEDY}")
+        for tensor in states:
+            if tensor.dtype not in (torch.float32, torch.bfloat16):
+                raise ConversionError(f"{self.source}: {tensor.name} is {tensor.dtype}; {REMEDY}")
         # of an fp32 model the main weights are the weights
         return [
-            one
-            for one in found
-            if not one.name.startswith("optimizer.fp32_param.")
-            or by_name[one.name.split(".", 2)[2]].dtype != torch.float32
+            tensor
+            for tensor in states
+            if not tensor.name.startswith("optimizer.fp32_param.")
+            or by_name[tensor.name.split(".", 2)[2]].dtype != torch.float32
         ]
 
     def _sort_optimizer(self, tensor: StoredTensor) -> None:
@@ -203,7 +203,10 @@ class TorchDistCheckpoint:
             raise ConversionError(f"{self.source}: {name} has the dtype {entry['dtype']}")
         chunks = [
             Chunk(
-                tuple((at, at + size) for at, size in zip(c["offsets"], c["sizes"], strict=True)),
+                tuple(
+                    (offset, offset + size)
+                    for offset, size in zip(c["offsets"], c["sizes"], strict=True)
+                ),
                 self.source / c["file"],
                 c["start"],
                 c["crc"],
@@ -216,11 +219,11 @@ class TorchDistCheckpoint:
             raise ConversionError(f"{self.source}: {name}: {wrong}")
         return tensor
 
-    def _sort(self, tensor: StoredTensor, theirs: str, found: Parts) -> None:
+    def _sort(self, tensor: StoredTensor, theirs: str, table: Parts) -> None:
         """Note in `found` which of our tensors it is a part of."""
 
         def add(name: str, part: Part, piece: Piece) -> None:
-            parts = found.setdefault(name, {})
+            parts = table.setdefault(name, {})
             if part in parts:
                 raise ConversionError(
                     f"{self.source}: both {parts[part].tensor.name} and {piece.tensor.name} are "
@@ -268,26 +271,26 @@ class TorchDistCheckpoint:
         return self._incoming(self.parts, table, model)
 
     def _incoming(
-        self, found: Parts, table: Mapping[str, ParameterSpec], model: ModelConfig
+        self, stored: Parts, table: Mapping[str, ParameterSpec], model: ModelConfig
     ) -> list[PendingTensor]:
         lines = [
             f"{next(iter(parts.values())).tensor.name} is not a part of this model"
-            for name, parts in found.items()
+            for name, parts in stored.items()
             if name not in table
         ]
         weights = []
         for name, spec in table.items():
-            wrong = _problem(spec, found.get(name, {}), model)
+            wrong = _problem(spec, stored.get(name, {}), model)
             if wrong:
                 lines.append(wrong)
                 continue
-            pieces = [piece for _, piece in sorted(found[name].items())]
+            pieces = [piece for _, piece in sorted(stored[name].items())]
             merged = _Merged(spec.shape, pieces)
             weights.append(PendingTensor(name, pieces[0].tensor.dtype, spec.shape, merged))
         if lines:
-            more = [f"{self.source}: and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
+            further = [f"{self.source}: and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
             raise ConversionError(
-                "\n".join([f"{self.source}: {line}" for line in lines[:_SHOWN]] + more)
+                "\n".join([f"{self.source}: {line}" for line in lines[:_SHOWN]] + further)
             )
         return weights
 

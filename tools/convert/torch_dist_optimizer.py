@@ -93,7 +93,7 @@ class FlatBuffers:
 
     def __init__(self, source: Any, args: Mapping[str, Any]):
         self.source = source
-        self.found: Buffers = {}
+        self.by_kind: Buffers = {}
         self._dtypes: dict[tuple[int, int], str] = {}
         self._args = args
 
@@ -104,7 +104,7 @@ class FlatBuffers:
             raise self._wrong(f"{tensor.name} is no state of Adam")
         if self._dtypes.setdefault((group, buffer), match[3]) != match[3] or len(tensor.shape) != 1:
             raise self._wrong(f"{tensor.name} is not one flat buffer of one dtype")
-        kind = self.found.setdefault(KINDS[match[5]], {})
+        kind = self.by_kind.setdefault(KINDS[match[5]], {})
         kind.setdefault((group, buffer), {})[bucket] = tensor
 
     def _wrong(self, text: str) -> ConversionError:
@@ -118,11 +118,11 @@ class FlatBuffers:
         if model.num_experts:
             raise self._wrong("buffers of models with experts are not read")
         tp, pp = (self._size(f"{word}_model_parallel_size") for word in ("tensor", "pipeline"))
-        places = set(self.found.get("fp32_param", {}))
+        places = set(self.by_kind.get("fp32_param", {}))
         buffers = 1 + max((buffer for _, buffer in places), default=-1)
         want = {(group, buffer) for group in range(tp * pp) for buffer in range(buffers)}
         kinds = ("fp32_param", "exp_avg", "exp_avg_sq")
-        if not places or any(self.found.get(kind, {}).keys() != want for kind in kinds):
+        if not places or any(self.by_kind.get(kind, {}).keys() != want for kind in kinds):
             raise self._wrong(f"its buffers are not those of {tp} tensor x {pp} pipeline ranks")
         if model.num_layers % (pp * buffers):
             raise self._wrong(f"{model.num_layers} layers on {pp} stages are not read")
@@ -152,16 +152,16 @@ class FlatBuffers:
         """Where each parameter is if the modules are in this order; None where they do not fit."""
         tp, pp, buffers = sizes
         spans: dict[str, list[Span]] = {}
-        for group, buffer in sorted(self.found[kind]):
+        for group, buffer in sorted(self.by_kind[kind]):
             stage = buffer * pp + group // tp
             names = _names(table, stage, pp * buffers, order)
-            buckets = self.found[kind][group, buffer]
-            found = _spans([buckets[number] for number in sorted(buckets)], table, names, tp)
-            if found is None:
+            buckets = self.by_kind[kind][group, buffer]
+            located = _spans([buckets[number] for number in sorted(buckets)], table, names, tp)
+            if located is None:
                 return None
-            for name, span in found:
+            for name, span in located:
                 spans.setdefault(name, []).append(span)
-        return {name: Joined(table[name], found[:tp]) for name, found in spans.items()}
+        return {name: Joined(table[name], located[:tp]) for name, located in spans.items()}
 
 
 def _names(
@@ -173,18 +173,22 @@ def _names(
         if spec.layer is not None:
             by_layer.setdefault(spec.layer, []).append(name)
 
-    def place(name: str) -> tuple[int, bool]:
+    def sort_key(name: str) -> tuple[int, bool]:
         module, _, kind = name.split(".", 3)[3].rpartition(".")
         return order.index(module), kind == "bias"
 
     count = len(by_layer) // stages
     names = [name for name in table if name.startswith("embedding.")] if stage == 0 else []
     for layer in range(stage * count, (stage + 1) * count):
-        names += sorted(by_layer[layer], key=place)
+        names += sorted(by_layer[layer], key=sort_key)
     if stage == stages - 1:
-        rest = [name for name in table if not name.startswith(("embedding.", LAYER_PREFIX))]
+        outside_layers = [
+            name for name in table if not name.startswith(("embedding.", LAYER_PREFIX))
+        ]
         copy = OUTPUT_LAYER not in table and stages > 1  # of a tied embedding
-        names += sorted(rest, key=lambda name: (name == OUTPUT_LAYER, name.endswith("bias")))
+        names += sorted(
+            outside_layers, key=lambda name: (name == OUTPUT_LAYER, name.endswith("bias"))
+        )
         names += [WORD_EMBEDDING] * copy
     return names
 
@@ -197,26 +201,26 @@ def _spans(
 ) -> list[tuple[str, Span]] | None:
     """(parameter, its span), last parameter first, or None where the buckets do not hold just
     these."""
-    found = []
-    at = number = 0
+    spans = []
+    position = number = 0
     for name in reversed(names):
         size = math.prod(table[name].local_shape({"tp": tp}))
-        at = -(-at // _ALIGNMENT) * _ALIGNMENT
-        if number < len(buckets) and at >= buckets[number].shape[0]:
-            at = 0
+        position = -(-position // _ALIGNMENT) * _ALIGNMENT
+        if number < len(buckets) and position >= buckets[number].shape[0]:
+            position = 0
             number += 1
-        if number >= len(buckets) or at + size > buckets[number].shape[0]:
+        if number >= len(buckets) or position + size > buckets[number].shape[0]:
             return None
-        found.append((name, Span(buckets[number], at, at + size)))
-        at += size
-    ended = number == len(buckets) - 1 and buckets[number].shape[0] - at < _ALIGNMENT
-    return found if ended else None
+        spans.append((name, Span(buckets[number], position, position + size)))
+        position += size
+    ended = number == len(buckets) - 1 and buckets[number].shape[0] - position < _ALIGNMENT
+    return spans if ended else None
 
 
 def check_format(source: Any, common: Mapping[str, Any]) -> None:
     """Raise ConversionError for a format of the distributed optimizer that is not read."""
-    for one in dicts(common.get("optimizer")):
-        kind = one.get("param_state_sharding_type")
+    for table in dicts(common.get("optimizer")):
+        kind = table.get("param_state_sharding_type")
         if kind not in _READ:
             raise ConversionError(f"{source}: its optimizer is in the format {kind!r}; {REMEDY}")
 
@@ -234,7 +238,11 @@ def run_state(
     schedule = common.get("opt_param_scheduler")
     scaler = None
     grown = next(
-        (one["grad_scaler"] for one in dicts(common.get("optimizer")) if "grad_scaler" in one),
+        (
+            table["grad_scaler"]
+            for table in dicts(common.get("optimizer"))
+            if "grad_scaler" in table
+        ),
         None,
     )
     if isinstance(grown, dict):
@@ -253,18 +261,18 @@ def run_state(
 
 def _updates(common: Mapping[str, Any], objects: Mapping[str, Any], file: TorchFile) -> set[float]:
     """How many updates the optimizer has made; one number in a good checkpoint."""
-    found = {
-        one[name]
+    updates = {
+        state[name]
         for table in (common.get("optimizer"), *objects.values())
-        for one in dicts(table)
+        for state in dicts(table)
         for name in _COUNTS
-        if isinstance(one.get(name), (int, float))
+        if isinstance(state.get(name), (int, float))
     }
-    found |= {
+    updates |= {
         float(file.read(name))
         for name, (_, shape) in file.headers().items()
         if name.startswith("optimizer.")
         and name.endswith(tuple(f".{c}" for c in _COUNTS))
         and math.prod(shape) == 1
     }
-    return found
+    return updates

@@ -61,8 +61,8 @@ class StoredTensor:
         for chunk in self.chunks:
             common = intersection(box, chunk.box)
             if common:
-                part = self._load(chunk)[slices(relative(common, chunk.box))]
-                result[slices(relative(common, box))] = part
+                section = self._load(chunk)[slices(relative(common, chunk.box))]
+                result[slices(relative(common, box))] = section
         return result
 
     def _load(self, chunk: Chunk) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tools.convert.links import ConversionError, Header, Shape
 from tools.shared.progress import Progress
 
 WORTH_SHOWING = 10**8  # bytes; the start of the process takes longer than fewer
-Place = TypeVar("Place")
+Key = TypeVar("Key")
 WORKER = Path(__file__).resolve().with_name("unpickle_worker.py")
 
 
@@ -92,23 +92,21 @@ class Unpickler:
         return TorchFile(path, file, read_json(values))
 
     def read_all(
-        self, paths: Mapping[Place, Path], prefixes: Sequence[str] = ("",)
-    ) -> dict[Place, TorchFile]:
+        self, paths: Mapping[Key, Path], prefixes: Sequence[str] = ("",)
+    ) -> dict[Key, TorchFile]:
         """`read` of each file, with progress."""
-        sizes = {
-            place: path.stat().st_size if path.is_file() else 0 for place, path in paths.items()
-        }
+        sizes = {key: path.stat().st_size if path.is_file() else 0 for key, path in paths.items()}
         progress = Progress(sum(sizes.values()))
-        found = {}
-        for place, path in paths.items():
-            found[place] = self.read(path, prefixes)
-            progress.shift += sizes[place]
+        files = {}
+        for key, path in paths.items():
+            files[key] = self.read(path, prefixes)
+            progress.shift += sizes[key]
             if progress.total >= WORTH_SHOWING:
                 progress.update(
                     0, f"unpacked {progress.shift / 1e9:.2f} of {progress.total / 1e9:.2f} GB"
                 )
         progress.clear()
-        return found
+        return files
 
     def index(self, folder: Path) -> dict[str, Any]:
         """Where the tensors of a torch.distributed.checkpoint folder are; see `index` there."""
@@ -128,12 +126,12 @@ class Unpickler:
         keys."""
         tensors, table = self._names()
         write_file(tensors, entries)
-        what = {
-            "paths": {name: list(one) for name, one in paths.items()},
+        content = {
+            "paths": {name: list(keys) for name, keys in paths.items()},
             "values": dict(values),
             "args": dict(args),
         }
-        table.write_text(json.dumps(what), encoding="utf-8")
+        table.write_text(json.dumps(content), encoding="utf-8")
         self._ask(path, "write", tensors, table, path)
         tensors.unlink()
 
@@ -199,9 +197,9 @@ def _shared_memory(path: Path) -> tuple[int, str]:
 
 def _fill(file: int, data: memoryview) -> None:
     """Write to the beginning of a file."""
-    at = 0
-    while at < len(data):
-        at += os.pwrite(file, data[at:], at)
+    written = 0
+    while written < len(data):
+        written += os.pwrite(file, data[written:], written)
 
 
 class TorchFile:
@@ -216,13 +214,14 @@ class TorchFile:
     def headers(self) -> dict[str, Header]:
         """Number format and shape by path."""
         return {
-            key: (DTYPES[place.dtype], place.shape) for key, place in self._file.locations.items()
+            key: (DTYPES[location.dtype], location.shape)
+            for key, location in self._file.locations.items()
         }
 
     def header(self, name: str) -> Header:
         """Number format and shape of one tensor."""
-        place = self._file.locations[name]
-        return DTYPES[place.dtype], place.shape
+        location = self._file.locations[name]
+        return DTYPES[location.dtype], location.shape
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
@@ -230,9 +229,9 @@ class TorchFile:
 
     def read_part(self, name: str, start: int, shape: Shape) -> torch.Tensor:
         """As many numbers of a tensor, from the number `start` on, as fill the shape."""
-        part = torch.empty(shape, dtype=self.header(name)[0])
-        self._file.read_into(name, bytes_of(part), start * part.itemsize)
-        return part
+        numbers = torch.empty(shape, dtype=self.header(name)[0])
+        self._file.read_into(name, bytes_of(numbers), start * numbers.itemsize)
+        return numbers
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorView:
     """A tensor as a view of a storage."""
 
     storage: Storage
@@ -131,7 +131,7 @@ class Table(dict):
         pass
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> TensorPlace:
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> TensorView:
     """Stands for torch._utils._rebuild_tensor_v2."""
     numbers = (offset, *shape, *stride)
     if (
@@ -145,7 +145,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> T
         raise Refused(
             f"a tensor of shape {list(shape)} reaches beyond its storage of {storage.numel} numbers"
         )
-    return TensorPlace(storage, offset, tuple(shape), tuple(stride))
+    return TensorView(storage, offset, tuple(shape), tuple(stride))
 
 
 def _parameter(data: Any, *rest: Any) -> Any:
@@ -287,7 +287,7 @@ class Section(io.RawIOBase):
         self._file = file
         self._start = start
         self._length = length
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         """Yes."""
@@ -299,22 +299,22 @@ class Section(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """As of any file."""
-        self._at = offset + (0, self._at, self._length)[whence]
-        if self._at < 0:
+        self._position = offset + (0, self._position, self._length)[whence]
+        if self._position < 0:
             raise ValueError("a negative position")
-        return self._at
+        return self._position
 
     def tell(self) -> int:
         """As of any file."""
-        return self._at
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
-        size = max(0, min(len(buffer), self._length - self._at))
-        self._file.seek(self._start + self._at)
+        size = max(0, min(len(buffer), self._length - self._position))
+        self._file.seek(self._start + self._position)
         data = self._file.read(size)
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
 
@@ -363,9 +363,9 @@ class TorchFile:
             raise Refused(f"its member {name} is damaged ({error})") from None
         return data
 
-    def check(self, place: TensorPlace) -> str:
+    def check(self, location: TensorView) -> str:
         """The name of a tensor's member, which is there and has the length that it should have."""
-        storage = place.storage
+        storage = location.storage
         name = f"{self._prefix}data/{storage.key}"
         length = storage.numel * storage.dtype.itemsize
         if name not in self._names:
@@ -377,9 +377,9 @@ class TorchFile:
             )
         return name
 
-    def locate(self, place: TensorPlace) -> tuple[int, int]:
+    def locate(self, location: TensorView) -> tuple[int, int]:
         """(where the data of a tensor begins in the file, its CRC-32)."""
-        info = self._zip.getinfo(self.check(place))
+        info = self._zip.getinfo(self.check(location))
         if info.compress_type != zipfile.ZIP_STORED:
             raise Refused(f"its member {info.filename} is compressed")
         self._file.seek(info.header_offset)
@@ -389,14 +389,14 @@ class TorchFile:
         _, name, extra = _LOCAL_HEADER.unpack(header)
         return info.header_offset + len(header) + name + extra, info.CRC
 
-    def tensor(self, place: TensorPlace) -> torch.Tensor:
+    def tensor(self, location: TensorView) -> torch.Tensor:
         """The numbers of a tensor."""
-        storage = place.storage
-        data = self._bytes(self.check(place), storage.numel * storage.dtype.itemsize)
-        if not prod(place.shape):
-            return torch.empty(place.shape, dtype=storage.dtype)
+        storage = location.storage
+        data = self._bytes(self.check(location), storage.numel * storage.dtype.itemsize)
+        if not prod(location.shape):
+            return torch.empty(location.shape, dtype=storage.dtype)
         return torch.frombuffer(data, dtype=storage.dtype).as_strided(
-            place.shape, place.stride, place.offset
+            location.shape, location.stride, location.offset
         )
 
 
@@ -408,11 +408,11 @@ def _opened(path: Path) -> BinaryIO:
         raise Refused(f"cannot be read ({error.strerror})") from None
 
 
-def leaves(tree: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, TensorPlace]]:
+def leaves(tree: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, TensorView]]:
     """(path, tensor) of all tensors in nested dicts and lists."""
     if depth > MAX_DEPTH:
         raise Refused("its pickle is nested too deeply")
-    if isinstance(tree, TensorPlace):
+    if isinstance(tree, TensorView):
         yield path, tree
     elif isinstance(tree, (dict, list, tuple)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -428,9 +428,9 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Namespace):
         value = value.values
     if isinstance(value, Mapping):
-        return {str(key): plain(one, depth + 1) for key, one in value.items()}
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one, depth + 1) for one in value]
+        return [plain(item, depth + 1) for item in value]
     return None
 
 
@@ -438,25 +438,27 @@ def read(source: Path, tensors: Path, values: Path, prefixes: list[str]) -> None
     """See the head of this file."""
     file = TorchFile(_opened(source))
     entries = []
-    found: set[str] = set()
-    for name, place in leaves(file.tree):
+    names: set[str] = set()
+    for name, location in leaves(file.tree):
         if not name.startswith(tuple(prefixes)):
             continue
-        if name in found:
+        if name in names:
             raise Refused(f"holds {name} twice")
-        if place.storage.dtype not in DTYPE_NAMES:
+        if location.storage.dtype not in DTYPE_NAMES:
             raise Refused(f"{name} has a dtype that is not converted")
-        file.check(place)
-        found.add(name)
-        entries.append(Entry(name, place.storage.dtype, place.shape, partial(file.tensor, place)))
+        file.check(location)
+        names.add(name)
+        entries.append(
+            Entry(name, location.storage.dtype, location.shape, partial(file.tensor, location))
+        )
     write_file(tensors, entries)
     root = file.tree if isinstance(file.tree, dict) else {}
-    kept = {
+    plain_values = {
         key: value
         for key, value in root.items()
         if isinstance(key, str) and not _LARGE.fullmatch(key)
     }
-    values.write_text(json.dumps(plain(kept)), encoding="utf-8")
+    values.write_text(json.dumps(plain(plain_values)), encoding="utf-8")
 
 
 def _numbers(value: Any) -> list[int]:
@@ -485,17 +487,17 @@ def _stored(
         raise Refused("its tensors are compressed or encrypted, which is not read")
     if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name):
         raise Refused(f"{METADATA} names the file {name!r}, which is not a file of this folder")
-    place = _numbers([info.values.get("offset"), info.values.get("length")])
+    section = _numbers([info.values.get("offset"), info.values.get("length")])
     if name not in files:
         files[name] = _opened(folder / name)
-    return TorchFile(Section(files[name], *place)), name, place[0]
+    return TorchFile(Section(files[name], *section)), name, section[0]
 
 
 def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str, sizes: list[int]):
     """{file, start, crc} of one part of a tensor."""
     file, name, first = _stored(folder, files, info)
     tensor = file.tree
-    if not isinstance(tensor, TensorPlace):
+    if not isinstance(tensor, TensorView):
         raise Refused("is not a tensor")
     shape = list(tensor.shape)
     steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -548,8 +550,8 @@ def index(folder: Path, target: Path) -> None:
         if not isinstance(name, str) or not isinstance(entry, (Tensor, Object)):
             raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
         if isinstance(entry, Object):
-            wanted = _OPTIMIZER.fullmatch(name)
-            objects[name] = _object(folder, files, name, places) if wanted else None
+            is_state = _OPTIMIZER.fullmatch(name)
+            objects[name] = _object(folder, files, name, places) if is_state else None
             continue
         dtype = str(getattr(entry.values.get("properties"), "dtype", None))
         chunks = []
@@ -559,11 +561,11 @@ def index(folder: Path, target: Path) -> None:
             if info is None:
                 raise Refused(f"{METADATA} does not say where {name} at {offsets} is")
             try:
-                at = _chunk(folder, files, info, dtype, sizes)
+                chunk_location = _chunk(folder, files, info, dtype, sizes)
             except Refused as wrong:
-                where = info.values.get("relative_path")
-                raise Refused(f"{where}: {name} at {offsets}: {wrong}") from None
-            chunks.append({"offsets": offsets, "sizes": sizes, **at})
+                file_name = info.values.get("relative_path")
+                raise Refused(f"{file_name}: {name} at {offsets}: {wrong}") from None
+            chunks.append({"offsets": offsets, "sizes": sizes, **chunk_location})
         shape = _numbers(entry.values.get("size"))
         tensors[name] = {"dtype": dtype, "shape": shape, "chunks": chunks}
     target.write_text(json.dumps({"tensors": tensors, "objects": objects}), encoding="utf-8")
@@ -605,9 +607,9 @@ def append(memory: str, name: str, dtype: str, sizes: str, places: str, folder: 
             value = torch.empty(shape, dtype=DTYPES[dtype])
         start = data.tell()
         _save(value, data)
-        place = {"dtype": dtype, "start": start, "length": data.tell() - start}
+        location = {"dtype": dtype, "start": start, "length": data.tell() - start}
     with open(places, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"name": name, **place}) + "\n")
+        lines.write(json.dumps({"name": name, **location}) + "\n")
 
 
 def finish(places: Path, index: Path, folder: Path) -> None:
@@ -619,18 +621,18 @@ def finish(places: Path, index: Path, folder: Path) -> None:
 
     table = read_json(index)
     lines = map(json.loads, read_text(places).splitlines())
-    found = {line["name"]: line for line in lines}
+    by_name = {line["name"]: line for line in lines}
     entries: dict[str, Any] = {}
     storage = {}
     for key, entry in table["tensors"].items():
         chunks = []
         for chunk in entry["chunks"]:
-            place = found[chunk["name"]]
-            info = _StorageInfo(_DATA, place["start"], place["length"])
+            location = by_name[chunk["name"]]
+            info = _StorageInfo(_DATA, location["start"], location["length"])
             storage[dcp.MetadataIndex(key, chunk["offsets"])] = info
             box = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
             chunks.append(dcp.ChunkStorageMetadata(*box))
-        properties = dcp.TensorProperties(dtype=DTYPES[place["dtype"]])
+        properties = dcp.TensorProperties(dtype=DTYPES[location["dtype"]])
         size = torch.Size(entry["shape"])
         entries[key] = dcp.TensorStorageMetadata(properties, size, chunks)
     with open(folder / _DATA, "ab") as data:

@@ -36,12 +36,12 @@ class _Copies:
     parts: int
 
     def __call__(self) -> torch.Tensor:
-        one = self.ours.reader.read(self.name)
+        dense = self.ours.reader.read(self.name)
         inward = "linear_fc2" in self.name
-        parts = torch.stack(one.chunk(self.parts, -1 if inward else -2))
+        parts = torch.stack(dense.chunk(self.parts, -1 if inward else -2))
         if inward:
             parts = parts * self.parts
-        return parts.repeat(self.count // self.parts, *[1] * one.dim())
+        return parts.repeat(self.count // self.parts, *[1] * dense.dim())
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ def upcycle(
         rows = ours.reader.shape(WORD_EMBEDDING)[0]
         dtype = ours.reader.dtype(WORD_EMBEDDING)
         weights = []
-        held = set(ours.weights())
+        dense_names = set(ours.weights())
         for spec in parameter_table(model, rows, rows):
             name = spec.name.replace(_EXPERTS, ".mlp.")
-            if name in held:
+            if name in dense_names:
                 copies = _Copies(ours, name, flags["num_experts"], parts)
                 make = copies if _EXPERTS in spec.name else _Read(ours, name)
                 weights.append(PendingTensor(spec.name, ours.reader.dtype(name), spec.shape, make))

@@ -83,19 +83,19 @@ def _compare(
     rows = min(trained.tokenizer.vocab_size, their_model.config.vocab_size)
     length = min(length, trained.model.max_positions)
     ids = torch.randint(0, rows, (2, length), generator=torch.Generator().manual_seed(1234))
-    here = _our_states(trained.model, ids)
-    there = _their_states(their_model, ids)
+    our_states = _our_states(trained.model, ids)
+    their_states = _their_states(their_model, ids)
     names = [
         "embedding",
-        *(f"block {i}" for i in range(len(there) - 3)),
+        *(f"block {i}" for i in range(len(their_states) - 3)),
         "last block and norm",
         "logits",
     ]
-    if len(here) != len(there):
-        return f"{len(here) - 3} blocks here, {len(there) - 3} there", False
+    if len(our_states) != len(their_states):
+        return f"{len(our_states) - 3} blocks here, {len(their_states) - 3} there", False
     lines: list[str] = []
     good = True
-    for name, x, y in zip(names, here, there, strict=True):
+    for name, x, y in zip(names, our_states, their_states, strict=True):
         rows = min(x.shape[-1], y.shape[-1])
         gap = (x[..., :rows] - y[..., :rows]).abs().max().item()
         scale = y[..., :rows].abs().max().item()
@@ -116,12 +116,12 @@ def _compare(
 def _our_states(model: GPTModel, ids: torch.Tensor) -> list[torch.Tensor]:
     """The residual stream after the embedding and each block but the last, the last one's normed,
     and the logits."""
-    found: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
     layers = list(model.decoder.layers.values())
     modules = [model.embedding, *layers[:-1], model.decoder.final_layernorm]
     hooks = [
-        one.register_forward_hook(lambda module, args, out: found.append(out.transpose(0, 1)))
-        for one in modules
+        module.register_forward_hook(lambda module, args, out: states.append(out.transpose(0, 1)))
+        for module in modules
     ]
     try:
         with torch.no_grad():
@@ -129,7 +129,7 @@ def _our_states(model: GPTModel, ids: torch.Tensor) -> list[torch.Tensor]:
     finally:
         for hook in hooks:
             hook.remove()
-    return [*found, logits]
+    return [*states, logits]
 
 
 def _their_states(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -246,17 +246,17 @@ def verified(
             return f"{report}\nnot verified: {reason}; {later}"
         try:
             with HFFolder(theirs) as folder, Ours(ours, step) as source:
-                known = _known(folder.config["model_type"], source.model, reason)
+                verdict = _known(folder.config["model_type"], source.model, reason)
         except ConversionError:
             remove_folder(made)
             raise
-        return f"{report}\n{known}; {later}"
+        return f"{report}\n{verdict}; {later}"
     if good:
-        said = (
+        lines = (
             f"{report}\nverified: every block computes what transformers' does, to "
             f"{TOLERANCE} of the largest value"
         )
-        return f"{said}\n{_tokenizers_compared(ours, theirs, step)}" if export else said
+        return f"{lines}\n{_tokenizers_compared(ours, theirs, step)}" if export else lines
     remove_folder(made)
     raise ConversionError(
         f"{text}\n{made}: removed, since the two models do not compute the same; --unverified "

@@ -81,10 +81,10 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
     def __init__(self, source: Path, unpickler: Unpickler, with_optimizer: bool = True):
         self.source = source
         names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
-        for pattern, what in _REFUSED:
+        for pattern, feature in _REFUSED:
             wrong = next((name for name in names if pattern.fullmatch(name)), None)
             if wrong:
-                raise ConversionError(f"{source / wrong}: checkpoints with {what} are not read")
+                raise ConversionError(f"{source / wrong}: checkpoints with {feature} are not read")
         ranks = {int(m[1]): m[0] for name in names if (m := _RANK.fullmatch(name))}
         layers = {(int(m[1]), int(m[2])): m[0] for name in names if (m := _LAYER.fullmatch(name))}
         if not ranks or sorted(ranks) != list(range(len(ranks))):
@@ -148,11 +148,11 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
         """The optimizer's tensors under our names, or none."""
         if self._zero is None:
             return []
-        by_name = {one.name: one for one in weights}
-        made = self._zero.tensors(table, self._names, by_name)
+        by_name = {weight.name: weight for weight in weights}
+        makers = self._zero.tensors(table, self._names, by_name)
         return [
             PendingTensor(f"optimizer.{kind}.{name}", torch.float32, table[name].shape, make)
-            for kind, tensors in made.items()
+            for kind, tensors in makers.items()
             for name, make in tensors.items()
             # of an fp32 model the main weights are the weights
             if kind != "fp32_param" or by_name[name].dtype != torch.float32
@@ -160,14 +160,14 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
 
     def _chunks(self, tp: int):
         paths = self.files[tp, 0].headers()
-        named = [(path, our_name(path)) for path in paths]
-        yield 0, [(path, name) for path, name in named if name is not None]
+        our_names = [(path, our_name(path)) for path in paths]
+        yield 0, [(path, name) for path, name in our_names if name is not None]
 
     def _sort_layers(self, layers: Mapping[tuple[int, int], str], unpickler: Unpickler) -> None:
         """Note where the tensors of the files of layers are; their numbers count from the
         embedding on, with gaps."""
         files = unpickler.read_all(
-            {place: self.source / name for place, name in sorted(layers.items())}
+            {key: self.source / name for key, name in sorted(layers.items())}
         )
         numbers = sorted({number for (number, _), file in files.items() if _is_block(file)})
         for (number, tp), file in files.items():
@@ -181,10 +181,10 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 self._names[f"{number}.{path}"] = name
                 if name.startswith("embedding."):
                     self._names[f"tied_modules.embed.{path}"] = name
-                found = self.parts.setdefault(name, [])
-                if len(found) > tp:  # the last stage's copy of a tied embedding
-                    found = self.copies.setdefault(name, [])
-                found.append(Part(file, path))
+                stored = self.parts.setdefault(name, [])
+                if len(stored) > tp:  # the last stage's copy of a tied embedding
+                    stored = self.copies.setdefault(name, [])
+                stored.append(Part(file, path))
 
 
 def _is_block(file: TorchFile) -> bool:

@@ -78,26 +78,28 @@ class ZeroOptimizer:
         paths = find_files(source)
         if not paths:
             return None
-        found = cls(source, tp, pp)
+        optimizer = cls(source, tp, pp)
         strange = [path.name for (m, _), path in sorted(paths.items()) if m >= tp * pp]
         if strange:
-            raise found.wrong(f"{strange[0]} is of no rank of {tp} tensor x {pp} pipeline ranks")
+            raise optimizer.wrong(
+                f"{strange[0]} is of no rank of {tp} tensor x {pp} pipeline ranks"
+            )
         for m in range(tp * pp):
-            there = sorted(d for rank, d in paths if rank == m)
-            if not there or there != list(range(len(there))):
-                raise found.wrong(
+            ranks = sorted(d for rank, d in paths if rank == m)
+            if not ranks or ranks != list(range(len(ranks))):
+                raise optimizer.wrong(
                     f"the optimizer's files of mp_rank_{m:02d} are those of the data-parallel "
-                    f"ranks {there}, should be 0, 1, 2, ..."
+                    f"ranks {ranks}, should be 0, 1, 2, ..."
                 )
-        found.files = unpickler.read_all(dict(sorted(paths.items())), (f"{_ROOT}.",))
-        for (m, _), file in found.files.items():
-            world = found._state(file).get("partition_count")
-            if isinstance(world, list) and world and world[0] != found.ranks(m):
-                raise found.wrong(
-                    f"{file.path.name} is one of {world[0]} data-parallel ranks, {found.ranks(m)} "
-                    "are there"
+        optimizer.files = unpickler.read_all(dict(sorted(paths.items())), (f"{_ROOT}.",))
+        for (m, _), file in optimizer.files.items():
+            world = optimizer._state(file).get("partition_count")
+            if isinstance(world, list) and world and world[0] != optimizer.ranks(m):
+                raise optimizer.wrong(
+                    f"{file.path.name} is one of {world[0]} data-parallel ranks, "
+                    f"{optimizer.ranks(m)} are there"
                 )
-        return found
+        return optimizer
 
     def wrong(self, text: str) -> ConversionError:
         """The error that says it."""
@@ -116,9 +118,9 @@ class ZeroOptimizer:
     def parts(self, names: Mapping[str, str]) -> dict[str, dict[str, list[Parts]]]:
         """By kind and our name, of each tensor-parallel rank the parts, in order. `names`: ours by
         theirs."""
-        found: dict[str, dict[str, list[Parts]]] = {kind: {} for kind in KINDS}
+        by_kind: dict[str, dict[str, list[Parts]]] = {kind: {} for kind in KINDS}
         for t in range(self.tp):
-            held: set[str] = set()
+            in_stages: set[str] = set()
             for p in range(self.pp):
                 stage: dict[str, dict[str, Parts]] = {kind: {} for kind in KINDS}
                 for d in range(self.ranks(p * self.tp + t)):
@@ -128,17 +130,17 @@ class ZeroOptimizer:
                         stage[kind].setdefault(theirs, []).append(part)
                 for kind, tensors in stage.items():
                     for theirs, parts in tensors.items():
-                        if p and theirs.startswith(_TIED) and names[theirs] in held:
+                        if p and theirs.startswith(_TIED) and names[theirs] in in_stages:
                             continue  # the last stage's copy of a tied embedding
-                        found[kind].setdefault(names[theirs], []).append(parts)
-                held |= {names[theirs] for theirs in stage[KINDS[0]]}
-        return found
+                        by_kind[kind].setdefault(names[theirs], []).append(parts)
+                in_stages |= {names[theirs] for theirs in stage[KINDS[0]]}
+        return by_kind
 
     def _slices(self, file: TorchFile) -> Iterator[tuple[str, str, StoredPart]]:
         """(kind, their name, part) of a file."""
         state = self._state(file)
         groups = state.get("param_slice_mappings")
-        if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise self.wrong(
                 f"{file.path.name} has no param_slice_mappings (DeepSpeed writes them since 0.7)"
             )
@@ -152,10 +154,10 @@ class ZeroOptimizer:
                     for kind in _MOMENTS
                 },
             }
-            for name, place in group.items():
-                place = place if isinstance(place, dict) else {}
-                start: Any = place.get("start")
-                size: Any = place.get("numel")
+            for name, bounds in group.items():
+                bounds = bounds if isinstance(bounds, dict) else {}
+                start: Any = bounds.get("start")
+                size: Any = bounds.get("numel")
                 for kind, path in paths.items():
                     dtype, shape = headers.get(path, (None, ()))
                     if dtype != torch.float32 or len(shape) != 1:
@@ -175,8 +177,8 @@ class ZeroOptimizer:
     ) -> dict[str, dict[str, Joined]]:
         """By kind and our name, what makes each tensor. `weights` make the weights, which the fp32
         weights must be after rounding."""
-        found = self.parts(names)
-        for kind, tensors in found.items():
+        by_kind = self.parts(names)
+        for kind, tensors in by_kind.items():
             strange = sorted(tensors.keys() ^ table.keys())
             if strange:
                 raise self.wrong(f"{kind} of {strange[0]} is missing")
@@ -188,14 +190,14 @@ class ZeroOptimizer:
                         f"{kind} of {name} has {sizes} numbers on the tensor ranks, should be "
                         f"{size} on each of {self.tp}"
                     )
-        made = {
+        makers = {
             kind: {name: Joined(table[name], ranks) for name, ranks in tensors.items()}
-            for kind, tensors in found.items()
+            for kind, tensors in by_kind.items()
         }
         for name, weight in weights.items():
-            if not torch.equal(made["fp32_param"][name]().to(weight.dtype), weight.make()):
+            if not torch.equal(makers["fp32_param"][name]().to(weight.dtype), weight.make()):
                 raise self.wrong(f"the optimizer's fp32 weights of {name} are not the weights")
-        return made
+        return makers
 
     def run_state(self, root: Mapping[str, Any], args: Mapping[str, Any]) -> RunState:
         """Counters from the root of a file of weights and its arguments."""
@@ -214,20 +216,20 @@ class ZeroOptimizer:
 
     def _updates(self) -> set[float]:
         """How many updates the optimizer has made; one number in a good checkpoint."""
-        found = set()
+        updates = set()
         for file in self.files.values():
             state = self._state(file)
-            for one in dicts(state.get("base_optimizer_state")):
-                if isinstance(one.get("step"), (int, float)):
-                    found.add(one["step"])
+            for table in dicts(state.get("base_optimizer_state")):
+                if isinstance(table.get("step"), (int, float)):
+                    updates.add(table["step"])
             if isinstance(state.get("base_optimizer_state_step"), (int, float)):
-                found.add(state["base_optimizer_state_step"])
-            found |= {
+                updates.add(state["base_optimizer_state_step"])
+            updates |= {
                 float(file.read(name))
                 for name, (_, shape) in file.headers().items()
                 if name.endswith(".step") and math.prod(shape) == 1
             }
-        return found
+        return updates
 
     def _loss_scale(self) -> dict[str, Any] | None:
         """The dynamic loss scale; it counts iterations since the last overflow, we count updates
@@ -239,7 +241,10 @@ class ZeroOptimizer:
             name: scaler.get(name)
             for name in ("cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
         }
-        if any(type(one) is not int for one in numbers.values()) or numbers["scale_window"] < 1:
+        if (
+            any(type(number) is not int for number in numbers.values())
+            or numbers["scale_window"] < 1
+        ):
             raise self.wrong(f"its loss_scaler has {numbers}")
         stable = numbers["cur_iter"] - numbers["last_overflow_iter"] - 2
         return {

@@ -23,9 +23,9 @@ class KeptShards:
         self._folder = folder
         self._notes: dict[str, Any] = {"purpose": purpose, "shards": {}}
         try:
-            found = small_files.read_json(folder / NAME)
-            if found["purpose"] == purpose and isinstance(found["shards"], dict):
-                self._notes = found
+            notes = small_files.read_json(folder / NAME)
+            if notes["purpose"] == purpose and isinstance(notes["shards"], dict):
+                self._notes = notes
         except (OSError, ValueError, TypeError, KeyError):
             pass
         for path in folder.iterdir():
@@ -44,8 +44,8 @@ class KeptShards:
                     and file.locations.keys() == note["sums"].keys()
                 ):
                     for key, sums in note["sums"].items():
-                        place = file.locations[key]
-                        data = bytearray(place.stop - place.start)
+                        location = file.locations[key]
+                        data = bytearray(location.stop - location.start)
                         file.read_into(key, memoryview(data), sums=sums)
                     return True
         except (CheckpointError, TypeError, KeyError, IndexError, AttributeError):

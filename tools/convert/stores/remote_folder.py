@@ -49,8 +49,8 @@ class RemoteFolder:
             return
 
         def fetch(low: int) -> None:
-            part = view[low : low + PIECE]
-            part[:] = self._fetched(name, start + low, len(part))
+            section = view[low : low + PIECE]
+            section[:] = self._fetched(name, start + low, len(section))
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(fetch, range(0, len(view), PIECE)))
