@@ -29,31 +29,31 @@ from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 
 
-def take(typed: Mapping[str, Any], found: FromCheckpoint, tree: type[Config]) -> None:
-    """Take the architecture of the newest checkpoint (or of --ckpt-step) into `found`, and where
+def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -> None:
+    """Take the architecture of the newest checkpoint (or of --ckpt-step) into `result`, and where
     typed flags contradict it."""
     load = typed["load"]
     if is_url(load):
-        found.problems.append(
+        result.problems.append(
             f"--use-checkpoint-args: needs a local directory, not --load {load}; give the model's "
             "flags themselves [checkpoint-args-not-local]"
         )
         return
     if problem := of_another_suite(load, typing.get_type_hints(tree).values()):
-        found.problems.append(problem)
+        result.problems.append(problem)
         # they come from the converted checkpoint
-        found.lost |= {name for name, flag in flags_of(Config).items() if flag.group == "model"}
+        result.lost |= {name for name, flag in flags_of(Config).items() if flag.group == "model"}
         return
     folder = newest_with_good_args(load, typed.get("ckpt_step"))
     newest = newest_checkpoint(load, typed.get("ckpt_step"))
     if folder is None:
-        found.notes.append(
+        result.notes.append(
             f"--use-checkpoint-args: no checkpoint in {load}; the command line's values are used "
             "[checkpoint-args-missing]"
         )
         return
     if folder != newest:
-        found.notes.append(
+        result.notes.append(
             f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; "
             f"those of {folder.name} are used [checkpoint-args-damaged]"
         )
@@ -67,22 +67,22 @@ def take(typed: Mapping[str, Any], found: FromCheckpoint, tree: type[Config]) ->
             )
         read = saved_flags.read(folder / "args")
     except Problems as error:
-        found.problems += [
+        result.problems += [
             f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines
         ]
         return
-    found.notes += [f"WARNING: --use-checkpoint-args: {folder}: {line}" for line in read.notes]
+    result.notes += [f"WARNING: --use-checkpoint-args: {folder}: {line}" for line in read.notes]
     saved = read.config
     values = values_of(saved)
     for name, flag in flags_of(Config).items():
         if (flag.group == "model" or flag.trained) and name not in typed:
-            found.values[name] = values[name]
+            result.values[name] = values[name]
             if values[name] != flag.default:
-                found.taken[name] = values[name]
-    _take_tokenizer_files(saved, typed, folder, found)
-    found.notes += _taken_notes(found.taken, folder, typed.get("log_format", SHORT) == SHORT)
-    merged = config_from(Config, {**found.values, **typed})
-    found.problems += _contradictions(saved.model, merged.model, typed, folder)
+                result.taken[name] = values[name]
+    _take_tokenizer_files(saved, typed, folder, result)
+    result.notes += _taken_notes(result.taken, folder, typed.get("log_format", SHORT) == SHORT)
+    merged = config_from(Config, {**result.values, **typed})
+    result.problems += _contradictions(saved.model, merged.model, typed, folder)
 
 
 def _taken_notes(taken: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
@@ -96,40 +96,40 @@ def _taken_notes(taken: Mapping[str, Any], folder: Path, short: bool) -> list[st
 
 
 def _take_tokenizer_files(
-    saved: Config, typed: Mapping[str, Any], folder: Path, found: FromCheckpoint
+    saved: Config, typed: Mapping[str, Any], folder: Path, result: FromCheckpoint
 ) -> None:
     """Take over the files of the checkpoint's tokenizer, if they still exist and no other tokenizer
     is requested."""
-    kind = config_from(Config, {**found.values, **typed}).data.tokenizer
+    kind = config_from(Config, {**result.values, **typed}).data.tokenizer
     if kind != saved.data.tokenizer:
         return
-    for name, what in TOKENIZER_FILES.get(kind, ()):
+    for name, description in TOKENIZER_FILES.get(kind, ()):
         path = getattr(saved.data, name)
         if name in typed or path is None:
             continue
         if os.path.exists(path):
-            found.values[name] = found.taken[name] = path
+            result.values[name] = result.taken[name] = path
             continue
-        found.lost.add(name)
+        result.lost.add(name)
         flag = flags_of(Config)[name].spelling
-        found.problems.append(
+        result.problems.append(
             f"--use-checkpoint-args: {path} does not exist on this machine; {folder / 'args'} "
-            f"names it as {what} for {kind}: give {flag} PATH [tokenizer-file-missing]"
+            f"names it as {description} for {kind}: give {flag} PATH [tokenizer-file-missing]"
         )
 
 
 def _contradictions(
-    saved: ModelConfig, ours: ModelConfig, typed: Mapping[str, Any], folder: Path
+    saved: ModelConfig, typed_model: ModelConfig, typed: Mapping[str, Any], folder: Path
 ) -> list[str]:
     """One line for each typed flag that contradicts the checkpoint."""
     lines = []
-    for name, fields, theirs, mine in architecture.differences(saved, ours):
-        given = [field for field in fields if field in typed]
-        if given:
-            spelling = " ".join(flags_of(Config)[field].spelling for field in given)
+    for name, fields, saved_value, typed_value in architecture.differences(saved, typed_model):
+        typed_fields = [field for field in fields if field in typed]
+        if typed_fields:
+            spelling = " ".join(flags_of(Config)[field].spelling for field in typed_fields)
             lines.append(
-                f"{spelling}: {name} is {mine} on the command line and {theirs} in the checkpoint "
-                f"{folder}; omit it, or load without --use-checkpoint-args "
+                f"{spelling}: {name} is {typed_value} on the command line and {saved_value} in the "
+                f"checkpoint {folder}; omit it, or load without --use-checkpoint-args "
                 "[flag-contradicts-checkpoint]"
             )
     return lines

@@ -97,8 +97,8 @@ def parser(
 def other_flags(tree: type[Config]) -> OtherFlags:
     """The flags that an extension of the program reads without a field."""
     for owner in typing.get_type_hints(tree).values():
-        if issubclass(owner, Extension) and (others := owner.other_flags()):
-            return others
+        if issubclass(owner, Extension) and (flags := owner.other_flags()):
+            return flags
     return OtherFlags()
 
 
@@ -116,19 +116,19 @@ def read(
     """
     flags = parser(tree, extra_args_provider)
     parsed = parse(flags, argv)
-    here, wrong = launcher.read(environ)
+    launch, wrong = launcher.read(environ)
     wrong += launcher.rendezvous_problems(environ)
     if parsed.help:
-        if here.rank == 0:
+        if launch.rank == 0:
             print(flags.help(parsed.topic), end="", flush=True)
         raise SystemExit(0)
     if parsed.version:
-        if here.rank == 0:
+        if launch.rank == 0:
             print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
-    line, problems = _checked(tree, flags, parsed, here)
+    line, problems = _checked(tree, flags, parsed, launch)
     if wrong or problems:
-        refuse([*wrong, *problems], here)
+        refuse([*wrong, *problems], launch)
     return line
 
 
@@ -142,55 +142,55 @@ def judge(
     return line.notes, problems
 
 
-def refuse(problems: list[str], here: launcher.LaunchInfo) -> NoReturn:
+def refuse(problems: list[str], launch: launcher.LaunchInfo) -> NoReturn:
     """Print the problems of a command line and exit with code 2.
 
     Rank 0 prints them, and a rank of each other node after a wait, in which the launcher ends it if
     rank 0 had problems too.
     """
-    if here.rank:
-        time.sleep(0.0 if here.local_rank is None else log.OTHERS_WAIT)
-    if here.rank == 0 or here.local_rank == 0:
-        speaker = f"rank {here.rank}: " if here.rank else ""
+    if launch.rank:
+        time.sleep(0.0 if launch.local_rank is None else log.OTHERS_WAIT)
+    if launch.rank == 0 or launch.local_rank == 0:
+        speaker = f"rank {launch.rank}: " if launch.rank else ""
         log.last_words("".join(f"{speaker}error: {text}\n" for text in problems))
     raise SystemExit(2)
 
 
 def _checked(
-    tree: type[Config], flags: Parser, parsed: Parsed, here: launcher.LaunchInfo
+    tree: type[Config], flags: Parser, parsed: Parsed, launch: launcher.LaunchInfo
 ) -> tuple[CommandLine, list[str]]:
     from megatron.config.checks import rules as check
 
-    known = flags_of(tree)
-    foreign = {name: value for name, value in parsed.typed.items() if name not in known}
+    own_flags = flags_of(tree)
+    foreign = {name: value for name, value in parsed.typed.items() if name not in own_flags}
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
     of_others: list[str] = []
     accepted: list[str] = []
     if foreign or parsed.ignored:
         typed, of_others, accepted = flags.others.read_as(flags, typed, foreign, parsed.ignored)
-    theirs = FromCheckpoint()
+    saved = FromCheckpoint()
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
         from megatron.config.checkpoint_args import take
 
-        take(typed, theirs, tree)
+        take(typed, saved, tree)
     defaults = flags.extra.defaults if flags.extra else {}
-    config = config_from(tree, {**defaults, **theirs.values, **typed})
+    config = config_from(tree, {**defaults, **saved.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
-    world_size = max(1, world_size or here.world_size)
+    world_size = max(1, world_size or launch.world_size)
     # What an @FILE that cannot be read would have said is not missing.
-    found = [] if parsed.unread_file else check.problems(config, world_size, typed)
+    refused = [] if parsed.unread_file else check.problems(config, world_size, typed)
     unread = tuple(
         _IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing")
         for flag in flags.flags
-        if flag.name in parsed.broken | theirs.lost
+        if flag.name in parsed.broken | saved.lost
     )
     problems = [
         *parsed.problems,
         *of_others,
-        *theirs.problems,
-        *(text for text in found if not text.startswith(unread) and text not in theirs.problems),
+        *saved.problems,
+        *(text for text in refused if not text.startswith(unread) and text not in saved.problems),
     ]
-    notes = [*parsed.notes, *accepted, *theirs.notes]
+    notes = [*parsed.notes, *accepted, *saved.notes]
     if not problems:
         notes += check.notes(config, world_size, typed)
     c = config.checkpoint
@@ -199,5 +199,5 @@ def _checked(
     extra = flags.extra.namespace if flags.extra else None
     words = [shlex.join(flag) for flag in flags.extra.words] if flags.extra else []
     return CommandLine(
-        config, typed, foreign, notes, world_size, here.rank, extra, words, *urls
+        config, typed, foreign, notes, world_size, launch.rank, extra, words, *urls
     ), problems

@@ -247,18 +247,18 @@ class MoEConfig:
     @property
     def router_losses(self) -> dict[str, float]:
         """Coefficients of all losses of routers that are trained on, by their names in the log."""
-        found = {BALANCING_LOSSES[kind]: coeff for kind, coeff in self.balancing_losses.items()}
-        return found | ({"z_loss": self.moe_z_loss_coeff} if self.moe_z_loss_coeff else {})
+        losses = {BALANCING_LOSSES[kind]: coeff for kind, coeff in self.balancing_losses.items()}
+        return losses | ({"z_loss": self.moe_z_loss_coeff} if self.moe_z_loss_coeff else {})
 
 
 def parse_layer_pattern(text: str) -> list[bool]:
     """Layer by layer, does the pattern select it? `text` is a sum of lists of 0 and 1, each perhaps
     times a number: "([0]*1+[1]*26)", "[1,0]*4". Raises ValueError."""
-    found: list[bool] = []
+    selected: list[bool] = []
     for term in re.sub(r"^\(([^()]*)\)$", r"\1", text.replace(" ", "")).split("+"):
         term = re.sub(r"^\((.*)\)$", r"\1", term)
         match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term)
         if match is None:
             raise ValueError(f"{term!r} is not a list of 0 and 1 such as [1] or [0,1]*4")
-        found += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
-    return found
+        selected += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
+    return selected

@@ -44,10 +44,11 @@ def parse_skips(
     problems, one per line.
     """
     typed = (
-        None if one is None else tuple(one) for one in (train_range_to_skip, iterations_to_skip)
+        None if values is None else tuple(values)
+        for values in (train_range_to_skip, iterations_to_skip)
     )
-    merged, *said = _read(*typed, train_iters)
-    problems, warnings = map(list, said)
+    merged, *messages = _read(*typed, train_iters)
+    problems, warnings = map(list, messages)
     if not problems and train_iters and merged.nothing_to_train(0, train_iters):
         problems.append(
             f"{RANGE_FLAG}: nothing to train, all {train_iters} iterations are skipped; narrow the "
@@ -65,8 +66,8 @@ def describe(skips: SkipRanges) -> str:
     """One line: the flag with the normalised ranges (ready to copy while they are few) and
     their total."""
     shown = " ".join(f"{first} {last}" for first, last in skips.ranges[:SHOWN])
-    more = f" ... ({len(skips.ranges)} ranges)" if len(skips.ranges) > SHOWN else ""
-    return f"skipping {len(skips)} iteration{'s' * (len(skips) != 1)}: {RANGE_FLAG} {shown}{more}"
+    number = f" ... ({len(skips.ranges)} ranges)" if len(skips.ranges) > SHOWN else ""
+    return f"skipping {len(skips)} iteration{'s' * (len(skips) != 1)}: {RANGE_FLAG} {shown}{number}"
 
 
 def _large_share(
@@ -98,11 +99,11 @@ def _read(
     warnings: list[str] = []
     values = _integers(RANGE_FLAG, pairs, problems)
     alone = _integers(SINGLE_FLAG, singles, problems)
-    given = _pairs(values, problems) + [(n, n) for n in alone]
-    if problems or not is_normal(given, train_iters):
-        flags = [RANGE_FLAG] * (len(given) - len(alone)) + [SINGLE_FLAG] * len(alone)
-        given = merge(_check_bounds(given, flags, train_iters, problems, warnings), warnings)
-    return SkipRanges(given), tuple(problems), tuple(warnings)
+    ranges = _pairs(values, problems) + [(n, n) for n in alone]
+    if problems or not is_normal(ranges, train_iters):
+        flags = [RANGE_FLAG] * (len(ranges) - len(alone)) + [SINGLE_FLAG] * len(alone)
+        ranges = merge(_check_bounds(ranges, flags, train_iters, problems, warnings), warnings)
+    return SkipRanges(ranges), tuple(problems), tuple(warnings)
 
 
 def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]) -> list[int]:
@@ -120,15 +121,15 @@ def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]
     digits = "".join(texts)
     if all(texts) and digits.isascii() and digits.isdecimal() and len(max(texts, key=len)) < 19:
         return list(map(int, texts))  # the ordinary case, quick
-    found = []
+    integers = []
     bad = []
     for value in texts:
         if _INTEGER.fullmatch(value):
-            found.append(int(value))
+            integers.append(int(value))
         else:
             bad.append(f"{flag} {value}: not an integer{_hint(value)} [value-malformed]")
     problems.extend(bad)
-    return [] if bad else found
+    return [] if bad else integers
 
 
 def _hint(text: str) -> str:
@@ -156,7 +157,7 @@ def _pairs(values: list[int], problems: list[str]) -> list[Range]:
 
 
 def _check_bounds(
-    given: list[Range],
+    ranges: list[Range],
     flags: list[str],
     train_iters: int | None,
     problems: list[str],
@@ -165,7 +166,7 @@ def _check_bounds(
     """The ranges that can happen, cut at the end of training; the others become problems."""
     usable = []
     limit = float("inf") if train_iters is None else train_iters
-    for (first, last), flag in zip(given, flags, strict=True):
+    for (first, last), flag in zip(ranges, flags, strict=True):
         if 1 <= first <= last <= limit:
             usable.append((first, last))
             continue

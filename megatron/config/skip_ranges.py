@@ -30,8 +30,8 @@ class SkipRanges:
 
     def containing(self, iteration: int) -> Range | None:
         """The range (first, last) that holds `iteration`, or None."""
-        at = bisect_right(self._firsts, iteration) - 1
-        return self.ranges[at] if at >= 0 and iteration <= self.ranges[at][1] else None
+        index = bisect_right(self._firsts, iteration) - 1
+        return self.ranges[index] if index >= 0 and iteration <= self.ranges[index][1] else None
 
     def __len__(self) -> int:
         """How many iterations these are."""
@@ -43,13 +43,13 @@ class SkipRanges:
 
     def joined(self, ranges: Iterable[Range]) -> "SkipRanges":
         """These and others; nothing is said of overlaps."""
-        given = [*ranges]
-        if not given or tuple(given) == self.ranges:
+        added = [*ranges]
+        if not added or tuple(added) == self.ranges:
             return self
         return SkipRanges(
-            given
-            if not self.ranges and is_normal(given, None)
-            else merge([*self.ranges, *given], [])
+            added
+            if not self.ranges and is_normal(added, None)
+            else merge([*self.ranges, *added], [])
         )
 
     def cut(self, last: int) -> "SkipRanges":
@@ -60,8 +60,8 @@ class SkipRanges:
 
     def nothing_to_train(self, completed: int, train_iters: int) -> bool:
         """Whether iterations are left after `completed` ones and every one of them is skipped."""
-        left = train_iters - completed
-        return left > 0 and self.count_in(completed + 1, train_iters) == left
+        remaining = train_iters - completed
+        return remaining > 0 and self.count_in(completed + 1, train_iters) == remaining
 
     def hash(self) -> str:
         """64 hexadecimal digits that depend on the normalised ranges only: all ranks must have the
@@ -71,20 +71,20 @@ class SkipRanges:
         ).hexdigest()
 
     def _count_to(self, iteration: int) -> int:
-        at = bisect_right(self._firsts, iteration) - 1
-        if at < 0:
+        index = bisect_right(self._firsts, iteration) - 1
+        if index < 0:
             return 0
-        first, last = self.ranges[at]
-        return self._before[at] + min(iteration, last) - first + 1
+        first, last = self.ranges[index]
+        return self._before[index] + min(iteration, last) - first + 1
 
 
-def is_normal(given: list[Range], train_iters: int | None) -> bool:
+def is_normal(ranges: list[Range], train_iters: int | None) -> bool:
     """Whether ranges stand as `SkipRanges` keeps them, within the training: quick, since there may
     be 1e5 of them."""
-    if not given:
+    if not ranges:
         return True
-    firsts = [first for first, _ in given]
-    ends = [last + 1 for _, last in given]
+    firsts = [first for first, _ in ranges]
+    ends = [last + 1 for _, last in ranges]
     return (
         firsts[0] >= 1
         and (train_iters is None or ends[-1] <= train_iters + 1)
@@ -100,15 +100,15 @@ def merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
     end = -1  # of the range that grows
     # the given range before this one, and the one that `end` comes from
     newest = reaching = (0, -1)
-    for given in sorted(ranges):
-        first, last = given
+    for current in sorted(ranges):
+        first, last = current
         if first > end + 1:
             if start:
                 merged.append((start, end))
             start = first
             end = last
-            reaching = given
-        elif given != newest:
+            reaching = current
+        elif current != newest:
             if first <= end:
                 warnings.append(
                     f"{RANGE_FLAG}: {reaching[0]} {reaching[1]} and {first} {last} overlap; "
@@ -116,6 +116,6 @@ def merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
                 )
             if last > end:
                 end = last
-                reaching = given
-        newest = given
+                reaching = current
+        newest = current
     return [*merged, (start, end)] if start else merged

@@ -39,7 +39,7 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
         if plan.padded_vocab_size == plan.vocab_size
         else f", padded to {plan.padded_vocab_size:,}"
     )
-    found = [
+    entries = [
         entry(
             "model",
             f"{plan.num_parameters:,} parameters{active}{padding}: "
@@ -51,9 +51,9 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
         entry("batch", batch_text(config, plan)),
     ]
     if plan.world_size > 1:
-        found.append(entry("layout", layout_text(config, plan)))
+        entries.append(entry("layout", layout_text(config, plan)))
     return [
-        *found,
+        *entries,
         entry("training", training_text(config, plan)),
         entry("optimizer", optimizer_text(config)),
         entry("learning rate", schedule_text(config, plan)),
@@ -95,14 +95,14 @@ def layout_text(config: Config, plan: Plan) -> str:
         f"{name} {size}" for name, size in sizes.items() if size > 1
     )
     chunks = len(plan.layers_per_stage[0])
-    more = [f"{chunks} virtual pipeline stages per rank"] * (chunks > 1)
-    more += ["sequence parallel"] * (p.sequence_parallel and p.tensor_model_parallel_size > 1)
+    details = [f"{chunks} virtual pipeline stages per rank"] * (chunks > 1)
+    details += ["sequence parallel"] * (p.sequence_parallel and p.tensor_model_parallel_size > 1)
     parts = shards(config, plan)
-    more += [f"optimizer state sharded over {parts} ranks"] * (parts > 1)
+    details += [f"optimizer state sharded over {parts} ranks"] * (parts > 1)
     if p.expert_model_parallel_size * p.expert_tensor_parallel > 1 and config.model.num_experts:
         experts = f"experts: expert {p.expert_model_parallel_size}"
-        more.append(f"{experts} x expert-tensor {p.expert_tensor_parallel}")
-    return "; ".join([text, *more])
+        details.append(f"{experts} x expert-tensor {p.expert_tensor_parallel}")
+    return "; ".join([text, *details])
 
 
 def training_text(config: Config, plan: Plan) -> str:
@@ -122,9 +122,9 @@ def training_text(config: Config, plan: Plan) -> str:
     if not t.eval_iters:
         return f"{text}; no validation"
     size = t.eval_iters * plan.evaluation_batch.global_batch_size
-    what = "all of the validation data" if config.data.full_validation else _count(size, "sample")
+    extent = "all of the validation data" if config.data.full_validation else _count(size, "sample")
     start = f" from {t.start_eval_at_iter:,} on" if t.start_eval_at_iter else ""
-    return f"{text}; validation every {_count(t.eval_interval, 'iteration')}{start}: {what}"
+    return f"{text}; validation every {_count(t.eval_interval, 'iteration')}{start}: {extent}"
 
 
 def optimizer_text(config: Config) -> str:
@@ -176,7 +176,7 @@ def memory_text(config: Config, plan: Plan) -> str:
     most = fit.fullest(config, plan).kinds
     total = sum(most.values())
     size, unit = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    parts = ", ".join(f"{name} {part / size:.2f}" for name, part in most.items())
+    parts = ", ".join(f"{name} {nbytes / size:.2f}" for name, nbytes in most.items())
     return f"about {total / size:.2f} {unit} per rank ({parts})"
 
 
@@ -190,8 +190,8 @@ def checkpoint_text(config: Config) -> str:
         if c.save_interval
         else "at the end"
     )
-    kept = f", keeping the last {c.keep_last}" if c.keep_last else ""
-    return f"saved to {c.save} {often}{kept}"
+    keeping = f", keeping the last {c.keep_last}" if c.keep_last else ""
+    return f"saved to {c.save} {often}{keeping}"
 
 
 def changed_arguments(config: Config) -> list[str]:

@@ -48,7 +48,9 @@ class Config:
     def needs_subsets(self) -> bool:
         """Does a feature need the tokens and losses of each subset of the data?"""
         groups = vars(self).values()
-        return any(isinstance(one, NeedsSubsets) and one.counts_subsets(self) for one in groups)
+        return any(
+            isinstance(group, NeedsSubsets) and group.counts_subsets(self) for group in groups
+        )
 
     @property
     def counts_subsets(self) -> bool:

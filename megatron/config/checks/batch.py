@@ -10,9 +10,9 @@ from megatron.config.plan.plan import batch_schedule, evaluation_batch
 MOST_COPIES = 1 << 20  # of the model, of which sizes that fit are looked for
 
 
-def sizes_that_fit(f: Facts, one: int) -> list[int]:
-    """The nearest numbers of ranks below and above that are whole copies of `one`, each with whole
-    micro-batches."""
+def sizes_that_fit(f: Facts, replica_ranks: int) -> list[int]:
+    """The nearest numbers of ranks below and above that are whole copies of the model, of
+    `replica_ranks` each, with whole micro-batches."""
     batch = f["global_batch_size"]
     micro = f["micro_batch_size"]
     free = (
@@ -21,12 +21,12 @@ def sizes_that_fit(f: Facts, one: int) -> list[int]:
         or batch % micro
     )
     if free:
-        copies = f.world_size // one
-        fit = [n * one for n in range(max(1, copies - 1), copies + 2)]
+        copies = f.world_size // replica_ranks
+        fit = [n * replica_ranks for n in range(max(1, copies - 1), copies + 2)]
     else:
         pieces = batch // micro
         small = [n for n in range(1, min(math.isqrt(pieces), MOST_COPIES) + 1) if pieces % n == 0]
-        fit = sorted({size * one for n in small for size in (n, pieces // n)})
+        fit = sorted({size * replica_ranks for n in small for size in (n, pieces // n)})
     return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
 
 
@@ -44,10 +44,10 @@ def batch(f: Facts) -> list[str]:
         if near and schedule.data_parallel_size > 1
         else ""
     )
-    found = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)
-    if evaluates_otherwise(f) and (said := evaluation_batch(f.config, schedule).problem()):
-        found.append(said)
-    return found
+    problems = schedule.problems(schedule.phases[-1].consumed if f["load"] else 0, ranks)
+    if evaluates_otherwise(f) and (problem := evaluation_batch(f.config, schedule).problem()):
+        problems.append(problem)
+    return problems
 
 
 def evaluates_otherwise(f: Facts) -> bool:

@@ -41,19 +41,19 @@ def validation(d: DataConfig) -> Iterator[str]:
 
 def read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
     """(flag, its words, or what is wrong with the file that should hold them)."""
-    found: list[tuple[str, list[str] | str]] = []
+    blends: list[tuple[str, list[str] | str]] = []
     for name in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
         if getattr(d, name) is not None:
-            found.append(
+            blends.append(
                 ("--" + name.replace("_", "-"), [str(word).strip() for word in getattr(d, name)])
             )
     if d.data_args_path is not None:
         lines = text_lines(d.data_args_path)
         words = " ".join(lines).split() if isinstance(lines, list) else lines
-        found.append((f"--data-args-path {d.data_args_path}", words))
+        blends.append((f"--data-args-path {d.data_args_path}", words))
     if d.per_split_data_args_path is not None:
-        found += _split_file(d.per_split_data_args_path)
-    return found
+        blends += _split_file(d.per_split_data_args_path)
+    return blends
 
 
 def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
@@ -83,7 +83,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
                 ),
             )
         ]
-    found: list[tuple[str, list[str] | str]] = []
+    blends_read: list[tuple[str, list[str] | str]] = []
     for name, items in blends.items():
         items = items.split() if isinstance(items, str) else items
         if items is None:
@@ -91,7 +91,7 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
         if not isinstance(items, list) or not all(
             isinstance(item, str | int | float) for item in items
         ):
-            found.append(
+            blends_read.append(
                 (
                     f"{flag}, {name}",
                     (
@@ -101,8 +101,8 @@ def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
                 )
             )
         else:
-            found.append((f"{flag}, {name}", [str(item).strip() for item in items]))
-    return found
+            blends_read.append((f"{flag}, {name}", [str(item).strip() for item in items]))
+    return blends_read
 
 
 def blend_problem(words: Sequence[str]) -> str | None:
@@ -177,12 +177,12 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
                 )
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
-                found = None
+                problems = None
                 if d.packed_samples:
                     from megatron.config.checks.packed import word_problems
 
-                    found = word_problems(flag, prefix, indices)
-                yield from _corpus(flag, prefix, len(words)) if found is None else found
+                    problems = word_problems(flag, prefix, indices)
+                yield from _corpus(flag, prefix, len(words)) if problems is None else problems
 
 
 def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
@@ -216,9 +216,9 @@ def _several(word: str) -> bool:
     if os.path.isdir(word):
         return any(name.endswith(".idx") for _, _, names in os.walk(word) for name in names)
     stem, end = os.path.splitext(word)
-    found = glob.iglob((stem if end in (".idx", ".bin") else word) + ".idx", recursive=True)
+    indices = glob.iglob((stem if end in (".idx", ".bin") else word) + ".idx", recursive=True)
     return glob.has_magic(word) and (
-        next(found, None) is not None
+        next(indices, None) is not None
         or any(path.endswith(".idx") for path in glob.iglob(word, recursive=True))
     )
 
@@ -228,9 +228,9 @@ def _near_prefixes(prefix: str) -> str:
     folder, name = os.path.split(prefix)
     if not os.path.isdir(folder or "."):
         return f"; there is no directory {folder} (paths start at {os.getcwd()})"
-    here = set(listing(folder or "."))
-    known = sorted(n[:-4] for n in here if n.endswith(".idx") and n[:-4] + ".bin" in here)
-    close = difflib.get_close_matches(name, known, 3, 0.4) or known[:3]
+    names = set(listing(folder or "."))
+    prefixes = sorted(n[:-4] for n in names if n.endswith(".idx") and n[:-4] + ".bin" in names)
+    close = difflib.get_close_matches(name, prefixes, 3, 0.4) or prefixes[:3]
     if not close:
         return (
             f"; {folder or 'the current directory'} holds no data set "

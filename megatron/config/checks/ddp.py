@@ -12,19 +12,19 @@ def problems(p: ParallelConfig, world_size: int) -> Iterator[str]:
     instances = p.num_distributed_optimizer_instances
     if instances <= 1:
         return
-    said = f"--num-distributed-optimizer-instances {instances}"
+    flag = f"--num-distributed-optimizer-instances {instances}"
     ranks = data_ranks(p, world_size)
     if ranks and ranks % instances:
         fit = ", ".join([str(n) for n in range(1, ranks + 1) if ranks % n == 0][:12])
         yield (
-            f"{said}: data x context parallel size {ranks} is not a multiple of it; use {fit} "
+            f"{flag}: data x context parallel size {ranks} is not a multiple of it; use {fit} "
             "[optimizer-instances-do-not-divide-ranks]"
         )
 
 
 def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each of these flags that changes nothing on `world_size` ranks."""
-    given = {
+    is_set = {
         "--use-distributed-optimizer": p.use_distributed_optimizer,
         "--overlap-grad-reduce": p.overlap_grad_reduce,
         "--overlap-param-gather": p.overlap_param_gather,
@@ -34,8 +34,8 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
     }
     if max(data_ranks(p, world_size), p.expert_replicas(world_size)) <= 1:
         yield from (
-            f"{said}: no effect with one data-parallel rank [flag-has-no-effect]"
-            for said, on in given.items()
+            f"{flag}: no effect with one data-parallel rank [flag-has-no-effect]"
+            for flag, on in is_set.items()
             if on
         )
 

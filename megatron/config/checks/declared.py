@@ -38,10 +38,10 @@ def other_flags(f: Facts) -> Iterator[str]:
                     f"{f.say(name)}: needs {condition}; add that, or omit it "
                     "[flag-needs-other-flag]"
                 )
-        for other in flag.excludes:
-            if f[other] != f.flags[other].default:
+        for excluded in flag.excludes:
+            if f[excluded] != f.flags[excluded].default:
                 yield (
-                    f"{f.say(other)} and {f.say(name)}: only one of these can be given "
+                    f"{f.say(excluded)} and {f.say(name)}: only one of these can be given "
                     "[flags-exclude-each-other]"
                 )
 

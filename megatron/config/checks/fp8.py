@@ -61,7 +61,7 @@ def rule(f: Facts) -> Iterator[str]:
                 "change --moe-shared-expert-intermediate-size",
             ),
         )
-    for size, what, remedy in (
+    for size, description, remedy in (
         *sizes_of_experts,
         (m.hidden_size, "the width of a layer", "change --hidden-size"),
         (
@@ -88,6 +88,6 @@ def rule(f: Facts) -> Iterator[str]:
     ):
         if size % MULTIPLE:
             yield (
-                f"{f.say('fp8')}: {what} is {size}, and FP8 GEMMs need a multiple of "
+                f"{f.say('fp8')}: {description} is {size}, and FP8 GEMMs need a multiple of "
                 f"{MULTIPLE}; {remedy}, or omit --fp8-format [fp8-size-not-multiple-of-16]"
             )

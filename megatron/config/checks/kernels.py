@@ -11,7 +11,7 @@ FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each request that no machine can meet."""
-    asked = "--use-flash-attn" if f["use_flash_attn"] else f.say("attention_backend")
+    flag = "--use-flash-attn" if f["use_flash_attn"] else f.say("attention_backend")
     backend = f.config.kernels.attention
     if f["use_flash_attn"] and f["attention_backend"] not in ("auto", "flash"):
         yield (
@@ -20,43 +20,43 @@ def rule(f: Facts) -> Iterator[str]:
         )
     elif not f["masked_softmax_fusion"] and backend == "local":
         yield (
-            f"--no-masked-softmax-fusion and {asked}: two kinds of attention; omit one of them "
+            f"--no-masked-softmax-fusion and {flag}: two kinds of attention; omit one of them "
             "[flags-exclude-each-other]"
         )
     elif f.config.attention_backend in ("flash", "fused"):
-        yield from _fused(f, asked, backend)
+        yield from _fused(f, flag, backend)
     if f["transformer_impl"] == "transformer_engine":
         yield from _transformer_engine(f)
 
 
-def _fused(f: Facts, asked: str, backend: str) -> Iterator[str]:
+def _fused(f: Facts, flag: str, backend: str) -> Iterator[str]:
     """What one fused kernel over the whole sequence cannot do."""
     if backend == "flash" and not (f["fp16"] or f["bf16"]):
-        yield f"{asked}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
+        yield f"{flag}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
     if backend == "flash" and f["device"] == "cpu":
-        yield f"{asked}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
+        yield f"{flag}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
     if (
         backend == "flash"
         and f.ok("hidden_size", "num_attention_heads")
         and f.config.model.head_dim > FLASH_HEAD_DIM
     ):
         yield (
-            f"{asked}: heads of {f.config.model.head_dim} channels, and it has at most "
+            f"{flag}: heads of {f.config.model.head_dim} channels, and it has at most "
             f"{FLASH_HEAD_DIM}; use auto [flash-attention-head-too-wide]"
         )
     if backend == "fused" and f["transformer_impl"] == "local":
         if f["fp64"]:
-            yield f"{asked}: has no fp64; use auto [fused-attention-has-no-fp64]"
+            yield f"{flag}: has no fp64; use auto [fused-attention-has-no-fp64]"
         if f["reset_attention_mask"] or f["packed_samples"]:
             yield (
-                f"{asked}: torch's fused attention cannot mask documents without storing all "
+                f"{flag}: torch's fused attention cannot mask documents without storing all "
                 "scores; use auto, or flash [fused-attention-has-no-document-masks]"
             )
 
 
 def _transformer_engine(f: Facts) -> Iterator[str]:
     """What Transformer Engine's modules cannot be asked for."""
-    asked = f.say("transformer_impl")
+    flag = f.say("transformer_impl")
     for name, why in (
         ("fp64", "it has no fp64"),
         ("torch_compile", "its modules cannot be compiled"),
@@ -64,15 +64,15 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
     ):
         if f[name]:
             yield (
-                f"{asked}: {why}; omit it or {f.flags[name].spelling} "
+                f"{flag}: {why}; omit it or {f.flags[name].spelling} "
                 "[flag-not-with-transformer-engine]"
             )
     if f["device"] == "cpu":
-        yield f"{asked}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
-    again = f["recompute_granularity"] == "full" or f["recompute_fraction"]
-    if again and f["fp8"] is not None and f["fp8_recipe"] == "delayed":
+        yield f"{flag}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
+    recomputes = f["recompute_granularity"] == "full" or f["recompute_fraction"]
+    if recomputes and f["fp8"] is not None and f["fp8_recipe"] == "delayed":
         yield (
-            f"{asked}: its delayed scales would differ in a recomputed layer; add --fp8-recipe "
+            f"{flag}: its delayed scales would differ in a recomputed layer; add --fp8-recipe "
             "tensorwise, or recompute less [fp8-delayed-scaling-with-recompute]"
         )
 

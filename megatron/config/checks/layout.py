@@ -45,7 +45,7 @@ def notes(f: Facts) -> Iterator[str]:
 def _tensor_parallel(f: Facts) -> Iterator[str]:
     """Heads, query groups and MLP width must be multiples of the tensor-parallel size."""
     tp = f["tensor_model_parallel_size"]
-    said = f.say("tensor_model_parallel_size")
+    flag = f.say("tensor_model_parallel_size")
     if not f.ok("tensor_model_parallel_size") or tp == 1:
         return
     heads = f["num_attention_heads"]
@@ -53,20 +53,20 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
     if f.ok("num_attention_heads"):
         if heads % tp:
             yield (
-                f"{said}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)} "
+                f"{flag}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)} "
                 "[tensor-parallel-does-not-divide-heads]"
             )
         elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
             few = "fewer key/value heads than ranks are" if groups < tp else "this is"
             yield (
-                f"{said}: --num-query-groups {groups} is not a multiple of it, and {few} not "
+                f"{flag}: --num-query-groups {groups} is not a multiple of it, and {few} not "
                 f"supported yet; {_fit(groups)}, or more groups "
                 "[tensor-parallel-does-not-divide-query-groups]"
             )
     if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
         ffn = f.config.model.ffn
         yield (
-            f"{said}: the MLP width {ffn} is not a multiple of it; {_fit(math.gcd(ffn, heads))}, "
+            f"{flag}: the MLP width {ffn} is not a multiple of it; {_fit(math.gcd(ffn, heads))}, "
             "or give "
             f"--ffn-hidden-size {(ffn // tp + 1) * tp} [tensor-parallel-does-not-divide-mlp]"
         )
@@ -109,7 +109,7 @@ def _pipeline(f: Facts) -> list[str]:
         chunks = len(layer_split(f.config)[0])
     except ValueError as error:
         return [str(error)]
-    found = []
+    problems = []
     for size, evaluated in _sizes(f) if chunks > 1 else ():
         try:
             check_micro_batches(
@@ -122,8 +122,8 @@ def _pipeline(f: Facts) -> list[str]:
             text = str(error)
             if evaluated:
                 text = "in validation, " + text.replace(" --global", " --eval-global")
-            found.append(text)
-    return found
+            problems.append(text)
+    return problems
 
 
 def _sizes(f: Facts) -> list[tuple[int, bool]]:
@@ -153,16 +153,17 @@ def _world_size(f: Facts) -> Iterator[str]:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     if not f.ok(*names):
         return
-    one = math.prod(f[name] for name in names)
-    if f.world_size % one:
+    replica_ranks = math.prod(f[name] for name in names)
+    if f.world_size % replica_ranks:
         product = " x ".join(f.say(name) for name in names if f[name] > 1)
-        near = " or ".join(map(str, sizes_that_fit(f, one))) or one
-        how = (
+        near = " or ".join(map(str, sizes_that_fit(f, replica_ranks))) or replica_ranks
+        remedy = (
             f"--world-size {near}"
             if f["dry_run"]
             else f"torchrun --nproc-per-node {near} (on several nodes, times --nnodes)"
         )
         yield (
-            f"{product}: a model replica takes {one} ranks, and world size {f.world_size} is not a "
-            f"multiple of {one}; use {how} [world-size-does-not-fit-model]"
+            f"{product}: a model replica takes {replica_ranks} ranks, and world size "
+            f"{f.world_size} is not a multiple of {replica_ranks}; use {remedy} "
+            "[world-size-does-not-fit-model]"
         )

@@ -31,10 +31,10 @@ def rule(f: Facts) -> Iterator[str]:
 def _replication(f: Facts) -> Iterator[str]:
     if not f["replication"] or not f.ok("replication_factor"):
         return
-    here = launcher.info()
-    if f["replication_jump"] is None and here.world_size != f.world_size:
+    launch = launcher.info()
+    if f["replication_jump"] is None and launch.world_size != f.world_size:
         return  # a dry run: who knows the ranks of its nodes?
-    ranks_of_node = here.local_world_size or f.world_size
+    ranks_of_node = launch.local_world_size or f.world_size
     factor = f["replication_factor"]
     jump = ranks_of_node if f["replication_jump"] is None else f["replication_jump"]
     if factor < 2:

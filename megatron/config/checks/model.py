@@ -127,12 +127,12 @@ _RECOMPUTE = (
 
 def recompute(f: Facts) -> Iterator[str]:
     """Activation recomputation."""
-    given = [f.say(name) for name in _RECOMPUTE if f[name]]
+    flags = [f.say(name) for name in _RECOMPUTE if f[name]]
     if f["recompute_fraction"] is not None:
-        if given:
+        if flags:
             yield (
                 f"{f.say('recompute_fraction')}: sets recompute completely; omit "
-                f"{', '.join(given)} [flags-exclude-each-other]"
+                f"{', '.join(flags)} [flags-exclude-each-other]"
             )
     elif f["recompute_activations"] and f["recompute_granularity"] == "full":
         yield (

@@ -20,9 +20,9 @@ def rule(f: Facts) -> Iterator[str]:
     yield from _layers(f)
     yield from _widths(f)
     if f.config.model.mlp_bias:
-        what = "--add-mlp-bias" if f["add_mlp_bias"] else "biases in linear layers"
+        biases = "--add-mlp-bias" if f["add_mlp_bias"] else "biases in linear layers"
         yield (
-            f"{f.say('num_experts')}: experts have no biases, but the model has {what}; add "
+            f"{f.say('num_experts')}: experts have no biases, but the model has {biases}; add "
             "--disable-bias-linear, without --add-mlp-bias [experts-have-no-biases]"
         )
     for name, off, remedy in (
@@ -44,7 +44,7 @@ def _expert_parallel(f: Facts) -> Iterator[str]:
     p = f.config.parallel
     ep = p.expert_model_parallel_size
     etp = p.expert_tensor_parallel
-    said = f.say("expert_model_parallel_size")
+    flag = f.say("expert_model_parallel_size")
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     if not f.ok("expert_model_parallel_size", *names) or not p.folds_experts:
         return
@@ -52,7 +52,7 @@ def _expert_parallel(f: Facts) -> Iterator[str]:
         if not f.ok("expert_tensor_parallel_size"):
             return
         if ep == 1 or etp != p.tensor_model_parallel_size:
-            said = f.say("expert_tensor_parallel_size")
+            flag = f.say("expert_tensor_parallel_size")
     if f.ok("num_experts") and f["num_experts"] % ep:
         yield (
             f"{f.say('expert_model_parallel_size')}: {f.say('num_experts')} is not a multiple of "
@@ -60,7 +60,7 @@ def _expert_parallel(f: Facts) -> Iterator[str]:
         )
     if etp != p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
         yield (
-            f"{said}: differs from {f.say('tensor_model_parallel_size')}, whose ranks have the "
+            f"{flag}: differs from {f.say('tensor_model_parallel_size')}, whose ranks have the "
             "same tokens; add --sequence-parallel [expert-tensor-parallel-needs-sequence-parallel]"
         )
     ranks = data_ranks(p, f.world_size) * p.tensor_model_parallel_size
@@ -68,11 +68,11 @@ def _expert_parallel(f: Facts) -> Iterator[str]:
     if f["use_distributed_optimizer"] and f.ok("num_distributed_optimizer_instances"):
         parts = f["num_distributed_optimizer_instances"]
     if ranks % (p.expert_ranks * parts):
-        each = f" in each of {parts} optimizer instances" if parts > 1 else ""
+        instance = f" in each of {parts} optimizer instances" if parts > 1 else ""
         yield (
-            f"{said}: the {ranks // parts} ranks of a pipeline stage{each} are not a multiple of "
-            f"expert-parallel x expert-tensor-parallel size {ep} x {etp}; use a divisor, or more "
-            "ranks [expert-parallel-does-not-divide-ranks]"
+            f"{flag}: the {ranks // parts} ranks of a pipeline stage{instance} are not a multiple "
+            f"of expert-parallel x expert-tensor-parallel size {ep} x {etp}; use a divisor, or "
+            "more ranks [expert-parallel-does-not-divide-ranks]"
         )
 
 
@@ -139,8 +139,8 @@ def _groups(f: Facts) -> Iterator[str]:
     chosen = f["moe_router_group_topk"]
     if (groups is None) != (chosen is None):
         name = "moe_router_group_topk" if groups is None else "moe_router_num_groups"
-        other = "--moe-router-num-groups" if groups is None else "--moe-router-group-topk"
-        yield f"{f.say(name)}: needs {other}; give both or none [flag-needs-other-flag]"
+        missing_flag = "--moe-router-num-groups" if groups is None else "--moe-router-group-topk"
+        yield f"{f.say(name)}: needs {missing_flag}; give both or none [flag-needs-other-flag]"
     names = ("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
     if not f.ok(*names):
         return

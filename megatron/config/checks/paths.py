@@ -57,13 +57,13 @@ def _knowing(groups: Iterable[object]) -> list[KnowsFiles]:
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
     d = config.data
-    found = [*_sources(d), *_order(d), *_validation_sets(d)]
+    lines = [*_sources(d), *_order(d), *_validation_sets(d)]
     if not _has_files(d):
-        return [*found, *_split(config), *_tokenizer(d)]
+        return [*lines, *_split(config), *_tokenizer(d)]
     from megatron.config.checks import data_paths
 
-    found += data_paths.validation(d)
-    return [*found, *_split(config), *_tokenizer(d), *data_paths.blends(d)]
+    lines += data_paths.validation(d)
+    return [*lines, *_split(config), *_tokenizer(d), *data_paths.blends(d)]
 
 
 def missing(config: Config) -> list[str]:
@@ -71,9 +71,9 @@ def missing(config: Config) -> list[str]:
     d = config.data
     c = config.checkpoint
     knowing = _knowing(vars(config).values())
-    found = []
-    if not any(_given(d).values()):
-        found.append(
+    lines = []
+    if not any(_data_flags(d).values()):
+        lines.append(
             "no data: give --train-data-path FOLDER, or --dummy-data [data-missing]"
             if d.packed_samples
             else (
@@ -81,12 +81,15 @@ def missing(config: Config) -> list[str]:
                 "--mock-data [data-missing]"
             )
         )
-    elif sum(_given(d).values()) == 1 and _has_files(d):
+    elif sum(_data_flags(d).values()) == 1 and _has_files(d):
         from megatron.config.checks.data_paths import missing_data
 
-        found += missing_data(d, [one.index for group in knowing for one in group.sample_formats()])
-    found += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
-    found += [] if config.training.skip_train else _overwritten(c)
+        lines += missing_data(
+            d,
+            [sample_format.index for group in knowing for sample_format in group.sample_formats()],
+        )
+    lines += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
+    lines += [] if config.training.skip_train else _overwritten(c)
     for flag, path in (
         ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
         (
@@ -96,26 +99,26 @@ def missing(config: Config) -> list[str]:
         ("--data-cache-path", d.data_cache_path),
     ):
         if path is not None:
-            found += directory_to_write(flag, path)
+            lines += directory_to_write(flag, path)
     for flag, path in (
         ("--metrics-file", config.logging.metrics_file),
         ("--control-file", c.control_file),
     ):
         if path is not None:
-            found += file_to_write(flag, path)
+            lines += file_to_write(flag, path)
     for group in knowing:
-        found += group.missing()
-    return found
+        lines += group.missing()
+    return lines
 
 
-def _given(d: DataConfig) -> dict[str, bool]:
+def _data_flags(d: DataConfig) -> dict[str, bool]:
     per_split = {f"--{name}-data-path": getattr(d, f"{name}_data_path") for name in SPLITS}
-    named = [flag for flag, value in per_split.items() if value]
+    split_flags = [flag for flag, value in per_split.items() if value]
     return {
         "--data-path": bool(d.data_path),
         "--data-args-path": d.data_args_path is not None,
         "--per-split-data-args-path": d.per_split_data_args_path is not None,
-        " ".join(named) or "--train-data-path": bool(named),
+        " ".join(split_flags) or "--train-data-path": bool(split_flags),
         "--mock-data": d.mock_data,
         "--dummy-data": d.dummy_data is not None,
     }
@@ -123,7 +126,7 @@ def _given(d: DataConfig) -> dict[str, bool]:
 
 def _has_files(d: DataConfig) -> bool:
     """Is any path of data named?"""
-    return any(value for flag, value in _given(d).items() if "-path" in flag)
+    return any(value for flag, value in _data_flags(d).items() if "-path" in flag)
 
 
 def _order(d: DataConfig) -> Iterator[str]:
@@ -148,10 +151,10 @@ def _validation_sets(d: DataConfig) -> Iterator[str]:
 
 
 def _sources(d: DataConfig) -> Iterator[str]:
-    given = [flag for flag, value in _given(d).items() if value]
-    if len(given) > 1:
+    flags = [flag for flag, value in _data_flags(d).items() if value]
+    if len(flags) > 1:
         yield (
-            f"{' and '.join(given)}: each names the data of the run; give only one of them "
+            f"{' and '.join(flags)}: each names the data of the run; give only one of them "
             "[two-data-sources]"
         )
 
@@ -162,7 +165,7 @@ def _split(config: Config) -> Iterator[str]:
         return
     per_split = [
         flag
-        for flag, value in _given(d).items()
+        for flag, value in _data_flags(d).items()
         if value and "-data-" in flag and flag not in ("--data-path", "--data-args-path")
     ]
     if per_split:
@@ -236,11 +239,13 @@ def _checkpoint(c: CheckpointConfig, groups: Iterable[object]) -> Iterator[str]:
     if problem := of_another_suite(c.load, groups):
         yield problem
         return
-    here = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
+    iterations = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
     if c.ckpt_step is not None and not os.path.isdir(
         os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
     ):
-        have = f"there are {', '.join(map(str, here[-6:]))}" if here else "there is none"
+        have = (
+            f"there are {', '.join(map(str, iterations[-6:]))}" if iterations else "there is none"
+        )
         yield (
             f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have} "
             "[checkpoint-step-missing]"
@@ -295,10 +300,10 @@ def _snapshots(c: CheckpointConfig, root: str) -> list[int]:
 def _overwritten(c: CheckpointConfig) -> Iterator[str]:
     """The run would start at iteration 0 and, one by one, overwrite the checkpoints of an earlier
     one."""
-    here = staged(c)
-    if here.save is None or (c.ckpt_step is not None and not c.finetune):
+    local = staged(c)
+    if local.save is None or (c.ckpt_step is not None and not c.finetune):
         return
-    last = max(_iterations(here.save) + _snapshots(here, here.save), default=0)
+    last = max(_iterations(local.save) + _snapshots(local, local.save), default=0)
     if not last:
         return
     if c.load is None:
@@ -326,8 +331,8 @@ def _starts_at_0(load: str, c: CheckpointConfig) -> bool:
     return not any(_iterations(load) + _snapshots(c, load))
 
 
-def _same_path(one: str, other: str | None) -> bool:
-    return other is not None and os.path.realpath(one) == os.path.realpath(other)
+def _same_path(first: str, second: str | None) -> bool:
+    return second is not None and os.path.realpath(first) == os.path.realpath(second)
 
 
 def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
@@ -347,7 +352,7 @@ def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
     if newest is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {shlex.quote(load)} DIR"
     folders = [str(newest)] if newest else [os.path.join(load, "release"), load]
-    names = [n for one in folders for n in listing(one)]
+    names = [n for folder in folders for n in listing(folder)]
     if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata|metadata\.json", n) for n in names):
         return f"megatron-import {shlex.quote(load)} DIR"
     if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
@@ -371,8 +376,8 @@ def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
         name = lines[0].strip() if isinstance(lines, list) and lines else ""
     if not name.isdecimal():
         return None
-    found = folder / f"iter_{int(name):07d}"
-    return found if found.is_dir() else None
+    checkpoint = folder / f"iter_{int(name):07d}"
+    return checkpoint if checkpoint.is_dir() else None
 
 
 def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | None:
@@ -408,8 +413,8 @@ def vouched_file(folder: Path, name: str) -> bytes | None:
         return None
     try:
         crc32 = read_json(folder / "manifest.json")["files"][name]["crc32"]
-        found = read_bytes(folder / name)
-        return found if f"{zlib.crc32(found):08x}" == crc32 else None
+        content = read_bytes(folder / name)
+        return content if f"{zlib.crc32(content):08x}" == crc32 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -428,19 +433,21 @@ def file_to_write(flag: str, path: str) -> Iterator[str]:
 def directory_to_write(flag: str, path: str) -> Iterator[str]:
     """A directory that can be made or written: the nearest existing parent must be a writable
     directory."""
-    there = os.path.abspath(path)
-    while not os.path.lexists(there):
-        there = os.path.dirname(there)
-    if not os.path.isdir(there):
-        yield f"{flag} {path}: {there} is not a directory; give another path [path-not-a-directory]"
-    elif not os.access(there, os.W_OK | os.X_OK):
+    parent = os.path.abspath(path)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
         yield (
-            f"{flag} {path}: {there} cannot be written to; give another path, or change its "
+            f"{flag} {path}: {parent} is not a directory; give another path [path-not-a-directory]"
+        )
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield (
+            f"{flag} {path}: {parent} cannot be written to; give another path, or change its "
             "permissions [path-not-writable]"
         )
-    elif reason := _refusal(there):
+    elif reason := _refusal(parent):
         yield (
-            f"{flag} {path}: no directory can be made in {there} ({reason}); give another path "
+            f"{flag} {path}: no directory can be made in {parent} ({reason}); give another path "
             "[path-not-writable]"
         )
 

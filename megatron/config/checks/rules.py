@@ -33,50 +33,50 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     because it was given). Missing files are problems only of a real run, not with --dry-run.
     """
     facts = Facts(config, world_size, typed)
-    found = [line for rule in _RULES for line in rule(facts)]
+    lines = [line for rule in _RULES for line in rule(facts)]
     for group in vars(config).values():
         if isinstance(group, HasRules):
-            found += group.check(facts)
-    found += check_paths.problems(config)
+            lines += group.check(facts)
+    lines += check_paths.problems(config)
     if not config.training.dry_run:
-        found += check_paths.missing(config)
-    return list(dict.fromkeys(found))
+        lines += check_paths.missing(config)
+    return list(dict.fromkeys(lines))
 
 
 def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
     """Warnings for a command line without problems, one line each."""
     facts = Facts(config, world_size, typed)
-    found = list(declared.without_effect(facts))
+    lines = list(declared.without_effect(facts))
     if facts["sequence_parallel"] and facts["tensor_model_parallel_size"] == 1:
-        found.append(
+        lines.append(
             "--sequence-parallel: no effect with --tensor-model-parallel-size 1 "
             "[flag-has-no-effect]"
         )
     if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
-        found.append(
+        lines.append(
             "--distributed-backend nccl: no effect with one rank on the CPU [flag-has-no-effect]"
         )
     if facts["control_file"] is not None and facts["save"] is None:
-        found.append(
+        lines.append(
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
             "effect, and stop ends the run without a checkpoint [control-file-without-save]"
         )
     if _asks_for_layout(facts):
         from megatron.config.checks import layout
 
-        found += layout.notes(facts)
+        lines += layout.notes(facts)
     if _chooses_kernels(facts):
         from megatron.config.checks import kernels
 
-        found += kernels.notes(facts)
+        lines += kernels.notes(facts)
     if _stores_16_bits(facts):
         from megatron.config.checks import low_precision
 
-        found += low_precision.notes(facts)
-    found += services.read_skips(facts)[1]
+        lines += low_precision.notes(facts)
+    lines += services.read_skips(facts)[1]
     if config.training.dry_run:
-        found += [f"a real run would stop: {line}" for line in check_paths.missing(config)]
-    return found
+        lines += [f"a real run would stop: {line}" for line in check_paths.missing(config)]
+    return lines
 
 
 def _experts(f: Facts) -> Iterator[str]:
@@ -108,8 +108,8 @@ def _low_precision(f: Facts) -> Iterator[str]:
 
 def _asks_for_layout(f: Facts) -> bool:
     """Are there several ranks, or flags about them?"""
-    asked = f["world_size"] is not None or f["dry_run"] or f.world_size > 1
-    return asked or f.config.parallel != ParallelConfig()
+    has_ranks = f["world_size"] is not None or f["dry_run"] or f.world_size > 1
+    return has_ranks or f.config.parallel != ParallelConfig()
 
 
 def _layout(f: Facts) -> Iterator[str]:

@@ -25,12 +25,12 @@ def length_and_batch(f: Facts) -> Iterator[str]:
         )
     else:
         samples = f["train_samples"] is not None
-        mine, other = ("samples", "iters") if samples else ("iters", "samples")
+        unit, other_unit = ("samples", "iters") if samples else ("iters", "samples")
         for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-            if (samples or f["train_iters"] is not None) and f[f"{stem}_{other}"]:
+            if (samples or f["train_iters"] is not None) and f[f"{stem}_{other_unit}"]:
                 yield (
-                    f"{f.say(f'{stem}_{other}')}: the run is counted by --train-{mine}; use "
-                    f"--{stem.replace('_', '-')}-{mine} [schedule-in-other-unit-than-run]"
+                    f"{f.say(f'{stem}_{other_unit}')}: the run is counted by --train-{unit}; use "
+                    f"--{stem.replace('_', '-')}-{unit} [schedule-in-other-unit-than-run]"
                 )
         if f["train_iters"] is not None:
             for name in ("rampup_batch_size", "step_batch_size_schedule"):

@@ -42,34 +42,34 @@ def problems(config: TokenizerConfig) -> Iterator[str]:
 
 def unknown_type(kind: str | None) -> str:
     """The problem of a --tokenizer-type that does not exist, or of None where one is needed."""
-    known = ", ".join(TOKENIZER_FILES)
+    kinds = ", ".join(TOKENIZER_FILES)
     if kind is None:
-        return f"--tokenizer-type is missing: give one of {known} [flag-missing]"
+        return f"--tokenizer-type is missing: give one of {kinds} [flag-missing]"
     if kind.startswith("BertWordPiece"):
         return (
-            f"--tokenizer-type {kind}: BERT is not trained here; use one of {known} "
+            f"--tokenizer-type {kind}: BERT is not trained here; use one of {kinds} "
             "[tokenizer-unknown]"
         )
     by_lower = {name.lower(): name for name in TOKENIZER_FILES}
     close = difflib.get_close_matches(kind.lower(), by_lower, 1, 0.35)
-    hint = f"did you mean {by_lower[close[0]]}? Known: {known}" if close else f"use one of {known}"
+    hint = f"did you mean {by_lower[close[0]]}? Known: {kinds}" if close else f"use one of {kinds}"
     return f"--tokenizer-type {kind}: there is no such tokenizer; {hint} [tokenizer-unknown]"
 
 
 def file_problems(config: TokenizerConfig, kind: str) -> Iterator[str]:
     """The files of a tokenizer that are not given, or that cannot be read on this machine."""
-    for name, what in TOKENIZER_FILES.get(kind, ()):
+    for name, description in TOKENIZER_FILES.get(kind, ()):
         flag = "--" + name.replace("_", "-")
         path = getattr(config, name)
         if not path:
-            yield f"{flag} is missing: {kind} needs {what}; give {flag} PATH [flag-missing]"
+            yield f"{flag} is missing: {kind} needs {description}; give {flag} PATH [flag-missing]"
         elif not os.path.exists(path):
             yield (
-                f"{flag} {path}: no such file; {kind} needs {what} on this machine"
+                f"{flag} {path}: no such file; {kind} needs {description} on this machine"
                 f"{_near_file(path)} [tokenizer-file-missing]"
             )
         elif os.path.isdir(path) and kind != "HuggingFaceTokenizer":
-            yield f"{flag} {path}: is a directory; {kind} needs {what} [path-is-a-directory]"
+            yield f"{flag} {path}: is a directory; {kind} needs {description} [path-is-a-directory]"
         elif not os.access(path, os.R_OK):
             yield f"{flag} {path}: cannot be read; change its permissions [file-not-readable]"
 

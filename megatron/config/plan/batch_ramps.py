@@ -50,7 +50,7 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
             "[value-out-of-range]"
         )
     per_increment = samples / increments
-    found = {0: start}
+    size_from = {0: start}
     for count in range(1, increments + 1):
         threshold = max(0, math.ceil(count * per_increment))
         while int(threshold / per_increment) < count:
@@ -58,10 +58,10 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
         while threshold and int((threshold - 1) / per_increment) >= count:
             threshold -= 1
         if threshold <= samples:
-            found[threshold] = start + count * increment
-    if max(found.values()) < global_batch_size:
-        found[samples + 1] = global_batch_size
-    return sorted(found.items())
+            size_from[threshold] = start + count * increment
+    if max(size_from.values()) < global_batch_size:
+        size_from[samples + 1] = global_batch_size
+    return sorted(size_from.items())
 
 
 def micro_batch_steps(

@@ -142,9 +142,9 @@ class BatchSizeSchedule:
 
     def lines(self) -> list[str]:
         """What to print at start: Megatron's lines, and the first phases of a size that changes."""
-        found = [self._headline] if self._headline else []
+        lines = [self._headline] if self._headline else []
         if self.decrease_batch_size_if_needed:
-            found += [
+            lines += [
                 f"decreasing batch size from {nominal} to {self._running(nominal)}: whole "
                 f"micro-batches of {self.micro_batch_size} on {self.data_parallel_size} "
                 "data-parallel ranks"
@@ -155,10 +155,10 @@ class BatchSizeSchedule:
             ]
         if self.is_constant:
             return [
-                *found,
+                *lines,
                 f"setting number of micro-batches to constant {self.num_microbatches(0)}",
             ]
-        return found + [
+        return lines + [
             f"  from iteration {phase.first_iteration} ({phase.consumed} samples): global batch "
             f"size {phase.global_batch_size}"
             for phase in self.phases[:20]
@@ -188,20 +188,20 @@ class BatchSizeSchedule:
         iteration = 1
         consumed = 0
         while True:
-            at = bisect_right(self._thresholds, consumed) - 1
-            size = self._running(self.steps[at][1])
+            step = bisect_right(self._thresholds, consumed) - 1
+            size = self._running(self.steps[step][1])
             if size < 1:
                 raise ValueError(
-                    f"{self._flag}: a global batch size of {self.steps[at][1]} holds no "
+                    f"{self._flag}: a global batch size of {self.steps[step][1]} holds no "
                     f"micro-batch of {self.micro_batch_size} on each of {self.data_parallel_size} "
                     f"data-parallel ranks; use at least {self.divisor} "
                     "[batch-smaller-than-micro-batches]"
                 )
             if not phases or phases[-1].global_batch_size != size:
                 phases.append(Phase(iteration, consumed, size))
-            if at + 1 == len(self.steps):
+            if step + 1 == len(self.steps):
                 return phases
-            iterations = -(-(self._thresholds[at + 1] - consumed) // size)
+            iterations = -(-(self._thresholds[step + 1] - consumed) // size)
             iteration += iterations
             consumed += iterations * size
 

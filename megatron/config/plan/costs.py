@@ -65,13 +65,13 @@ class Sizes:
         t = self.config.training
         heads = self.query // self.config.model.head_dim
         groups = self.key // m.head_dim
-        kept = self.query + 2 * self.key
+        widths = self.query + 2 * self.key
         copied = groups > 1 and heads > groups
         if m.positions == "rope" or m.qk_layernorm:
-            kept += self.query + self.key
+            widths += self.query + self.key
         if copied and (m.qk_layernorm or m.positions != "rope"):
-            kept += self.query  # queries of all groups, made contiguous
-        nbytes = self.tokens * self.item * (kept + self.query)
+            widths += self.query  # queries of all groups, made contiguous
+        nbytes = self.tokens * self.item * (widths + self.query)
         if m.qk_layernorm and m.qk_layernorm_all_heads:
             nbytes += self.tokens * 2 * self.wide
         elif m.qk_layernorm:
@@ -89,13 +89,13 @@ class Sizes:
         # kernels/cuda/torch_flash.py takes them on a CUDA device
         flash = not self.on_cpu and self.item == 2 and m.head_dim % 8 == 0 and m.head_dim <= 192
         chunked = chunked and not flash or backend in ("local", "unfused")
-        again = "core_attn" in t.recomputed_modules
-        if not again and backend == "unfused":
+        recomputed = "core_attn" in t.recomputed_modules
+        if not recomputed and backend == "unfused":
             # probabilities
             nbytes += (
                 self.tokens * heads * m.seq_length * self.wide * (3 if m.attention_dropout else 1)
             )
-        if not again and (self.cp > 1 or not chunked):
+        if not recomputed and (self.cp > 1 or not chunked):
             nbytes += self.tokens * heads * self.wide  # logarithms of the softmax's sums
         return nbytes
 
@@ -170,11 +170,11 @@ class Sizes:
 
     def head(self) -> int:
         """Final norm, output layer and loss: above all the logits."""
-        kept = (
+        nbytes = (
             self.norm(self.rows, self.hidden, self.residual) + self.rows * self.hidden * self.item
         )
-        kept += self.tokens * (self.vocab * self.item + IDS + self.loss)
-        return kept + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
+        nbytes += self.tokens * (self.vocab * self.item + IDS + self.loss)
+        return nbytes + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
     def loss_scratch(self) -> int:
         """What the loss holds while it runs: a block of logits in its own dtype; nothing where one
@@ -196,19 +196,19 @@ class Sizes:
 class Activations(NamedTuple):
     """Bytes of activations of a rank at its peak: `stored` between forward and backward, by `alive`
     (micro-batch, chunk) pairs, and FP8 copies of weights; `head`: final norm, logits and loss of
-    one micro-batch; `again`: layers that are computed a second time; `moving`: hidden states and
-    gradients that travel between stages; `backward`: the most that backward holds of head or again,
-    and gradients."""
+    one micro-batch; `recomputed`: layers that are computed a second time; `moving`: hidden states
+    and gradients that travel between stages; `backward`: the most that backward holds of head or
+    recomputed layers, and gradients."""
 
     stored: int
     alive: int
     head: int
-    again: int
+    recomputed: int
     moving: int
     backward: int
 
     @property
-    def kept(self) -> int:
+    def after_forward(self) -> int:
         """The most after a forward."""
         return self.stored + self.head + self.moving
 
@@ -222,8 +222,8 @@ def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
     """Bytes that these layers of one micro-batch keep between forward and backward."""
     sizes = Sizes(config, plan)
     runs = config.training.recomputed_runs(len(layers))
-    kept = sum(map(sizes.layer, layers[sum(runs) :]))
-    return kept + len(runs) * sizes.rows * sizes.hidden * sizes.residual
+    nbytes = sum(map(sizes.layer, layers[sum(runs) :]))
+    return nbytes + len(runs) * sizes.rows * sizes.hidden * sizes.residual
 
 
 def embedding_activations(config: Config, plan: Plan) -> int:
@@ -260,22 +260,22 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
         len(chunks),
         config.parallel.microbatch_group_size_per_vp_stage,
     )
-    one = chunk_activations(config, plan, largest) + (
+    micro_batch = chunk_activations(config, plan, largest) + (
         embedding_activations(config, plan) if stage == 0 else 0
     )
     runs = config.training.recomputed_runs(len(largest))
     sizes = Sizes(config, plan)
     layers = map(sizes.layer, largest)
-    again = max(sum(islice(layers, run)) for run in runs) if runs else 0
-    again = max(again, *map(sizes.recomputed_mlp, largest), 0)
+    recomputed = max(sum(islice(layers, run)) for run in runs) if runs else 0
+    recomputed = max(recomputed, *map(sizes.recomputed_mlp, largest), 0)
     head = sizes.head() if stage == stages - 1 else 0
-    backward = again + max(map(sizes.layer_backward, largest), default=0)
+    backward = recomputed + max(map(sizes.layer_backward, largest), default=0)
     if head:
         last = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
         backward = max(backward, head + last)
     if stage == 0:  # its layers' activations are freed by then
-        backward = max(backward, sizes.embedding_backward() - one)
+        backward = max(backward, sizes.embedding_backward() - micro_batch)
     moving = messages_waiting(stage, stages, len(chunks), config.parallel.overlap_p2p_comm)
     moving *= sizes.rows * sizes.hidden * sizes.residual
-    stored = alive * one + fp8_weights(config, plan, stage)
-    return Activations(stored, alive, head, again, moving, backward)
+    stored = alive * micro_batch + fp8_weights(config, plan, stage)
+    return Activations(stored, alive, head, recomputed, moving, backward)

@@ -58,12 +58,12 @@ def kept(sizes: Sizes) -> int:
     """
     m = sizes.config.model
     copied = 0 if sizes.native and sizes.item == 4 else sizes.hidden * sizes.item
-    found = _copies(sizes) * (copied + _activation(sizes) + 3 * NUMBER)
-    found += sizes.rows * m.experts * 3 * sizes.wide
+    nbytes = _copies(sizes) * (copied + _activation(sizes) + 3 * NUMBER)
+    nbytes += sizes.rows * m.experts * 3 * sizes.wide
     modules = sizes.config.training.recomputed_modules
     if m.moe_shared_expert_intermediate_size and "shared_experts" not in modules:
-        found += sizes.tokens * sizes.width(m.moe_shared_expert_intermediate_size // sizes.tp)
-    return found
+        nbytes += sizes.tokens * sizes.width(m.moe_shared_expert_intermediate_size // sizes.tp)
+    return nbytes
 
 
 def backward(sizes: Sizes) -> int:

@@ -78,18 +78,18 @@ def verdict(config: Config, plan: Plan, limit: int) -> tuple[bool, str]:
     """Whether a device of `limit` bytes holds the fullest rank, and a line that says so: with the
     largest kinds and flags with which it would, if not."""
     rank = fullest(config, plan)
-    where = f"the fullest rank (stage {rank.stage}) has {gib(rank.total)} of {gib(limit)}"
+    usage = f"the fullest rank (stage {rank.stage}) has {gib(rank.total)} of {gib(limit)}"
     if rank.total > limit:
         return False, (
-            f"does not fit: {where}; largest: {rank.largest()}. {remedy(config, plan, limit)}"
+            f"does not fit: {usage}; largest: {rank.largest()}. {remedy(config, plan, limit)}"
         )
     spare = gib(limit - rank.total)
     if rank.total > (1 - SPARE) * limit:
         return True, (
-            f"fits barely: {where}, which leaves {spare} for CUDA, NCCL and fragmentation; "
+            f"fits barely: {usage}, which leaves {spare} for CUDA, NCCL and fragmentation; "
             f"{remedy(config, plan, int((1 - SPARE) * limit))}"
         )
-    return True, f"fits: {where}, which leaves {spare} for CUDA, NCCL and fragmentation"
+    return True, f"fits: {usage}, which leaves {spare} for CUDA, NCCL and fragmentation"
 
 
 def remedy(config: Config, plan: Plan, limit: int) -> str:

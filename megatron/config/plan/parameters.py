@@ -161,7 +161,7 @@ def stage_table(
     table = list(table)
     tied = all(spec.name != OUTPUT_LAYER for spec in table)
 
-    def here(spec: ParameterSpec) -> bool:
+    def held(spec: ParameterSpec) -> bool:
         layer = spec.layer
         if layer is not None:
             return layer in layers
@@ -169,7 +169,7 @@ def stage_table(
             return first or (last and tied and spec.name == WORD_EMBEDDING)
         return last
 
-    return [spec for spec in table if here(spec)]
+    return [spec for spec in table if held(spec)]
 
 
 def count_parameters(

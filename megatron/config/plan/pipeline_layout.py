@@ -44,14 +44,14 @@ def expand(layout: str) -> list[Item]:
 
     Raises ValueError with the position of the first character that cannot stand where it does.
     """
-    found: list[Item] = []
+    items: list[Item] = []
     group: tuple[int, int] | None = None  # of the open parenthesis: position, symbols before it
-    at = 0
-    while at < len(layout):
-        char = layout[at]
-        position = at + 1
-        start = len(found)
-        at += 1
+    offset = 0
+    while offset < len(layout):
+        char = layout[offset]
+        position = offset + 1
+        start = len(items)
+        offset += 1
         if char == ",":
             continue
         if char == "m":
@@ -67,32 +67,32 @@ def expand(layout: str) -> list[Item]:
         if char == ")" and group is not None:
             opened, start = group
             group = None
-            if start == len(found) or layout[at : at + 1] != "*":
+            if start == len(items) or layout[offset : offset + 1] != "*":
                 _refuse(layout, opened, "parentheses hold symbols to repeat, as in (tt|)*4")
         elif char in "EtL|":
-            found.append(Item(char, position))
+            items.append(Item(char, position))
         else:
             _refuse(
                 layout, position, f"{char!r} is unexpected; symbols are E, t, L, |, (...)*N, *N"
             )
-        if layout[at : at + 1] == "*":
-            count, at = _repetitions(layout, at, len(found) - start)
-            found[start:] = found[start:] * count
+        if layout[offset : offset + 1] == "*":
+            count, offset = _repetitions(layout, offset, len(items) - start)
+            items[start:] = items[start:] * count
     if group is not None:
         _refuse(layout, group[0], "this parenthesis is not closed")
-    return found
+    return items
 
 
 def _check(layout: str, items: list[Item], num_layers: int) -> None:
     """The embedding once and first, the loss once and last, `num_layers` layers between."""
     counts = {symbol: [i for i in items if i.symbol == symbol] for symbol in _WORDS}
-    for symbol, place in (("E", 0), ("L", -1)):
-        where = "first" if place == 0 else "last"
-        if not items or items[place].symbol != symbol:
-            position = items[place].position if items else 1
-            _refuse(layout, position, f"{_WORDS[symbol]} ({symbol}) must come {where}")
+    for symbol, index in (("E", 0), ("L", -1)):
+        required = "first" if index == 0 else "last"
+        if not items or items[index].symbol != symbol:
+            position = items[index].position if items else 1
+            _refuse(layout, position, f"{_WORDS[symbol]} ({symbol}) must come {required}")
         if len(counts[symbol]) > 1:
-            extra = counts[symbol][1 if place == 0 else 0]
+            extra = counts[symbol][1 if index == 0 else 0]
             _refuse(layout, extra.position, f"{_WORDS[symbol]} ({symbol}) must be there only once")
     layers = counts["t"]
     if len(layers) != num_layers:
@@ -124,13 +124,13 @@ def parse_layout(layout: str, num_layers: int, stages: int, chunks: int | None =
             sizes.append(0)
         sizes[-1] += item.symbol == "t"
     if len(sizes) % stages or (chunks is not None and len(sizes) != stages * chunks):
-        each = "" if chunks is None else f" x {CHUNKS} {chunks} = {stages * chunks}"
+        per_rank = "" if chunks is None else f" x {CHUNKS} {chunks} = {stages * chunks}"
         _refuse(
             layout,
             items[-1].position,
             f"the layout ends after {len(sizes)} virtual stages, which must be "
             + ("a multiple of " if chunks is None else "")
-            + f"--pipeline-model-parallel-size {stages}{each}",
+            + f"--pipeline-model-parallel-size {stages}{per_rank}",
         )
     split: list[list[range]] = [[] for _ in range(stages)]
     start = 0
@@ -155,13 +155,13 @@ def split_with_ends(
     Raises ValueError with the flags, values and remedy.
     """
     counted = num_layers + embedding + loss
-    size, rest = divmod(counted, stages * chunks)
-    said = " and ".join([EMBEDDING] * embedding + [LOSS] * loss)
-    if rest or not size:
-        lower = counted - rest - embedding - loss
+    size, remainder = divmod(counted, stages * chunks)
+    flags = " and ".join([EMBEDDING] * embedding + [LOSS] * loss)
+    if remainder or not size:
+        lower = counted - remainder - embedding - loss
         fits = [n for n in (lower, lower + stages * chunks) if n > 0]
         raise ValueError(
-            f"{said}: --num-layers {num_layers} + {embedding + loss} is not a multiple of "
+            f"{flags}: --num-layers {num_layers} + {embedding + loss} is not a multiple of "
             f"--pipeline-model-parallel-size {stages}"
             + f" x {chunks} virtual stages"
             * (chunks > 1)
@@ -170,8 +170,8 @@ def split_with_ends(
         )
     split: list[list[range]] = [[] for _ in range(stages)]
     start = 0
-    for place in range(stages * chunks):
-        stop = min(num_layers, (place + 1) * size - embedding)
-        split[place % stages].append(range(start, stop))
+    for number in range(stages * chunks):
+        stop = min(num_layers, (number + 1) * size - embedding)
+        split[number % stages].append(range(start, stop))
         start = stop
     return tuple(map(tuple, split))

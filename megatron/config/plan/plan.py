@@ -212,7 +212,7 @@ def layer_split(config: Config) -> Split:
 def _only_one_split(p: ParallelConfig) -> None:
     """Raise ValueError where two of the flags that split the layers over stages exclude each
     other, as in Megatron."""
-    given = {
+    flags = {
         LAYOUT: p.pipeline_model_parallel_layout is not None,
         PER_CHUNK: p.num_layers_per_virtual_pipeline_stage is not None,
         FIRST: p.decoder_first_pipeline_num_layers is not None,
@@ -220,12 +220,12 @@ def _only_one_split(p: ParallelConfig) -> None:
         EMBEDDING: p.account_for_embedding_in_pipeline_split,
         LOSS: p.account_for_loss_in_pipeline_split,
     }
-    typed = [flag for flag, there in given.items() if there]
-    for one, others in ((LAYOUT, typed), (EMBEDDING, (FIRST, LAST)), (LOSS, (FIRST, LAST))):
-        against = [flag for flag in typed if flag in others and flag != one]
-        if one in typed and against:
+    typed = [flag for flag, is_given in flags.items() if is_given]
+    for name, excluded in ((LAYOUT, typed), (EMBEDDING, (FIRST, LAST)), (LOSS, (FIRST, LAST))):
+        against = [flag for flag in typed if flag in excluded and flag != name]
+        if name in typed and against:
             raise ValueError(
-                f"{one} and {' and '.join(against)}: each says which layers a stage has; give "
+                f"{name} and {' and '.join(against)}: each says which layers a stage has; give "
                 "only one of them [flags-exclude-each-other]"
             )
 

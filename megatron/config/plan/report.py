@@ -71,11 +71,11 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     """A table of what a rank of each pipeline stage holds; stages that hold as much share a row."""
     rows = []
     stages = range(len(plan.layers_per_stage))
-    held = [activations(config, plan, stage) for stage in stages]
+    by_stage = [activations(config, plan, stage) for stage in stages]
     for stage in stages:
         state = bytes_per_rank(config, plan, stage)
         optimizer = state["main weights"] + state["optimizer moments"] + state["FP8 scales"]
-        together = sum(state.values()) + held[stage].total
+        together = sum(state.values()) + by_stage[stage].total
         rows.append(
             [
                 f"{number:,}"
@@ -84,7 +84,7 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
                     state["weights"],
                     state["gradients"],
                     optimizer,
-                    held[stage].total,
+                    by_stage[stage].total,
                 )
             ]
             + [f"{together / GIB:.2f}"]
@@ -95,21 +95,21 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
     if parts > 1 and config.parallel.zero_partition == "whole-params":
         for stage in stages:
-            where = f" of stage {stage}" if len(stages) > 1 else ""
+            of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             lines.append(
-                f"  elements per ZeRO rank{where}: {flat_layout(config, plan, stage).elements()}"
+                f"  elements per ZeRO rank{of_stage}: {flat_layout(config, plan, stage).elements()}"
             )
-    alive = sorted({pairs.alive for pairs in held})
-    kept = f"{alive[0]} to {alive[-1]}" if len(alive) > 1 else f"{alive[0]}"
-    what = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
+    alive = sorted({pairs.alive for pairs in by_stage})
+    pairs_alive = f"{alive[0]} to {alive[-1]}" if len(alive) > 1 else f"{alive[0]}"
+    unit = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
     device = "the CPU" if config.training.device == "cpu" else "CUDA"
-    again = max(pairs.again for pairs in held)
+    recomputed = max(pairs.recomputed for pairs in by_stage)
     lines.append(
-        f"  activations on {device}, of {kept} {what}; {held[-1].head:,} on the last stage are "
-        "final norm, logits and loss"
+        f"  activations on {device}, of {pairs_alive} {unit}; {by_stage[-1].head:,} on the last "
+        "stage are final norm, logits and loss"
     )
-    if again:
-        lines.append(f"  {again:,} of them while layers are recomputed")
+    if recomputed:
+        lines.append(f"  {recomputed:,} of them while layers are recomputed")
     for user, size in host_copies(config, plan).items():
         lines.append(
             f"  in host memory: snapshots for {user}, {size:,} bytes ({gib(size)}) per rank"
@@ -192,8 +192,8 @@ def _layers(plan: Plan, stages: Iterable[int]) -> str:
     stages = list(stages)
     chunks = plan.layers_per_stage[stages[0]]
     if len(stages) > 1:
-        each = sum(map(len, chunks))
-        return f"{each} each" + (f" in {len(chunks)} chunks" if len(chunks) > 1 else "")
+        layers = sum(map(len, chunks))
+        return f"{layers} each" + (f" in {len(chunks)} chunks" if len(chunks) > 1 else "")
     return " + ".join([*map(_span, chunks[:2]), *["..."] * (len(chunks) > 2)])
 
 

@@ -85,12 +85,12 @@ def split_layers(
     `first` and `last` are the layers of the first and the last stage, in equal chunks; the others
     share the rest. Raises ValueError with the flags, values and remedy.
     """
-    given = {
+    fixed = {
         stage: (flag, n)
         for stage, flag, n in ((0, FIRST, first), (stages - 1, LAST, last))
         if n is not None
     }
-    for flag, n in given.values():
+    for flag, n in fixed.values():
         if stages == 1:
             raise ValueError(
                 f"{flag} {n}: there is only one stage; remove it, or give "
@@ -102,30 +102,30 @@ def split_layers(
                 + f" and a multiple of {CHUNKS} {chunks}" * (chunks > 1)
                 + " [stage-layers-do-not-fit]"
             )
-    free = stages - len(given)
-    rest = num_layers - sum(n for _, n in given.values())
+    free = stages - len(fixed)
+    num_free = num_layers - sum(n for _, n in fixed.values())
     places = free * chunks
-    if rest < places or (rest and not places):
-        asked = "".join(f", {flag} {n}" for flag, n in given.values())
+    if num_free < places or (num_free and not places):
+        flags = "".join(f", {flag} {n}" for flag, n in fixed.values())
         layout = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
             chunks > 1
         )
-        layers = f"{rest} of them for the other {free}" if given else f"too few for {places}"
-        remedy = "use sizes that add up" if given else "use fewer stages, or more layers"
+        layers = f"{num_free} of them for the other {free}" if fixed else f"too few for {places}"
+        remedy = "use sizes that add up" if fixed else "use fewer stages, or more layers"
         raise ValueError(
-            f"--num-layers {num_layers} with {layout}{asked}: {layers} stages, and each (virtual) "
+            f"--num-layers {num_layers} with {layout}{flags}: {layers} stages, and each (virtual) "
             f"stage needs at least one; {remedy} [layers-too-few-for-stages]"
         )
-    small, larger = divmod(rest, places) if places else (0, 0)
+    small, larger = divmod(num_free, places) if places else (0, 0)
     split: list[list[range]] = [[] for _ in range(stages)]
-    start = at = 0
+    start = number = 0
     for _ in range(chunks):
         for stage in range(stages):
-            if stage in given:
-                size = given[stage][1] // chunks
+            if stage in fixed:
+                size = fixed[stage][1] // chunks
             else:
-                size = small + (at >= places - larger)
-                at += 1
+                size = small + (number >= places - larger)
+                number += 1
             split[stage].append(range(start, start + size))
             start += size
     assert start == num_layers
@@ -156,12 +156,12 @@ def check_micro_batches(
                 f"use {', '.join(map(str, fits[:8]))} [micro-batch-group-does-not-fit]"
             )
     elif chunks > 1 and micro_batches % stages:
-        more = -(-micro_batches // stages) * stages
+        above = -(-micro_batches // stages) * stages
         raise ValueError(
             f"{micro_batches} micro-batches are not a multiple of --pipeline-model-parallel-size "
             f"{stages}, as {chunks} virtual stages per rank need: choose --global-batch-size for "
-            f"{more} (or {more - stages or 2 * stages}) of them, or remove {PER_CHUNK} / {CHUNKS} "
-            "[micro-batches-not-divisible-by-stages]"
+            f"{above} (or {above - stages or 2 * stages}) of them, or remove {PER_CHUNK} / "
+            f"{CHUNKS} [micro-batches-not-divisible-by-stages]"
         )
 
 

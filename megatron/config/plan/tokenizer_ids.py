@@ -34,22 +34,24 @@ def _json_ids(path: Path) -> int:
 def _pieces(data: bytes) -> int:
     """Of a SentencePiece model, a protocol buffer: how often its field 1, a piece, occurs. Raises
     IndexError, ValueError."""
-    at = count = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        size, after = _varint(data, at) if key & 7 in (0, 2) else ({1: 8, 5: 4}[key & 7], at)
+    offset = count = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
+        size, after = (
+            _varint(data, offset) if key & 7 in (0, 2) else ({1: 8, 5: 4}[key & 7], offset)
+        )
         count += key == 1 << 3 | 2
-        at = after + (0 if key & 7 == 0 else size)
-    if at != len(data):
+        offset = after + (0 if key & 7 == 0 else size)
+    if offset != len(data):
         raise ValueError("cut short")
     return count
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     """A number of a protocol buffer, and where the next one begins."""
     value = shift = 0
-    while data[at] & 0x80:
-        value |= (data[at] & 0x7F) << shift
+    while data[offset] & 0x80:
+        value |= (data[offset] & 0x7F) << shift
         shift += 7
-        at += 1
-    return value | data[at] << shift, at + 1
+        offset += 1
+    return value | data[offset] << shift, offset + 1

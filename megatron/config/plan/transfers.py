@@ -84,10 +84,10 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     chunks = plan.layers_per_stage[stage]
     micro_batches = plan.num_microbatches(plan.train_iters)
     last = stage == len(plan.layers_per_stage) - 1
-    found = [*gradients(config, plan, stage), *_scalars(config, sizes)]
+    sent = [*gradients(config, plan, stage), *_scalars(config, sizes)]
     if config.precision.fp8_recipe == "delayed" and (layers := fp8_layers(config, plan, stage)):
         # the maxima of each layer's input, weight and gradient
-        found += [Transfer(axis, "all-reduce", 1, len(layers) * 3 * 4) for axis in ("tp", "dp_cp")]
+        sent += [Transfer(axis, "all-reduce", 1, len(layers) * 3 * 4) for axis in ("tp", "dp_cp")]
     per_micro_batch = [
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
@@ -98,11 +98,11 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     if last:
         per_micro_batch += _tensor_parallel(sizes, whole, backward=1)
         per_micro_batch += [Transfer("tp", "all-reduce", 2, 3 * sizes.tokens * sizes.loss)]
-    found += [
+    sent += [
         Transfer(t.axis, t.operation, micro_batches * t.calls, micro_batches * t.nbytes)
         for t in per_micro_batch
     ]
-    return _merged(found, axis_sizes(config, plan))
+    return _merged(sent, axis_sizes(config, plan))
 
 
 def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
@@ -116,18 +116,18 @@ def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
         ("shard", "instances", "dp_cp", "expert_shard", "expert_instances"), "dp"
     )
     axes = axis_sizes(config, plan)
-    found = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)
+    nbytes = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)
     for transfer in transfers(config, plan, stage):
         name = names.get(transfer.axis, transfer.axis)
-        if name in found:
-            found[name] += transfer.sent(axes[transfer.axis])
-    return found
+        if name in nbytes:
+            nbytes[name] += transfer.sent(axes[transfer.axis])
+    return nbytes
 
 
-def _merged(found: list[Transfer], axes: dict[str, int]) -> list[Transfer]:
+def _merged(sent: list[Transfer], axes: dict[str, int]) -> list[Transfer]:
     """One of each kind; nothing is sent along an axis of one rank."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
-    for axis, operation, calls, nbytes in found:
+    for axis, operation, calls, nbytes in sent:
         if axes[axis] > 1 and calls:
             before = totals.get((axis, operation), (0, 0))
             totals[axis, operation] = before[0] + calls, before[1] + nbytes
@@ -164,24 +164,24 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     runs = config.training.recomputed_runs(layers)
     moe = sum(map(m.is_moe_layer, chunk))
     blocks = 2 * layers - (0 if m.moe_shared_expert_intermediate_size else moe)
-    found = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
+    sent = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
     modules = config.training.recomputed_modules
     if moe:
-        found += _experts(config, sizes, moe)
+        sent += _experts(config, sizes, moe)
     if "moe" in modules:
-        found += _times(moe, _experts_again(config, sizes))
+        sent += _times(moe, _experts_again(config, sizes))
     elif "shared_experts" in modules:
-        found += _times(moe, _shared_again(config, sizes))
+        sent += _times(moe, _shared_again(config, sizes))
     if "mlp" in modules and sizes.sequence:
-        found += _times(layers - moe, [_gather(sizes)])
+        sent += _times(layers - moe, [_gather(sizes)])
     for run in runs:
-        found += _run_again(config, sizes, chunk[:run])
+        sent += _run_again(config, sizes, chunk[:run])
         chunk = chunk[run:]
     # q and k of all heads are divided by one root mean square, forward and backward
     norms = (2 * layers + sum(runs)) * 2 * (m.qk_layernorm and m.qk_layernorm_all_heads)
-    found += _times(norms, [Transfer("tp", "all-reduce", 1, sizes.tokens * sizes.wide)])
+    sent += _times(norms, [Transfer("tp", "all-reduce", 1, sizes.tokens * sizes.wide)])
     cores = 2 * layers + (layers if "core_attn" in modules else sum(runs))
-    return [*found, *_context_parallel(config, sizes, cores, layers)]
+    return [*sent, *_context_parallel(config, sizes, cores, layers)]
 
 
 def _run_again(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
@@ -191,37 +191,37 @@ def _run_again(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
     shared = bool(m.moe_shared_expert_intermediate_size)
     moe = sum(map(m.is_moe_layer, run))
     blocks = 2 * len(run) - (0 if shared else moe)
-    found = _times(moe, _experts_forward(config, sizes))
+    sent = _times(moe, _experts_forward(config, sizes))
     if not m.post_mlp_layernorm:
         if m.is_moe_layer(run[-1]):
             blocks -= shared
-            found = _times(moe - 1, _experts_forward(config, sizes))
-            found += _experts_again(config, sizes)
+            sent = _times(moe - 1, _experts_forward(config, sizes))
+            sent += _experts_again(config, sizes)
         else:
             blocks -= 1
-            found += [_gather(sizes)] if sizes.sequence else []
+            sent += [_gather(sizes)] if sizes.sequence else []
     gathers = [_gather(sizes)] if sizes.sequence else []
-    return found + _times(blocks, [*gathers, _sum(sizes)])
+    return sent + _times(blocks, [*gathers, _sum(sizes)])
 
 
-def _times(number: int, found: list[Transfer]) -> list[Transfer]:
-    return [t._replace(calls=number * t.calls, nbytes=number * t.nbytes) for t in found]
+def _times(number: int, sent: list[Transfer]) -> list[Transfer]:
+    return [t._replace(calls=number * t.calls, nbytes=number * t.nbytes) for t in sent]
 
 
 def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
     """Of so many MLPs of experts: tokens, probabilities and numbers of experts go to the ranks
     that share the experts, results come back, and the gradients of tokens, probabilities and
     results; routers count the tokens of each expert."""
-    found = _experts_forward(config, sizes)
-    found += _to_experts(config, sizes, True)
-    found += _from_experts(config, sizes, True)
-    return _times(layers, found)
+    sent = _experts_forward(config, sizes)
+    sent += _to_experts(config, sizes, True)
+    sent += _from_experts(config, sizes, True)
+    return _times(layers, sent)
 
 
 def _experts_forward(config: Config, sizes: Sizes) -> list[Transfer]:
     """Of the forward of an MLP of experts."""
-    found = [*_router(config, sizes), *_to_experts(config, sizes, False)]
-    return [*found, *_from_experts(config, sizes, False)]
+    sent = [*_router(config, sizes), *_to_experts(config, sizes, False)]
+    return [*sent, *_from_experts(config, sizes, False)]
 
 
 def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
@@ -229,11 +229,11 @@ def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
     needs."""
     if config.model.moe_shared_expert_intermediate_size:
         return [*_experts_forward(config, sizes), *_shared_again(config, sizes)]
-    found = [*_router(config, sizes), *_to_experts(config, sizes, False)]
+    sent = [*_router(config, sizes), *_to_experts(config, sizes, False)]
     if config.model.moe_token_dispatcher_type == "alltoall":
         back = _from_experts(config, sizes, False)
-        return [*found, *(t for t in back if t.axis == "ep")]
-    return found
+        return [*sent, *(t for t in back if t.axis == "ep")]
+    return sent
 
 
 def _shared_again(config: Config, sizes: Sizes) -> list[Transfer]:
@@ -258,21 +258,21 @@ def _sum(sizes: Sizes) -> Transfer:
 def _router(config: Config, sizes: Sizes) -> list[Transfer]:
     """Counts and scores that the routers of a layer exchange."""
     m = config.model
-    found = []
+    sent = []
     for kind in m.balancing_losses:
         groups = config.training.micro_batch_size if kind == "seq_aux_loss" else 1
         counts = Transfer("cp", "all-reduce", 1, groups * m.experts * sizes.wide)
-        found += [counts]
+        sent += [counts]
         if sizes.sequence:
-            found += [counts._replace(axis="tp")]
+            sent += [counts._replace(axis="tp")]
         if kind == "global_aux_loss":
-            found += [counts._replace(axis="dp")]
+            sent += [counts._replace(axis="dp")]
     selections = m.sinkhorn + bool(m.moe_expert_capacity_factor)
     if selections:
         rows = selections * sizes.tokens * m.experts * sizes.wide
-        found += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
-        found += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
-    return found
+        sent += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
+        sent += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
+    return sent
 
 
 def _exchange(sizes: Sizes) -> tuple[str, int, int, int]:
@@ -296,14 +296,14 @@ def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
     calls, nbytes = (2, whole + probs) if backward else (3, whole + probs + numbers)
     operation = "reduce-scatter" if backward else "all-gather"
     if sizes.sequence or sizes.tp == 1:
-        found = [Transfer(axis, operation, calls, nbytes)]
+        sent = [Transfer(axis, operation, calls, nbytes)]
     else:
-        found = [Transfer("tp", "all-reduce", calls, nbytes)] if backward else []
+        sent = [Transfer("tp", "all-reduce", calls, nbytes)] if backward else []
     if m.moe_token_dispatcher_type != "alltoall":
-        return [*found, Transfer("ep", operation, calls, ep * nbytes)]
+        return [*sent, Transfer("ep", operation, calls, ep * nbytes)]
     if not backward:
-        found += [Transfer("ep", "all-gather", 1, ep * m.experts * IDS)]
-    return [*found, Transfer("ep", "all-to-all", 2, m.moe_router_topk * whole + probs)]
+        sent += [Transfer("ep", "all-gather", 1, ep * m.experts * IDS)]
+    return [*sent, Transfer("ep", "all-to-all", 2, m.moe_router_topk * whole + probs)]
 
 
 def _from_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
@@ -313,12 +313,12 @@ def _from_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer
     axis, whole, _, _ = _exchange(sizes)
     operation = "all-gather" if backward else "reduce-scatter"
     if m.moe_token_dispatcher_type == "alltoall":
-        found = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * whole)]
+        sent = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * whole)]
     else:
-        found = [Transfer("ep", operation, 1, ep * whole)]
+        sent = [Transfer("ep", operation, 1, ep * whole)]
     if sizes.sequence or sizes.tp == 1:
-        return [*found, Transfer(axis, operation, 1, whole)]
-    return found if backward else [*found, Transfer("tp", "all-reduce", 1, whole)]
+        return [*sent, Transfer(axis, operation, 1, whole)]
+    return sent if backward else [*sent, Transfer("tp", "all-reduce", 1, whole)]
 
 
 def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> list[Transfer]:
@@ -356,13 +356,13 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     """Bucket by bucket: copies that saw part of their gradient, then ranks that saw other tokens,
     then the weights."""
     p = config.precision
-    found = []
+    sent = []
     for bucket in flat_layout(config, plan, stage).buckets:
         elements = bucket.stop - bucket.start
         nbytes = elements * BYTES[p.grad_dtype]
         parts = bucket.shards
         of = "expert_" if bucket.experts else ""
-        found += [Transfer(axis, "all-reduce", 1, nbytes) for axis in bucket.partial]
+        sent += [Transfer(axis, "all-reduce", 1, nbytes) for axis in bucket.partial]
         kinds = ("reduce-scatter", "all-gather")
         calls = 1
         largest = nbytes // parts
@@ -373,12 +373,12 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
             kinds = ("reduce", "broadcast")
             calls = len(owned)
             largest = max(owned) * BYTES[p.grad_dtype]
-        found += [
+        sent += [
             Transfer(f"{of}instances", "all-reduce", 1, largest),
             Transfer(f"{of}shard", kinds[0], calls, nbytes),
             Transfer(f"{of}shard", kinds[1], calls, elements * BYTES[p.params_dtype]),
         ]
-    return found
+    return sent
 
 
 def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:

@@ -28,32 +28,32 @@ def whole_parameters(
     as two parameters. A parameter with which a rank passes 1.01 of the
     mean goes to the next rank, uncounted.
     """
-    order = sorted(range(len(names)), key=lambda number: _place(names, number))
+    order = sorted(range(len(names)), key=lambda number: _rank_in_walk(names, number))
     parts = [
         [math.prod(shape[1:])] * shape[0] if len(shape) == 3 else [math.prod(shape)]
         for shape in shapes
     ]
     mean = sum(map(sum, parts)) // ranks
     pieces: list[tuple[tuple[int, int], ...]] = [()] * len(names)
-    owner = held = 0
+    owner = elements = 0
     for number in order:
         for size in parts[number]:
-            held += size
-            if held * SLACK[1] > mean * SLACK[0] and owner < ranks - 1:
+            elements += size
+            if elements * SLACK[1] > mean * SLACK[0] and owner < ranks - 1:
                 owner = owner + 1
-                held = 0
+                elements = 0
             pieces[number] += ((size, owner),)
     return Partition(tuple(order), tuple(pieces))
 
 
-def _place(names: Sequence[str], number: int) -> tuple[int, int]:
+def _rank_in_walk(names: Sequence[str], number: int) -> tuple[int, int]:
     """Where a parameter comes: the norm before attention right before the one behind it, all others
     as they are."""
     name = names[number]
-    block, found, _ = name.partition("input_layernorm.")
-    if not found:
+    block, separator, _ = name.partition("input_layernorm.")
+    if not separator:
         return number, 0
     behind = [
-        other for other, text in enumerate(names) if text.startswith(block + "pre_mlp_layernorm.")
+        index for index, text in enumerate(names) if text.startswith(block + "pre_mlp_layernorm.")
     ]
     return behind[0], number - behind[0]

@@ -143,7 +143,7 @@ def figures(config: Config, plan: Plan, trace: RankTrace) -> list[Figure]:
         Figure("weights", peaks.get("weights", 0), planned["weights"]),
         Figure("gradients", peaks.get("gradients", 0), planned["gradients"]),
         Figure("optimizer", peaks.get("optimizer", 0), states),
-        Figure("activations", trace.activations, held.kept),
+        Figure("activations", trace.activations, held.after_forward),
         Figure("peak", trace.peak, sum(planned.values()) + held.total),
     ]
     plans = sent_by_axis(config, plan, trace.stage)

@@ -129,7 +129,7 @@ def test_alive_micro_batches_by_hand():
         recompute_num_layers=2,
     )
     again = costs.activations(*full, 0)
-    assert again.stored == 4 * 3 * 4 * 1024 * 1024 * 2 and again.again == one // 3
+    assert again.stored == 4 * 3 * 4 * 1024 * 1024 * 2 and again.recomputed == one // 3
 
 
 @pytest.mark.parametrize("chunks", [None, 3])
