@@ -58,7 +58,7 @@ def run(folder, *flags: str, world: int = 1) -> Finished:
 def own_script(rank: int, world: int, words: list[str]) -> None:
     """A program with a `forward_step` of its own."""
     sys.argv = ["mine.py", *words]
-    plot().main(functools.partial(with_metrics, three_metrics))
+    plot().main(forward_step=functools.partial(with_metrics, three_metrics))
 
 
 def test_a_script_passes_its_forward_step(tmp_path):
