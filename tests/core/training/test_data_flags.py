@@ -3,10 +3,14 @@ validation sets."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.training import build_data, evaluation
 from tests.forkrun import RanksFailed
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
 
@@ -19,6 +23,22 @@ def texts(tmp_path_factory) -> list[str]:
         write_text(folder / name, documents, seed)
         for seed, (name, documents) in enumerate(sizes.items())
     ]
+
+
+def tell_samples() -> None:
+    """A hook: the samples of each data set, and of each evaluation, are printed."""
+    build, evaluate = build_data.build_data, evaluation.evaluate
+
+    def building(*args):
+        data = build(*args)
+        print("PLANNED", json.dumps([(row.split, row.documents, row.samples) for row in data.rows]))
+        return data
+
+    def evaluating(run, forward_step, samples, count, *args):
+        print("READ", count * run.plan.evaluation_batch.divisor)
+        return evaluate(run, forward_step, samples, count, *args)
+
+    build_data.build_data, evaluation.evaluate = building, evaluating
 
 
 def run(folder: Path, *more: str, world: int = 1) -> Finished:
@@ -34,7 +54,7 @@ def run(folder: Path, *more: str, world: int = 1) -> Finished:
         "--save-interval",
         "4",
     ]
-    return train(folder, with_flags(words, *more), world)
+    return train(folder, with_flags(words, *more), world, hook=tell_samples)
 
 
 def test_the_epoch_order_does_not_depend_on_the_length_of_the_run_nor_on_the_ranks(texts, tmp_path):
@@ -59,6 +79,8 @@ def test_the_epoch_order_does_not_depend_on_the_length_of_the_run_nor_on_the_ran
     assert len(losses) == 8 and losses == pytest.approx(
         [row["lm_loss"] for row in whole.rows], rel=1e-5
     )
+    planned = json.loads(re.search("^PLANNED (.*)$", whole.first_rank_log, re.M)[1])
+    assert planned[:2] == [["train", 160, 21], ["train", 72, 43]]
     megatron = run(tmp_path / "megatron", *flags[:-4], "--lr-decay-style", "constant")
     assert megatron.rows[0]["lm_loss"] != losses[0]
 
@@ -127,3 +149,6 @@ def test_full_validation_reads_all_of_the_set_each_time(texts, tmp_path, order, 
     assert len(losses) == 3 and len(set(losses)) == 1
     assert full.evaluations == more.evaluations
     assert len({loss for *_, loss in parts.evaluations}) == 3
+    samples = (int(IndexedDataset(texts[2]).sequence_lengths.sum()) - 1) // 32
+    reads = [int(read) for read in re.findall(r"^READ (\d+)$", full.first_rank_log, re.M)]
+    assert len(reads) == 3 and all(samples - 2 * world < read <= samples for read in reads)
