@@ -125,7 +125,7 @@ def pretrain(argv, forward_step=forward_step, services=None, watch=None, extra_a
         train(line, tokenizer, forward_step, services, watch)
 
 
-def main(argv=None, forward_step=forward_step, extra_args_provider=None):
+def main(argv=None, *, forward_step=forward_step, extra_args_provider=None):
     """The program: streams, signals and the launcher's end come before the slow imports.
 
     With `argv` a caller's own command line; its streams and signals stay the caller's.
