@@ -113,16 +113,12 @@ def test_the_parts_are_the_step_and_go_to_the_right_data_set(alone):
 def test_tensorboard_has_all_of_them(alone):
     run, folder = alone
     board = EventAccumulator(str(folder / "board")).Reload()
-    for key in (
-        "tokens/en/text",
-        "loss/en/text",
-        "acc/cn/text",
-        "acc",
-        "loss_from_metric",
-        "perplexity",
-    ):
+    plain = ("tokens/en/text", "loss/en/text", "acc/cn/text")
+    of_step = ("acc", "loss_from_metric", "perplexity")
+    for key in (*plain, *of_step):
+        tag = f"train/{key}" if key in of_step else key
         told = {row["iteration"]: row[key] for row in run.rows if row[key] is not None}
-        points = {point.step: point.value for point in board.Scalars(key)}
+        points = {point.step: point.value for point in board.Scalars(tag)}
         assert points == pytest.approx(told, rel=1e-6), key
 
 
