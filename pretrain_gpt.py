@@ -21,19 +21,11 @@ def forward_step(batch, model):
     mean it is, or a pair (sum, count). On pipeline stages before the last: the hidden states for
     the next stage.
     """
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        batch.labels,
-        batch.document_ids,
-        batch.dropout_seeds,
-        hidden=batch.hidden,
-        token_metrics=batch.token_metrics,
-        router_step=batch.router_step,
-    )
+    output = model(batch.tokens, batch.position_ids, labels=batch.labels, **batch.extras)
     if model.output_layer is None:
         return output
-    losses, metrics = output
+    losses = output
+    metrics: dict = {}
     if batch.loss_mask is None:
         return losses.sum(), losses.numel(), metrics
     return (losses * batch.loss_mask).sum(), batch.loss_mask.sum(), metrics

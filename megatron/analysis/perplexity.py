@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.data.tokenizers.base import Tokenizer
-from megatron.model.gpt import CORRECT, GPTModel
+from megatron.model.gpt import CORRECT, GPTModel, TokenMetrics
 
 TOGETHER = 32  # batches whose windows are sorted by length
 
@@ -110,9 +110,10 @@ def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
         end = len(window.inputs)
         tokens[row, :end] = torch.tensor(window.inputs)
         labels[row, end - len(window.targets) : end] = torch.tensor(window.targets)
-    losses, metrics = model(tokens.to(device), labels=labels.to(device), token_metrics=(CORRECT,))
+    metrics = TokenMetrics((CORRECT,))
+    losses = model(tokens.to(device), labels=labels.to(device), token_metrics=metrics)
     losses = losses.float().cpu().numpy()
-    greedy = metrics[CORRECT].cpu().numpy()
+    greedy = metrics.values[CORRECT].cpu().numpy()
     found = []
     for row, window in enumerate(batch):
         part = slice(len(window.inputs) - len(window.targets), len(window.inputs))

@@ -7,6 +7,7 @@ as if there were one device: what is parallel hides in the layers' names.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -33,10 +34,19 @@ from megatron.parallel.sharding import ParameterFactory, sharding_of
 if TYPE_CHECKING:
     from megatron.model.moe import RouterStep
 
-# What `GPTModel.forward` can return of each token in addition to the loss that is trained on.
+# What a model can tell of each token besides the loss that is trained on.
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing
 CORRECT = "token correct"  # bool: the label has the largest logit
 TOKEN_METRICS = (UNSMOOTHED_LOSS, CORRECT)
+
+
+@dataclass(frozen=True)
+class TokenMetrics:
+    """The TOKEN_METRICS that are asked for, by `names`; the model that computes losses fills
+    `values`, [b, s] each, detached."""
+
+    names: Sequence[str]
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -150,35 +160,42 @@ class GPTModel(nn.Module):
         self,
         tokens: torch.Tensor | None,
         position_ids: torch.Tensor | None = None,
+        attention_mask: None = None,
         labels: torch.Tensor | None = None,
+        *,
         document_ids: torch.Tensor | None = None,
         dropout_seeds: DropoutSeeds | None = None,
-        *,
         hidden: torch.Tensor | None = None,
-        token_metrics: Sequence[str] | None = None,
         router_step: RouterStep | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        token_metrics: TokenMetrics | None = None,
+    ) -> torch.Tensor:
         """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real
-        vocabulary. With labels and `token_metrics`, names of `TOKEN_METRICS` (there may be none):
-        (losses, {name: its values [b, s], detached}).
+        vocabulary; of a chunk without the last layer hidden states [s, b, h] ([s/tp, b, h] with
+        sequence parallelism).
 
-        tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). document_ids [b,
-        s] keeps attention inside documents. dropout_seeds: those of this micro-batch, or None for
-        no dropout. router_step: with experts, in training and its evaluations, what routers
-        exchange with the step; without one no token is dropped. A chunk without the first layer
-        needs `hidden` [s, b, h] ([s/tp, b, h] with sequence parallelism), the output of the one
-        before; a chunk without the last layer returns such a tensor. Raises ValueError where
-        `hidden` is missing and, without position_ids, on a sequence longer than the position
-        table. With context parallelism each s but that of document_ids is s/cp, and position_ids
-        [b or 1, s/cp] must be given.
+        tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). attention_mask:
+        None; attention is causal, and document_ids [b, s] keep it inside documents.
+        dropout_seeds: those of this micro-batch, or None for no dropout. hidden: what the chunk
+        before returned, for a chunk without the first layer. router_step: with experts, in training
+        and its evaluations, what routers exchange with the step; without one no token is dropped.
+        token_metrics: with labels, filled. With context parallelism each s but that of document_ids
+        is s/cp, and position_ids [b or 1, s/cp] must be given. Raises ValueError for an
+        attention_mask, without `hidden` where it is needed, and, without position_ids, for a
+        sequence longer than the position table.
         """
+        if attention_mask is not None:
+            raise ValueError(
+                "the model takes no attention_mask: attention is causal; pass None, and "
+                "document_ids=, the document of each token, to keep it inside documents "
+                "[attention-mask-given]"
+            )
         assert position_ids is not None or self.ctx.cp.size == 1, (
             "a rank's chunks of a sequence have no plain positions"
         )
         if self.embedding is None and hidden is None:
             raise ValueError(
-                "this part of the model has no embedding: forward_step must pass "
-                "hidden=batch.hidden to it"
+                "this part of the model has no embedding: forward_step must pass **batch.extras to "
+                "it [extras-missing]"
             )
         s = self._length(tokens, hidden, position_ids)
         # The residual stream, [s, b, h] from here on: it starts as the tokens' embeddings, or comes
@@ -193,55 +210,42 @@ class GPTModel(nn.Module):
             return x
         # Logits [s, b, padded vocabulary / tp]: each tensor-parallel rank has columns of its own.
         logits = self.output_layer(x)
-        if labels is None:
-            whole = all_gather(logits, self.ctx.tp, dim=-1)
-            return whole[..., : self.vocab_size].transpose(0, 1)
-        if token_metrics is None:
-            return self._losses(logits, labels)
-        return self._losses_and_metrics(logits, labels, token_metrics)
+        if labels is not None:
+            return self.losses(logits, labels, token_metrics)
+        whole = all_gather(logits, self.ctx.tp, dim=-1)
+        return whole[..., : self.vocab_size].transpose(0, 1)
 
-    def _losses(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        correct: torch.Tensor | None = None,
-        unsmoothed: torch.Tensor | None = None,
+    def losses(
+        self, logits: torch.Tensor, labels: torch.Tensor, metrics: TokenMetrics | None = None
     ) -> torch.Tensor:
-        """Losses [b, s], in training with label smoothing; fills `correct` and `unsmoothed`
-        [s b]."""
-        return vocab_parallel_cross_entropy(
+        """Losses [b, s] of logits [s, b, padded vocabulary / tp], whose memory backward overwrites;
+        fills `metrics`."""
+        # Label smoothing is for training; evaluations are without.
+        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
+        names = () if metrics is None else metrics.names
+        correct = unsmoothed = None
+        if CORRECT in names:
+            correct = labels.new_empty(labels.numel(), dtype=torch.bool)
+        if UNSMOOTHED_LOSS in names and smoothing:
+            dtype = self.loss_dtype or torch.promote_types(logits.dtype, torch.float32)
+            unsmoothed = logits.new_empty(labels.numel(), dtype=dtype)
+        losses = vocab_parallel_cross_entropy(
             logits,
             labels,
             vocab_size=self.vocab_size,
             tp=self.ctx.tp,
             dtype=self.loss_dtype,
-            smoothing=self._smoothing(),
+            smoothing=smoothing,
             right=correct,
             plain=unsmoothed,
         )
-
-    def _losses_and_metrics(
-        self, logits: torch.Tensor, labels: torch.Tensor, names: Sequence[str]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Losses [b, s], and the values [b, s] of these `TOKEN_METRICS`."""
-        correct = unsmoothed = None
-        if CORRECT in names:
-            correct = labels.new_empty(labels.numel(), dtype=torch.bool)
-        if UNSMOOTHED_LOSS in names and self._smoothing():
-            dtype = self.loss_dtype or torch.promote_types(logits.dtype, torch.float32)
-            unsmoothed = logits.new_empty(labels.numel(), dtype=dtype)
-        losses = self._losses(logits, labels, correct, unsmoothed)
-        metrics = {}
+        if metrics is None:
+            return losses
+        metrics.values[UNSMOOTHED_LOSS] = losses.detach()
         for name, values in ((UNSMOOTHED_LOSS, unsmoothed), (CORRECT, correct)):
             if values is not None:
-                metrics[name] = values.view(logits.shape[:2]).t()
-            elif name in names:  # without label smoothing
-                metrics[name] = losses.detach()
-        return losses, metrics
-
-    def _smoothing(self) -> float:
-        """Label smoothing is for training; evaluations are without."""
-        return self.label_smoothing if torch.is_grad_enabled() else 0.0
+                metrics.values[name] = values.view(logits.shape[:2]).t()
+        return losses
 
     def _length(
         self,

@@ -24,6 +24,7 @@ from megatron.parallel.zigzag import my_chunks
 from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
+    from megatron.model.gpt import TokenMetrics
     from megatron.model.moe import RouterStep
 
 
@@ -35,8 +36,8 @@ class Batch:
     have the same; document_ids stay whole. `hidden` [s, b, h] comes from the pipeline stage before,
     if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the
     data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp].
-    `token_metrics` name what the model is to return of each token in addition to its loss.
-    `router_step`: with experts, what routers exchange with the step."""
+    `token_metrics`: what the model is to tell of each token besides its loss, where the step counts
+    it. `router_step`: with experts, what routers exchange with the step."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -46,8 +47,19 @@ class Batch:
     dropout_seeds: DropoutSeeds | None = None
     hidden: torch.Tensor | None = None
     subset_ids: torch.Tensor | None = None
-    token_metrics: tuple[str, ...] = ()
+    token_metrics: TokenMetrics | None = None
     router_step: RouterStep | None = None
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What a GPTModel takes besides tokens, positions and labels, by keyword."""
+        return {
+            "document_ids": self.document_ids,
+            "dropout_seeds": self.dropout_seeds,
+            "hidden": self.hidden,
+            "router_step": self.router_step,
+            "token_metrics": self.token_metrics,
+        }
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,6 @@ def make_batch(
     rules: BatchRules,
     device: torch.device,
     dropout_seeds: DropoutSeeds | None = None,
-    token_metrics: tuple[str, ...] = (),
 ) -> Batch:
     """Samples on the host -> Batch on the device.
 
@@ -164,7 +175,6 @@ def make_batch(
         document_ids,
         dropout_seeds,
         subset_ids=subset_ids,
-        token_metrics=token_metrics,
     )
 
 

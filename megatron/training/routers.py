@@ -35,8 +35,8 @@ def add(m: ModelConfig, sums: StepSums, step: RouterStep, layers: Sequence[int])
     for layer in layers:
         if layer not in step.sums:
             raise ValueError(
-                "this model has experts: forward_step must pass router_step=batch.router_step to "
-                "it [router-step-missing]"
+                "this model has experts: forward_step must pass **batch.extras to it "
+                "[extras-missing]"
             )
         rows[m.moe_layers.index(layer)] += step.sums.pop(layer)
 

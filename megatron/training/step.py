@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from megatron.model.gpt import GPTModel
+from megatron.model.gpt import GPTModel, TokenMetrics
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.random import DropoutSeeds
@@ -224,8 +224,9 @@ class MicroBatches:
         if self.iteration is not None:
             seed = run.config.training.seed
             seeds = DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)
-        token_metrics = tuple(name for counter in self.counters for name in counter.token_metrics)
-        batch = make_batch(samples, run.rules, run.runtime.device, seeds, token_metrics)
+        batch = make_batch(samples, run.rules, run.runtime.device, seeds)
+        if names := [name for counter in self.counters for name in counter.token_metrics]:
+            batch = replace(batch, token_metrics=TokenMetrics(names))
         if not run.config.model.num_experts:
             return batch
         from megatron.training import routers
@@ -236,13 +237,12 @@ class MicroBatches:
     def _add_loss(self, output: Losses, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch, after its numbers are added to the sums."""
         loss, tokens, *optional = output
-        metrics = optional[0] if optional else {}
         self.sums.loss += loss.detach()
         self.sums.tokens += tokens
         if optional:
-            self.sums.add_metrics(metrics, omit=batch.token_metrics)
+            self.sums.add_metrics(optional[0])
         for counter, slots in zip(self.counters, self.sums.counters, strict=True):
-            counter.add(slots, batch, metrics)
+            counter.add(slots, batch)
         return loss
 
 

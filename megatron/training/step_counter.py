@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +17,7 @@ class StepCounter:
     of `Run.counters`; a subclass overrides what it needs."""
 
     size = 0
-    # metrics of each token [b, s] that `forward_step` has to return for `add`
+    # TOKEN_METRICS that `add` reads in `batch.token_metrics`
     token_metrics: tuple[str, ...] = ()
     with_subset = False  # whether `MicroBatch.subset_ids` is needed
     # a function of a sample's number and array; the sum over a micro-batch is `MicroBatch.hash`
@@ -26,9 +26,9 @@ class StepCounter:
     def see(self, samples: MicroBatch) -> None:
         """A micro-batch was read on this rank; it is still on the host."""
 
-    def add(self, slots: torch.Tensor, batch: Batch, metrics: Mapping[str, Any]) -> None:
-        """The loss of a micro-batch was computed, on the last pipeline stage; `metrics` are those
-        of `forward_step`, `slots` [size] the sums of this step."""
+    def add(self, slots: torch.Tensor, batch: Batch) -> None:
+        """The loss of a micro-batch was computed, on the last pipeline stage; `slots` [size] are
+        the sums of this step."""
 
     def close(self, slots: torch.Tensor) -> None:
         """The micro-batches are over: complete this rank's `slots` [size], and forget them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,11 +57,9 @@ class StepSums:
         """The metrics that were added."""
         return tuple(sorted(self._metrics))
 
-    def add_metrics(self, metrics: Mapping[str, MetricValue], omit: Collection[str] = ()) -> None:
-        """Add those of a micro-batch, but for the names of `omit`."""
+    def add_metrics(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Add those of a micro-batch."""
         for name, value in metrics.items():
-            if name in omit:
-                continue
             if isinstance(value, torch.Tensor):
                 value = (value.detach().sum(dtype=torch.float64), value.numel())
             total, count = value if isinstance(value, tuple) else (value, 1)

@@ -28,7 +28,8 @@ def token_losses(
     for first in range(0, len(samples), micro_batch_size):
         rows = samples[first : first + micro_batch_size]
         batch = make_batch(MicroBatch.pack([sample_of(row) for row in rows]), rules, device)
-        losses = model(batch.tokens, batch.position_ids, batch.labels, batch.document_ids).float()
+        losses = model(batch.tokens, batch.position_ids, labels=batch.labels, **batch.extras)
+        losses = losses.float()
         if batch.loss_mask is not None:
             losses = losses.masked_fill(batch.loss_mask == 0, MASKED)
         yield from losses.cpu().numpy()

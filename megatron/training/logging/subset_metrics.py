@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -32,7 +31,7 @@ class SubsetMetrics(StepCounter):
     ) -> None:
         self.subsets = tuple(subsets)
         self.filled = FILLED if packed else ()
-        # what forward_step has to return of each token; with the number of tokens, the sums
+        # with the number of tokens, the sums
         self.token_metrics = TOKEN_METRICS if accuracy else (UNSMOOTHED_LOSS,)
         self.kinds = 1 + len(self.token_metrics)
         self.size = len(self.filled) + self.kinds * len(self.subsets)
@@ -47,25 +46,19 @@ class SubsetMetrics(StepCounter):
             row = positions[0]
             self._rows.append((int((row == 0).sum()), int(row.max()) + 1))
 
-    def add(
-        self,
-        slots: torch.Tensor,
-        batch: Batch,
-        metrics: Mapping[str, Any],
-    ) -> None:
-        """Add a micro-batch's losses, tokens and correct labels to those of its subsets. `metrics`
-        has the `token_metrics` by name, [b, s] each; all tokens of a row are of one subset,
-        `batch.subset_ids` [b, 1 or s]."""
-        assert batch.subset_ids is not None  # this class is there where subsets are counted
+    def add(self, slots: torch.Tensor, batch: Batch) -> None:
+        """Add a micro-batch's losses, tokens and correct labels to those of its subsets; all tokens
+        of a row are of one subset, `batch.subset_ids` [b, 1 or s]."""
+        # this class is there where subsets are counted
+        assert batch.subset_ids is not None and batch.token_metrics is not None
         mask = batch.loss_mask
-        missing = [name for name in self.token_metrics if name not in metrics]
-        if missing:
+        values = batch.token_metrics.values
+        if not values:
             raise ValueError(
-                f"--log-subsets, --packed-samples: forward_step returned no {', '.join(missing)}; "
-                "pass token_metrics=batch.token_metrics to the model and return its metrics "
-                "[token-metrics-missing]"
+                "--log-subsets, --packed-samples: the model told nothing of single tokens; "
+                "forward_step must pass **batch.extras to it [extras-missing]"
             )
-        losses, *correct = (metrics[name] for name in self.token_metrics)
+        losses, *correct = (values[name] for name in self.token_metrics)
         kinds = [losses, torch.ones_like(losses) if mask is None else mask, *correct]
         if mask is not None:
             kinds[::2] = [kind * mask for kind in kinds[::2]]

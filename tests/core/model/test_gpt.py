@@ -23,6 +23,7 @@ from tests.core.model.tiny import (
     tiny_model,
     tokens,
 )
+from tests.problems import raises
 
 LLAMA = dict(
     position_embedding_type="rope",
@@ -555,8 +556,18 @@ def test_stages_hold_global_layer_numbers_and_chain():
 
 
 def test_a_chunk_without_embedding_needs_hidden_states():
-    with pytest.raises(ValueError, match="forward_step must pass hidden=batch.hidden"):
+    with raises(ValueError, "extras-missing"):
         tiny_model(layers=range(1, 2))(tokens()[0])
+
+
+def test_an_attention_mask_is_refused():
+    """It would be ignored: attention is causal, inside documents where these are given."""
+    ids, labels = tokens()
+    model = tiny_model()
+    losses = model(ids, None, None, labels=labels)
+    assert torch.equal(losses, model(ids, labels=labels))
+    with raises(ValueError, "attention-mask-given", "document_ids"):
+        model(ids, None, torch.ones(2, 1, 16, 16, dtype=torch.bool), labels=labels)
 
 
 @pytest.mark.parametrize(

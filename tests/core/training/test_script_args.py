@@ -32,13 +32,7 @@ def own_loss(batch, model):
     """The loss times the script's flag; how often it was called is a metric."""
     args = get_args()
     args.calls = getattr(args, "calls", 0) + 1
-    losses, metrics = model(
-        batch.tokens,
-        batch.position_ids,
-        batch.labels,
-        dropout_seeds=batch.dropout_seeds,
-        token_metrics=batch.token_metrics,
-    )
+    losses = model(batch.tokens, batch.position_ids, labels=batch.labels, **batch.extras)
     return losses.sum() * args.loss_factor, losses.numel(), {"calls": float(args.calls)}
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from megatron.model.moe import RouterStep
 from megatron.training.agreement import Requests
+from megatron.training.batch import MicroBatch
+from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.run import Run, Veto
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
 from tests import problems
@@ -189,19 +191,30 @@ def test_a_nan_loss_is_found_on_the_last_stage():
     assert first == last and "iteration 7: the loss is nan (found on rank 1)" in first
 
 
+def without_extras(batch, model):
+    output = model(batch.tokens, labels=batch.labels)
+    return output if model.output_layer is None else (output.sum(), output.numel())
+
+
 def step_without_hidden(rank: int, world: int) -> None:
     run = make_run(rank, world, pipeline_model_parallel_size=2)
-    train_step(
-        run,
-        lambda batch, model: model(batch.tokens, labels=batch.labels),
-        micro_batches(samples(), 2),
-        1,
-    )
+    train_step(run, without_extras, micro_batches(samples(), 2), 1)
 
 
 def test_a_forward_step_that_forgets_the_stage_before_is_told():
-    with pytest.raises(RanksFailed, match="forward_step must pass hidden=batch.hidden"):
+    with pytest.raises(RanksFailed, match="extras-missing"):
         run_ranks(2, step_without_hidden)
+
+
+def test_a_forward_step_that_forgets_routers_or_subsets_is_told():
+    experts = make_run(num_experts=4, add_bias_linear=False)
+    subsets = make_run()
+    subsets.counters.append(SubsetMetrics(["a"], subsets.runtime.ctx, packed=False))
+    rows = torch.cat((samples(), torch.zeros(4, 1, dtype=torch.int64)), 1)  # the subset, last
+    of_subset = iter([MicroBatch(rows, subset=True)] * 2)
+    for run, batches in ((experts, micro_batches(samples(), 2)), (subsets, of_subset)):
+        with problems.raises(ValueError, "extras-missing"):
+            train_step(run, without_extras, batches, 1)
 
 
 def test_exhausted_data_says_what_to_do():

@@ -9,7 +9,7 @@ import torch
 
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
-from megatron.model.gpt import UNSMOOTHED_LOSS
+from megatron.model.gpt import UNSMOOTHED_LOSS, TokenMetrics
 from megatron.parallel.context import Axis
 from megatron.training.batch import BatchRules, load_samples, make_batch, training_samples
 from megatron.training.build import make_tokenizer, plan_run
@@ -84,7 +84,8 @@ def test_the_twelve_steps_of_the_demo_logs():
                     counts.see(lines)
                     batch = make_batch(lines, BatchRules(None), CPU)
                     losses = torch.full_like(batch.loss_mask, 2.0)
-                    counts.add(slots, batch, {UNSMOOTHED_LOSS: losses})
+                    told = TokenMetrics(counts.token_metrics, {UNSMOOTHED_LOSS: losses})
+                    counts.add(slots, replace(batch, token_metrics=told))
                 counts.close(slots)
                 total[: counts.size] += slots
         found = [counts.summed(1, total.tolist()[: counts.size]) for total in totals]
