@@ -195,13 +195,15 @@ def shards_of(tensors: Sequence[PendingTensor], limit: int) -> list[list[Pending
 
 
 def new_folder(path: Path) -> None:
-    """Raise ConversionError unless `path` can become a new folder: it must not be there yet."""
+    """Raise ConversionError unless `path` can become a new folder: it must not be there yet, and
+    nothing above it may be a file."""
     if path.exists():
         raise ConversionError(
             f"{path}: is there already; nothing is overwritten, give another place"
         )
-    if not path.parent.is_dir():
-        raise ConversionError(f"{path}: there is no directory {path.parent}; make it first")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConversionError(f"{path}: {above} is no directory; give another place")
 
 
 @contextmanager
@@ -209,6 +211,7 @@ def work_folder(target: Path, purpose: str, empty: bool = True) -> Iterator[Path
     """A folder next to `target`, which is removed at the end unless it was renamed; what a killed
     conversion to `target` left is removed first, if it shall be `empty`."""
     folder = target.with_name(f".{target.name}.{purpose}")
+    target.parent.mkdir(parents=True, exist_ok=True)
     if empty or not folder.is_dir() or folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
         DISK.make_directory(folder)

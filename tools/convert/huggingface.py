@@ -15,7 +15,7 @@ from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import template_for
-from tools.convert import hf_tokenizer
+from tools.convert import hf_tokenizer, model_card
 from tools.convert.config_keys import Keys
 from tools.convert.families import FAMILIES, config_for, fitting, notes_on, read_config
 from tools.convert.family_table import Family
@@ -258,9 +258,13 @@ def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = N
     config = config_for(family, ours.model, rows, base)
     dtype_name = str(dtype).removeprefix("torch.")
     config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype_name}
-    if ours.base_folder:
-        return AsHF(config, tensors, {file.name: file for file in side_files(ours.base_folder)})
-    return AsHF(config, tensors, _own_files(ours))
+    files = _files_of(ours.base_folder) if ours.base_folder else _own_files(ours)
+    card = {model_card.NAME: model_card.card(ours, config, tensors)}
+    return AsHF(config, tensors, {**files, **card})
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    return {file.name: file for file in side_files(folder)}
 
 
 def _family(ours: Ours, name: str | None, base: dict[str, Any]) -> Family:
@@ -283,7 +287,7 @@ def _copied_files(d: TokenizerConfig) -> dict[str, Path]:
     sources: dict[str, str | None] = {}
     if d.tokenizer == "HuggingFaceTokenizer" and d.tokenizer_model:
         path = Path(d.tokenizer_model)
-        return {file.name: file for file in side_files(path if path.is_dir() else path.parent)}
+        return _files_of(path if path.is_dir() else path.parent)
     if d.tokenizer == "GPT2BPETokenizer":
         sources = {"vocab.json": d.vocab_file, "merges.txt": d.merge_file}
     elif d.tokenizer in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):

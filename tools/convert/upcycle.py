@@ -105,6 +105,7 @@ def _tokenizer(ours: Ours) -> tuple[dict[str, Any] | None, list[Path]]:
     """(its flags, files to copy): those of an imported model are found among the copies."""
     data = ours.config.data
     flags = {field.name: getattr(data, field.name) for field in fields(TokenizerConfig)}
+    flags["tokenizer_type"] = data.tokenizer  # which flags may leave to the default of a run
     if ours.base_folder and flags["tokenizer_type"] != "NullTokenizer":
         return None, side_files(ours.base_folder)
     return {name: value for name, value in flags.items() if value is not None}, []

@@ -1,4 +1,4 @@
-"""The commands of README.md, of the pages for a start and of examples/ run as they are printed
+"""The commands of README.md, of the pages for users and of examples/ run as they are printed
 (walk.py says how)."""
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ import pytest
 from tests.campaigns.documents import walk
 from tests.forkrun import ROOT
 
+START_PAGE = "docs/getting_started.md"
+# The pages whose commands use what getting_started.md made, and the packages that they need.
+AFTER_START = {
+    "docs/data.md": ("tokenizers", "jinja2"),
+    "docs/serving.md": ("fastapi", "uvicorn", "openai"),
+    "docs/evaluation.md": ("lm_eval",),
+    "docs/convert.md": ("transformers",),
+}
 PAGES = [
     "README.md",
-    "docs/getting_started.md",
+    START_PAGE,
+    *AFTER_START,
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md")),
 ]
 START = """
@@ -38,25 +47,45 @@ def listed(page: list[walk.Block]) -> list[tuple[str, str]]:
     rows = []
     for block in page:
         said = "run elsewhere" if block.language == "sh" and block.elsewhere else "run"
-        if block.note or not block.language:
+        if block.note or block.language not in ("sh", "python"):
             said = f"{block.note}: {block.value}" if block.note else "output"
         rows.append((block.text.splitlines()[0], said))
     return rows
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run(page, tree):
-    blocks = walk.blocks((ROOT / page).read_text(encoding="utf-8"))
-    for first, said in listed(blocks):
-        print(f"{page}: {said:20} {first[:70]}")
-    shutil.rmtree(tree / ".venv", ignore_errors=True)
-    if "/" in page and not page.startswith("docs/getting"):
-        walk.make_environment(tree)  # README is read first
+def blocks_of(page: str) -> list[walk.Block]:
+    return walk.blocks((ROOT / page).read_text(encoding="utf-8"))
+
+
+def run(blocks: list[walk.Block], tree: Path) -> list[str]:
+    """What each block of a page printed."""
     code, printed = walk.run_page(blocks, tree)
     assert code == 0 and len(printed) == len(blocks), (
         f"{blocks[len(printed) - 1].text}\n{printed[-1]}"
     )
+    return printed
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.peers] if page in AFTER_START else [])
+        for page in PAGES
+    ],
+)
+def test_the_blocks_of_a_page_run(page, tree):
+    for package in AFTER_START.get(page, ()):
+        pytest.importorskip(package)
+    blocks = blocks_of(page)
+    for first, said in listed(blocks):
+        print(f"{page}: {said:20} {first[:70]}")
+    if page in AFTER_START and not (tree / "plays/huggingface").exists():
+        run(blocks_of(START_PAGE), tree)
+    shutil.rmtree(tree / ".venv", ignore_errors=True)
+    if page not in ("README.md", START_PAGE):
+        walk.make_environment(tree)  # README is read first
+    printed = run(blocks, tree)
     for before, block, said in zip(blocks, blocks[1:], printed, strict=False):
         if (
             before.language == "sh"
@@ -70,15 +99,24 @@ def test_the_blocks_of_a_page_run(page, tree):
 def test_few_blocks_are_not_run_and_each_for_a_reason():
     kept, left_out = 0, []
     for page in PAGES:
-        for block in walk.blocks((ROOT / page).read_text(encoding="utf-8")):
+        for block in blocks_of(page):
             kept += 1
             if block.note == "not run":
                 left_out.append((page, block.value))
     assert {reason for _, reason in left_out} <= set(walk.REASONS)
     assert not {"README.md", "docs/getting_started.md"} & {page for page, _ in left_out}
     assert len(left_out) <= 0.15 * kept
+    for page in PAGES:
+        assert walk.unseen((ROOT / page).read_text(encoding="utf-8")) == [], page
     for command, by in walk.ELSEWHERE.items():
         assert Path(command.split()[-1]).name in (ROOT / by).read_text(), f"{by}: {command}"
+
+
+@pytest.mark.parametrize(
+    "code", ["    python tools/serve.py runs/gpt", "```json\n{}\n```", "```bash\nmake test\n```"]
+)
+def test_code_that_no_walk_runs_is_noticed(code):
+    assert walk.unseen(f"{START}\n{code}\n") and not walk.unseen(START)
 
 
 @pytest.mark.campaign

@@ -1,11 +1,14 @@
 """The fenced blocks of a page, run in its order by one shell, in a fresh clone without an activated
 environment, as its reader would.
 
-Three things differ from what a reader types. `make` is a stand-in that makes `.venv` out of the
+Four things differ from what a reader types. `make` is a stand-in that makes `.venv` out of the
 packages of this interpreter. Numbers of iterations above 10 are divided by 40, an evaluation takes
-one batch, a batch two samples, and nothing is warmed up (SCALE). /tmp is a folder of the clone. A block without a language after a shell
-block is what that prints: its lines, but for their numbers, have to be printed. An HTML comment
-right before a block says what else it is: `<!-- not run: GPU -->`, or `<!-- file: NAME -->`.
+one batch, a batch two samples, and nothing is warmed up (SCALE). /tmp is a folder of the clone, and
+port 8000 a free one. Servers in the background end with the page.
+
+A block without a language after a shell block is what that prints: its lines, but for their numbers,
+have to be printed. `text` is a picture or a formula. An HTML comment right before a block says what
+else it is: `<!-- not run: GPU -->`, or `<!-- file: NAME -->`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +34,8 @@ BLOCK = re.compile(r"(?:^<!-- (not run|file): ([^\n]+) -->\n)?^```(\w*)\n(.*?)^`
 ELSEWHERE = {
     "make quickstart": ".ci/run",
     "make test": ".ci/run",
+    ".venv/bin/pip install lagent==0.2.4": "requirements/files.txt",
+    "examples/lagent/run.sh": "tests/campaigns/examples/test_lagent.py",
     "examples/auroragpt_skip/skip_two.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
     "examples/auroragpt_skip/spike.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
     "examples/moe/run.sh": "tests/campaigns/examples/test_moe.py",
@@ -52,7 +58,8 @@ if argv[0].endswith("pretrain_gpt.py") and "--dry-run" not in argv:
     for flag, value in zip(given, given[1:]):
         if flag[2:] in SCALED and value.isdigit() and int(value) > 10:
             argv += [flag, str(-(-int(value) // 40))]
-    argv += "--eval-iters 1 --lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 2".split()
+    argv += "--lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 2".split()
+    argv += [] if "--eval-iters 0" in " ".join(given) else ["--eval-iters", "1"]
 """
 MAKE = """#!/bin/sh
 [ -e .venv ] || exec "{python}" -m tests.campaigns.documents.walk "$PWD"
@@ -85,6 +92,14 @@ def elsewhere(line: str) -> str | None:
 
 def blocks(page: str) -> list[Block]:
     return [Block(*groups) for groups in BLOCK.findall(page)]
+
+
+def unseen(page: str) -> list[str]:
+    """What Markdown shows as code and no walk runs: indented lines, and blocks of other
+    languages."""
+    indented = re.findall(r"^ {4}.*", BLOCK.sub("", page), re.M)
+    known = ("sh", "python", "text", "")
+    return indented + [b.text for b in blocks(page) if b.language not in known and not b.note]
 
 
 def make_environment(folder: Path) -> None:
@@ -134,7 +149,7 @@ def clone(folder: Path) -> Path:
 
 def script(page: list[Block], tree: Path) -> str:
     """The shell blocks as one script, which prints a mark before each."""
-    lines = ["exec 2>&1", "set -e"]
+    lines = ["exec 2>&1 </dev/null", "set -e", "trap 'kill $(jobs -p) 2>/dev/null || :' EXIT"]
     for number, block in enumerate(page):
         lines.append(f"printf '\\n%s\\n' '{MARK.format(number)}'")
         if block.note == "file":
@@ -145,7 +160,10 @@ def script(page: list[Block], tree: Path) -> str:
             ]
         elif block.language == "python" and not block.note:
             lines.append(f"python - <<'END OF FILE'\n{block.text}END OF FILE")
-    return "\n".join(lines).replace("/tmp/", f"{tree.parent}/") + "\n"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    text = "\n".join(lines).replace("/tmp/", f"{tree.parent}/")
+    return re.sub(r"(:|--port )8000\b", rf"\g<1>{port}", text) + "\n"
 
 
 def run_page(page: list[Block], tree: Path) -> tuple[int, list[str]]:

@@ -28,9 +28,7 @@ IDS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(1
 def write_ours(folder, model, **flags) -> None:
     """A run directory with this model's weights at iteration 5; `flags` are those of the model."""
     values = vars(tiny_config(**flags))
-    more = dict(
-        tokenizer_type="NullTokenizer", vocab_size=VOCAB, make_vocab_size_divisible_by=VOCAB
-    )
+    more = dict(mock_data=True, vocab_size=VOCAB, make_vocab_size_divisible_by=VOCAB)
     slices = [
         TensorSlice(name, tuple(p.shape), p.dtype, whole(p.shape), p.detach())
         for name, p in model.named_parameters()
