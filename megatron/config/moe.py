@@ -155,6 +155,13 @@ class MoEConfig:
         "micro-batches of the iteration), sinkhorn (without a loss: in training, balanced "
         "selection; probabilities are a softmax over all experts, a sigmoid for top-1) or none",
     )
+    moe_router_force_load_balancing: bool = arg(
+        False,
+        needs="num_experts",
+        dump=False,
+        help="for benchmarks of evenly loaded experts: training selects them at random, whatever "
+        "the router computes, so that the weights are of no use",
+    )
     moe_input_jitter_eps: float | None = arg(
         None,
         minimum=0,
@@ -179,12 +186,12 @@ class MoEConfig:
         help="with --moe-expert-capacity-factor: an expert computes the tokens with its largest "
         "probabilities (probs) or the first ones (position)",
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = arg(
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = arg(
         "allgather",
         needs="expert_model_parallel_size",
         dump=False,
         help="expert parallelism: send all tokens to all expert-parallel ranks (allgather), or "
-        "each to those that have its experts (alltoall)",
+        "each to those that have its experts (alltoall; flex is read as alltoall)",
     )
     moe_aux_loss_coeff: tuple[float, ...] = arg(
         (0.0,),
@@ -207,6 +214,11 @@ class MoEConfig:
         help="log the losses, the entropy and the largest load of the router of each MoE layer to "
         "TensorBoard, Weights & Biases and --metrics-file",
     )
+
+    @property
+    def sends_to_experts(self) -> bool:
+        """With expert parallelism, goes each token to the ranks of its experts alone?"""
+        return self.moe_token_dispatcher_type != "allgather"
 
     @property
     def experts(self) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
-from megatron.kernels.dropout import jitter
+from megatron.kernels.dropout import jitter, seeded
 from megatron.kernels.grouped_linear import Copies, combine, dispatch, weighted_swiglu
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear_implementations import Gemms
@@ -72,6 +72,13 @@ class _AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=grad.device), None
+
+
+def random_logits(logits: torch.Tensor, seed: int) -> torch.Tensor:
+    """Normal random numbers in the place of logits [n, experts], which get their gradient: a pure
+    function of (seed, shape) on a kind of device."""
+    noise = torch.empty_like(logits).normal_(generator=seeded(logits.device, seed))
+    return noise + (logits - logits.detach())
 
 
 def top_experts(scores: torch.Tensor, model: ModelConfig) -> torch.Tensor:
@@ -197,6 +204,8 @@ class Router(nn.Module):
             x = jitter(x, self.model.moe_input_jitter_eps, seed)
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
+        if self.model.moe_router_force_load_balancing and step is not None and step.seeds:
+            logits = random_logits(logits, step.seeds.seed(self.number, "router", self.tp_part))
         if self.model.sinkhorn:
             probs, experts = self.balance(logits, sequences, training)
         else:
@@ -453,7 +462,7 @@ class MoELayer(nn.Module):
         self.own_tokens = ctx.sequence_parallel or ctx.tp.size == 1
         self.topk = model.moe_router_topk
         self.num_experts = model.experts
-        self.exchange = model.moe_token_dispatcher_type == "alltoall" and ctx.ep.size > 1
+        self.exchange = model.sends_to_experts and ctx.ep.size > 1
         self.router = Router(model, params.scope("router"), ctx, number)
         self.experts = Experts(model, params.scope("experts"), recompute_activation)
         self.shared_experts = (

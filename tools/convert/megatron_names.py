@@ -255,11 +255,10 @@ def flags_from(
     }
     if kind == "core":
         flags.pop("openai_gelu", None)  # megatron-core does not read it
+    flags.pop("moe_router_force_load_balancing", None)  # of benchmarks
     for name in ("moe_layer_freq", "no_rope_freq"):
         if isinstance(flags.get(name), list):
             flags[name] = str(flags[name])
-    if flags.get("moe_token_dispatcher_type") == "flex":
-        flags["moe_token_dispatcher_type"] = "alltoall"
     if flags.get("position_embedding_type", "rope") not in _POSITIONS:
         problems.append(_not_supported(source, "position_embedding_type", renamed))
     problems += [

@@ -49,11 +49,20 @@ def read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
             )
     if d.data_args_path is not None:
         lines = text_lines(d.data_args_path)
-        words = " ".join(lines).split() if isinstance(lines, list) else lines
+        words = blend_words(lines) if isinstance(lines, list) else lines
         blends.append((f"--data-args-path {d.data_args_path}", words))
     if d.per_split_data_args_path is not None:
         blends += _split_file(d.per_split_data_args_path)
     return blends
+
+
+def blend_words(lines: Sequence[str]) -> list[str]:
+    """What the lines of a file of weights and prefixes say. Where every line is `WEIGHT PREFIX
+    CORPUS`, as in AuroraGPT's lists, names of corpora are omitted, and the .bin of prefixes."""
+    rows = [line.split() for line in lines if line.strip()]
+    if rows and all(len(row) == 3 and as_number(row[0]) is not None for row in rows):
+        rows = [[weight, prefix.removesuffix(".bin")] for weight, prefix, _ in rows]
+    return [word for row in rows for word in row]
 
 
 def _split_file(path: str) -> list[tuple[str, list[str] | str]]:

@@ -39,6 +39,11 @@ def notes(f: Facts) -> Iterator[str]:
             f"{f.say('cp_comm_type')}: p2p is used (keys and values go round a ring while blocks "
             "are computed), with the same results [cp-comm-type-not-supported]"
         )
+    if f["expert_model_parallel_size"] > 1 and f["moe_token_dispatcher_type"] == "flex":
+        yield (
+            f"{f.say('moe_token_dispatcher_type')}: tokens are exchanged as with alltoall, with "
+            "the same results [moe-dispatcher-not-supported]"
+        )
     yield from ddp.notes(f.config.parallel, f.world_size)
 
 

@@ -61,6 +61,11 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
             "effect, and stop ends the run without a checkpoint [control-file-without-save]"
         )
+    if facts["moe_router_force_load_balancing"] and facts["num_experts"]:
+        lines.append(
+            "--moe-router-force-load-balancing: experts are selected at random, for benchmarks; "
+            "do not use the weights [experts-selected-at-random]"
+        )
     if _asks_for_layout(facts):
         from megatron.config.checks import layout
 

@@ -32,13 +32,6 @@ def length_and_batch(f: Facts) -> Iterator[str]:
                     f"{f.say(f'{stem}_{other_unit}')}: the run is counted by --train-{unit}; use "
                     f"--{stem.replace('_', '-')}-{unit} [schedule-in-other-unit-than-run]"
                 )
-        if f["train_iters"] is not None:
-            for name in ("rampup_batch_size", "step_batch_size_schedule"):
-                if f[name] is not None:
-                    yield (
-                        f"{f.say(name)}: changes the batch by samples; give --train-samples "
-                        "instead of --train-iters [batch-schedule-needs-train-samples]"
-                    )
     if f["lr_warmup_fraction"] is not None:
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if f[name]:

@@ -266,7 +266,6 @@ def build_batch_size_schedule(
     )
     if step_batch_size_schedule is not None:
         for flag, value in (
-            ("--global-batch-size", global_batch_size),
             ("--rampup-batch-size", rampup_batch_size),
             ("--rampup-micro-batches", rampup_micro_batches),
             ("--decrease-batch-size-if-needed", decrease_batch_size_if_needed or None),
@@ -277,6 +276,11 @@ def build_batch_size_schedule(
                     "sizes [flags-exclude-each-other]"
                 )
         steps = batch_ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
+        if global_batch_size not in (None, steps[-1][1]):
+            raise ValueError(
+                f"--global-batch-size {global_batch_size}: --step-batch-size-schedule ends with "
+                f"{steps[-1][1]}; give that, or omit the flag [flags-exclude-each-other]"
+            )
         return schedule(steps, flag="--step-batch-size-schedule", reach_target=True)
     size = micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
     if size < 1:

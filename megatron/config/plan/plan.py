@@ -97,8 +97,8 @@ class Plan:
 
     def scheduled_samples(self, first: int, last: int) -> int:
         """By how many samples iterations first..last move learning rate and weight decay: those
-        they consume, and with --rampup-micro-batches, which counts iterations, those of a full
-        batch each."""
+        they consume; where the run or the growth of its batch is counted in iterations, those of a
+        full batch each."""
         if self.by_iteration:
             return (last - first + 1) * self.batch.final_global_batch_size
         return self.consumed_samples(last) - self.consumed_samples(first - 1)
@@ -262,7 +262,11 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         train_iters=train_iters,
         targets=target_sizes(config, batch, train_iters),
         skips=skips,
-        by_iteration=config.training.rampup_micro_batches is not None,
+        by_iteration=not batch.is_constant
+        and (
+            config.training.train_iters is not None
+            or config.training.rampup_micro_batches is not None
+        ),
         split=split_string(config),
         layers_per_stage=layer_split(config),
         num_idle=count_idle(config.model, parameters),

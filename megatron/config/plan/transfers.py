@@ -230,7 +230,7 @@ def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
     if config.model.moe_shared_expert_intermediate_size:
         return [*_experts_forward(config, sizes), *_shared_again(config, sizes)]
     sent = [*_router(config, sizes), *_to_experts(config, sizes, False)]
-    if config.model.moe_token_dispatcher_type == "alltoall":
+    if config.model.sends_to_experts:
         back = _from_experts(config, sizes, False)
         return [*sent, *(t for t in back if t.axis == "ep")]
     return sent
@@ -299,7 +299,7 @@ def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
         sent = [Transfer(axis, operation, calls, nbytes)]
     else:
         sent = [Transfer("tp", "all-reduce", calls, nbytes)] if backward else []
-    if m.moe_token_dispatcher_type != "alltoall":
+    if not m.sends_to_experts:
         return [*sent, Transfer("ep", operation, calls, ep * nbytes)]
     if not backward:
         sent += [Transfer("ep", "all-gather", 1, ep * m.experts * IDS)]
@@ -312,7 +312,7 @@ def _from_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer
     ep = config.parallel.expert_model_parallel_size
     axis, whole, _, _ = _exchange(sizes)
     operation = "all-gather" if backward else "reduce-scatter"
-    if m.moe_token_dispatcher_type == "alltoall":
+    if m.sends_to_experts:
         sent = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * whole)]
     else:
         sent = [Transfer("ep", operation, 1, ep * whole)]

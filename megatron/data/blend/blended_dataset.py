@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron import log
+from megatron.config.checks.data_paths import blend_words
 from megatron.data.blend.splits import SPLITS, Blend, normalize
 from megatron.data.file_access import IndexArrays
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
@@ -83,8 +84,8 @@ def _as_float(word: str) -> float | None:
 
 
 def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
-    """A file with the items of --data-path, separated by white space."""
-    return parse_blend(_read(path, flag).split(), f"{flag} {path}")
+    """A file with the items of --data-path, as `blend_words` reads it."""
+    return parse_blend(blend_words(_read(path, flag).splitlines()), f"{flag} {path}")
 
 
 def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> list[Blend | None]:

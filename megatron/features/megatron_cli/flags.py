@@ -83,7 +83,8 @@ class ForeignFlag:
         only = f" (for {', '.join(map(str, self.only))}; other values are refused)" * bool(
             self.only
         )
-        return f"`{self.text.format('VALUE')}`{only}"
+        text = self.text.format("VALUE", samples="VALUE/--seq-length")
+        return f"`{text}`{only}"
 
 
 def _rows(table: str) -> Iterator[tuple[list[str], str, str]]:
@@ -216,18 +217,22 @@ def refused(typed: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def replaced(typed: Mapping[str, Any]) -> dict[str, list[str]]:
-    """{flag as typed: words that are read in its place} of the flags that another one replaces."""
+def replaced(typed: Mapping[str, Any], seq_length: int = 1) -> dict[str, list[str]]:
+    """{flag as typed: words that are read in its place} of the flags that another one replaces.
+    `seq_length`: the tokens of a sample."""
     found = {}
     for name, flag in FOREIGN.items():
         value = typed.get(name, flag.default)
         shown = flag.shown(value)
         if flag.verdict == READ_AS and shown and not flag.refuses(value):
-            found[shown] = shlex.split(flag.text.format(shlex.quote(str(value))))
+            samples = value // seq_length if flag.takes == "int" else None
+            found[shown] = shlex.split(flag.text.format(shlex.quote(str(value)), samples=samples))
     return found
 
 
-def accepted(typed: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]:
+def accepted(
+    typed: Mapping[str, Any], ignored: Sequence[str] = (), seq_length: int = 1
+) -> list[str]:
     """One paragraph about all typed flags that do nothing, or something else than in Megatron; []
     where there is none. `ignored`: flags as typed that only their family is known of."""
     said: dict[str, list[str]] = {NO_EFFECT: [], MORE: [], READ_AS: []}
@@ -239,7 +244,7 @@ def accepted(typed: Mapping[str, Any], ignored: Sequence[str] = ()) -> list[str]
         elif shown and flag.verdict == NO_EFFECT:
             said[NO_EFFECT].append(shown)
     said[NO_EFFECT] += ignored
-    said[READ_AS] = [f"{was} = {' '.join(now)}" for was, now in replaced(typed).items()]
+    said[READ_AS] = [f"{was} = {' '.join(now)}" for was, now in replaced(typed, seq_length).items()]
     parts = (
         ("ignored, the results are the same (reasons: docs/flags.md): ", ", ", NO_EFFECT),
         ("more precision or memory than requested: ", "; ", MORE),

@@ -76,10 +76,33 @@ def read_as(
     parser: Parser, typed: dict[str, Any], foreign: dict[str, Any], ignored: Sequence[str]
 ) -> ReadAs:
     """As `OtherFlags.read_as`."""
-    for words in compat.replaced(foreign).values():
+    foreign, too_long = _run_length(typed, foreign)
+    seq_length = max(1, typed.get("seq_length") or 1)
+    for words in compat.replaced(foreign, seq_length).values():
         typed = parse(parser, words).typed | typed
     typed, problems = _with_deepspeed(parser, typed, foreign.get("deepspeed_config"))
-    return ReadAs(typed, [*compat.refused(foreign), *problems], compat.accepted(foreign, ignored))
+    return ReadAs(
+        typed,
+        [*compat.refused(foreign), *too_long, *problems],
+        compat.accepted(foreign, ignored, seq_length),
+    )
+
+
+def _run_length(typed: dict[str, Any], foreign: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(`foreign` without a --train-tokens that another length of the run reaches first, problems):
+    in Megatron-DeepSpeed the run ends with the shorter one."""
+    tokens = foreign.get("train_tokens")
+    name = next((n for n in ("train_iters", "train_samples") if typed.get(n)), None)
+    if tokens is None or name is None:
+        return foreign, []
+    samples = typed[name] * (typed.get("global_batch_size", 0) if name == "train_iters" else 1)
+    if 0 < samples * typed.get("seq_length", 0) <= tokens:
+        return {n: value for n, value in foreign.items() if n != "train_tokens"}, []
+    flag = f"--{name.replace('_', '-')} {typed[name]}"
+    return foreign, [
+        f"--train-tokens {tokens} and {flag}: two lengths of the same run, of which the tokens may "
+        "be the shorter one; give only one of them [two-run-lengths]"
+    ]
 
 
 def _with_deepspeed(

@@ -10,8 +10,9 @@ flags below it:
 
 note     accepted: the numbers of the run are the same without it
 more     accepted: less precision or memory was requested than is used; REASON is what it costs
-read-as  the flags of REASON are read in its place ({} is its value), where they are not typed
-         themselves; of two rows the upper one counts
+read-as  the flags of REASON are read in its place ({} is its value, {samples} a value in tokens
+         divided by --seq-length), where they are not typed themselves; of two rows the upper one
+         counts
 refused  an error: ignoring it would train another model or lose data; REASON says what to use
 
 `dumped`: in January 2024's argument dump of Megatron also where it was not given.
@@ -208,6 +209,10 @@ abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
   use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
   moe_permute_fusion=False moe_router_fusion=False moe_shared_expert_overlap=False
   | &one
+moe_deepep_num_sms:int= moe_enable_deepep=False moe_flex_dispatcher_backend=deepep
+  moe_flex_dispatcher_num_sms:int= moe_hybridep_num_sms:int=
+  moe_hybridep_num_sms_preprocessing=108
+  | experts get their tokens by torch's all-to-all, with the same numbers
 moe_pad_expert_input_to_capacity=False
   | experts compute only the tokens they have, with the same numbers
 defer_embedding_wgrad_compute=False delay_wgrad_compute=False wgrad_deferral_limit=0
@@ -291,6 +296,11 @@ use_checkpoint_lr_scheduler=False | --use-checkpoint-opt_param-scheduler
 use_flash_attn_v1=False,--use-flash-attn-v1,--use-flash-attn-v2,--use-flash-attn-builder,
   --use-flash-attn-triton | --use-flash-attn
 zero_stage=0?1 | --use-distributed-optimizer
+ds_sequence_parallel_size=1 | --context-parallel-size {}
+data_file_list= | --data-args-path {}
+train_tokens:int= | --train-samples {samples}
+lr_decay_tokens:int= | --lr-decay-samples {samples}
+lr_warmup_tokens:int= | --lr-warmup-samples {samples}
 
 [refused]
 hybrid_context_parallel=False dynamic_context_parallel=False max_seqlen_per_dp_cp_rank:int=
@@ -337,7 +347,7 @@ patch_tokenizer_type= extra_vocab_size:int=
   | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH, or --vocab-size
 reweight_loss_based_on_position_frequency=False loss_on_targets_only=False
   | every token has the same weight in the loss; omit the flag
-ds_sequence_parallel_size=1 force_ds_sequence_parallel=False | use --context-parallel-size
+force_ds_sequence_parallel=False | use --context-parallel-size
 pp_partition_method= | &ends
 data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_strategy=no_shard
   use_megatron_fsdp=False use_torch_fsdp2=False | &sharding
@@ -360,12 +370,10 @@ first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_
 dataloader_inter_document_masking=False | use --reset-attention-mask and --reset-position-ids
 fim_data=False | samples are plain left-to-right text; omit the flag
 object_storage_cache_path= | data are read from files; copy them to a disk first
-data_file_list= train_weighted_split_paths:list= valid_weighted_split_paths:list=
+train_weighted_split_paths:list= valid_weighted_split_paths:list=
   test_weighted_split_paths:list= train_weighted_split_paths_path=
   valid_weighted_split_paths_path= test_weighted_split_paths_path=
   | use --data-args-path FILE, a file of `weight prefix` pairs
-train_tokens= lr_decay_tokens= lr_warmup_tokens=
-  | use --train-samples, --lr-decay-samples, --lr-warmup-samples: tokens divided by --seq-length
 tokenizer_file= tokenizer_name_or_path=
   | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH
 padded_vocab_size= pad_vocab_size_to= | use --make-vocab-size-divisible-by

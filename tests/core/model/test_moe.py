@@ -11,7 +11,7 @@ from megatron.kernels import grouped_linear as kernels
 from megatron.kernels.dropout import jitter
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
 from megatron.model.layer import Recompute
-from megatron.model.moe import RouterStep
+from megatron.model.moe import RouterStep, random_logits
 from megatron.parallel.random import DropoutSeeds
 from tests.core.model.tiny import tiny_config, tiny_model, tokens
 
@@ -107,6 +107,24 @@ def test_input_jitter_is_a_function_of_the_seed():
     factors = jitter(torch.ones(10000, dtype=torch.float64), 0.2, 7)
     assert 0.8 <= factors.min() < 0.801 and 1.199 < factors.max() <= 1.2
     assert abs(factors.mean() - 1) < 0.005
+
+
+def test_random_selection_loads_experts_evenly():
+    """In training alone; logits get the gradient of the random numbers in their place."""
+    flags = {**FLAGS, "num_experts": 8, "moe_router_force_load_balancing": True}
+    router = tiny_model(**flags).decoder.layers["1"].mlp.router
+    x = torch.randn(1, 1, 32, dtype=router.weight.dtype).expand(4000, 1, 32)
+    probs, experts = router(x, RouterStep(None, 1.0, seeds=DropoutSeeds(3, 1, 0)))
+    shares = torch.bincount(experts.flatten(), minlength=8) / experts.numel()
+    assert (shares - 1 / 8).abs().max() < 0.02
+    assert torch.equal(experts, router(x, RouterStep(None, 1.0, seeds=DropoutSeeds(3, 1, 0)))[1])
+    assert (router(x)[1] == router(x)[1][0]).all()
+    logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    noise = random_logits(logits, 7)
+    noise.backward(torch.arange(40.0, dtype=torch.float64).view(5, 8))
+    assert torch.equal(logits.grad, torch.arange(40.0, dtype=torch.float64).view(5, 8))
+    again = random_logits(torch.zeros(5, 8, dtype=torch.float64), 7)
+    torch.testing.assert_close(noise.detach(), again)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7], [0, 0, 0]])

@@ -228,6 +228,26 @@ def test_batches_that_grow(text, tmp_path, flags, sizes):
     same_tensors(resumed.tensors(), straight.tensors())
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rampup-batch-size", "2", "2", "12"],
+        ["--step-batch-size-schedule", "0:2 0.000000128B:4 0.000000256B:8"],
+    ],
+)
+def test_a_growing_batch_in_a_run_of_iterations(text, tmp_path, flags):
+    """The learning rate follows the iterations: it is that of a run with a constant batch."""
+    more = ["--micro-batch-size", "2", "--lr-decay-style", "cosine"]
+    grows = run(text, tmp_path / "a", 6, *more, *flags)
+    constant = run(text, tmp_path / "b", 6, *more)
+    assert grows.series("learning_rate") == constant.series("learning_rate")
+    sizes = [row["global_batch_size"] for row in grows.rows]
+    assert sizes[0] == 2 and sizes[-1] == 8 and len(sizes) == 6
+    assert grows.rows[-1]["consumed_samples"] == sum(sizes)
+    run(text, tmp_path / "c", 6, *more, *flags, "--exit-interval", "3")
+    assert run(text, tmp_path / "c", 6, *more, *flags).series(*EXACT) == grows.series(*EXACT)
+
+
 def test_train_samples(text, tmp_path):
     """The length in samples: the same run as its length in iterations."""
     words = without(argv(text, tmp_path / "a", None, "--train-samples", "48"), "--lr-warmup-iters")

@@ -10,6 +10,8 @@ import pytest
 
 from megatron.arguments import flags_of, parse
 from megatron.config import command_line
+from megatron.config.checks.data_paths import blend_words
+from megatron.data.build import read_blends
 from megatron.features.megatron_cli import flags as megatron_flags
 from megatron.features.megatron_cli.flags import (
     FOREIGN,
@@ -167,7 +169,6 @@ def test_values_that_happen_here_anyway_are_silent(name, value):
         (["--warmup", "0.01"], "--lr-warmup-fraction"),
         (["--zero-stage", "2"], "--zero-stage 1"),
         (["--train-iters-to-skip", "3"], "--iterations-to-skip"),
-        (["--train-tokens", "3"], "--train-samples"),
         (["--topk", "8"], "mixture-of-experts"),
     ],
 )
@@ -257,6 +258,11 @@ BASE = (
         ("--normalization rmsnorm", "--normalization RMSNorm"),
         ("--most-recent-k 3 --save s --save-interval 5", "--keep-last 3"),
         (
+            "--ds-sequence-parallel-size 2 --world-size 2",
+            "--context-parallel-size 2 --world-size 2",
+        ),
+        ("--train-tokens 32 --global-batch-size 1", "--global-batch-size 1"),
+        (
             "--no-weight-decay-cond-type qwen3_next --qk-layernorm",
             "--apply-wd-to-qk-layernorm --qk-layernorm",
         ),
@@ -269,6 +275,29 @@ def test_what_is_read_in_place_of_another_flag(typed, expected):
         [*BASE.split(), *expected.split(), *kept.split(), "--dry-run"], {}, tree=RunConfig
     )
     assert got == want.config
+
+
+def test_tokens_are_whole_samples(capsys):
+    """A run's length and its schedule in tokens; a length that another one may exceed is refused."""
+    tokens = "--train-tokens 87 --lr-decay-tokens 64 --lr-warmup-tokens 17 --dry-run".split()
+    samples = "--train-samples 10 --lr-decay-samples 8 --lr-warmup-samples 2 --dry-run".split()
+    base = BASE.replace("--train-iters 4", "").split()
+    got, want = (
+        command_line.read([*base, *words], {}, tree=RunConfig) for words in (tokens, samples)
+    )
+    assert got.config == want.config
+    for words in ("--train-tokens 31 --global-batch-size 1", "--train-tokens 32"):
+        with pytest.raises(SystemExit):
+            command_line.read([*BASE.split(), *words.split(), "--dry-run"], {}, tree=RunConfig)
+        assert "[two-run-lengths]" in capsys.readouterr().err
+
+
+def test_a_list_of_auroragpt_is_a_file_of_weights_and_prefixes(tmp_path):
+    (tmp_path / "list.txt").write_text("0.25 /data/a_text arxiv\n\n0.75 /data/b_text.bin books\n")
+    base = BASE.replace("--mock-data", f"--data-file-list {tmp_path}/list.txt").split()
+    read = command_line.read([*base, "--dry-run"], {}, tree=RunConfig).config
+    assert read_blends(read.data) == (["/data/a_text", "/data/b_text"], [0.25, 0.75])
+    assert blend_words(["0.25 a 0.75", "b"]) == ["0.25", "a", "0.75", "b"]
 
 
 SWITCHED_OFF = [

@@ -69,7 +69,8 @@ def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
     if foreign.refuses(value):
         return "refused", ""
     if foreign.verdict == megatron_flags.READ_AS:
-        return "differs", f"read as {' '.join(megatron_flags.replaced(parsed.typed)[given])}"
+        words = foreign.text.format(value, samples=f"{value}/--seq-length")
+        return "differs", f"read as {words}"
     if foreign.verdict == megatron_flags.MORE:
         return "differs", f"more than requested: {foreign.text}"
     return "no effect", foreign.text

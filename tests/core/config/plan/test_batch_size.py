@@ -256,7 +256,7 @@ FULL = {"global_batch_size": 64}
             "--global-batch-size",
         ),
         (
-            {"step_batch_size_schedule": "0:8", "global_batch_size": 8},
+            {"step_batch_size_schedule": "0:8", "global_batch_size": 16},
             "flags-exclude-each-other",
             "--global-batch-size",
         ),
