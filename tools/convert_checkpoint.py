@@ -30,6 +30,7 @@ from megatron import threads
 threads.set_waiting()
 from megatron.arguments import arg
 from megatron.config.checkpoint import is_url
+from megatron.config.tokenizer import TOKENIZER_FILES
 from tools.convert.options import (
     Answer,
     family_names,
@@ -109,6 +110,15 @@ class HFExport:
         parse=size,
         help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)",
     )
+    tokenizer_type: str | None = arg(
+        None,
+        choices=tuple(TOKENIZER_FILES),
+        help="tokenizer of a model that was trained on ids alone (NullTokenizer), as from a config "
+        "of InternLM",
+    )
+    tokenizer_model: str | None = arg(
+        None, metavar="FILE", help="with --tokenizer-type: its model file"
+    )
     chat_template: str | None = arg(
         None,
         metavar="NAME|FILE",
@@ -134,6 +144,11 @@ class HFExport:
             family=self.family,
             vocab_size=self.vocab_size,
             chat_template=self.chat_template,
+            tokenizer={
+                name: value
+                for name in ("tokenizer_type", "tokenizer_model")
+                if (value := getattr(self, name))
+            },
             shard_bytes=self.max_shard_size,
             check=None
             if self.unverified

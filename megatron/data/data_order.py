@@ -84,6 +84,12 @@ def data_order_differences(
     return lines
 
 
+def only_amount_of_validation(line: str) -> bool:
+    """Does this difference of `data_order_differences` say only how much validation data is read?
+    They are not trained on, so that none is repeated or lost."""
+    return line.startswith("valid.") and line.endswith(f"({AMOUNTS})")
+
+
 def _differences(key: str, before: Any, after: Any, remedy: str) -> list[str]:
     remedy = ORDER_REMEDIES.get(key.rsplit(".", 1)[-1], remedy)
     if isinstance(before, dict) and isinstance(after, dict):

@@ -15,7 +15,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.plan import padded_vocab_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import Tokenizer
+from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
 from megatron.device import choose_device, device_notes
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
@@ -49,7 +49,8 @@ def open_trained_model(
     that `path` is).
 
     Flags come from the checkpoint's args file, the vocabulary from the files it names unless
-    `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others. With `tensor_parallel`
+    `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others; for a model of numbers,
+    which knows of no tokenizer, also tokenizer_type. With `tensor_parallel`
     above 1 so many ranks of one launcher call this together and each loads its part; the checkpoint
     may have any layout. Raises ValueError or CheckpointError saying what to do.
     """
@@ -62,15 +63,18 @@ def open_trained_model(
     saved = saved_config(found)
     config = replace(
         saved,
-        data=replace(saved.data, **(tokenizer_files or {})),
+        data=with_tokenizer(saved.data, tokenizer_files or {}),
         parallel=ParallelConfig(tensor_model_parallel_size=tensor_parallel),
         precision=PrecisionConfig(),
     )
     tokenizer = make_tokenizer(config)
-    _check_tokenizer(found.state.data.get("tokenizer"), tokenizer, str(found.directory))
-    padded = padded_vocab_size(
-        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, tensor_parallel
-    )
+    rows = tokenizer.vocab_size
+    if config.data.tokenizer == saved.data.tokenizer:
+        _check_tokenizer(found.state.data.get("tokenizer"), tokenizer, str(found.directory))
+    else:
+        rows = saved.data.vocab_size or 0
+        check_ids(rows, tokenizer, path)
+    padded = padded_vocab_size(rows, config.model.make_vocab_size_divisible_by, tensor_parallel)
     ctx, place = _grid(config, device)
     model = GPTModel(
         config.model, config.precision, ctx, padded, tokenizer.vocab_size, torch.float32, place
@@ -84,7 +88,7 @@ def open_trained_model(
                 sharding.name,
                 sharding,
                 local_box(sharding, model.ctx),
-                tokenizer.vocab_size,
+                rows,
             )
         reader.wait()
     return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))

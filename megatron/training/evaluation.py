@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron import log
@@ -123,9 +124,11 @@ class Evaluation(Hook):
         if full or number not in self._valid_samples:
             first = 0 if full or t.skip_train else run.progress.consumed_valid_samples
             samples = Samples(self._data.valid[number], run.plan.vocab_size)
+            # resumed with other --eval-iters, a run may come to their end, and begins again
+            starts = itertools.chain([first], () if full else itertools.repeat(0))
             self._valid_samples[number] = load_samples(
                 samples,
-                evaluation_samples(sampler, first),
+                itertools.chain.from_iterable(evaluation_samples(sampler, n) for n in starts),
                 run.config.data.num_workers,
             )
         left = sampler.micro_batches_left(0)

@@ -15,8 +15,9 @@ import pytest
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.inference.generate import load_model
 from megatron.inference.load_model import open_trained_model
-from tests.core.data.vocabularies import write_tiktoken
+from tests.core.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.load_tool import exit_code, load_tool
+from tests.problems import assert_problem
 from tests.runs import train, with_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +172,33 @@ def test_the_vocabulary_is_that_of_the_training_flags(tmp_path, talk):
         str(tmp_path / "run"), None, {"tokenizer_model": str(there)}, "cpu"
     )
     assert trained.tokenizer.tokenize("aBa") == [264, ord("a") + 8]
+
+
+def test_a_model_of_ids_speaks_with_the_tokenizer_of_its_data(tmp_path, talk):
+    """As from a config of InternLM, which names no tokenizer; the vocabulary may be larger."""
+    model = write_sentencepiece(tmp_path)
+    flags = with_flags(TRAIN, "--vocab-size", "320", "--swiglu", "--disable-bias-linear")
+    flags += "--normalization RMSNorm --position-embedding-type rope".split()
+    flags += ["--untie-embeddings-and-output-weights", "--ffn-hidden-size", "64"]
+    run = tmp_path / "run"
+    train(tmp_path / "log", [*flags, "--save", str(run)])
+    named = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", model]
+    code, text, errors = talk(run, "the quick fox", *named, "--max-new-tokens", 3)
+    assert code == 0 and text.startswith("the quick fox"), errors
+    for words in (named[2:], ["--tokenizer-type", "GPT2BPETokenizer", *named[2:]]):
+        code, _, errors = talk(run, "the", *words)
+        assert code == 1
+        assert_problem(errors.strip(), "tokenizer-not-that-of-training", "--tokenizer-model")
+    small = tmp_path / "small"
+    train(tmp_path / "log2", [*with_flags(flags, "--vocab-size", "50"), "--save", str(small)])
+    code, _, errors = talk(small, "the", *named)
+    assert code == 1 and "[tokenizer-not-that-of-training]" in errors
+    convert = load_tool("convert_checkpoint")
+    more = ["--family", "llama", "--unverified"]
+    assert exit_code(convert.main, "hf-export", run, tmp_path / "hf", *named, *more) == 0
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos")] == [1, 2]
+    assert config["vocab_size"] == 320 and (tmp_path / "hf/tokenizer.model").is_file()
 
 
 def test_bytes_are_tokenized_trained_and_generated_without_a_vocabulary_file(tmp_path, talk):

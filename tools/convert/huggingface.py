@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -303,13 +304,14 @@ def hf_export(
     family: str | None = None,
     vocab_size: int | None = None,
     chat_template: str | None = None,
+    tokenizer: Mapping[str, Any] = MappingProxyType({}),
     shard_bytes: int,
     check: Callable[[AsHF, ModelConfig], None] | None = None,
 ) -> str:
     """Write a Hugging Face folder of a checkpoint of ours, unless `check` raises. Returns what to
     say of it."""
     new_target(target)
-    with Ours(source, step) as ours:
+    with Ours(source, step, tokenizer) as ours:
         model = as_hf(ours, family, vocab_size)
         if chat_template:
             template = template_for(ours.tokenizer(), chat_template, None)

@@ -7,9 +7,10 @@ import contextlib
 import hashlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,12 @@ from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import EXPERT_BIAS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.data.tokenizers.build import (
+    Tokenizer,
+    check_ids,
+    tokenizer_from,
+    with_tokenizer,
+)
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
@@ -48,7 +54,13 @@ class Ours:
     """An open checkpoint: architecture, and the weights without the vocabulary's padding. A context
     manager."""
 
-    def __init__(self, path: Path | str, step: int | None = None):
+    def __init__(
+        self,
+        path: Path | str,
+        step: int | None = None,
+        tokenizer: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        """`tokenizer`: flags of the tokenizer of a model that was trained on ids alone."""
         checkpoint = store.load(path, step)
         if checkpoint is None:
             raise ConversionError(
@@ -57,6 +69,10 @@ class Ours:
             )
         self.found: Checkpoint = checkpoint
         self.config: Config = saved_config(checkpoint, RunConfig)
+        self.rows = self.config.data.vocab_size if tokenizer else None
+        if tokenizer:
+            data = with_tokenizer(self.config.data, tokenizer)
+            self.config = replace(self.config, data=data)
         self.reader: Reader = checkpoint.reader()
 
     @property
@@ -88,7 +104,7 @@ class Ours:
     def vocab_size(self, given: int | None = None) -> int:
         """Rows of the vocabulary that count: as given, else the imported model's, else those of the
         tokenizer."""
-        rows = given or self.base.get("vocab_size") or self.tokenizer().vocab_size
+        rows = given or self.rows or self.base.get("vocab_size") or self.tokenizer().vocab_size
         stored = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
         if rows > stored:
             raise ConversionError(
@@ -101,12 +117,18 @@ class Ours:
         """The tokenizer. Raises ConversionError where its files are not on this machine."""
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                return make_tokenizer(self.config)
+                tokenizer = make_tokenizer(self.config)
         except ValueError as error:
             raise ConversionError(
                 f"{error}\n{self.found.directory}: its tokenizer says how many rows of the "
                 "vocabulary are no padding; give --vocab-size N instead"
             ) from None
+        if self.rows:
+            check_ids(self.rows, tokenizer, self.found.directory)
+        data = self.config.data
+        if data.tokenizer == "NullTokenizer" and data.packed_samples:
+            tokenizer.eod = None  # which id ends a sample only the tokenizer of its text knows
+        return tokenizer
 
     def special_ids(self) -> dict[str, int | None]:
         """config.json's ids of special pieces; none where the tokenizer is not on this machine."""

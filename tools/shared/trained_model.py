@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.arguments import arg
+from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.inference.generate import checkpoint_problem, load_model
 
 if TYPE_CHECKING:
     from megatron.inference.load_model import TrainedModel
 
+FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
 FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
@@ -25,6 +27,12 @@ class ModelOptions:
         place="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
     )
     ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
+    tokenizer_type: str | None = arg(
+        None,
+        choices=tuple(TOKENIZER_FILES),
+        help="tokenizer of a model that was trained on ids alone (NullTokenizer), as from a config "
+        "of InternLM",
+    )
     vocab_file: str | None = arg(
         None, metavar="FILE", help="vocab.json (default: the path of training)"
     )
@@ -50,7 +58,7 @@ class ModelOptions:
 
     def open(self, tensor_parallel: int = 1) -> TrainedModel:
         """Load it, with a line on stderr about what was loaded. Raises as load_model."""
-        files = {name: path for name in FILES if (path := getattr(self, name))}
+        files = {name: path for name in FLAGS if (path := getattr(self, name))}
         model = load_model(self.checkpoint, self.ckpt_step, files, self.device, tensor_parallel)
         trained = model.trained
         print(f"loaded {trained.directory} (iteration {trained.iteration})", file=sys.stderr)

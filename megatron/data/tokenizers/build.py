@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,8 +19,11 @@ __all__ = [
     "NullTokenizer",
     "Tokenizer",
     "build_tokenizer",
+    "check_ids",
     "tokenizer_from",
+    "with_tokenizer",
 ]
+DataT = TypeVar("DataT", bound=TokenizerConfig)
 
 
 class ByteTokenizer(Tokenizer):
@@ -90,6 +94,38 @@ def tokenizer_from(config: TokenizerConfig) -> Tokenizer:
             "added later) [vocab-size-not-that-of-tokenizer]"
         )
     return tokenizer
+
+
+def with_tokenizer(data: DataT, given: Mapping[str, Any]) -> DataT:
+    """`data` of a run with the tokenizer flags `given`. A run of NullTokenizer, on ids alone, takes
+    any type; every other one only other files. Raises ValueError."""
+    trained = data.tokenizer
+    kind = given.get("tokenizer_type", trained)
+    if trained not in (kind, "NullTokenizer"):
+        raise ValueError(
+            f"--tokenizer-type {kind}: the model was trained with {trained}; omit the flag "
+            "[tokenizer-not-that-of-training]"
+        )
+    needed = [name for name, _ in TOKENIZER_FILES.get(kind, ())]
+    for name, value in given.items():
+        if name != "tokenizer_type" and name not in needed:
+            add = ", or add --tokenizer-type" if trained == "NullTokenizer" else ""
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value}: {kind} reads no such file; omit it{add} "
+                "[tokenizer-not-that-of-training]"
+            )
+    if kind != trained and kind != "TikTokenizer":
+        given = {**given, "vocab_size": None}
+    return replace(data, **given)
+
+
+def check_ids(rows: int, tokenizer: Tokenizer, directory: object) -> None:
+    """Raise ValueError where a model of `rows` ids has not all of the tokenizer."""
+    if tokenizer.vocab_size > rows:
+        raise ValueError(
+            f"{directory}: the model has {rows} ids, the tokenizer {tokenizer.vocab_size}; give "
+            "the one that its data were made with [tokenizer-not-that-of-training]"
+        )
 
 
 def _make(config: TokenizerConfig) -> Tokenizer:

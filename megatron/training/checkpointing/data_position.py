@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron import log
-from megatron.data.data_order import data_order_differences
+from megatron.data.data_order import data_order_differences, only_amount_of_validation
 from megatron.training.run import Run
 
 
@@ -20,7 +20,8 @@ def check_data_order(run: Run, order: dict[str, Any]) -> None:
     if not changed:
         return
     text = "; ".join(changed)
-    if not run.config.data.allow_data_order_change:
+    allowed = run.config.data.allow_data_order_change
+    if not allowed and not all(map(only_amount_of_validation, changed)):
         mix = ", --continue-data-mix to continue with another mix" * (
             run.config.data.data_order == "epoch"
         )

@@ -248,6 +248,16 @@ def test_a_growing_batch_in_a_run_of_iterations(text, tmp_path, flags):
     assert run(text, tmp_path / "c", 6, *more, *flags).series(*EXACT) == grows.series(*EXACT)
 
 
+def test_a_resume_with_other_eval_iters(text, tmp_path):
+    """It goes on, with a warning: validation data are not trained on. Used up, they begin again."""
+    often = ["--eval-interval", "1", "--exit-interval", "3"]
+    first = run(text, tmp_path / "run", 6, *often, "--eval-iters", "40")
+    assert len(evaluated(first)) == 3
+    more = run(text, tmp_path / "run", 6, *often[:2], "--eval-iters", "1")
+    assert [row["iteration"] for row in more.rows] == [1, 2, 3, 4, 5, 6]
+    assert [number for _, number in evaluated(more)][:3] == [4, 5, 6]
+
+
 def test_train_samples(text, tmp_path):
     """The length in samples: the same run as its length in iterations."""
     words = without(argv(text, tmp_path / "a", None, "--train-samples", "48"), "--lr-warmup-iters")
