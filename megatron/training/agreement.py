@@ -5,25 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from signal import Signals
-from typing import NamedTuple
 
 import torch
 
+from megatron.training.result import Requests
 from megatron.training.run import Run
-
-
-class Requests(NamedTuple):
-    """What this rank requests or reports, 0 or 1 each; summed over ranks, the number of ranks that
-    do.
-
-    For another request, add a field here and return it from a hook (hook.py).
-    """
-
-    signal: int = 0  # has received the signal that ends the run
-    time_up: int = 0  # --exit-duration-in-mins is over
-    save_now: int = 0  # --control-file requests a checkpoint (rank 0)
-    stop_now: int = 0  # --control-file requests a checkpoint and the end of the run (rank 0)
-    written: int = 0  # has written its part of the asynchronous save, or failed to
 
 
 class Agreement:

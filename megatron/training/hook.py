@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megatron.training.agreement import Requests
-from megatron.training.logging.iteration import IterationResult
-from megatron.training.step import StepOutcome
+from megatron.training.result import IterationResult, Requests
 
-Step = Callable[..., StepOutcome]  # called as `training.step.train_step`
+Step = Callable[..., IterationResult]  # called as `training.step.train_step`
 
 
 class Hook:
@@ -40,9 +38,9 @@ class Hook:
         """What this rank requests after `iteration`; counted over all ranks."""
 
     def after_step(self, result: IterationResult) -> None:
-        """An iteration was trained. A hook may complete `result` for the hooks after it, or set the
-        run back to an earlier iteration: then `on_rollback` follows and the rest of the iteration
-        is omitted."""
+        """An iteration was trained. A hook may add to its `columns` and `points`, or set the run
+        back to an earlier iteration: then `on_rollback` follows and the rest of the iteration is
+        omitted."""
 
     def after_skip(self, first: int, result: IterationResult) -> None:
         """The iterations from `first` to `result.iteration` were skipped."""

@@ -7,11 +7,10 @@ import gc
 from collections.abc import Sequence
 
 from megatron.config.training import TrainingConfig
-from megatron.training.agreement import Requests
 from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping

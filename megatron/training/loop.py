@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 
 from megatron import log
 from megatron.data.samples import Samples
-from megatron.training.agreement import Agreement, Requests
+from megatron.training.agreement import Agreement
 from megatron.training.batch import MicroBatch, load_samples, training_samples
 from megatron.training.build_data import Data, subset_counters
 from megatron.training.evaluation import Evaluation
@@ -15,8 +16,8 @@ from megatron.training.feature import Loop, features_of
 from megatron.training.hook import Hook, placed
 from megatron.training.hooks import build_hooks
 from megatron.training.launch.signals import Refusal
-from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.result import Requests
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip import Skipping
@@ -122,38 +123,14 @@ class Trainer:
         run = self.run
         for hook in self.hooks:
             hook.before_step(iteration)
-        outcome = self.step(
-            run, self.forward_step, samples, iteration, lambda: self._requests(iteration)
+        result = run.advance(
+            self.step(run, self.forward_step, samples, iteration, lambda: self._requests(iteration))
         )
-        size = run.plan.global_batch_size(iteration)
-        run.progress.iteration = iteration
-        run.progress.consumed_train_samples += size
-        run.scheduler.after_iteration(
-            run.plan.scheduled_samples(iteration, iteration), overflow=outcome.skipped == "overflow"
-        )
-        result = IterationResult(
-            iteration,
-            size,
-            run.progress.consumed_train_samples,
-            run.optimizer.param_groups[0]["lr"],
-            run.optimizer.loss_scale,
-            outcome.seconds,
-            outcome.loss,
-            outcome.grad_norm,
-            outcome.num_zeros,
-            run.optimizer.params_norm() if run.config.logging.log_params_norm else None,
-            outcome.skipped,
-            reason=outcome.reason,
-            packed=outcome.counts or None,
-            metrics=outcome.metrics,
-            fwd_bwd_seconds=outcome.fwd_bwd_seconds,
-            adam_beta2=run.optimizer.adam_beta2,
-            skipped_iterations_total=run.progress.skip_history.total,
-            skipped_samples=run.progress.skipped_train_samples,
-        )
+        if run.config.logging.log_params_norm:
+            result = replace(result, params_norm=run.optimizer.params_norm())
         for hook in self.hooks:
             hook.after_step(result)
-        return outcome.requests
+        return result.requests
 
     def _after_rollback(self) -> None:
         for hook in self.hooks:

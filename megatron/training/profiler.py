@@ -16,7 +16,7 @@ from megatron import log
 from megatron.config.tree import Config
 from megatron.training.feature import features_of
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
 

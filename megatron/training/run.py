@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from megatron.timers import Timers
 from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
+from megatron.training.result import IterationResult
 from megatron.training.skipping.history import SkipHistory
 
 if TYPE_CHECKING:
@@ -105,3 +106,29 @@ class Run:
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
     services: Services = field(default_factory=Services)
     script_flags: Sequence[str] = ()  # of a script's own, as typed
+
+    def advance(self, result: IterationResult) -> IterationResult:
+        """Move the counters and the schedule past an iteration, or past several that are skipped at
+        once; `result` with where the run is then."""
+        plan = self.plan
+        progress = self.progress
+        last = result.iteration
+        first = last - result.iterations + 1
+        samples = plan.consumed_samples(last) - plan.consumed_samples(first - 1)
+        progress.iteration = last
+        progress.consumed_train_samples += samples
+        if result.skipped == "user":
+            progress.skipped_train_samples += samples
+            progress.skip_history.note(first, last)
+        self.scheduler.after_iteration(
+            plan.scheduled_samples(first, last), overflow=result.skipped == "overflow"
+        )
+        return replace(
+            result,
+            consumed_samples=progress.consumed_train_samples,
+            skipped_samples=progress.skipped_train_samples,
+            skipped_iterations=progress.skip_history.total,
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            loss_scale=self.optimizer.loss_scale,
+            adam_beta2=self.optimizer.adam_beta2,
+        )

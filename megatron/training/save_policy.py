@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from megatron import log
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.agreement import Requests
 from megatron.training.checkpointing import save
 from megatron.training.checkpointing.save import PendingSave
 from megatron.training.hook import Hook
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.result import Requests
 from megatron.training.run import Run
 
 if TYPE_CHECKING:

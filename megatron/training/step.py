@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -16,8 +16,8 @@ from megatron.model.gpt import GPTModel, TokenMetrics
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.random import DropoutSeeds
-from megatron.training.agreement import Requests
 from megatron.training.batch import Batch, MicroBatch, make_batch
+from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run, Veto
 from megatron.training.step_sums import MetricValue, StepSums, Totals, set_counts
 
@@ -38,37 +38,17 @@ class NotFinite(ArithmeticError):
     the text."""
 
 
-class StepOutcome(NamedTuple):
-    """What a training step measured; `skipped`: None, or why no update was made: `overflow` (fp16),
-    or who vetoed it, and with what `reason`; `num_zeros` is that of real parameters (those that are
-    padding always have zero gradients); `requests` are those of all ranks; `counts` are
-    what `Run.counters` report; `metrics` are those of `forward_step`."""
-
-    loss: float
-    skipped: str | None
-    grad_norm: float | None
-    num_zeros: int | None
-    seconds: float
-    requests: Requests
-    counts: Mapping[str, float | int | None] = {}
-    # up to the sum of losses over the ranks, which waits for the device
-    fwd_bwd_seconds: float = 0.0
-    metrics: Mapping[str, float | None] = {}
-    reason: str | None = None
-
-
 def train_step(
     run: Run,
     forward_step: ForwardStep,
     samples: Iterator[MicroBatch],
     iteration: int,
     requests: Callable[[], Requests] = Requests,
-) -> StepOutcome:
+) -> IterationResult:
     """Gradients of one global batch, divided by its true number of tokens, and one optimizer step.
 
-    Each micro-batch's backward uses the nominal count, so that nothing overflows in fp16; the true
-    count, known at the end, corrects it. `requests()`, called then, are summed with the loss, so
-    that all ranks agree on them without a collective of its own.
+    `requests()`, called once the gradients are there, are those of this rank. They are summed with
+    the loss, so that all ranks agree on them without a collective of its own.
     """
     start = time.perf_counter()
     timers = run.timers
@@ -82,11 +62,12 @@ def train_step(
     # Forward and backward of this rank's micro-batches: gradients in `buffers`, the rest in `sums`.
     run.buffers.zero(num_microbatches)
     with timers("forward-backward", 1):
-        nominal_tokens = forward_backward(
+        forward_backward(
             run, forward_step, samples, sums, iteration, run.runtime.ctx.dp_cp.rank, run.counters
         )
 
-    # Sums over ranks: gradients by bucket, and all other numbers in one vector.
+    # Sums over ranks: gradients by bucket; all other numbers in one vector, so that they cost one
+    # collective and one wait for the device, however many they are.
     with timers("all-grads-sync", 1):
         run.buffers.reduce()
         local_loss = sums.loss.clone()
@@ -101,28 +82,31 @@ def train_step(
     for counter, values in zip(run.counters, totals.counters, strict=True):
         counts |= counter.summed(iteration, values)
 
-    # The update, unless the loss says that there must be none.
+    # The update, unless the loss says that there must be none. Its factor turns gradients per
+    # nominal token into gradients per true token.
     tokens = max(1.0, totals.tokens)
     loss = totals.loss / tokens
     _check_loss(run, iteration, loss, local_loss)
-    result, veto = _update(run, iteration, loss, nominal_tokens / tokens)
-    _check_norm(run, iteration, result)
-    metrics = {**totals.metrics, **_balance_experts(run, totals, result.ok)}
+    update, veto = _update(run, iteration, loss, _nominal_tokens(run, iteration) / tokens)
+    _check_norm(run, iteration, update)
+    metrics = {**totals.metrics, **_balance_experts(run, totals, update.ok)}
     skipped = None
-    if not result.ok:
+    if not update.ok:
         skipped = veto.by if veto else "overflow"
-    num_zeros = None if result.num_zeros is None else result.num_zeros - run.plan.num_padding
-    return StepOutcome(
-        loss,
-        skipped,
-        result.grad_norm,
-        num_zeros,
-        time.perf_counter() - start,
-        totals.requests,
-        counts,
-        fwd_bwd_seconds,
-        metrics,
-        veto.reason if veto else None,
+    num_zeros = None if update.num_zeros is None else update.num_zeros - run.plan.num_padding
+    return IterationResult(
+        iteration=iteration,
+        global_batch_size=run.plan.global_batch_size(iteration),
+        seconds=time.perf_counter() - start,
+        fwd_bwd_seconds=fwd_bwd_seconds,
+        loss=loss,
+        grad_norm=update.grad_norm,
+        num_zeros=num_zeros,
+        skipped=skipped,
+        reason=veto.reason if veto else None,
+        requests=totals.requests,
+        counts=counts,
+        metrics=metrics,
     )
 
 
@@ -134,11 +118,12 @@ def forward_backward(
     iteration: int,
     dp_cp_rank: int,
     counters: Sequence[StepCounter] = (),
-) -> int:
+) -> None:
     """Losses, counts and gradients of the micro-batches that rank `dp_cp_rank` of dp_cp has in an
-    iteration; the nominal number of tokens of the global batch, by which gradients are divided.
-    `counters`: those that `sums` has slots for."""
-    nominal_tokens = run.plan.global_batch_size(iteration) * run.config.model.seq_length
+    iteration. `counters`: those that `sums` has slots for.
+
+    Gradients are divided by the nominal number of tokens: the true one is known only at the end,
+    and sums that nothing divides would overflow in fp16."""
     micro_batches = MicroBatches(
         run,
         forward_step,
@@ -147,13 +132,17 @@ def forward_backward(
         counters,
         iteration=iteration,
         dp_cp_rank=dp_cp_rank,
-        backward_scale=run.optimizer.loss_scale / nominal_tokens,
+        backward_scale=run.optimizer.loss_scale / _nominal_tokens(run, iteration),
     )
     with _weights_cast_once(run):
         run.pipeline.run(
             run.plan.num_microbatches(iteration), micro_batches.forward, micro_batches.backward
         )
-    return nominal_tokens
+
+
+def _nominal_tokens(run: Run, iteration: int) -> int:
+    """The tokens of a global batch in which every position counts."""
+    return run.plan.global_batch_size(iteration) * run.config.model.seq_length
 
 
 @dataclass
@@ -205,11 +194,10 @@ class MicroBatches:
         return self._add_loss(output, batch)
 
     def backward(self, output: torch.Tensor | GradientEdge, gradient: torch.Tensor | None) -> None:
-        """Add the gradients of a chunk, from its loss or the `gradient` of its hidden states. The
-        scale is in the loss alone: every other gradient follows from it."""
+        """Add the gradients of a chunk, from its loss or the `gradient` of its hidden states."""
         with self.run.timers("backward-compute", 2):
             if gradient is None:
-                # the loss, in training
+                # the loss, in training; it alone is scaled, by the chain rule all gradients are
                 assert isinstance(output, torch.Tensor) and self.backward_scale is not None
                 (output * self.backward_scale).backward()
             else:
@@ -247,7 +235,8 @@ class MicroBatches:
 
 
 def _weights_cast_once(run: Run) -> AbstractContextManager[None]:
-    """With --fp8-format the layers keep their weights' casts inside it."""
+    """With --fp8-format the layers keep their weights' casts inside it: weights are the same in all
+    micro-batches of a step, so the first one's casts serve the others."""
     if run.config.precision.fp8 is None:
         return nullcontext()
     from megatron.parallel.fp8 import weights_cast_once
@@ -340,16 +329,16 @@ def _update(
     return result, vetoes[0] if vetoes else None
 
 
-def _check_norm(run: Run, iteration: int, result: StepResult) -> None:
+def _check_norm(run: Run, iteration: int, update: StepResult) -> None:
     """Raise NotFinite for an update whose gradient norm is no number."""
     if (
-        result.ok
-        and result.grad_norm is not None
-        and not math.isfinite(result.grad_norm)
+        update.ok
+        and update.grad_norm is not None
+        and not math.isfinite(update.grad_norm)
         and _nonfinite_is_error(run)
     ):
         raise NotFinite(
-            f"iteration {iteration}: the gradient norm is {result.grad_norm}; nothing of this "
+            f"iteration {iteration}: the gradient norm is {update.grad_norm}; nothing of this "
             "step is saved. Resume from the last checkpoint with --train-range-to-skip "
             f"{iteration} {iteration}, a lower --lr, or --no-check-for-nan-in-loss-and-grad to go "
             "on regardless [gradient-not-finite]"

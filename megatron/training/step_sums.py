@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.training.agreement import Requests
+from megatron.training.result import Requests
 
 # Of a metric: a tensor, whose mean is logged, or (sum, count).
 MetricValue = torch.Tensor | float | tuple[torch.Tensor | float, torch.Tensor | float]

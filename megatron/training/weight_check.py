@@ -12,7 +12,7 @@ from megatron.parallel.context import Axis
 from megatron.parallel.sharding import sharding_of
 from megatron.training.hook import Hook
 from megatron.training.launch.process import this_process
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

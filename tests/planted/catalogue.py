@@ -59,8 +59,9 @@ BUGS = {
     ),
     "gradient not averaged over accumulation": Bug(
         "megatron.training.step.forward_backward",
-        "run.optimizer.loss_scale / nominal_tokens",
-        "run.optimizer.loss_scale / nominal_tokens * run.plan.num_microbatches(iteration)",
+        "run.optimizer.loss_scale / _nominal_tokens(run, iteration)",
+        "run.optimizer.loss_scale / _nominal_tokens(run, iteration)"
+        " * run.plan.num_microbatches(iteration)",
         "tests/core/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
         "campaign",
     ),
@@ -768,9 +769,9 @@ BUGS = {
         "campaign",
     ),
     "a learning rate that stands still where iterations are skipped": Bug(
-        "megatron.training.skipping.skip.Skipping.skip",
-        "run.scheduler.after_iteration(plan.scheduled_samples(first, last))",
-        "",
+        "megatron.training.run.Run.advance",
+        "plan.scheduled_samples(first, last)",
+        "0 if result.skipped == 'user' else plan.scheduled_samples(first, last)",
         f"{SKIPPING}::test_columns_are_those_of_the_whole_run",
     ),
     "a gradient norm in the log of a skipped iteration": Bug(
@@ -781,9 +782,9 @@ BUGS = {
     ),
     "an update with zero gradients in place of a skipped iteration": Bug(
         "megatron.training.skipping.skip.Skipping.skip",
-        "progress.iteration = last",
-        "for part in run.buffers.owned:\n    part.main_grad.zero_()\n"
-        "run.optimizer.step()\nprogress.iteration = last",
+        "run = self._run",
+        "run = self._run\n"
+        "for part in run.buffers.owned:\n    part.main_grad.zero_()\nrun.optimizer.step()",
         f"{SKIPPING}::test_nothing_of_the_state_changes",
     ),
     # Gradients and moments in 16 bits.

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import pytest
 from megatron.analysis.run_reader import read_run, smoothed
 from megatron.features.megatron_cli.aurora_format import aurora_line
 from megatron.features.megatron_cli.megatron_format import megatron_line
-from megatron.training.logging.iteration import Interval, IterationRow
+from megatron.training.logging.iteration import Interval
 from megatron.training.logging.line_format import validation_block
 from megatron.training.logging.short_format import evaluation_line, iteration_line
+from megatron.training.result import IterationResult
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 
@@ -26,9 +28,17 @@ LOSSES = [5.0, 4.0, 3.0, 2.5]
 plot = load_tool("plot")
 
 
-def row(iteration: int, loss: float) -> IterationRow:
-    interval = Interval([loss], 1, 0.5, 8)
-    return IterationRow(iteration, 4, 8 * iteration, 64, 1e-3, 8, 1.0, 1.5, interval, 1, 1.0)
+def row(line, iteration: int, loss: float, *values, **named) -> str:
+    """The line of an iteration in a format."""
+    result = IterationResult(
+        iteration=iteration,
+        global_batch_size=8,
+        seconds=0.5,
+        grad_norm=1.5,
+        consumed_samples=8 * iteration,
+        learning_rate=1e-3,
+    )
+    return line(result, Interval([loss], 1, 0.5, 8), *values, **named)
 
 
 def metrics(iteration: int, loss: float | None, **changes) -> str:
@@ -49,10 +59,12 @@ VALIDATION_ROW = json.dumps(
     {"iteration": 4, "split": "validation", "lm_loss": 2.25, "bits_per_byte": None}
 )
 DUMP = "  seq_length ...................................... 64\n"
+SIZES = {"train_iters": 4, "seq_length": 64}
+AURORA = SIZES | {"world_size": 1, "lm_teraflops": 1.0, "ds_teraflops": 1.0, "now": DATE}
 SOURCES = {
-    "short": ("", lambda n, loss: iteration_line(row(n, loss), 1.0), SHORT_VALIDATION, 1020.0),
-    "megatron": (DUMP, lambda n, loss: megatron_line(row(n, loss), False), BLOCK, 1024.0),
-    "aurora": ("", lambda n, loss: aurora_line(row(n, loss), 1.0, 1.0, DATE), BLOCK, 1024.0),
+    "short": ("", partial(row, iteration_line, eta=1.0, **SIZES), SHORT_VALIDATION, 1020.0),
+    "megatron": (DUMP, partial(row, megatron_line, train_iters=4), BLOCK, 1024.0),
+    "aurora": ("", partial(row, aurora_line, **AURORA), BLOCK, 1024.0),
     "metrics": ("", metrics, VALIDATION_ROW, 1024.0),
 }
 

@@ -16,7 +16,7 @@ from megatron.config.plan.plan import (
 )
 from megatron.config.tree import Config
 
-# Kinds of requests that travel with the loss: the fields of training/agreement.py:Requests.
+# Kinds of requests that travel with the loss: the fields of training/result.py:Requests.
 REQUESTS = 5
 
 

@@ -10,7 +10,8 @@ from megatron import log
 from megatron.config.logging import LoggingConfig
 from megatron.config.tree import Config
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult, ResultWriter
+from megatron.training.logging.iteration import ResultWriter
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
 if TYPE_CHECKING:

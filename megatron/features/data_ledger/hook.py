@@ -8,7 +8,7 @@ import torch
 
 from megatron.data.ledger import Ledger, Recorder
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 from megatron.training.step_counter import StepCounter
 from megatron.training.step_sums import set_counts

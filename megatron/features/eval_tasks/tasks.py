@@ -12,11 +12,11 @@ from typing import Any
 from megatron.analysis.lm_eval_model import MegatronGPT, read_tasks, task_scores
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.parallel.collectives import gather_objects
-from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
 from megatron.training.launch.hang_limits import Phase
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.preflight import build_tokenizer
+from megatron.training.result import Requests
 from megatron.training.run import Run
 
 KINDS = ("multiple_choice", "loglikelihood", "loglikelihood_rolling")

@@ -16,12 +16,11 @@ from typing import Any
 
 from megatron import launcher
 from megatron.features.goodput.run_events_file import NAME, crash_loop, newest_events, unreported
-from megatron.training.agreement import Requests
 from megatron.training.checkpointing.save import save_directory
 from megatron.training.hook import Hook
 from megatron.training.launch.process import Failure, this_process
-from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.output import OutputFile
+from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 
 STEPS_EVERY = 1.0  # seconds between two lines about iterations

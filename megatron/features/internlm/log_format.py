@@ -20,8 +20,9 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.flops import TransformerShape
-from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.iteration import Interval
 from megatron.training.logging.line_format import LineFormat
+from megatron.training.result import IterationResult
 
 WINDOW = 50  # steps of tgs_SMA
 BLOCKS = (10, 50)  # steps of the last_tgs_N
@@ -106,7 +107,7 @@ class StepCounts:
 
     def of(self, r: IterationResult) -> dict[str, Any]:
         """The columns of an iteration, by name."""
-        if r.packed is None:
+        if not r.counts:
             return {}
         return {
             **{name: value for name, value in self.rates.items() if name.startswith("tgs/")},
@@ -114,26 +115,6 @@ class StepCounts:
             "inf_nan_skip_batches": self.failed_updates,
             "adam_beta2": r.adam_beta2,
         }
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """The numbers of one line; `packed` has the counts of subsets and packed rows by name."""
-
-    step: int
-    loss: float | None
-    teraflops: float
-    rates: Mapping[str, float]
-    learning_rate: float
-    loss_scale: float
-    grad_norm: float | None
-    micro_num: int
-    consumed_tokens: int
-    failed_updates: int
-    adam_beta2: float | None
-    fwd_bwd_seconds: float
-    packed: Mapping[str, Any]
-    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
 
 
 def start_line(function: str, text: str, now: datetime) -> str:
@@ -148,44 +129,54 @@ def print_partition(elements: Sequence[int]) -> None:
     log.print_rank_0(start_line("_partition_param_list", text, datetime.now()))
 
 
-def internlm_line(row: StepRow, now: datetime, process: int) -> str:
-    """The line of a trained step."""
-    loss = math.nan if row.loss is None else row.loss
+def internlm_line(
+    r: IterationResult,
+    steps: StepCounts,
+    *,
+    teraflops: float,
+    micro_num: int,
+    consumed_tokens: int,
+    now: datetime,
+    process: int,
+) -> str:
+    """The line of a trained step, the last of `steps`."""
+    loss = math.nan if r.loss is None else r.loss
+    counts: Mapping[str, Any] = r.counts
     fields: dict[str, Any] = {
-        "tflops": row.teraflops,
-        "step": row.step,
+        "tflops": teraflops,
+        "step": r.iteration - 1,
         "loss": loss,
-        **row.rates,
-        "lr": row.learning_rate,
-        "loss_scale": row.loss_scale,
-        "grad_norm": {"0_default": row.grad_norm},
-        "micro_num": row.micro_num,
-        "num_consumed_tokens": row.consumed_tokens,
-        "inf_nan_skip_batches": row.failed_updates,
+        **steps.rates,
+        "lr": r.learning_rate,
+        "loss_scale": r.loss_scale,
+        "grad_norm": {"0_default": r.grad_norm},
+        "micro_num": micro_num,
+        "num_consumed_tokens": consumed_tokens,
+        "inf_nan_skip_batches": steps.failed_updates,
     }
-    fields |= {name: row.packed[name] for name in _FILLED if name in row.packed}
-    if row.adam_beta2 is not None:
-        fields["adam_beta2"] = row.adam_beta2
-    fields["fwd_bwd_time"] = round(row.fwd_bwd_seconds, 2)
-    if "acc" in row.packed:
-        fields["acc"] = round(row.packed["acc"], 4)
-    metric = row.packed.get("loss_from_metric", loss)  # never smoothed
+    fields |= {name: counts[name] for name in _FILLED if name in counts}
+    if r.adam_beta2 is not None:
+        fields["adam_beta2"] = r.adam_beta2
+    fields["fwd_bwd_time"] = round(r.fwd_bwd_seconds, 2)
+    if "acc" in counts:
+        fields["acc"] = round(counts["acc"], 4)
+    metric = counts.get("loss_from_metric", loss)  # never smoothed
     fields["perplexity"] = round(math.exp(metric), 4) if metric < 700.0 else math.inf
     for kind, digits in (("acc/", 4), ("tokens/", 0)):
         fields |= {
             name: round(value or 0.0, digits) if digits else int(value)
-            for name, value in row.packed.items()
+            for name, value in counts.items()
             if name.startswith(kind)
         }
     fields["loss_from_metric"] = round(metric, 4)
     fields |= {
         name: math.nan if value is None else round(value, 4)
-        for name, value in row.packed.items()
+        for name, value in counts.items()
         if name.startswith("loss/")
     }
     fields |= {
         name: math.nan if value is None else float(f"{value:.4g}")
-        for name, value in row.metrics.items()
+        for name, value in r.line_metrics.items()
     }
     stamp = now.astimezone().isoformat(timespec="milliseconds")
     shown = "".join(f"{name}={value} " for name, value in fields.items())
@@ -233,29 +224,21 @@ class InternlmLines(LineFormat):
             )
         )
 
-    def _text(self, row: IterationRow, r: IterationResult) -> str:
+    def _text(self, r: IterationResult, interval: Interval, teraflops: float | None) -> str:
+        now = datetime.now()
         process = os.getpid()
         if r.skipped == "user":
             reason = r.reason or "user"
-            return skipped_line(
-                r.iteration - r.iterations, r.iteration - 1, reason, datetime.now(), process
-            )
+            return skipped_line(r.iteration - r.iterations, r.iteration - 1, reason, now, process)
+        seq_length = self._shape.seq_length
         full = self._config.training.recompute == "full"
-        operations = flops_per_token(self._shape, full)
-        step = StepRow(
-            r.iteration - 1,
-            r.loss,
-            self._rate(operations * r.global_batch_size * row.seq_length, r.seconds),
-            self._counts.rates,
-            r.learning_rate,
-            r.loss_scale,
-            r.grad_norm,
-            r.global_batch_size // self._plan.batch.divisor,
-            (r.consumed_samples - r.skipped_samples) * row.seq_length,
-            self._counts.failed_updates,
-            r.adam_beta2,
-            r.fwd_bwd_seconds,
-            r.packed or {},
-            r.line_metrics,
+        operations = flops_per_token(self._shape, full) * r.global_batch_size * seq_length
+        return internlm_line(
+            r,
+            self._counts,
+            teraflops=self._rate(operations, r.seconds),
+            micro_num=r.global_batch_size // self._plan.batch.divisor,
+            consumed_tokens=(r.consumed_samples - r.skipped_samples) * seq_length,
+            now=now,
+            process=process,
         )
-        return internlm_line(step, datetime.now(), process)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from megatron.training.logging.flops import TransformerShape
-from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.iteration import Interval
 from megatron.training.logging.line_format import LineFormat
+from megatron.training.result import IterationResult
 
 
 def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
@@ -40,28 +41,37 @@ def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> 
     return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
 
 
-def aurora_line(row: IterationRow, lm_teraflops: float, ds_teraflops: float, now: datetime) -> str:
-    """AuroraGPT's key=value iteration line with its two counts; loss and gradient norm are omitted
-    where there is none."""
-    i = row.interval
+def aurora_line(
+    result: IterationResult,
+    i: Interval,
+    *,
+    train_iters: int,
+    seq_length: int,
+    world_size: int,
+    lm_teraflops: float,
+    ds_teraflops: float,
+    now: datetime,
+) -> str:
+    """AuroraGPT's key=value line of interval `i` with its two counts; loss and gradient norm are
+    omitted where there is none."""
     vetoes = sum(counts.total() for counts in i.vetoes.values())
     skipped = i.overflow_skips + i.user_skips + vetoes
     parts = [
-        f"iteration={row.iteration:8d}/{row.train_iters:8d}",
-        f"consumed_samples={row.consumed_samples:12d}",
-        f"consumed_tokens={row.consumed_samples * row.seq_length:12d}",
+        f"iteration={result.iteration:8d}/{train_iters:8d}",
+        f"consumed_samples={result.consumed_samples:12d}",
+        f"consumed_tokens={result.consumed_samples * seq_length:12d}",
         f"elapsed_time_per_iteration_ms={i.milliseconds:.1f}",
-        f"learning_rate={row.learning_rate:.6g}",
-        f"global_batch_size={row.global_batch_size:5d}",
+        f"learning_rate={result.learning_rate:.6g}",
+        f"global_batch_size={result.global_batch_size:5d}",
     ]
     if i.losses:
         parts.append(f"lm loss={i.loss:.6f}")
     parts += [f"{name}={value:.6g}" for name, value in i.metrics.items()]
-    parts.append(f"loss_scale={row.loss_scale:.1f}")
-    if row.grad_norm is not None:
-        parts.append(f"grad_norm={row.grad_norm:.3f}")
+    parts.append(f"loss_scale={result.loss_scale:.1f}")
+    if result.line_norm is not None:
+        parts.append(f"grad_norm={result.line_norm:.3f}")
     parts += [
-        f"actual_seqlen={row.seq_length:5d}",
+        f"actual_seqlen={seq_length:5d}",
         f"number_of_skipped_iterations={skipped:3d}",
         f"number_of_nan_iterations={i.nan_iterations:3d}",
     ]
@@ -69,7 +79,7 @@ def aurora_line(row: IterationRow, lm_teraflops: float, ds_teraflops: float, now
         rate = i.samples / i.seconds
         parts += [
             f"samples_per_second={rate:.3f}",
-            f"tokens_per_gpu_per_second_tgs={rate * row.seq_length / row.world_size:.3f}",
+            f"tokens_per_gpu_per_second_tgs={rate * seq_length / world_size:.3f}",
             f"[LM]TFLOPs={lm_teraflops:.2f}",
             f"[DS]TFLOPs={ds_teraflops:.2f}",
         ]
@@ -79,10 +89,18 @@ def aurora_line(row: IterationRow, lm_teraflops: float, ds_teraflops: float, now
 class AuroraLines(LineFormat):
     """--log-format aurora."""
 
-    def _text(self, row: IterationRow, result: IterationResult) -> str:
-        tokens = row.interval.samples * row.seq_length
+    def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
+        tokens = interval.samples * self._shape.seq_length
         full = self._config.training.recompute == "full"
         lm = aurora_lm_flops_per_token(self._shape) * tokens
         ds = aurora_ds_flops_per_token(self._shape, full) * tokens
-        seconds = row.interval.seconds
-        return aurora_line(row, self._rate(lm, seconds), self._rate(ds, seconds), datetime.now())
+        return aurora_line(
+            result,
+            interval,
+            train_iters=self._plan.train_iters,
+            seq_length=self._shape.seq_length,
+            world_size=self._plan.world_size,
+            lm_teraflops=self._rate(lm, interval.seconds),
+            ds_teraflops=self._rate(ds, interval.seconds),
+            now=datetime.now(),
+        )

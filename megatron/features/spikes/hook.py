@@ -7,7 +7,7 @@ from typing import Any
 from megatron.features.spikes.detector import Finding
 from megatron.features.spikes.policy import NAME, SpikePolicy
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
 
@@ -28,12 +28,12 @@ class SpikeDetection(Hook):
         finding = self._policy.record(
             result.iteration, result.loss, result.grad_norm, result.skipped
         )
-        result.columns |= _columns(finding)
+        result.columns.update(_columns(finding))
         if finding.spike:
             result.points[self._tag] = finding.sigma
 
     def after_skip(self, first: int, result: IterationResult) -> None:
-        result.columns |= _columns(Finding())
+        result.columns.update(_columns(Finding()))
 
     def before_save(self) -> None:
         self._run.progress.features[NAME] = self._policy.state_dict()

@@ -21,7 +21,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing import load, save
 from megatron.training.hook import Hook
 from megatron.training.launch.signals import Refusal
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
 from megatron.training.skipping.skip_plan import record_skip

@@ -20,16 +20,12 @@ import torch
 
 from megatron import log
 from megatron.parallel.collectives import gather_objects
-from megatron.training.agreement import Requests
 from megatron.training.batch import MicroBatch
 from megatron.training.hook import Hook, Step
 from megatron.training.launch.process import this_process
+from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
-from megatron.training.step import (
-    ForwardStep,
-    StepOutcome,
-    forward_backward,
-)
+from megatron.training.step import ForwardStep, forward_backward
 from megatron.training.step_sums import StepSums
 from megatron.training.weight_check import compare_weights, weight_hashes
 
@@ -74,7 +70,7 @@ class StepVerification(Hook):
         samples: Iterator[MicroBatch],
         iteration: int,
         requests: Callable[[], Requests] = Requests,
-    ) -> StepOutcome:
+    ) -> IterationResult:
         """As `training.step.train_step`. Raises GradientsDiffer, on all ranks alike."""
         if iteration % self._interval:
             return self._step(run, forward_step, samples, iteration, requests)
@@ -84,14 +80,14 @@ class StepVerification(Hook):
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
             run.buffers.reduce_instead = lambda: self._compare(iteration, replicas, before)
-            outcome = self._step(run, forward_step, iter(mine), iteration, requests)
+            result = self._step(run, forward_step, iter(mine), iteration, requests)
         except _Repeat as repeat:
             run.buffers.reduce_instead = functools.partial(self._check, iteration, repeat)
-            outcome = self._step(run, forward_step, iter(mine), iteration, requests)
+            result = self._step(run, forward_step, iter(mine), iteration, requests)
         finally:
             run.buffers.reduce_instead = None
-        self._compare_results(iteration, outcome)
-        return outcome
+        self._compare_results(iteration, result)
+        return result
 
     def _of(
         self, replicas: Sequence[tuple[list[MicroBatch], int]], shift: int
@@ -176,12 +172,12 @@ class StepVerification(Hook):
         self._sum_twice(iteration, own, repeat)
         log.print_rank_0(f"WARNING: {repeat}. The majority's gradients are used")
 
-    def _compare_results(self, iteration: int, outcome: StepOutcome) -> None:
+    def _compare_results(self, iteration: int, result: IterationResult) -> None:
         """What all ranks must have alike after the update. Raises GradientsDiffer or
         WeightsDiffer."""
         run = self._run
         run.buffers.wait_for_weights()
-        mine = repr((outcome.loss, outcome.grad_norm, outcome.num_zeros))
+        mine = repr((result.loss, result.grad_norm, result.num_zeros))
         found = gather_objects((mine, str(this_process())), run.runtime.ctx.world)
         odd = _minority([value for value, _ in found])
         if odd:

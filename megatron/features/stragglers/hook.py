@@ -8,7 +8,7 @@ from statistics import median
 from megatron import log
 from megatron.parallel.collectives import gather_objects
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
 # The timers of a step that measure a rank's own work, without waiting for other ranks (but for

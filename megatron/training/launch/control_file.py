@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron import log
 from megatron.small_files import open_regular
-from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
+from megatron.training.result import Requests
 
 SAVE = "save"
 STOP = "stop"

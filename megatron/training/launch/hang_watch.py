@@ -7,10 +7,9 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron.training.agreement import Requests
 from megatron.training.hook import Hook
 from megatron.training.launch.hang_limits import LEAST_SECONDS, MEDIANS, Limits, Phase
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 
 if TYPE_CHECKING:

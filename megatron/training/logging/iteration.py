@@ -1,5 +1,5 @@
-"""The numbers of an iteration and of the interval since the last log line, and the interfaces of
-what prints and stores them."""
+"""The numbers of the interval since the last log line, and the interfaces of what prints and stores
+iterations."""
 
 from __future__ import annotations
 
@@ -9,44 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.config.moe import PER_LAYER
-
-
-@dataclass
-class IterationResult:
-    """What one iteration did. `skipped`: None, `user` (its data was not read), or no update was
-    made: `overflow` (fp16), or the feature that vetoed it. `reason`: why the data were not read
-    (user, spike ...), or the veto's."""
-
-    iteration: int
-    global_batch_size: int
-    consumed_samples: int
-    learning_rate: float  # of the next step, as Megatron logs it
-    loss_scale: float
-    seconds: float
-    loss: float | None = None
-    grad_norm: float | None = None
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    skipped: str | None = None
-    # how many at once, up to this one; more than one only where data are not read
-    iterations: int = 1
-    reason: str | None = None
-    # whose data were not read, in the whole run, and their samples
-    skipped_iterations_total: int = 0
-    skipped_samples: int = 0
-    # of features: more columns of the metrics file, and scalars that boards store at once
-    columns: dict[str, Any] = field(default_factory=dict)
-    points: dict[str, float] = field(default_factory=dict)
-    packed: Mapping[str, Any] | None = None  # counts of subsets and of packed rows, by name
-    metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
-    fwd_bwd_seconds: float = 0.0  # forward and backward with the sum of gradients
-    adam_beta2: float | None = None
-
-    @property
-    def line_metrics(self) -> dict[str, float | None]:
-        """Metrics of forward_step that the log line has: not those of single MoE layers."""
-        return {k: value for k, value in self.metrics.items() if not k.startswith(PER_LAYER)}
+from megatron.training.result import IterationResult
 
 
 @dataclass
@@ -103,25 +66,6 @@ class Interval:
         return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
 
 
-@dataclass(frozen=True)
-class IterationRow:
-    """The numbers of one iteration line."""
-
-    iteration: int
-    train_iters: int
-    consumed_samples: int
-    seq_length: int
-    learning_rate: float
-    global_batch_size: int
-    loss_scale: float
-    grad_norm: float | None
-    interval: Interval
-    world_size: int
-    teraflops: float | None = None  # a rank, this suite's exact count
-    num_zeros: int | None = None
-    params_norm: float | None = None
-
-
 class Columns(Protocol):
     """Columns of the metrics besides those of the core."""
 
@@ -146,8 +90,9 @@ class LogFormat(Protocol):
     def line_due(self, iteration: int) -> bool:
         """Does this iteration have a line? The same on all ranks."""
 
-    def line(self, row: IterationRow, result: IterationResult) -> None:
-        """Print a line of the interval that ends with `result`."""
+    def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:
+        """Print the line of an interval that ends with `result`; `teraflops` of a rank, by this
+        suite's exact count (None without training)."""
 
     def status(self, iteration: int, seconds: float) -> None:
         """Show how far the run is, after an iteration without a line."""

@@ -13,8 +13,9 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
-from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.iteration import Interval
 from megatron.training.logging.short_format import hours
+from megatron.training.result import IterationResult
 
 
 class LineFormat:
@@ -43,21 +44,22 @@ class LineFormat:
         """At multiples of --log-interval."""
         return iteration % self._config.logging.log_interval == 0
 
-    def line(self, row: IterationRow, result: IterationResult) -> None:
+    def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:
         """Print the line, and with --progress the progress."""
         if not self._last:
             return
-        print(self._text(row, result), flush=True)
+        print(self._text(result, interval, teraflops), flush=True)
         mode = self._config.logging.progress
         if mode == "on" or (mode == "auto" and sys.stderr.isatty()):
-            i = row.interval
-            rate = i.samples * row.seq_length / i.seconds if i.seconds else 0.0
+            tokens = interval.samples * self._shape.seq_length
+            rate = tokens / interval.seconds if interval.seconds else 0.0
             seconds = time.perf_counter() - self._started
+            total = self._plan.train_iters
             assert self._first is not None  # `add` comes before
-            progress = progress_line(row.iteration, row.train_iters, self._first, seconds, rate)
+            progress = progress_line(result.iteration, total, self._first, seconds, rate)
             print(progress, file=sys.stderr, flush=True)
 
-    def _text(self, row: IterationRow, result: IterationResult) -> str:
+    def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
         raise NotImplementedError
 
     def status(self, iteration: int, seconds: float) -> None:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.training.logging.iteration import IterationResult, ResultWriter
+from megatron.training.logging.iteration import ResultWriter
 from megatron.training.logging.output import OutputFile
+from megatron.training.result import IterationResult
 
 
 class MetricsFile(ResultWriter):
@@ -42,7 +43,7 @@ class MetricsFile(ResultWriter):
             "global_batch_size": r.global_batch_size,
             "skipped": int(r.skipped is not None),
             "skip_reason": r.reason or r.skipped,
-            "skipped_iterations_total": r.skipped_iterations_total,
+            "skipped_iterations_total": r.skipped_iterations,
             "skipped_samples": r.skipped_samples,
             **r.columns,
             **counts,

@@ -5,58 +5,58 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from megatron.training.logging.iteration import IterationRow
+from megatron.training.logging.iteration import Interval
+from megatron.training.result import IterationResult
 
 WIDTH = 100
 INDENT = "      "  # of a line that continues the one above it
 _DIGITS = re.compile(r"(\d\.\d\d)\d+")
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What an iteration line shows only on request, or where it is not constant."""
-
-    teraflops: bool = False  # --log-throughput
-    loss_scale: bool = False  # dynamic, with --fp16, where it changed
-    batch_size: bool = False  # it grows during the run
-
-
-def iteration_line(row: IterationRow, eta: float | None, extras: Extras = Extras()) -> str:
-    """Iteration, mean loss, gradient norm, learning rate, time per iteration, tokens per second,
-    time left (`eta`, in seconds); then what is not constant or out of the ordinary. Without trained
-    iterations: no loss, norm and rates."""
-    i = row.interval
-    total = str(row.train_iters)
-    parts = [f" iter {row.iteration:{len(total)}d}/{total}"]
+def iteration_line(
+    result: IterationResult,
+    i: Interval,
+    eta: float | None,
+    *,
+    train_iters: int,
+    seq_length: int,
+    teraflops: float | None = None,
+    loss_scale: float | None = None,
+    batch_size: int | None = None,
+) -> str:
+    """Iteration, mean loss of interval `i`, gradient norm, learning rate, time per iteration,
+    tokens per second, time left (`eta`, in seconds); then what is out of the ordinary, and of the
+    last three what is given. Without trained iterations: no loss, norm and rates."""
+    total = str(train_iters)
+    parts = [f" iter {result.iteration:{len(total)}d}/{total}"]
     if i.losses:
         parts.append(f"loss {decimal(i.loss)}")
-    if row.grad_norm is not None:
-        parts.append(f"grad norm {significant(row.grad_norm)}")
-    parts.append(f"lr {scientific(row.learning_rate)}")
+    if result.line_norm is not None:
+        parts.append(f"grad norm {significant(result.line_norm)}")
+    parts.append(f"lr {scientific(result.learning_rate)}")
     if i.trained:
         parts.append(f"{duration(i.seconds / i.trained):>7}")
         if i.seconds > 0:
-            parts.append(f"{metric(i.samples * row.seq_length / i.seconds):>5} tok/s")
+            parts.append(f"{metric(i.samples * seq_length / i.seconds):>5} tok/s")
     if eta:
         parts.append(f"ETA {clock(eta)}")
-    return fold([*parts, *_extra_parts(row, extras)])
+    parts += [f"{name} {value:.4g}" for name, value in i.metrics.items()]
+    if batch_size is not None:
+        parts.append(f"batch {batch_size}")
+    if loss_scale is not None:
+        parts.append(f"loss scale {loss_scale:.10g}")
+    if teraflops is not None:
+        parts.append(f"{teraflops:.4g} TFLOP/s per rank")
+    if result.num_zeros is not None:
+        parts.append(f"zeros {result.num_zeros}")
+    if result.params_norm is not None:
+        parts.append(f"params norm {significant(result.params_norm)}")
+    return fold([*parts, *_skips(i)])
 
 
-def _extra_parts(row: IterationRow, extras: Extras) -> list[str]:
-    i = row.interval
-    parts = [f"{name} {value:.4g}" for name, value in i.metrics.items()]
-    if extras.batch_size:
-        parts.append(f"batch {row.global_batch_size}")
-    if extras.loss_scale:
-        parts.append(f"loss scale {row.loss_scale:.10g}")
-    if extras.teraflops and row.teraflops is not None:
-        parts.append(f"{row.teraflops:.4g} TFLOP/s per rank")
-    if row.num_zeros is not None:
-        parts.append(f"zeros {row.num_zeros}")
-    if row.params_norm is not None:
-        parts.append(f"params norm {significant(row.params_norm)}")
+def _skips(i: Interval) -> list[str]:
+    parts = []
     if i.overflow_skips:
         parts.append(f"skipped {i.overflow_skips} (fp16 overflow)")
     for feature, vetoes in i.vetoes.items():

@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from megatron import log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.logging import short_format
-from megatron.training.logging.iteration import IterationResult, IterationRow
+from megatron.training.logging.iteration import Interval
+from megatron.training.result import IterationResult
 
 REFRESH = 0.2  # seconds between two versions of the status line
 
@@ -40,12 +40,7 @@ class ShortLog:
         self._status = (
             speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
         )
-        p = config.precision
-        self._extras = short_format.Extras(
-            config.logging.log_throughput,
-            p.fp16 and p.loss_scale is None,
-            not plan.batch.is_constant,
-        )
+        self._scale_is_dynamic = config.precision.fp16 and config.precision.loss_scale is None
         self._lines = self._trained = self._tokens = 0
         self._seconds = 0.0  # of trained iterations
         self._started = self._after_first = self._clock()
@@ -85,14 +80,24 @@ class ShortLog:
             return left * self._seconds
         return left * (self._clock() - self._after_first) / (self._trained - 1)
 
-    def line(self, row: IterationRow, result: IterationResult) -> None:
-        """Print an iteration line."""
+    def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:
+        """Print an iteration line; a loss scale that changes where it did, a batch size that grows
+        always."""
         self._lines += 1
-        changed = self._extras.loss_scale and row.loss_scale != self._loss_scale
-        self._loss_scale = row.loss_scale
+        scale_changed = self._scale_is_dynamic and result.loss_scale != self._loss_scale
+        self._loss_scale = result.loss_scale
         if self._speaks:
-            extras = replace(self._extras, loss_scale=changed)
-            log.print_line(short_format.iteration_line(row, self.eta(row.iteration), extras))
+            text = short_format.iteration_line(
+                result,
+                interval,
+                self.eta(result.iteration),
+                train_iters=self._plan.train_iters,
+                seq_length=self._config.model.seq_length,
+                teraflops=teraflops if self._config.logging.log_throughput else None,
+                loss_scale=result.loss_scale if scale_changed else None,
+                batch_size=None if self._plan.batch.is_constant else result.global_batch_size,
+            )
+            log.print_line(text)
 
     def status(self, iteration: int, seconds: float) -> None:
         """Show on a terminal how far the run is; the next line that is printed replaces it."""

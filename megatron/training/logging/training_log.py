@@ -16,16 +16,11 @@ from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
 from megatron.training.logging.argument_dump import dumped_values
-from megatron.training.logging.iteration import (
-    Interval,
-    IterationResult,
-    IterationRow,
-    LogFormat,
-    ResultWriter,
-)
+from megatron.training.logging.iteration import Interval, LogFormat, ResultWriter
 from megatron.training.logging.output import OutputFile
 from megatron.training.logging.short_format import perplexity
 from megatron.training.logging.short_log import ShortLog
+from megatron.training.result import IterationResult
 
 
 def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
@@ -140,23 +135,9 @@ class TrainingLog:
         return flops.teraflops_per_rank(operations, seconds, self._plan.world_size)
 
     def _print(self, result: IterationResult) -> None:
-        i = self._interval
-        row = IterationRow(
-            result.iteration,
-            self._plan.train_iters,
-            result.consumed_samples,
-            self._shape.seq_length,
-            result.learning_rate,
-            result.global_batch_size,
-            result.loss_scale,
-            None if result.skipped else result.grad_norm,
-            i,
-            self._plan.world_size,
-            self._teraflops(i.samples, i.seconds),
-            num_zeros=result.num_zeros,
-            params_norm=result.params_norm,
-        )
-        self._format.line(row, result)
+        interval = self._interval
+        teraflops = self._teraflops(interval.samples, interval.seconds)
+        self._format.line(result, interval, teraflops)
         self._interval = Interval()
 
     def _memory(self) -> Mapping[str, float]:
@@ -175,7 +156,7 @@ class TrainingLog:
     def _write(self, r: IterationResult) -> None:
         trained = r.skipped != "user"
         teraflops = self._teraflops(r.global_batch_size, r.seconds) if trained else None
-        counts = dict(r.packed or {})
+        counts = dict(r.counts)
         for columns in self._columns:
             counts |= columns.of(r)
         for writer in self.writers:

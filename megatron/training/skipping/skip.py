@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from megatron import log
 from megatron.training.hook import Hook
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
 
@@ -20,27 +20,15 @@ class Skipping(Hook):
         """Advance the run over iterations `first` to `last`, which are in one skipped range; needs
         no agreement of the ranks."""
         run = self._run
-        plan = run.plan
-        progress = run.progress
-        samples = plan.consumed_samples(last) - plan.consumed_samples(first - 1)
-        progress.iteration = last
-        progress.consumed_train_samples += samples
-        progress.skipped_train_samples += samples
-        reason = run.progress.skip_history.reason(first)
-        run.progress.skip_history.note(first, last)
-        run.scheduler.after_iteration(plan.scheduled_samples(first, last))
-        return IterationResult(
-            last,
-            plan.global_batch_size(last),
-            progress.consumed_train_samples,
-            run.optimizer.param_groups[0]["lr"],
-            run.optimizer.loss_scale,
-            0.0,
-            skipped="user",
-            iterations=last - first + 1,
-            reason=reason,
-            skipped_iterations_total=run.progress.skip_history.total,
-            skipped_samples=progress.skipped_train_samples,
+        return run.advance(
+            IterationResult(
+                iteration=last,
+                iterations=last - first + 1,
+                global_batch_size=run.plan.global_batch_size(last),
+                seconds=0.0,
+                skipped="user",
+                reason=run.progress.skip_history.reason(first),
+            )
         )
 
     def announce(self, first: int, last: int) -> None:

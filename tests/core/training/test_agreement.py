@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron.training.agreement import Agreement, Requests
+from megatron.training.agreement import Agreement
+from megatron.training.result import Requests
 from megatron.training.run import Services
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.model.moe import RouterStep
-from megatron.training.agreement import Requests
 from megatron.training.batch import MicroBatch
 from megatron.training.logging.subset_metrics import SubsetMetrics
+from megatron.training.result import Requests
 from megatron.training.run import Run, Veto
 from megatron.training.step import NotFinite, evaluate, next_samples, train_step
 from tests import problems

@@ -20,7 +20,7 @@ from megatron.features.boards.tensorboard import TensorBoard
 from megatron.features.registry import READERS
 from megatron.training.checkpointing import save
 from megatron.training.logging import output
-from megatron.training.logging.iteration import IterationResult
+from megatron.training.result import IterationResult
 from tests import problems
 from tests.core.training.tiny_run import make_run
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, write_text
@@ -68,7 +68,8 @@ def test_metrics_of_the_forward_step_and_memory_where_it_is_asked_for():
         def scalar(self, tag, value, iteration, samples=None):
             scalars.append((tag, value, iteration))
 
-    result = IterationResult(2, 4, 8, 0.1, 1.0, 0.5, metrics={"share": 0.5, "none": None})
+    metrics = {"share": 0.5, "none": None}
+    result = IterationResult(iteration=2, global_batch_size=4, seconds=0.5, metrics=metrics)
     report = {"allocated": 3, "max allocated": 4, "reserved": 8, "allocations": 17}
     for asked in (True, False):
         boards = Boards(

@@ -2,14 +2,13 @@
 
 import math
 import time
-from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
 from megatron.analysis.run_reader import read_run
 from megatron.features.internlm.log_format import (
-    StepRow,
+    StepCounts,
     TokenRates,
     flops_per_token,
     internlm_line,
@@ -17,6 +16,7 @@ from megatron.features.internlm.log_format import (
     start_line,
 )
 from megatron.training.logging.flops import TransformerShape, teraflops_per_rank
+from megatron.training.result import IterationResult
 from tests.core.config.checks.checked_flags import checked
 from tests.problems import codes_of
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
@@ -127,24 +127,32 @@ PACKED = {
 }
 
 
+def step(**values) -> IterationResult:
+    """The first iteration, 512 tokens in a second, with other `values`."""
+    plain = {"iteration": 1, "global_batch_size": 4, "seconds": 1.0, "grad_norm": 1.5}
+    return IterationResult(**plain | values)
+
+
+def line_of(result: IterationResult, now=datetime(2026, 1, 1), process: int = 1, **values) -> str:
+    counts = StepCounts(seq_length=128, world_size=1)
+    counts.add(result)
+    plain = {"teraflops": 1.0, "micro_num": 1, "consumed_tokens": 512}
+    return internlm_line(result, counts, now=now, process=process, **plain | values)
+
+
 def test_the_fields_are_those_of_the_log_in_its_order():
     """Step 0 of the 7B log, with the 20B log's rates."""
-    row = StepRow(
-        0,
-        11.6279,
-        63.28,
-        TokenRates().add(16384, 11.5),
-        4e-07,
-        65536.0,
-        66.519,
-        4,
-        131072,
-        0,
-        0.95,
-        6.874,
-        PACKED,
+    result = step(
+        loss=11.6279,
+        seconds=11.5,
+        learning_rate=4e-07,
+        loss_scale=65536.0,
+        grad_norm=66.519,
+        adam_beta2=0.95,
+        fwd_bwd_seconds=6.874,
+        counts=PACKED,
     )
-    line = internlm_line(row, datetime(2023, 9, 5, 11, 49, 58), 6794)
+    line = line_of(result, datetime(2023, 9, 5, 11, 49, 58), 6794, teraflops=63.28, micro_num=4)
     head, _, rest = line.partition(" - pid=6794 : ")
     assert head.startswith("2023-09-05T11:49:58.000")
     rest = rest.replace("tgs (tokens/gpu/second)", "tgs").replace(": ", ":")
@@ -194,9 +202,8 @@ def test_the_fields_are_those_of_the_log_in_its_order():
 
 
 def test_an_infinite_perplexity_and_a_skipped_range():
-    row = StepRow(0, 800.0, 0.0, {}, 0.0, 1.0, None, 1, 1, 1, None, 0.0, {})
-    assert "perplexity=inf" in internlm_line(row, datetime.now(), 1)
-    assert "loss=nan" in internlm_line(replace(row, loss=math.nan), datetime.now(), 1)
+    assert "perplexity=inf" in line_of(step(loss=800.0))
+    assert "loss=nan" in line_of(step(loss=math.nan))
     assert skipped_line(2, 3, "user", datetime.now(), 1).endswith("skipped=1 reason=user step=2-3")
 
 
@@ -213,22 +220,9 @@ def china(monkeypatch):
 def test_the_beginnings_and_ends_of_lines_are_those_of_the_20b_log(china):
     """To the character: time, place in the source, process; every field has a blank behind it, the
     last one too."""
-    row = StepRow(
-        0,
-        11.5,
-        30.535171880622176,
-        {},
-        4e-07,
-        65536.0,
-        87.3,
-        4,
-        65536,
-        0,
-        0.95,
-        13.47,
-        {"loss/en": None},
-    )
-    line = internlm_line(row, datetime(2023, 11, 10, 11, 46, 16, 409000), 117775)
+    now = datetime(2023, 11, 10, 11, 46, 16, 409000)
+    result = step(loss=11.5, counts={"loss/en": None})
+    line = line_of(result, now, 117775, teraflops=30.535171880622176)
     assert line.startswith(
         "2023-11-10T11:46:16.409+08:00 INFO [training_internlm.py, line 600, in "
         "record_current_batch_training_metrics] - pid=117775 : tflops=30.535171880622176 step=0 "
@@ -249,12 +243,7 @@ def test_the_beginnings_and_ends_of_lines_are_those_of_the_20b_log(china):
 def test_its_logs_can_be_plotted(tmp_path):
     losses = [5.0, 4.0, 3.0]
     head = "data parallel size: 2, pipeline parallel size: 1, tensor parallel size: 1\n"
-    rates = {"tgs/last_tgs_1": 512.0}
-    rows = [
-        StepRow(step, loss, 1.0, rates, 1e-3, 1.0, 1.5, 1, 512, 0, None, 0.1, {})
-        for step, loss in enumerate(losses)
-    ]
-    lines = [internlm_line(row, datetime(2026, 1, 1), 1) for row in rows]
+    lines = [line_of(step(iteration=n, loss=loss)) for n, loss in enumerate(losses, 1)]
     (tmp_path / "log").write_text(head + "\n".join(lines) + "\n")
     panels = read_run(str(tmp_path / "log")).panels
     assert panels["loss"] == ([1, 2, 3], losses)

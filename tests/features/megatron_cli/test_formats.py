@@ -2,6 +2,7 @@
 printed."""
 
 import re
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -13,7 +14,8 @@ from megatron.features.megatron_cli.aurora_format import (
 )
 from megatron.features.megatron_cli.megatron_format import megatron_line
 from megatron.training.logging.flops import TransformerShape, count_flops, teraflops_per_rank
-from megatron.training.logging.iteration import Interval, IterationRow
+from megatron.training.logging.iteration import Interval
+from megatron.training.result import IterationResult
 
 AURORA = TransformerShape(3, 4096, 11008, 32, 8, 128, True, 32000, 4096)
 SEED_AURORA = (
@@ -41,20 +43,14 @@ SEED_LINES = """
 """
 
 
-def row(interval: Interval, **changes) -> IterationRow:
-    fields = dict(
-        iteration=10,
-        train_iters=1000,
-        consumed_samples=80,
-        seq_length=1024,
-        learning_rate=4.6875e-07,
-        global_batch_size=8,
-        loss_scale=4294967296.0,
-        grad_norm=None,
-        interval=interval,
-        world_size=1,
-    )
-    return IterationRow(**fields | changes)
+RESULT = IterationResult(
+    iteration=10,
+    seconds=1.0,
+    consumed_samples=80,
+    learning_rate=4.6875e-07,
+    global_batch_size=8,
+    loss_scale=4294967296.0,
+)
 
 
 def test_iteration_line_to_the_character():
@@ -66,9 +62,8 @@ def test_iteration_line_to_the_character():
         overflow_skips=8,
         nan_iterations=1,
     )
-    assert megatron_line(
-        row(interval, grad_norm=1.23456, teraflops=7.06, num_zeros=5, params_norm=2.5), True
-    ) == (
+    result = replace(RESULT, grad_norm=1.23456, num_zeros=5, params_norm=2.5)
+    assert megatron_line(result, interval, 1000, 7.06) == (
         " iteration       10/    1000 | consumed samples:           80 | elapsed time per "
         "iteration (ms): 1234.6 | throughput per GPU (TFLOP/s/GPU): 7.1 | learning rate: "
         "4.688E-07 | global batch size:     8 | lm loss: 1.050000E+01 | loss scale: 4294967296.0 "
@@ -78,25 +73,32 @@ def test_iteration_line_to_the_character():
 
 
 def test_all_skipped_has_no_loss_and_no_norm():
-    line = megatron_line(
-        row(Interval(trained=10, seconds=1.0, samples=80, overflow_skips=10)), False
-    )
+    """Also where the norm of the last one was finite."""
+    result = replace(RESULT, grad_norm=1.0, skipped="judge")
+    interval = Interval(trained=10, seconds=1.0, samples=80, overflow_skips=10)
+    line = megatron_line(result, interval, 1000)
     assert "lm loss" not in line and "grad norm" not in line and "throughput" not in line
     assert "skipped iterations:  10 |" in line
 
 
 def aurora(interval: Interval, **changes) -> str:
-    fields = dict(
+    first = IterationResult(
         iteration=1,
-        train_iters=635782,
+        seconds=1.0,
         consumed_samples=768,
-        seq_length=4096,
         learning_rate=9.4372e-09,
         global_batch_size=768,
-        loss_scale=1.0,
-        world_size=24,
     )
-    text = aurora_line(row(interval, **fields | changes), 20.302, 26.18, datetime(2024, 9, 16))
+    text = aurora_line(
+        replace(first, **changes),
+        interval,
+        train_iters=635782,
+        seq_length=4096,
+        world_size=24,
+        lm_teraflops=20.302,
+        ds_teraflops=26.18,
+        now=datetime(2024, 9, 16),
+    )
     return re.sub(r" +", " ", text.split(" - ", 1)[1])
 
 

@@ -15,8 +15,8 @@ from megatron.features.registry import RunConfig
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.result import IterationResult
 from tests.forkrun import ROOT
 from tests.runs import SMALL, train, with_flags, write_text
 
@@ -84,12 +84,11 @@ def printed(
         scheduler.after_iteration(plan.global_batch_size(r.iteration))
         seconds = plan.global_batch_size(r.iteration) * 4096 / (RANKS * r.numbers["tokens_per_gpu"])
         result = IterationResult(
-            r.iteration,
-            plan.global_batch_size(r.iteration),
-            plan.consumed_samples(r.iteration),
-            optimizer.param_groups[0]["lr"],
-            1.0,
-            seconds,
+            iteration=r.iteration,
+            global_batch_size=plan.global_batch_size(r.iteration),
+            consumed_samples=plan.consumed_samples(r.iteration),
+            learning_rate=optimizer.param_groups[0]["lr"],
+            seconds=seconds,
             loss=r.loss,
             grad_norm=r.grad_norm,
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,9 +152,9 @@ def _other_norm() -> None:
     right = loop.train_step
 
     def wrong(*args):
-        outcome = right(*args)
+        result = right(*args)
         shift = 1e-12 * int(os.environ["RANK"])
-        return outcome._replace(grad_norm=outcome.grad_norm + shift)
+        return replace(result, grad_norm=result.grad_norm + shift)
 
     loop.train_step = wrong
 

@@ -23,8 +23,8 @@ from megatron.parallel.sharding import sharding_of
 from megatron.training import build, build_data, loop
 from megatron.training.launch import initialize
 from megatron.training.logging.flops import model_shape
-from megatron.training.logging.iteration import IterationResult
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.result import IterationResult
 from pretrain_gpt import forward_step
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config import command_line
-from megatron.training.agreement import Requests
 from megatron.training.launch import hang
 from megatron.training.launch.hang_limits import Limits, limits
 from megatron.training.launch.hang_watch import HangWatch
+from megatron.training.result import Requests
 from tests.runs import SMALL, with_flags
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megatron.analysis.log_reader import Evaluation, read_text
-from megatron.training.logging.iteration import Interval, IterationRow
+from megatron.training.logging.iteration import Interval
 from megatron.training.logging.short_format import (
     WIDTH,
-    Extras,
     clock,
     duration,
     evaluation_line,
@@ -24,25 +24,23 @@ from megatron.training.logging.short_format import (
     significant,
     status_line,
 )
+from megatron.training.result import IterationResult
 
-ALL = Extras(True, True, True)
+RESULT = IterationResult(
+    iteration=100, global_batch_size=8, seconds=2.0, grad_norm=0.8123, learning_rate=3e-3
+)
+# what an iteration line has on request, or where it is not constant
+EXTRAS = {"teraflops": 1.5, "loss_scale": 65536.0, "batch_size": 8}
 
 
-def row(interval: Interval, iteration: int = 100, of: int = 1300, **changes) -> IterationRow:
-    plain = {
-        "consumed_samples": 800,
-        "seq_length": 128,
-        "learning_rate": 3e-3,
-        "global_batch_size": 8,
-        "loss_scale": 65536.0,
-        "grad_norm": 0.8123,
-        "world_size": 1,
-    }
-    return IterationRow(iteration, of, interval=interval, **plain | changes)
+def line_of(interval: Interval, eta: float | None, of: int = 1300, extras=(), **changes) -> str:
+    result = replace(RESULT, **changes)
+    sizes = {"train_iters": of, "seq_length": 128}
+    return iteration_line(result, interval, eta, **sizes, **dict(extras))
 
 
 def test_an_ordinary_line_is_one_line_with_seven_numbers():
-    line = iteration_line(row(Interval([4.0, 4.2468], 2, 0.236, 16)), 141.0)
+    line = line_of(Interval([4.0, 4.2468], 2, 0.236, 16), 141.0)
     assert (
         line == " iter  100/1300 | loss 4.1234 | grad norm 0.812 | lr 3.00e-3 |  118 ms | 8.68k "
         "tok/s | ETA 2m21s"
@@ -59,9 +57,8 @@ def test_an_ordinary_line_fits_for_large_runs():
         [None, 7.0, 3599.0, 86399.0, 9e6],
     )
     for loss, norm, seconds, eta in cases:
-        line = iteration_line(
-            row(Interval([loss], 1, seconds, 1024), 123456, 500000, grad_norm=norm), eta
-        )
+        interval = Interval([loss], 1, seconds, 1024)
+        line = line_of(interval, eta, 500000, iteration=123456, grad_norm=norm)
         assert "\n" not in line and len(line) <= WIDTH, line
 
 
@@ -75,15 +72,11 @@ def test_an_ordinary_line_fits_for_large_runs():
         {"user_skips": 7, "vetoes": {"judge": Counter({"other": 1})}, "reasons": {"user", "x"}},
     ],
 )
-@pytest.mark.parametrize("extras", [Extras(), ALL])
+@pytest.mark.parametrize("extras", [{}, EXTRAS])
 def test_what_is_printed_is_read_back(skips, extras):
-    of = row(
-        Interval([2.5], 1, 2.0, 8, **skips),
-        num_zeros=12 if extras is ALL else None,
-        teraflops=1.5,
-        params_norm=77.125 if extras is ALL else None,
-    )
-    text = f"note\n{iteration_line(of, 100.0, extras)}\n checkpoint of iteration 100 saved to x\n"
+    norms = {"num_zeros": 12, "params_norm": 77.125} if extras else {}
+    line = line_of(Interval([2.5], 1, 2.0, 8, **skips), 100.0, extras=extras, **norms)
+    text = f"note\n{line}\n checkpoint of iteration 100 saved to x\n"
     assert max(map(len, text.splitlines())) <= WIDTH
     [found] = read_text(text).records
     assert (found.iteration, found.train_iters, found.loss, found.learning_rate) == (
@@ -98,29 +91,28 @@ def test_what_is_printed_is_read_back(skips, extras):
     )
     assert found.user_skipped == skips.get("user_skips", 0)
     assert found.numbers["milliseconds"] == 2000 and found.numbers["tokens_per_second"] == 512
-    assert found.global_batch_size == (8 if extras is ALL else None)
-    assert found.numbers.get("loss_scale") == (65536 if extras is ALL else None)
-    assert found.numbers.get("teraflops") == (1.5 if extras is ALL else None)
+    assert found.global_batch_size == (8 if extras else None)
+    assert found.numbers.get("loss_scale") == (65536 if extras else None)
+    assert found.numbers.get("teraflops") == (1.5 if extras else None)
 
 
 def test_a_line_without_training():
-    line = iteration_line(row(Interval(user_skips=10, reasons={"user"}), grad_norm=None), None)
+    line = line_of(Interval(user_skips=10, reasons={"user"}), None, skipped="user")
     assert line == " iter  100/1300 | lr 3.00e-3 | user-skipped 10 (user)"
     [found] = read_text(line + "\n").records
     assert not found.trained and found.user_skipped == 10 and found.grad_norm is None
 
 
 def test_constant_and_normal_things_are_not_printed():
-    line = iteration_line(row(Interval([2.5], 1, 2.0, 8), teraflops=1.5), 1.0)
+    line = line_of(Interval([2.5], 1, 2.0, 8), 1.0)
     assert not any(
         word in line for word in ("scale", "skip", "nan", "batch", "TFLOP", "zeros", "params")
     )
 
 
 def test_infinite_and_nan():
-    line = iteration_line(
-        row(Interval([math.nan], 1, 2.0, 8, nan_iterations=1), grad_norm=math.inf), 1.0
-    )
+    interval = Interval([math.nan], 1, 2.0, 8, nan_iterations=1)
+    line = line_of(interval, 1.0, grad_norm=math.inf)
     [found] = read_text(line + "\n").records
     assert math.isnan(found.loss) and found.grad_norm == math.inf and "nan 1" in line
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -13,8 +12,9 @@ from megatron import log
 from megatron.arguments import config_from
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
-from megatron.training.logging.iteration import Interval, IterationResult, IterationRow
+from megatron.training.logging.iteration import Interval
 from megatron.training.logging.short_log import REFRESH, ShortLog
+from megatron.training.result import IterationResult
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
 SHAPE |= {"max_position_embeddings": 8, "micro_batch_size": 1, "lr": 0.1, "train_iters": 100}
@@ -48,24 +48,22 @@ def make(speaks: bool = True, clock=time.perf_counter, **flags) -> ShortLog:
     return ShortLog(config, make_plan(config, 1, 100), speaks, clock)
 
 
-def row(iteration: int) -> IterationRow:
-    return IterationRow(
-        iteration, 100, iteration, 8, 0.1, 1, 1.0, 1.0, Interval([2.0], 1, 0.1, 1), 1
-    )
-
-
-def trained(seconds: float) -> IterationResult:
+def trained(seconds: float, iteration: int = 1, **changes) -> IterationResult:
     """An iteration of one sample."""
-    return IterationResult(1, 1, 1, 0.1, 1.0, seconds)
+    return IterationResult(iteration=iteration, global_batch_size=1, seconds=seconds, **changes)
+
+
+def print_line(short: ShortLog, iteration: int, **changes) -> None:
+    short.line(trained(0.1, iteration, **changes), Interval([2.0], 1, 0.1, 1), None)
 
 
 def test_a_status_line_stands_between_lines_and_a_line_replaces_it(printed):
     out = printed()
     short = make()
     short.add(trained(0.1))
-    short.line(row(1), trained(0.1))
+    print_line(short, 1)
     short.status(2, 0.1)
-    short.line(row(10), trained(0.1))
+    print_line(short, 10)
     pieces = out.getvalue().split(log.CLEAR_LINE)
     assert pieces[0] == "" and [piece[-1] for piece in pieces[1:]] == ["\n", "s", "\n"]
     assert pieces[2].startswith(" iter   2/100 | 2.0 % | 100 ms | ETA ")
@@ -90,7 +88,7 @@ def test_no_control_characters_where_there_is_no_status_line(printed, monkeypatc
     short.status(2, 0.1)
     assert out.getvalue() == ""
     if case in ("pipe", "dumb"):
-        short.line(row(1), trained(0.1))
+        print_line(short, 1)
         assert out.getvalue().startswith(" iter") and "\x1b" not in out.getvalue()
 
 
@@ -106,7 +104,7 @@ def test_first_last_and_every_interval_have_a_line():
     due = []
     for iteration in range(3, 38):
         if short.line_due(iteration):
-            short.line(row(iteration), trained(0.1))
+            print_line(short, iteration)
             due.append(iteration)
     assert due == [3, 10, 20, 25, 30, 37]
 
@@ -132,6 +130,6 @@ def test_a_dynamic_loss_scale_is_shown_where_it_changed(capsys):
     ):
         short = make(**flags)
         for iteration, scale in ((1, 16.0), (2, 16.0), (3, 8.0)):
-            short.line(replace(row(iteration), loss_scale=scale), trained(0.1))
+            print_line(short, iteration, loss_scale=scale)
         lines = capsys.readouterr().out.replace("\n      ", " | ").splitlines()
         assert [line.count("loss scale") for line in lines] == expected

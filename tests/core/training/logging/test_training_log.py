@@ -12,7 +12,8 @@ import torch
 from megatron import device as devices
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import training_log
-from megatron.training.logging.iteration import IterationResult, ResultWriter
+from megatron.training.logging.iteration import ResultWriter
+from megatron.training.result import IterationResult
 from tests.core.training.tiny_run import make_run
 from tests.forkrun import ROOT
 from tests.runs import SMALL, Finished, train, write_text
@@ -278,7 +279,7 @@ def test_memory_of_a_device(monkeypatch, capsys, dp_rank):
         Runtime(torch.device("cpu"), ctx, 1, 0),
     )
     for iteration in (1, 2):
-        log.add(IterationResult(iteration, 4, 4 * iteration, 0.1, 1.0, 0.5, loss=2.0))
+        log.add(IterationResult(iteration=iteration, global_batch_size=4, seconds=0.5, loss=2.0))
     memory = (
         " memory of rank 0 after iteration 1 | allocated 1.50 GiB | peak 2.00 GiB | "
         "reserved 4.00 GiB\n"
