@@ -397,6 +397,10 @@ class TransformerConfig:
         """Key/value heads: as many as query heads without GQA."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
+    def groups_per_rank(self, tensor_parallel: int) -> int:
+        """Key/value heads on each of `tensor_parallel` ranks; 1 where several ranks share one."""
+        return max(1, self.query_groups // tensor_parallel)
+
     @property
     def unrotated_layers(self) -> list[int]:
         """The layers without rotary positions, of a model that has them in others."""

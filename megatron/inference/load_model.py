@@ -106,7 +106,6 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
     model = config.model
     sizes = {
         "attention heads": model.num_attention_heads,
-        "key/value heads": model.query_groups,
         "MLP hidden size": model.ffn,
     }
     if model.num_experts:
@@ -118,6 +117,11 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
                 f"{tp} processes: {name} ({size}) must be divisible by the number of tensor-"
                 "parallel processes; start another number of them"
             )
+    if model.query_groups % tp and tp % model.query_groups:
+        raise ValueError(
+            f"{tp} processes: it or the number of key/value heads ({model.query_groups}) must be "
+            "a multiple of the other; start another number of them"
+        )
     # Gloo's threads may hold Python objects: they must end before the interpreter does.
     atexit.register(finish, None)
     # `choose_device` refuses any other string

@@ -113,7 +113,7 @@ def _fa4_unavailable_reason(device: torch.device, dtype: torch.dtype, config: Co
         _library_attention_unavailable_reason(config)
         or torch_flash_unavailable_reason(device, dtype, m.head_dim)
         or fa4_unavailable_reason(
-            device, dtype, m.num_attention_heads // tp, m.query_groups // tp, m.head_dim
+            device, dtype, m.num_attention_heads // tp, m.groups_per_rank(tp), m.head_dim
         )
     )
 

@@ -13,6 +13,7 @@ from megatron.kernels.attention_spec import AttentionSpec, Forward
 from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.kernels import Kernels
 from megatron.model.norm import Norm
+from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.random import recompute
@@ -47,8 +48,10 @@ class SelfAttention(nn.Module):
             from megatron.parallel.ring_attention import ring_attention
 
             self.implementation = partial(ring_attention, cp=self.cp, comm_type=ctx.cp_comm_type)
-        self.groups = model.query_groups // ctx.tp.size
-        self.queries_per_group = model.num_attention_heads // model.query_groups
+        self.tp = ctx.tp
+        self.all_groups = model.query_groups
+        self.groups = model.groups_per_rank(ctx.tp.size)
+        self.queries_per_group = model.num_attention_heads // ctx.tp.size // self.groups
         self.options = model.attention_options
         self.dropout = model.attention_dropout
         self.interleaved = model.rotary_interleaved
@@ -130,12 +133,24 @@ class SelfAttention(nn.Module):
             y = self.core(q, k, v, document_ids, dropout_seed)
         return self.linear_proj(y.flatten(2))
 
+    def own_queries(self, part: torch.Tensor) -> torch.Tensor:
+        """This rank's part [s, b, ...] of the rows of linear_qkv -> its queries and the key and
+        value that they share with other ranks, whose gradients for these are summed."""
+        qkv = gather_sequence(part, self.tp, -1)
+        qkv = qkv.unflatten(-1, (self.all_groups, -1, self.head_dim))
+        ranks = self.tp.size // self.all_groups  # that share a group
+        group, number = divmod(self.tp.rank, ranks)
+        first = number * self.queries_per_group
+        queries = qkv[..., group, first : first + self.queries_per_group, :]
+        return torch.cat((queries, qkv[..., group, -2:, :]), -2).flatten(-2)
+
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """x [s, b, h] -> queries [s, b, n, d], keys and values [s, b, g, d] of this rank's n heads
         in g groups."""
-        qkv = self.linear_qkv(x).unflatten(
-            -1, (self.groups, self.queries_per_group + 2, self.head_dim)
-        )
+        qkv = self.linear_qkv(x)
+        if self.tp.size > self.all_groups:
+            qkv = self.own_queries(qkv)
+        qkv = qkv.unflatten(-1, (self.groups, self.queries_per_group + 2, self.head_dim))
         return functional.split_qkv(qkv, self.queries_per_group)
 
     def core(

@@ -251,6 +251,15 @@ BUGS = {
         "return False",
         "tests/core/parallel/test_ddp.py::test_a_step_of_experts_has_no_gradients_of_the_step_before",
     ),
+    "gradients of keys and values not summed over the ranks that share them": Bug(
+        "megatron.model.attention.SelfAttention.own_queries",
+        "qkv = gather_sequence(part, self.tp, -1)",
+        "from megatron.parallel.collectives import all_gather\n"
+        "parts = list(all_gather(part.detach(), self.tp, -1).chunk(self.tp.size, -1))\n"
+        "parts[self.tp.rank] = part\n"
+        "qkv = torch.cat(parts, -1)",
+        f"{LAYOUTS}[tp2, one query group]",
+    ),
     "expert-tensor parallelism doubles gradients": Bug(
         "megatron.model.moe.MoELayer.route",
         "gather_sequence(x, etp)",

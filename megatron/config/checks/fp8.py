@@ -40,7 +40,7 @@ def rule(f: Facts) -> Iterator[str]:
     groups = m.query_groups
     if (
         heads % tp
-        or groups % tp
+        or (groups % tp and tp % groups)
         or m.ffn % tp
         or m.seq_length % cp
         or m.kv_channels is None

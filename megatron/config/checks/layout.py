@@ -62,18 +62,33 @@ def _tensor_parallel(f: Facts) -> Iterator[str]:
                 "[tensor-parallel-does-not-divide-heads]"
             )
         elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
-            few = "fewer key/value heads than ranks are" if groups < tp else "this is"
-            yield (
-                f"{flag}: --num-query-groups {groups} is not a multiple of it, and {few} not "
-                f"supported yet; {_fit(groups)}, or more groups "
-                "[tensor-parallel-does-not-divide-query-groups]"
-            )
+            yield from _shared_groups(f, flag, groups, tp)
     if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
         ffn = f.config.model.ffn
         yield (
             f"{flag}: the MLP width {ffn} is not a multiple of it; {_fit(math.gcd(ffn, heads))}, "
             "or give "
             f"--ffn-hidden-size {(ffn // tp + 1) * tp} [tensor-parallel-does-not-divide-mlp]"
+        )
+
+
+def _shared_groups(f: Facts, flag: str, groups: int, tp: int) -> Iterator[str]:
+    """As many ranks must share each group, and each rank needs a part of the rows."""
+    if tp % groups:
+        yield (
+            f"{flag}: neither it nor --num-query-groups {groups} is a multiple of the other; "
+            f"{_fit(groups)}, or other groups [tensor-parallel-does-not-divide-query-groups]"
+        )
+    elif f["qk_layernorm"] and f["qk_layernorm_all_heads"]:
+        yield (
+            f"{flag}: --qk-layernorm-all-heads needs at least as many key/value heads, and "
+            f"--num-query-groups is {groups}; {_fit(groups)} "
+            "[tensor-parallel-does-not-divide-query-groups]"
+        )
+    elif f.ok("kv_channels", "hidden_size") and 2 * groups * f.config.model.head_dim % tp:
+        yield (
+            f"{flag}: {groups} keys and values of {f.config.model.head_dim} channels are not a "
+            f"multiple of it; {_fit(groups)} [tensor-parallel-does-not-divide-query-groups]"
         )
 
 

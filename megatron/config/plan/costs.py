@@ -41,7 +41,7 @@ class Sizes:
         self.residual = self.wide if m.fp32_residual_connection else self.item
         self.hidden = m.hidden_size
         self.query = m.num_attention_heads * m.head_dim // self.tp
-        self.key = m.query_groups * m.head_dim // self.tp
+        self.key = m.groups_per_rank(self.tp) * m.head_dim
         self.vocab = plan.padded_vocab_size // self.tp
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
         # Row-blocked kernels keep less than torch's own; "auto" is taken for a CUDA

@@ -180,6 +180,11 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     # q and k of all heads are divided by one root mean square, forward and backward
     norms = (2 * layers + sum(runs)) * 2 * (m.qk_layernorm and m.qk_layernorm_all_heads)
     sent += _times(norms, [Transfer("tp", "all-reduce", 1, sizes.tokens * sizes.wide)])
+    if sizes.tp > m.query_groups:  # queries, keys and values of all ranks, and their gradients
+        width = (m.num_attention_heads + 2 * m.query_groups) * m.head_dim
+        nbytes = sizes.tokens * width * sizes.item
+        sent += _times(layers + sum(runs), [Transfer("tp", "all-gather", 1, nbytes)])
+        sent += _times(layers, [Transfer("tp", "reduce-scatter", 1, nbytes)])
     cores = 2 * layers + (layers if "core_attn" in modules else sum(runs))
     return [*sent, *_context_parallel(config, sizes, cores, layers)]
 

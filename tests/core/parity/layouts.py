@@ -46,6 +46,7 @@ LLAMA = (
     "--num-attention-heads",
     "8",
 )
+MQA = with_flags(LLAMA, "--num-query-groups", "1")
 # Options of single Hugging Face families.
 OPTIONS = (
     *LLAMA,
@@ -223,6 +224,13 @@ CASES = {
         GLOBAL_MOE, 4, (EP, "2", *A2A, CP, "2", TP, "2", SP), only=FULL
     ),
     "pp2 vpp2, layout E|tt|t|tL": Case(DEEP, 2, (PP, "2", LAYOUT, "E|tt|t|tL")),
+    "tp2, one query group": Case((*MQA, "--add-qkv-bias"), 2, (TP, "2")),
+    "tp4 sp, two query groups, norms of queries and keys, full recompute": Case(
+        (*with_flags(LLAMA, "--num-query-groups", "2"), "--qk-layernorm"),
+        4,
+        (TP, "4", SP),
+        only=FULL,
+    ),
 }
 CAMPAIGN = {
     "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),

@@ -135,6 +135,21 @@ CASES = {
     ),
     # 216 rows of the embedding on both stages are summed: 27648 bytes. 4 hidden states there, 4
     # gradients back.
+    # The 32 + 2 x 8 queries, keys and values of both ranks are gathered in each of 2 layers, forward and
+    # again, and their gradients summed, times 4.
+    "tp2, one query group, full recompute": Case(
+        2,
+        (TP, "2", *FULL, "1", "--group-query-attention"),
+        {
+            0: {
+                ("all-reduce", TWO, F32, 8192): 48,
+                ("all-gather", TWO, F32, 12288): 16,
+                ("reduce-scatter", TWO, F32, 12288): 8,
+            }
+            | loss_of(TWO, 4)
+            | ends_of(TWO, 2)
+        },
+    ),
     "pp2": Case(
         2,
         (PP, "2"),
