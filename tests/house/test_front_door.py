@@ -3,13 +3,11 @@ stand on."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-import venv
 import zipfile
 from pathlib import Path
 
@@ -65,9 +63,9 @@ def test_every_direct_requirement_is_pinned_once_and_torch_within_the_supported_
     assert all(version.startswith("==") for version in requirement_lines("files").values())
 
 
-def run_python(*words: str, cwd: Path, path: str) -> None:
+def run_python(python: str, *words: str, cwd: Path, path: str) -> None:
     done = subprocess.run(
-        [sys.executable, *words],
+        [python, *words],
         cwd=cwd,
         env={**os.environ, "PATH": path},
         capture_output=True,
@@ -77,7 +75,7 @@ def run_python(*words: str, cwd: Path, path: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def built_wheel(folder: Path, path: str) -> Path:
+def built_wheel(folder: Path, path: str, python: str = sys.executable) -> Path:
     """A wheel that pip builds, with `path` as PATH, from the source distribution of a copy of the
     tree, which has a megatron/core that is not ours."""
     tree = folder / "tree"
@@ -89,10 +87,10 @@ def built_wheel(folder: Path, path: str) -> Path:
     (tree / "megatron" / "core").mkdir()
     (tree / "megatron" / "core" / "__init__.py").write_text('"""Another project\'s."""\n')
     code = "from setuptools import build_meta; build_meta.build_sdist('../out')"
-    run_python("-c", code, cwd=tree, path=path)
+    run_python(python, "-c", code, cwd=tree, path=path)
     archive = next((folder / "out").glob("*.tar.gz"))
     words = "-m pip wheel -qq --no-deps --no-build-isolation -w".split()
-    run_python(*words, str(folder / "out"), str(archive), cwd=folder, path=path)
+    run_python(python, *words, str(folder / "out"), str(archive), cwd=folder, path=path)
     return next((folder / "out").glob("*.whl"))
 
 
@@ -149,18 +147,24 @@ SHORT = (
 ).split()
 
 
+# Another one, which has torch and requirements/build.txt: OTHER_PYTHON=/opt/python3.13/bin/python pytest ...
+PYTHONS = [sys.executable, *filter(None, [os.environ.get("OTHER_PYTHON")])]
+
+
 @pytest.mark.campaign
-def test_the_commands_of_an_installation_work_from_any_directory(tmp_path):
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_commands_of_an_installation_work_from_any_directory(python, tmp_path):
     """A wheel, here of a machine without a compiler, in a virtual environment of its own, which has
-    the dependencies of this one."""
-    wheel = built_wheel(tmp_path / "wheel", without_compiler(tmp_path / "bin"))
+    the dependencies of this interpreter."""
+    wheel = built_wheel(tmp_path / "wheel", without_compiler(tmp_path / "bin"), python)
     assert extensions_in(wheel) == []
     names = names_in(wheel)
     assert not [
         name for name in names if name.split("/")[0] in ("tools", "tests", "docs", "examples")
     ]
     assert "megatron/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
-    venv.create(tmp_path / "venv", with_pip=False, system_site_packages=True)
+    words = "-m venv --without-pip --system-site-packages".split()
+    subprocess.run([python, *words, str(tmp_path / "venv")], check=True)
     scripts = tmp_path / "venv" / "bin"
     here = tmp_path / "here"
     here.mkdir()
@@ -172,7 +176,9 @@ def test_the_commands_of_an_installation_work_from_any_directory(tmp_path):
         *"install -qq --no-deps --no-index".split(),
     ]
     subprocess.run([sys.executable, *pip, str(wheel)], check=True, timeout=300)
-    packages = str(Path(importlib.util.find_spec("torch").origin).parents[1])
+    code = "import importlib.util as i; print(i.find_spec('torch').submodule_search_locations[0])"
+    torch = subprocess.check_output([python, "-c", code], text=True).strip()
+    packages = str(Path(torch).parent)
     environ = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:

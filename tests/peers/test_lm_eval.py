@@ -69,17 +69,18 @@ DOCUMENTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model trained on a little text by two tensor-parallel ranks (run), its export (hf), and the
-    tasks."""
+    """A model trained on a little text by two tensor-parallel ranks (run), its export (hf) with the
+    tokenizer.json that hf-export makes of GPT-2's two files, and the tasks."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("lm_eval")
     lines = "".join(json.dumps({"text": line}) + "\n" for line in LINES * 4)
     (path / "text.jsonl").write_text(lines)
-    words = ["--input", path / "text.jsonl", "--vocab-size", 320, "--format", "huggingface"]
+    words = ["--input", path / "text.jsonl", "--vocab-size", 320]
     assert exit_code(load_tool("train_tokenizer").main, *words, "--output-dir", path / "bpe") == 0
-    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path / 'bpe'}".split()
+    files = f"--vocab-file {path / 'bpe/vocab.json'} --merge-file {path / 'bpe/merges.txt'}"
+    tokenizer = f"--tokenizer-type GPT2BPETokenizer {files}".split()
     words = ["--input", path / "text.jsonl", "--output-prefix", path / "x", *tokenizer]
     assert exit_code(load_tool("preprocess_data").main, *words, "--append-eod") == 0
     at = SMALL.index("--tokenizer-type")
@@ -174,7 +175,7 @@ def test_perplexity_is_that_of_transformers(folder, tmp_path, capsys):
     assert exit_code(load_tool("evaluate").main, *words) == 0
     found = json.loads(capsys.readouterr().out)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "bpe")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "hf")
     ids = [tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]
     nats = 0.0
     done = 0

@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.documents import walk
+from tests.campaigns.documents import chat_model, walk
 from tests.forkrun import ROOT
 
 START_PAGE = "docs/getting_started.md"
-# The pages whose commands use what getting_started.md made, and the packages that they need.
+# The pages whose commands use what getting_started.md made: {page: packages that it needs}
 AFTER_START = {
     "docs/data.md": ("tokenizers", "jinja2"),
     "docs/serving.md": ("fastapi", "uvicorn", "openai"),
     "docs/evaluation.md": ("lm_eval",),
     "docs/convert.md": ("transformers",),
 }
+FINE_TUNING = "docs/finetune.md"
+PACKAGES = {**AFTER_START, FINE_TUNING: ("transformers", "fastapi", "uvicorn")}
 PAGES = [
     "README.md",
     START_PAGE,
-    *AFTER_START,
+    *PACKAGES,
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md")),
 ]
 START = """
@@ -69,19 +71,18 @@ def run(blocks: list[walk.Block], tree: Path) -> list[str]:
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.peers] if page in AFTER_START else [])
-        for page in PAGES
-    ],
+    [pytest.param(page, marks=[pytest.mark.peers] if page in PACKAGES else []) for page in PAGES],
 )
 def test_the_blocks_of_a_page_run(page, tree):
-    for package in AFTER_START.get(page, ()):
+    for package in PACKAGES.get(page, ()):
         pytest.importorskip(package)
     blocks = blocks_of(page)
     for first, said in listed(blocks):
         print(f"{page}: {said:20} {first[:70]}")
     if page in AFTER_START and not (tree / "plays/huggingface").exists():
         run(blocks_of(START_PAGE), tree)
+    if page == FINE_TUNING:  # SmolLM2 itself: tests/tools/convert/test_pretrained.py
+        chat_model.write(tree / "models/smollm2")
     shutil.rmtree(tree / ".venv", ignore_errors=True)
     if page not in ("README.md", START_PAGE):
         walk.make_environment(tree)  # README is read first

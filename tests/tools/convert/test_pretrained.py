@@ -19,6 +19,7 @@ from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.inference.engine import Engine, Request
 from megatron.inference.load_model import open_trained_model
 from megatron.inference.sampling import Sampling
+from tests.campaigns.documents import walk
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.runs import train
@@ -60,11 +61,9 @@ def gguf_file(model: str, folder: Path) -> str:
     return "model.gguf"
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def hf(request, tmp_path_factory) -> Path:
-    """A model and its tokenizer as save_pretrained writes them."""
-    folder = tmp_path_factory.mktemp("pretrained")
-    file = gguf_file(request.param, folder)
+def write_folder(name: str, folder: Path) -> Path:
+    """A model and its tokenizer in folder/hf, as save_pretrained writes them."""
+    file = gguf_file(name, folder)
     target = folder / "hf"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32
@@ -74,6 +73,11 @@ def hf(request, tmp_path_factory) -> Path:
     model.save_pretrained(target)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(target)
     return target
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def hf(request, tmp_path_factory) -> Path:
+    return write_folder(request.param, tmp_path_factory.mktemp("pretrained"))
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +194,21 @@ def test_it_goes_back_bit_for_bit(hf, ours):
         "generation_config.json",
     ):
         assert (hf / name).read_text().strip() == (back / name).read_text().strip(), name
+
+
+def test_the_page_of_fine_tuning(tmp_path):
+    """docs/finetune.md with SmolLM2 itself: what two steps on conversations that say so teach."""
+    hf = write_folder("smollm2", tmp_path)
+    tree = walk.clone(tmp_path / "walk")
+    walk.make_environment(tree)
+    (tree / "models").mkdir()
+    hf.rename(tree / "models/smollm2")
+    page = walk.blocks((ROOT / "docs/finetune.md").read_text(encoding="utf-8"))
+    code, printed = walk.run_page(page, tree)
+    assert code == 0, printed[-1]
+    texts = dict(zip((block.text for block in page), printed, strict=True))
+    [before] = [said for text, said in texts.items() if "generate.py" in text]
+    assert "Denmark" not in before
+    for after in ("v1/chat/completions", "pipeline"):
+        [said] = [said for text, said in texts.items() if after in text]
+        assert "Denmark" in said
