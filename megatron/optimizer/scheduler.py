@@ -132,6 +132,8 @@ class OptimizerParamScheduler:
         if n < self.zero_lr_steps:
             return 0.0
         rise = n - self.zero_lr_steps + self.lr_warmup_lead
+        if warmup > 0 and rise <= warmup and self.lr_warmup_lead and not self.init_lr:
+            return max_lr * (rise / warmup)  # rounded as InternLM does
         if warmup > 0 and rise <= warmup:
             return self.init_lr + (max_lr - self.init_lr) * rise / warmup
         warmup += self.zero_lr_steps

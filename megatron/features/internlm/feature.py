@@ -57,7 +57,10 @@ class InternlmConfig(Feature):
     adds = {
         "log_format": {"internlm": "InternLM's lines"},
         "dummy_data": {"internlm": "those of InternLM's demos"},
-        "init_scheme": {"internlm": "fixed standard deviations that depend on the layer"},
+        "init_scheme": {
+            "internlm": "fixed standard deviations that depend on the layer",
+            "internlm2": "0.02, at the ends of a layer's branches divided by sqrt(2 (layer + 1))",
+        },
     }
     converter: ClassVar = "tools.features.internlm.converter"
 
@@ -82,12 +85,14 @@ class InternlmConfig(Feature):
         return None
 
     def init_scheme(self, model: ModelConfig) -> Scheme | None:
-        """Those of --init-scheme internlm."""
-        if model.init_scheme != "internlm":
+        """Those of --init-scheme internlm and internlm2."""
+        if not model.init_scheme.startswith("internlm"):
             return None
-        from megatron.features.internlm.initial_values import internlm_scheme
+        from megatron.features.internlm import initial_values
 
-        return internlm_scheme(model)
+        if model.init_scheme == "internlm2":
+            return initial_values.internlm2_scheme(model)
+        return initial_values.internlm_scheme(model)
 
     def counts_subsets(self, config: Config) -> bool:
         """For its log lines."""

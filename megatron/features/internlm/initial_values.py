@@ -1,4 +1,4 @@
-"""--init-scheme internlm."""
+"""--init-scheme internlm and internlm2."""
 
 from __future__ import annotations
 
@@ -27,5 +27,16 @@ def internlm_scheme(model: ModelConfig) -> Scheme:
             "mlp_out": 0.0015,
         }
         return "normal", of_role[role]
+
+    return draw
+
+
+def internlm2_scheme(model: ModelConfig) -> Scheme:
+    """InternEvo's initial values of InternLM2 and Llama 2: 0.02, and at the ends of both branches
+    0.02 / sqrt(2 (layer + 1)), by their OWN layer."""
+
+    def draw(role: str, layer: int) -> Draw:
+        ends = role in ("attention_output", "mlp_out")
+        return "normal", 0.02 / math.sqrt(2.0 * (layer + 1)) if ends else 0.02
 
     return draw

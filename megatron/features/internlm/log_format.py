@@ -186,7 +186,17 @@ def internlm_line(
 def skipped_line(first: int, last: int, reason: str, now: datetime, process: int) -> str:
     """The line of steps that are not trained."""
     stamp = now.astimezone().isoformat(timespec="milliseconds")
-    return f"{stamp} INFO {_STEP} - pid={process} : skipped=1 reason={reason} step={first}-{last}"
+    steps = str(first) if first == last else f"{first}-{last}"
+    return (
+        f"{stamp} INFO {_STEP} - pid={process} : Skip batch count:`{steps}`... skipped=1 "
+        f"reason={reason} step={first}-{last}"
+    )
+
+
+def failed_line(step: int, now: datetime, process: int) -> str:
+    """The line of a step that was computed and whose update was not made."""
+    stamp = now.astimezone().isoformat(timespec="milliseconds")
+    return f"{stamp} WARNING - pid={process} : Warning: skip parameter update at step {step}."
 
 
 class InternlmLines(LineFormat):
@@ -233,7 +243,8 @@ class InternlmLines(LineFormat):
         seq_length = self._shape.seq_length
         full = self._config.training.recompute == "full"
         operations = flops_per_token(self._shape, full) * r.global_batch_size * seq_length
-        return internlm_line(
+        failed = "" if r.skipped is None else f"{failed_line(r.iteration - 1, now, process)}\n"
+        return failed + internlm_line(
             r,
             self._counts,
             teraflops=self._rate(operations, r.seconds),

@@ -81,11 +81,13 @@ def read_as(
     for words in compat.replaced(foreign, seq_length).values():
         typed = parse(parser, words).typed | typed
     typed, problems = _with_deepspeed(parser, typed, foreign.get("deepspeed_config"))
-    return ReadAs(
-        typed,
-        [*compat.refused(foreign), *too_long, *problems],
-        compat.accepted(foreign, ignored, seq_length),
-    )
+    notes = compat.accepted(foreign, ignored, seq_length)
+    if notes and "log_format" not in typed:
+        notes.append(
+            "this command line is Megatron-LM's; --log-format megatron prints its log, too "
+            "[log-format-of-megatron]"
+        )
+    return ReadAs(typed, [*compat.refused(foreign), *too_long, *problems], notes)
 
 
 def _run_length(typed: dict[str, Any], foreign: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -43,6 +43,9 @@ def dumped_values(
         if flags[name].dump or value != flags[name].default
     }
     found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
+    for name in ("train_range_to_skip", "iterations_to_skip"):
+        if found.get(name):
+            found[name] = [int(word) if word.isdigit() else word for word in found[name]]
     found.pop("recompute_activations", None)
     found |= {
         name: value or None

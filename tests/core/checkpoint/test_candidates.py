@@ -21,6 +21,8 @@ def test_from_the_trackers_down(tmp_path):
     for iteration in (10, 20, 30, 40):
         save(tmp_path, iteration)
     assert candidates(tmp_path) == ([Candidate(str(tmp_path), one) for one in (40, 30, 20, 10)], [])
+    typed = f"{tmp_path.parent}/./{tmp_path.name}/"  # paths are shown as they are typed
+    assert [one.path for one in candidates(typed)[0]] == [typed] * 4
     assert candidates(tmp_path, 20) == ([Candidate(str(tmp_path), 20)], [])
     one = tmp_path / "iter_0000030"
     assert candidates(one) == ([Candidate(str(one), None)], [])

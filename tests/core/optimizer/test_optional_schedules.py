@@ -91,6 +91,13 @@ def test_the_whole_schedule_is_the_formula(total, warmup, init):
         assert rate == pytest.approx(formula(total, warmup, init, step), rel=1e-12, abs=1e-18), step
 
 
+def test_the_warmup_has_the_digits_of_the_demos_logs():
+    """The rates after the first six of 50,000 steps, 500 of them warm-up."""
+    logged = "4.0000000000000003e-07 6.000000000000001e-07 8.000000000000001e-07 "
+    logged += "1.0000000000000002e-06 1.2000000000000002e-06 1.4000000000000001e-06"
+    assert [str(rate) for rate in rates(50000, 500, count=7)[1:]] == logged.split()
+
+
 def test_beta2_rises_with_the_updates(make_params, fill_grads):
     params = make_params()
     optimizer = optimizer_of(params, adam_beta2=0.95, adam_beta2_schedule_c=0.8)

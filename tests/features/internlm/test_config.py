@@ -12,6 +12,7 @@ from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from megatron.features.internlm.initial_values import internlm2_scheme
 from megatron.features.registry import RunConfig
 from tests.features.internlm.configs import INTERNEVO_7B, SIZES, demo, written
 from tests.forkrun import ROOT
@@ -90,6 +91,34 @@ def test_internevos_7b_sft(tmp_path, capsys):
         capsys,
     )
     assert config.parallel.zero_partition == "whole-params" and config.model.rotary_interleaved
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab", "size", "interleaved"),
+    [("INTERNLM2_PUBLIC", 92544, 7_737_708_544, False), ("LLAMA2", 32000, 7_241_732_096, True)],
+)
+def test_internevos_newer_models(kind, vocab, size, interleaved, tmp_path, capsys):
+    """7B_internlm2.py and 7B_llama2.py of InternEvo: eight groups of keys and values, no biases."""
+    text = INTERNEVO_7B
+    for old, new in (
+        ("num_kv_attention_heads=32", "num_kv_attention_heads=8, no_bias=True"),
+        ("mlp_ratio=8 / 3", "mlp_ratio=3.5"),
+        ("vocab_size=103168", f"vocab_size={vocab}"),
+        ("qk_interleaved=False, ", ""),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    config = converted(tmp_path, f'model_type = "{kind}"\n{text}', 8, capsys)
+    assert make_plan(config, 8, vocab).num_parameters == size
+    assert config.model.rotary_interleaved == interleaved
+    assert config.model.init_scheme == "internlm2" and not config.model.qkv_bias
+    scheme = internlm2_scheme(config.model)
+    assert scheme("mlp_out", 7) == scheme("attention_output", 7) == ("normal", 0.02 / 4)
+    assert scheme("qkv", 7) == scheme("output_layer", 0) == ("normal", 0.02)
+    biased = converted(
+        tmp_path, f'model_type = "{kind}"\n' + text.replace("no_bias=True, ", ""), 8, capsys
+    )
+    assert biased.model.add_qkv_bias and biased.model.add_attention_output_bias
 
 
 LOADS = [

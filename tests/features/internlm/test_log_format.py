@@ -10,6 +10,7 @@ from megatron.analysis.run_reader import read_run
 from megatron.features.internlm.log_format import (
     StepCounts,
     TokenRates,
+    failed_line,
     flops_per_token,
     internlm_line,
     skipped_line,
@@ -204,7 +205,9 @@ def test_the_fields_are_those_of_the_log_in_its_order():
 def test_an_infinite_perplexity_and_a_skipped_range():
     assert "perplexity=inf" in line_of(step(loss=800.0))
     assert "loss=nan" in line_of(step(loss=math.nan))
-    assert skipped_line(2, 3, "user", datetime.now(), 1).endswith("skipped=1 reason=user step=2-3")
+    line = skipped_line(2, 3, "user", datetime.now(), 1)
+    assert line.endswith(": Skip batch count:`2-3`... skipped=1 reason=user step=2-3")
+    assert failed_line(7, datetime.now(), 1).endswith(": Warning: skip parameter update at step 7.")
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ def test_the_first_lines_are_megatrons(seed_line):
             "--no-persist-layer-norm --profile-ranks 1",
             {"no_persist_layer_norm": "True", "profile_ranks": "[1]"},
         ),
-        ("--train-range-to-skip 2 3", {"train_range_to_skip": "['2', '3']"}),
+        ("--train-range-to-skip 2 3", {"train_range_to_skip": "[2, 3]"}),
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
             {

@@ -25,6 +25,18 @@ CHECKPOINT_TYPES = {
     "hf": "hf-import",
     "hf_llama": "hf-import",
 }
+MODELS = ("INTERNLM", "INTERNLM2_PUBLIC", "LLAMA2")  # model_type
+INIT_STDS = tuple(
+    f"{name}_init_std"
+    for name in (
+        "embedding",
+        "attn_wqkv",
+        "attn_other",
+        "ffn_uplayer",
+        "ffn_other",
+        "out_head",
+    )
+)
 SECTIONS = (
     "ckpt",
     "data",
@@ -53,8 +65,8 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     for name in ("model", "data", "adam", "lr_scheduler"):
         if name not in values:
             args.problems.append(f"{name}: is missing; a config has this dict")
-    _top(values, args)
-    dtype = _model(sections["model"])
+    kind = _top(values, args)
+    dtype = _model(sections["model"], kind)
     layout = _parallel(sections["parallel"], world_size)
     _data(sections["data"], layout["dp"])
     _optimizer(sections, layout, dtype)
@@ -80,7 +92,7 @@ def _alert(monitor: Section) -> None:
     monitor.ignore("alert", why="no webhook here; logs and exit codes say what happened")
 
 
-def _top(values: Mapping[str, Any], args: Args) -> None:
+def _top(values: Mapping[str, Any], args: Args) -> str:
     args.flag("--log-interval", 1, "--log-format internlm --log-accuracy")
     args.flag("--seed", 1024, why="train.py's own default")
     top = Section(
@@ -92,18 +104,26 @@ def _top(values: Mapping[str, Any], args: Args) -> None:
         args.flag("--cudnn-deterministic")
     if top.switch("cudnn_benchmark", False):
         args.flag("--cudnn-benchmark")
-    top.only("model_type", "INTERNLM", "only the INTERNLM architecture is translated")
     top.only("use_fp32_norm", False, "norms have the parameters' format here")
+    kind = top.take("model_type", MODELS[0], lambda v: v in MODELS, f"one of {', '.join(MODELS)}")
     folder = top.text("tensorboard_folder")
-    if top.switch("enable_tb", True) and folder:
+    enabled = top.switch("enable_tb", True)
+    if enabled and folder:
         args.flag("--tensorboard-dir", folder)
+    elif enabled:
+        args.note("enable_tb = True, InternLM's default: for TensorBoard add --tensorboard-dir DIR")
     top.ignore("resume_tb_folder", "metric_dtype", "grad_profiling", why="has no counterpart")
     top.done()
+    return kind
 
 
-def _model(model: Section) -> str:
+def _model(model: Section, kind: str) -> str:
     args = model.args
-    args.section("Architecture: InternLM's, with biases on attention alone")
+    newer = kind != MODELS[0]
+    biases = not newer or not model.switch("no_bias", False)
+    family = "Llama 2" if kind == "LLAMA2" else "InternLM2" if newer else "InternLM"
+    where = "biases on attention alone" if biases else "no biases"
+    args.section(f"Architecture: {family}'s, with {where}")
     hidden, layers, heads = (
         model.integer(key, default, 1)
         for key, default in (("hidden_size", 2048), ("num_layers", 48), ("num_attention_heads", 32))
@@ -127,13 +147,13 @@ def _model(model: Section) -> str:
         float(model.number("layer_norm_epsilon", 1e-5)),
     )
     args.flag("--position-embedding-type rope --untie-embeddings-and-output-weights")
-    args.flag("--disable-bias-linear --add-qkv-bias --add-attention-output-bias")
+    args.flag("--disable-bias-linear", *["--add-qkv-bias --add-attention-output-bias"] * biases)
     model.only(
         "use_scaled_init",
         True,
         "only the layer-wise deviations are built in (--init-scheme internlm)",
     )
-    args.flag("--init-scheme internlm")
+    args.flag("--init-scheme internlm2" if newer else "--init-scheme internlm")
     args.flag(
         "--tokenizer-type NullTokenizer --vocab-size",
         model.integer("vocab_size", 50304, 1),
@@ -167,13 +187,16 @@ def _model(model: Section) -> str:
     chunks = model.integer("num_chunks", 1, 1)
     if chunks > 1:
         args.flag("--num-virtual-stages-per-pipeline-rank", chunks)
-    if model.switch("qk_interleaved", False):
-        args.flag("--rotary-interleaved")
-    model.only(
-        "num_kv_attention_heads",
-        heads,
-        "INTERNLM models have as many keys and values as num_attention_heads",
-    )
+    if newer:
+        _newer_model(model, kind, heads)
+    else:
+        if model.switch("qk_interleaved", False):
+            args.flag("--rotary-interleaved")
+        model.only(
+            "num_kv_attention_heads",
+            heads,
+            "INTERNLM models have as many keys and values as num_attention_heads",
+        )
     model.only("use_dynamic_ntk_rope", False, "is for inference")
     model.only("is_reward", False, "there is no reward head")
     model.only("num_experts", 1, "there are no experts")
@@ -186,6 +209,24 @@ def _model(model: Section) -> str:
     model.ignore("apply_post_layer_norm", "dropout_selective_checkpoint", why="changes no number")
     model.ignore("use_flash_attn", why="attention within samples is exact with every kernel")
     return dtype
+
+
+def _newer_model(model: Section, kind: str, heads: int) -> None:
+    """What InternLM2 and Llama 2 have beyond InternLM."""
+    args = model.args
+    groups = model.integer("num_kv_attention_heads", heads, 1) or heads
+    if groups != heads:
+        args.flag("--group-query-attention --num-query-groups", groups)
+    if not model.switch("adapt_hf", kind == "INTERNLM2_PUBLIC"):
+        args.flag("--rotary-interleaved", why="adapt_hf=False: pairs of neighbours are rotated")
+    base = model.number("rope_base", 10000)
+    if base != 10000:
+        args.flag("--rotary-base", base)
+    for name in INIT_STDS:
+        model.only(name, 0.02, "only the default is built in (--init-scheme internlm2)")
+    model.only("init_type", "normal", "only normal initial values are built in")
+    model.only("deepnorm", False, "is not built in")
+    model.only("norm_head", False, "is not built in")
 
 
 def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
