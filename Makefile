@@ -21,7 +21,7 @@ REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part lint clean install dev peers pretrained data eval s3 serve wandb
+.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part parity lint clean install dev peers pretrained data eval s3 serve wandb
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -59,6 +59,9 @@ test-versions:  ## a part of the quick tests with the oldest and the newest torc
 test-part: $(VENV)/.dev
 	$(PYTEST) $(PARALLEL) $(LIMIT) tests/core/test_device.py tests/core/training/test_step.py tests/core/parity/test_layouts.py \
 		tests/core/parallel/test_ddp.py tests/core/optimizer/test_adam.py tests/core/kernels/test_attention.py tests/features/trace
+
+parity: $(VENV)/.runtime  ## one model in one process and in eight parallel layouts: the same numbers? (a minute)
+	@$(PY) tools/compare_layouts.py
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff check .

@@ -143,6 +143,13 @@ BUGS = {
         "torch.ones_like(self.mask(step.loss_mask))",
         "tests/core/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
     ),
+    # Megatron-LM 7452
+    "the balancing loss as often as there are tensor-parallel ranks": Bug(
+        "megatron.model.moe.Router.balancing_loss",
+        "counts.sum().clamp(min=1)",
+        "(counts.sum() / self.axes[-1].size).clamp(min=1)",
+        f"{LAYOUTS}[tp2 sp, experts]",
+    ),
     "tokens of experts counted on one context-parallel rank": Bug(
         "megatron.model.moe.Router.balancing_loss",
         "all_reduce_(counts, axis)",

@@ -6,6 +6,7 @@ import ast
 
 import pytest
 
+from tests.forkrun import ROOT
 from tests.planted import bugs
 from tests.planted.catalogue import BUGS
 
@@ -19,6 +20,14 @@ def copied_tree(tmp_path_factory):
 def test_every_bug_applies_to_exactly_one_place():
     problems = [f"{name}: {text}" for name, bug in BUGS.items() if (text := bugs.problem(bug))]
     assert not problems, "\n".join(problems)
+
+
+def test_the_page_of_silent_errors_names_planted_bugs_and_their_tests():
+    lines = (ROOT / "docs" / "silent_errors.md").read_text("utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| [")]
+    assert rows
+    for _, _thread, _what, name, test, _ in rows:
+        assert BUGS[name].test.endswith((f"[{test}]", f"::{test}"))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "make test": ".ci/run",
     ".venv/bin/pip install lagent==0.2.4": "requirements/files.txt",
     "examples/lagent/run.sh": "tests/campaigns/examples/test_lagent.py",
+    "make parity": "tests/tools/test_compare_layouts.py",
     "examples/auroragpt_skip/skip_two.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
     "examples/auroragpt_skip/spike.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
     "examples/moe/run.sh": "tests/campaigns/examples/test_moe.py",
