@@ -137,7 +137,9 @@ def train(layout: Layout, folder: Path) -> Trained:
         rows = [json.loads(line) for line in lines]
     from megatron.checkpoint import store
 
-    with store.load(folder / "save").reader() as reader:
+    checkpoint = store.load(folder / "save")
+    assert checkpoint is not None
+    with checkpoint.reader() as reader:
         tensors = {name: reader.read(name) for name in reader.names()}
     return Trained([(row["lm_loss"], row["grad_norm"]) for row in rows], tensors)
 
@@ -163,7 +165,7 @@ def differences(run: Trained, reference: Trained) -> tuple[float, float, float]:
 
 def compare(options: Options) -> None:
     """Train and print the table. Raises ValueError if a layout does not train the same model."""
-    layouts = LAYOUTS
+    layouts: Sequence[Layout] = LAYOUTS
     if options.flags:
         layouts = (Layout("FLAGS", options.nproc_per_node, shlex.join(options.flags)),)
     print(
