@@ -14,6 +14,7 @@ _WARM_UP = Needs(
 _DECAY = Needs(
     "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"
 )
+_ADAM = Needs("--optimizer adam or muon", lambda v: v["optimizer"] != "sgd")
 _HORIZON = Needs(_DECAY.condition, lambda v: _DECAY.met(v) or v["lr_warmup_fraction"])
 
 
@@ -21,7 +22,12 @@ _HORIZON = Needs(_DECAY.condition, lambda v: _DECAY.met(v) or v["lr_warmup_fract
 class OptimizerConfig:
     """Optimizer, learning rate, weight decay."""
 
-    optimizer: Literal["adam", "sgd"] = arg("adam", help="adam (AdamW) or sgd")
+    optimizer: Literal["adam", "sgd", "muon"] = arg(
+        "adam",
+        parse=lambda word: "muon" if word == "dist_muon" else word,
+        help="adam (AdamW), sgd, or muon (Muon for the matrices of the layers, AdamW for the rest; "
+        "dist_muon is the same)",
+    )
     lr: float = arg(
         None,
         missing="give the peak learning rate, as in --lr 3e-4",
@@ -136,27 +142,27 @@ class OptimizerConfig:
     )
     adam_beta1: float = arg(
         0.9,
-        needs=("optimizer", "adam"),
+        needs=_ADAM,
         minimum=0,
         below=1,
         help="Adam's beta1, decay of the first moment",
     )
     adam_beta2: float = arg(
         0.999,
-        needs=("optimizer", "adam"),
+        needs=_ADAM,
         minimum=0,
         below=1,
         help="Adam's beta2, decay of the second moment",
     )
     adam_beta2_schedule_c: float = arg(
         0.0,
-        needs=("optimizer", "adam"),
+        needs=_ADAM,
         minimum=0,
         dump=False,
         help="with c > 0, Adam's beta2 is 1 - k^-c after k updates, at least --adam-beta2 "
         "(PaLM: 0.8)",
     )
-    adam_eps: float = arg(1e-8, needs=("optimizer", "adam"), above=0, help="Adam's epsilon")
+    adam_eps: float = arg(1e-8, needs=_ADAM, above=0, help="Adam's epsilon")
     use_precision_aware_optimizer: bool = arg(
         False,
         requires=("optimizer", "adam"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron.arguments import to_args_text
+from megatron.config.muon import matrices
 from megatron.config.plan import fit
-from megatron.config.plan.plan import Plan, shards
+from megatron.config.plan.plan import Plan, by_muon, shards
 from megatron.config.tree import Config
 
 WIDTH = 100
@@ -55,7 +57,7 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
     return [
         *entries,
         entry("training", training_text(config, plan)),
-        entry("optimizer", optimizer_text(config)),
+        entry("optimizer", optimizer_text(config, plan)),
         entry("learning rate", schedule_text(config, plan)),
         entry("memory", memory_text(config, plan)),
     ]
@@ -127,23 +129,53 @@ def training_text(config: Config, plan: Plan) -> str:
     return f"{text}; validation every {_count(t.eval_interval, 'iteration')}{start}: {extent}"
 
 
-def optimizer_text(config: Config) -> str:
-    """The update rule and its constants."""
+def optimizer_text(config: Config, plan: Plan) -> str:
+    """The update rule and its constants; of several rules the weights that each updates."""
     o = config.optimizer
-    name = (
-        f"Adam (betas {o.adam_beta1:g} {o.adam_beta2:g}, eps {o.adam_eps:g})"
-        if o.optimizer == "adam"
-        else f"SGD (momentum {o.sgd_momentum:g})"
-    )
+    name = f"Adam (betas {o.adam_beta1:g} {o.adam_beta2:g}, eps {o.adam_eps:g})"
+    if o.optimizer == "sgd":
+        name = f"SGD (momentum {o.sgd_momentum:g})"
+    elif o.optimizer == "muon":
+        name = f"{_muon_text(config, plan)}; {name} of {_weights_text(config, plan, False)};"
     decay = f"weight decay {o.weight_decay:g}"
     if o.weight_decay_incr_style != "constant":
         decay = (
             f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} "
             f"({o.weight_decay_incr_style})"
         )
-    return f"{name}, {decay}, " + (
+    separator = "" if name.endswith(";") else ","
+    return f"{name}{separator} {decay}, " + (
         f"gradient clipping {o.clip_grad:g}" if o.clip_grad else "no gradient clipping"
     )
+
+
+def _muon_text(config: Config, plan: Plan) -> str:
+    """Muon's constants and weights."""
+    c = config.muon
+    precision = config.precision.main_dtype
+    if c.muon_fp32_matmul_prec == "medium":
+        precision = "bfloat16"
+    stacks = matrices(c, config.model).stacks
+    count = sum(stack.number for spec in plan.parameters for stack in stacks(spec.name, spec.shape))
+    return (
+        f"Muon (momentum {c.muon_momentum:g}, {'' if c.muon_use_nesterov else 'not '}Nesterov, "
+        f"{c.muon_num_ns_steps} {c.muon_coefficient_type} steps in {precision}, scale "
+        f"{c.muon_scale_mode} x {c.muon_extra_scale_factor:g}) of {count:,} matrices in "
+        f"{_weights_text(config, plan, True)}"
+    )
+
+
+def _weights_text(config: Config, plan: Plan, muon: bool) -> str:
+    """Number, size and names of the weights that Muon updates, or of the others; layers count as
+    `*`."""
+    chosen = [spec for spec in plan.parameters if spec.trained and by_muon(config, spec) == muon]
+    names = Counter(
+        spec.name if spec.layer is None else spec.name.replace(str(spec.layer), "*", 1)
+        for spec in chosen
+    )
+    size = sum(spec.size for spec in chosen)
+    text = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in names.items())
+    return f"{_count(len(chosen), 'tensor')} ({size:,} parameters: {text})"
 
 
 def schedule_text(config: Config, plan: Plan) -> str:

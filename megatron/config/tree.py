@@ -11,6 +11,7 @@ from megatron.config.data import DataConfig
 from megatron.config.kernels import KernelsConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
+from megatron.config.muon import MuonConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -29,6 +30,7 @@ class Config:
     kernels: KernelsConfig
     data: DataConfig
     optimizer: OptimizerConfig
+    muon: MuonConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +11,8 @@ import torch
 from megatron.config.optimizer import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE_KEYS = {"adam": MOMENTS, "sgd": ("momentum_buffer",)}
+MOMENTUM = "momentum_buffer"
+STATE_KEYS = {"adam": MOMENTS, "sgd": (MOMENTUM,), "muon": (MOMENTUM, *MOMENTS)}
 
 
 # torch's classes without what makes their methods fit for torch.compile, whose first use imports
@@ -96,9 +97,10 @@ def build_sgd(groups: list[dict[str, Any]], config: OptimizerConfig) -> SGD:
     return optimizer
 
 
-def set_step_count(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Make every parameter's step count `step` (Adam's bias correction reads it); SGD has none."""
-    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+def set_step_count(states: Iterable[Mapping[str, torch.Tensor]], step: int) -> None:
+    """Make every parameter's step count `step` (Adam's bias correction reads it); SGD and Muon have
+    none."""
+    counts = [state["step"] for state in states if "step" in state]
     if counts:
         torch._foreach_zero_(counts)
         torch._foreach_add_(counts, float(step))

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron.config.muon import updates
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
+from megatron.parallel.sharding import sharding_of
 
 if TYPE_CHECKING:
+    from megatron.optimizer.muon import Muon
     from megatron.optimizer.precision_aware import PrecisionAwareAdamW
     from megatron.optimizer.scaler import GradScaler
 
@@ -44,7 +47,7 @@ def _no_span(name: str) -> AbstractContextManager[Any]:
 
 
 class MixedPrecisionOptimizer:
-    """Adam or SGD on the fp32 (or fp64) main weights of `params`.
+    """Adam, SGD, or Muon and Adam, on the fp32 (or fp64) main weights of `params`.
 
     A bf16 or fp16 parameter gets an fp32 main copy; an fp32 or fp64 one is its own main weight (its
     storage is shared, so whoever loads weights must copy into the parameter and not rebind it).
@@ -67,6 +70,7 @@ class MixedPrecisionOptimizer:
         params: Sequence[torch.Tensor],
         config: OptimizerConfig,
         *,
+        muon: Muon | None = None,
         grad_scaler: GradScaler | None = None,
         embed_grad_scale: float = 1.0,
         log_num_zeros_in_grad: bool = False,
@@ -84,7 +88,7 @@ class MixedPrecisionOptimizer:
         self._reduce_sum = reduce_sum
         self._reduce_max = reduce_max
         self._span = span
-        groups = build_param_groups(params, config)
+        groups = build_param_groups(params, config, updates if muon else None)
         assert groups, "no parameters"
         self._device = groups[0]["params"][0].device
         # of a sharded parameter this rank may have nothing; the group stays
@@ -103,7 +107,10 @@ class MixedPrecisionOptimizer:
         self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
         self._has_float64 = any(main.dtype == torch.float64 for main in self._main)
         self._precision_aware: PrecisionAwareAdamW | None = None
-        self.inner = _inner(groups, config)
+        shardings = {
+            name: sharding_of(p) for name, p in zip(self._names, self._params, strict=True)
+        }
+        self.inner = muon.build(groups, config, shardings) if muon else _inner(groups, config)
         if config.use_precision_aware_optimizer:
             from megatron.optimizer.precision_aware import PrecisionAwareAdamW
 
@@ -177,7 +184,8 @@ class MixedPrecisionOptimizer:
         with self._span("optimizer-inner-step"):
             if self._beta2[1] > 0.0:
                 for group in self.param_groups:
-                    group["betas"] = (group["betas"][0], self.adam_beta2)
+                    if not group["muon"]:
+                        group["betas"] = (group["betas"][0], self.adam_beta2)
             if self._precision_aware is not None:
                 self._precision_aware.update(grads, factor)
             else:
@@ -225,8 +233,8 @@ class MixedPrecisionOptimizer:
         them).
 
         optimizer.exp_avg.<name>, optimizer.exp_avg_sq.<name> (Adam) or
-        optimizer.momentum_buffer.<name> (SGD with momentum), and optimizer.fp32_param.<name> for
-        low-precision parameters; all with the parameter's local shape.
+        optimizer.momentum_buffer.<name> (Muon, SGD with momentum), and optimizer.fp32_param.<name>
+        for low-precision parameters; all with the parameter's local shape.
         """
         tensors: dict[str, torch.Tensor] = {}
         for name, param, main in zip(self._names, self._params, self._main, strict=True):
@@ -249,7 +257,7 @@ class MixedPrecisionOptimizer:
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restore what `counters` returned: for a loader that wrote into `tensors()` itself."""
         self.step_count = int(counters["step"])
-        adam.set_step_count(self.inner, self.step_count)
+        adam.set_step_count(self.inner.state.values(), self.step_count)
         if self.grad_scaler is not None and counters["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(counters["grad_scaler"])
 

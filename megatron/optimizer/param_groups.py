@@ -1,7 +1,7 @@
 """Sorts parameters into groups of equal weight decay and learning-rate limits, by name and global
 shape."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +36,17 @@ def has_weight_decay(
 def build_param_groups(
     params: Iterable[torch.Tensor],
     config: OptimizerConfig,
+    is_muon: Callable[[str, Sequence[int]], bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of `params` in Megatron's order: decayed, not decayed, then the same two with the
-    decoupled learning rate.
+    decoupled learning rate. What Muon updates (`is_muon`) comes first.
 
     Each parameter must carry `.sharding` with the global `.name` and `.shape`. A group is a dict of
-    `params`, `names` (same order), `wd_mult` (1.0 or 0.0), `lr_mult` (1.0) and, with
+    `params`, `names` (same order), `muon`, `wd_mult` (1.0 or 0.0), `lr_mult` (1.0) and, with
     --decoupled-lr (for the word embedding and the output layer), `max_lr` and perhaps `min_lr`.
     Empty groups are omitted. Raises ValueError on a name given twice.
     """
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
     names: set[str] = set()
     for param in params:
         name = sharding_of(param).name
@@ -59,14 +60,16 @@ def build_param_groups(
         decayed = has_weight_decay(
             name, shape, config.apply_wd_to_qk_layernorm, config.apply_wd_to_all
         )
-        group = groups.get((decoupled, decayed))
+        muon = is_muon is not None and is_muon(name, shape)
+        group = groups.get((decoupled, decayed, muon))
         if group is None:
-            group = {"params": [], "names": [], "wd_mult": 1.0 if decayed else 0.0, "lr_mult": 1.0}
+            group = {"params": [], "names": [], "muon": muon}
+            group |= {"wd_mult": 1.0 if decayed else 0.0, "lr_mult": 1.0}
             if decoupled:
                 group["max_lr"] = config.decoupled_lr
                 if config.decoupled_min_lr is not None:
                     group["min_lr"] = config.decoupled_min_lr
-            groups[decoupled, decayed] = group
+            groups[decoupled, decayed, muon] = group
         group["params"].append(param)
         group["names"].append(name)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1], not key[2]))]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.plan import buckets as flat_buckets
+from megatron.config.plan.zero_partition import Assign, Shared
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_,
@@ -67,8 +68,8 @@ class GradBuffers:
     parameters). With shards it has those of its range of each bucket: `owned` are flat views of
     that range, parameter by parameter, each with the `sharding` of its parameter and a `span`
     (start, stop) in its elements; weights live in a flat buffer too (`weights`), which
-    `gather_weights` fills. With `whole_params` a rank's range of each bucket are whole parameters;
-    its sums are then reduced to it, and its weights broadcast.
+    `gather_weights` fills. Where `assign` gives whole parameters to ranks, a rank's range of a
+    bucket are those; its sums are then reduced to it, and its weights broadcast.
     """
 
     def __init__(
@@ -80,20 +81,23 @@ class GradBuffers:
         bucket_size: int | None = None,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
-        whole_params: bool = False,
+        assign: Assign | None = None,
         fp32_accumulation: bool = False,
     ):
         params = [cast(Parameter, p) for p in parameters if p.requires_grad]
         self._ctx = ctx
         sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
-        partition = None
-        if whole_params and sharded:
-            from megatron.config.plan.zero_partition import whole_parameters
-
-            partition = whole_parameters(
-                [p.sharding.name for p in params], [p.shape for p in params], ctx.shard.size
-            )
         experts_apart = ctx.experts is not ctx.dense
+        experts = [experts_apart and p.sharding.replicas == "experts" for p in params]
+        partition = None
+        if assign and sharded:
+            sizes = {False: ctx.shard.size, True: ctx.experts.shard.size}
+            partition = assign(
+                [
+                    Shared(p.sharding.name, p.shape, p.sharding.shape, sizes[apart], apart)
+                    for p, apart in zip(params, experts, strict=True)
+                ]
+            )
         layout = flat_buckets.lay_out(
             [p.numel() for p in params],
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
@@ -101,10 +105,9 @@ class GradBuffers:
             shards=ctx.shard.size,
             itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
             partition=partition,
-            experts=[experts_apart and p.sharding.replicas == "experts" for p in params],
+            experts=experts,
             expert_shards=ctx.experts.shard.size,
         )
-        self._uneven = whole_params and sharded
         self.layout = layout
         self.buckets = []
         for bucket in layout.buckets:
@@ -232,7 +235,7 @@ class GradBuffers:
         """Start to reduce a bucket over shard, or over instances where there is only one shard."""
         self._collect(wait=False)
         _, shard, instances = bucket.replicas
-        if self._uneven:
+        if bucket.layout.whole and shard.size > 1:
             bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), shard)
         elif shard.size > 1:
             bucket.reduction = start_reduce_scatter_(
@@ -254,18 +257,19 @@ class GradBuffers:
         if self.weights is None:
             return
         for bucket in reversed(self.buckets):  # the first layers lie last
-            if self._uneven:
-                bucket.gather = start_broadcast_parts_(
-                    self._parts(bucket, self.weights), self._ctx.shard
-                )
-            elif bucket.replicas.shard.size > 1:
-                bucket.gather = start_all_gather_(self.weights[bucket.range], bucket.replicas.shard)
+            shard = bucket.replicas.shard
+            if bucket.layout.whole and shard.size > 1:
+                parts = self._parts(bucket, self.weights)
+                bucket.gather = start_broadcast_parts_(parts, shard)
+            elif shard.size > 1:
+                bucket.gather = start_all_gather_(self.weights[bucket.range], shard)
             if not self._overlap_gather:
                 _wait_for([bucket])
 
     def _parts(self, bucket: BucketState, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Of each rank that shares the optimizer its range of a bucket."""
-        return [flat[slice(*bucket.layout.shard(rank))] for rank in range(self._ctx.shard.size)]
+        ranks = range(bucket.layout.shards)
+        return [flat[slice(*bucket.layout.shard(rank))] for rank in ranks]
 
     def wait_for_weights(self) -> None:
         """Wait for weights under way, before something other than a forward pass reads them."""

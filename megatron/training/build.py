@@ -11,12 +11,14 @@ import torch
 from megatron import device as devices
 from megatron import log
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
+from megatron.config.plan.zero_partition import assignment
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
+from megatron.optimizer.muon import Muon
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scaler import build_grad_scaler
 from megatron.optimizer.scheduler import build_scheduler
@@ -156,7 +158,7 @@ def build_buffers(config: Config, plan: Plan, ctx: ParallelContext, model: Chunk
         bucket_size=bucket_size(config, plan, ctx.pp.rank),
         overlap_grad_reduce=p.overlap_grad_reduce,
         overlap_param_gather=p.overlap_param_gather,
-        whole_params=p.zero_partition == "whole-params",
+        assign=assignment(config),
         fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
     )
     return buffers
@@ -171,6 +173,7 @@ def build_optimizer(
         buffers.owned,
         config.optimizer,
         grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
+        muon=Muon(config.muon, config.model, ctx) if config.optimizer.optimizer == "muon" else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         counts=lambda q: counts_in_norm(sharding_of(q), ctx),

@@ -98,6 +98,13 @@ def _fp8(f: Facts) -> Iterator[str]:
         yield from rule(f)
 
 
+def _muon(f: Facts) -> Iterator[str]:
+    if f["optimizer"] == "muon":
+        from megatron.config.checks.muon import rule
+
+        yield from rule(f)
+
+
 def _stores_16_bits(f: Facts) -> bool:
     """Do flags ask for gradients or moments in other dtypes than fp32?"""
     dtypes = (f["main_grads_dtype"], f["exp_avg_dtype"], f["exp_avg_sq_dtype"])
@@ -164,6 +171,7 @@ _RULES = (
     model.precision,
     _fp8,
     _low_precision,
+    _muon,
     _layout,
     _packed,
     schedule.length_and_batch,

@@ -4,12 +4,12 @@ data-parallel rank owns, as integers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.config.plan.zero_partition import Partition
+    from megatron.config.plan.zero_partition import Partition, Pieces
 
 
 ALIGN_BYTES = 64
@@ -25,7 +25,7 @@ class Bucket:
     `partial`: axes over which all of its gradients are summed before the ranks that saw other
     tokens sum theirs. `cuts`: where in the flat buffer the range of each shard begins, and where
     the last ends. `experts`: are they split over expert-parallel ranks, so that fewer ranks hold
-    the same ones?
+    the same ones? `whole`: is the range of each shard whole parameters, or halves of gated ones?
     """
 
     start: int
@@ -34,6 +34,7 @@ class Bucket:
     partial: tuple[str, ...]
     cuts: tuple[int, ...]
     experts: bool = False
+    whole: bool = False
 
     @property
     def shards(self) -> int:
@@ -82,12 +83,15 @@ class Layout:
                     spans[number] = (start, stop)
         return spans
 
-    def elements(self) -> list[int]:
-        """How many elements each shard updates."""
+    def elements(self, members: Collection[int] | None = None) -> list[int]:
+        """How many elements each shard updates: of all parameters, or of these numbers."""
         counts = []
         for rank in range(self.shards):
             ranks = (rank * bucket.shards // self.shards for bucket in self.buckets)
-            counts.append(sum(stop - start for start, stop in self._spans(ranks)))
+            spans = self._spans(ranks)
+            if members is not None:
+                spans = [spans[number] for number in members]
+            counts.append(sum(stop - start for start, stop in spans))
         return counts
 
 
@@ -112,16 +116,20 @@ def lay_out(
     those of equal axes together, and share no bucket with others; after them come those that
     `experts` marks, which `expert_shards` ranks share.
 
-    With a `partition` the ranges are its whole parameters, which differ in size. What one rank owns
-    must be one range, so parameters are stored in the partition's order then, and the first bucket
-    has the last of them."""
-    if partition is not None:
-        return _by_owner(sizes, partial, bucket_size, ALIGN_BYTES // itemsize, shards, partition)
+    With a `partition` the parameters are walked in its order, and those that it assigns have
+    buckets of their own. What one rank owns must be one range, so in a bucket they lie in the order
+    of their owners."""
     align = ALIGN_BYTES // itemsize
-    # What is summed over other ranks needs a bucket of its own: (of experts?, partial axes). The
-    # sort is stable, so within a kind the reverse order stays.
-    kinds = [(any(experts[number : number + 1]), axes) for number, axes in enumerate(partial)]
-    order = sorted(reversed(range(len(sizes))), key=lambda number: kinds[number])
+    walk = partition.order if partition else range(len(sizes))
+    pieces: Sequence[Pieces] = partition.pieces if partition else [()] * len(sizes)
+    # What is summed over other ranks, or is whole on its owner, needs a bucket of its own: (of
+    # experts?, shared in equal ranges?, partial axes). The sort is stable, so within a kind the
+    # reverse order stays.
+    kinds = [
+        (any(experts[number : number + 1]), not pieces[number], axes)
+        for number, axes in enumerate(partial)
+    ]
+    order = sorted(reversed(walk), key=lambda number: kinds[number])
     starts = [0] * len(sizes)
     buckets = []
     members: list[int] = []
@@ -130,22 +138,31 @@ def lay_out(
 
     def close() -> None:
         nonlocal begin, end
-        of_experts, axes = kinds[members[0]]
+        of_experts, equal, axes = kinds[members[0]]
         parts = expert_shards if of_experts else shards
-        end = begin + _round_up(end - begin, align * parts)
-        size = (end - begin) // parts
-        buckets.append(
-            Bucket(
-                begin,
-                end,
-                tuple(members),
-                axes,
-                tuple(begin + rank * size for rank in range(parts + 1)),
-                of_experts,
-            )
-        )
+        if equal:
+            end = begin + _round_up(end - begin, align * parts)
+            size = (end - begin) // parts
+            cuts = [begin + rank * size for rank in range(parts + 1)]
+        else:
+            cuts = by_owner()
+            cuts += [end] * (parts + 1 - len(cuts))
+        buckets.append(Bucket(begin, end, tuple(members), axes, tuple(cuts), of_experts, not equal))
         members.clear()
         begin = end
+
+    def by_owner() -> list[int]:
+        """Move the members into the order of their owners; where the range of each owner begins. A
+        rank that owns nothing gets an empty range, where the next one's begins."""
+        cuts: list[int] = []
+        start = begin
+        for number in sorted(members, key=lambda n: (pieces[n][0][1], pieces[n][-1][1])):
+            starts[number] = offset = start
+            for size, owner in pieces[number]:
+                cuts += [offset if cuts else begin] * (owner + 1 - len(cuts))
+                offset += size
+            start += _round_up(sizes[number], align)
+        return cuts
 
     for number in order:
         if members and kinds[members[0]] != kinds[number]:
@@ -158,51 +175,6 @@ def lay_out(
     if members:
         close()
     return Layout(tuple(sizes), tuple(starts), tuple(buckets))
-
-
-def _by_owner(
-    sizes: Sequence[int],
-    partial: Sequence[tuple[str, ...]],
-    bucket_size: int | None,
-    align: int,
-    shards: int,
-    partition: Partition,
-) -> Layout:
-    """`lay_out` with a partition."""
-    order = sorted(reversed(partition.order), key=lambda number: partial[number])
-    groups: list[list[int]] = []
-    elements = 0  # of the last group
-    for number in order:
-        full = bucket_size is not None and elements >= bucket_size
-        if not groups or full or partial[groups[-1][0]] != partial[number]:
-            groups.append([])
-            elements = 0
-        groups[-1].append(number)
-        elements += _round_up(sizes[number], align)
-    starts = [0] * len(sizes)
-    buckets = []
-    end = 0
-    for group in reversed(groups):
-        begin = end
-        # cuts[rank]: where the range of `rank` begins. Owners come in rising order; a rank that
-        # owns nothing gets an empty range, where the next one's begins.
-        cuts: list[int] = []
-        for number in reversed(group):
-            starts[number] = offset = end
-            for size, owner in partition.pieces[number]:
-                cuts += [offset if cuts else begin] * (owner + 1 - len(cuts))
-                offset += size
-            end += _round_up(sizes[number], align)
-        buckets.append(
-            Bucket(
-                begin,
-                end,
-                tuple(group),
-                partial[group[0]],
-                (*cuts, *[end] * (shards + 1 - len(cuts))),
-            )
-        )
-    return Layout(tuple(sizes), tuple(starts), tuple(reversed(buckets)))
 
 
 def _round_up(value: int, multiple: int) -> int:

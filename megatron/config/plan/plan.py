@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.config import muon
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
 from megatron.config.plan.batch_size import (
@@ -31,6 +32,7 @@ from megatron.config.plan.stages import (
     chunks_per_stage,
     split_layers,
 )
+from megatron.config.plan.zero_partition import Shared, assignment
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 
@@ -276,13 +278,16 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
 def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
     """Parameters on each tensor-parallel rank of a pipeline stage, padded vocabulary rows
     included."""
+    return count_parameters(plan.parameters_of(stage), _axes(config))
+
+
+def _axes(config: Config) -> dict[str, int]:
     p = config.parallel
-    axes = {
+    return {
         "tp": p.tensor_model_parallel_size,
         "ep": p.expert_model_parallel_size,
         "etp": p.expert_tensor_parallel,
     }
-    return count_parameters(plan.parameters_of(stage), axes)
 
 
 def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
@@ -303,12 +308,7 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     """The layout of the parameters of a rank of that stage in its flat buffers."""
     p = config.parallel
-    axes = {
-        "tp": p.tensor_model_parallel_size,
-        "ep": p.expert_model_parallel_size,
-        "etp": p.expert_tensor_parallel,
-        "ends": min(2, p.pipeline_model_parallel_size),
-    }
+    axes = {**_axes(config), "ends": min(2, p.pipeline_model_parallel_size)}
 
     def partial(spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
@@ -317,10 +317,13 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     parts = shards(config, plan)
     shapes = [spec.local_shape(axes) for spec in table]
     partition = None
-    if p.zero_partition == "whole-params" and parts > 1:
-        from megatron.config.plan.zero_partition import whole_parameters
-
-        partition = whole_parameters([spec.name for spec in table], shapes, parts)
+    experts = [p.folds_experts and "ep" in dict(spec.splits) for spec in table]
+    shares = [expert_shards(config, plan) if apart else parts for apart in experts]
+    if (assign := assignment(config)) and max(parts, *shares) > 1:
+        shared = zip(table, shapes, shares, experts, strict=True)
+        partition = assign(
+            [Shared(spec.name, local, spec.shape, n, apart) for spec, local, n, apart in shared]
+        )
     itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
     return buckets.lay_out(
         [math.prod(shape) for shape in shapes],
@@ -329,9 +332,14 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
         shards=parts,
         itemsize=itemsize,
         partition=partition,
-        experts=[p.folds_experts and "ep" in dict(spec.splits) for spec in table],
+        experts=experts,
         expert_shards=expert_shards(config, plan),
     )
+
+
+def by_muon(config: Config, spec: ParameterSpec) -> bool:
+    """Does Muon update this parameter? It has one moment then, and not Adam's two."""
+    return config.optimizer.optimizer == "muon" and muon.updates(spec.name, spec.shape)
 
 
 def shards(config: Config, plan: Plan) -> int:
@@ -374,14 +382,18 @@ def bytes_per_rank(
     precision = config.precision
     n = owned = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
+    table = [spec for spec in plan.parameters_of(stage) if spec.trained]
+    of_muon = [number for number, spec in enumerate(table) if by_muon(config, spec)]
+    matrices = count_parameters([table[number] for number in of_muon], _axes(config))
     if max(shards(config, plan), expert_shards(config, plan)) > 1:
         layout = flat_layout(config, plan, stage)
-        if shard is None and config.parallel.zero_partition == "even":
-            shard = 0  # the others have as much, or less by what is padding
-        owned = max(layout.elements()) if shard is None else layout.elements()[shard]
+        each = list(zip(layout.elements(), layout.elements(of_muon), strict=True))
+        # Adam has three tensors of a main weight in 32 bits, Muon two
+        most = max(each, key=lambda counts: 3 * counts[0] - counts[1])
+        owned, matrices = most if shard is None else each[shard]
     history = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
     o = config.optimizer
-    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer == "adam" else ("momentum",)
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer != "sgd" else ("momentum",)
     if o.optimizer == "sgd" and not o.sgd_momentum:
         keys = ()
     return {
@@ -389,7 +401,8 @@ def bytes_per_rank(
         "gradients": n * BYTES[precision.grad_dtype],
         "main weights": owned * BYTES[precision.main_dtype] if low else 0,
         "optimizer moments": owned
-        * sum(BYTES[o.moment_dtypes.get(key, precision.main_dtype)] for key in keys),
+        * sum(BYTES[o.moment_dtypes.get(key, precision.main_dtype)] for key in keys)
+        - matrices * BYTES[precision.main_dtype],
         # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps
         # before and of this one
         "FP8 scales": len(fp8_layers(config, plan, stage)) * 3 * (2 + history) * 4,

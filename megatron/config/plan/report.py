@@ -21,6 +21,7 @@ from megatron.config.plan.plan import (
 from megatron.config.plan.stages import bubble_fraction
 from megatron.config.plan.tokenizer_ids import ids_in_file
 from megatron.config.plan.transfers import axis_sizes, sent_by_axis
+from megatron.config.plan.zero_partition import assignment
 from megatron.config.tree import Config
 from megatron.small_files import read_json
 
@@ -93,7 +94,7 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     parts = shards(config, plan)
     share = f" (optimizer: sharded over {parts} ranks)" if parts > 1 else ""
     lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
-    if parts > 1 and config.parallel.zero_partition == "whole-params":
+    if parts > 1 and assignment(config):
         for stage in stages:
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             lines.append(

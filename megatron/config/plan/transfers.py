@@ -3,12 +3,16 @@ Tests measure it in real runs."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import NamedTuple
 
+from megatron.config.muon import at_a_time, is_qkv
 from megatron.config.plan.costs import IDS, Sizes
 from megatron.config.plan.plan import (
     BYTES,
     Plan,
+    by_muon,
     expert_shards,
     flat_layout,
     fp8_layers,
@@ -85,6 +89,8 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     micro_batches = plan.num_microbatches(plan.train_iters)
     last = stage == len(plan.layers_per_stage) - 1
     sent = [*gradients(config, plan, stage), *_scalars(config, sizes)]
+    if config.optimizer.optimizer == "muon":
+        sent += _matrices(config, plan, stage)
     if config.precision.fp8_recipe == "delayed" and (layers := fp8_layers(config, plan, stage)):
         # the maxima of each layer's input, weight and gradient
         sent += [Transfer(axis, "all-reduce", 1, len(layers) * 3 * 4) for axis in ("tp", "dp_cp")]
@@ -371,7 +377,7 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         kinds = ("reduce-scatter", "all-gather")
         calls = 1
         largest = nbytes // parts
-        if config.parallel.zero_partition == "whole-params":
+        if bucket.whole and parts > 1:
             owned = [
                 stop - start for start, stop in map(bucket.shard, range(parts)) if stop > start
             ]
@@ -384,6 +390,31 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
             Transfer(f"{of}shard", kinds[1], calls, elements * BYTES[p.params_dtype]),
         ]
     return sent
+
+
+def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
+    """What tensor-parallel ranks gather to orthogonalize whole matrices: those of all weights, or
+    of the weights of the rank of the distributed optimizer that has most of them."""
+    axes = axis_sizes(config, plan)
+    table = [spec for spec in plan.parameters_of(stage) if spec.trained]
+    layout = flat_layout(config, plan, stage)
+    item = BYTES[config.precision.main_dtype]
+    most: list[Transfer] = []
+    for rank in range(layout.shards):
+        shards = [rank * axes[axis] // layout.shards for axis in ("shard", "expert_shard")]
+        alike: Counter[tuple[str, bool, tuple[int, ...]]] = Counter()
+        for spec, (start, stop) in zip(table, layout.spans(*shards), strict=True):
+            if start < stop and by_muon(config, spec):
+                shape = spec.local_shape({"ep": axes["ep"]})
+                for axis in {axis for axis, _ in spec.splits} - {"ep"}:
+                    alike[axis, is_qkv(spec.name), shape] += 1
+        sent = []
+        for (axis, _, shape), n in alike.items():
+            elements = math.prod(shape)
+            calls = -(-n // at_a_time(elements))
+            sent.append(Transfer(axis, "all-gather", calls, n * elements * item))
+        most = max(most, sent, key=lambda transfers: sum(t.nbytes for t in transfers))
+    return most
 
 
 def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:

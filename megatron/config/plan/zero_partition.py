@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from megatron.config.muon import Matrices, matrices
+from megatron.config.tree import Config
 
 SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
+
+
+Pieces = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Partition:
     """`order`: the parameters' numbers as they are walked; `pieces`: of each, by its number,
-    (elements, owner)."""
+    (elements, owner), or () where ranks share it in equal ranges."""
 
     order: tuple[int, ...]
-    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    pieces: tuple[Pieces, ...]
+
+
+class Shared(NamedTuple):
+    """A parameter that `shards` ranks share, its shapes on one rank and in the model. `experts`: do
+    other ranks share it than what is not of experts?"""
+
+    name: str
+    local_shape: Sequence[int]
+    shape: Sequence[int]
+    shards: int
+    experts: bool
+
+
+Assign = Callable[[Sequence[Shared]], Partition]
+
+
+def assignment(config: Config) -> Assign | None:
+    """How whole parameters are assigned to ranks; None: all are shared in equal ranges."""
+    if config.optimizer.optimizer == "muon":
+        return partial(whole_matrices, matrices(config.muon, config.model))
+    if config.parallel.zero_partition == "whole-params":
+        return lambda params: whole_parameters(
+            [p.name for p in params], [p.local_shape for p in params], params[0].shards
+        )
+    return None
+
+
+def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
+    """Each weight that Muon updates to the rank that has least to compute so far, the most costly
+    first; the rest is shared in equal ranges.
+
+    Costs are those of matrix products, of which the orthogonalization consists.
+    """
+    costs = [
+        sum(stack.cost for stack in matrices.stacks(param.name, param.shape)) for param in params
+    ]
+    pieces: list[Pieces] = [()] * len(params)
+    # by whether they are experts: rank 0 of those need not be rank 0 of the others
+    loads: dict[bool, list[int]] = {}
+    for number in sorted(range(len(params)), key=lambda number: -costs[number]):
+        param = params[number]
+        if not costs[number]:
+            continue
+        load = loads.setdefault(param.experts, [0] * param.shards)
+        owner = load.index(min(load))
+        load[owner] += costs[number]
+        pieces[number] = ((math.prod(param.local_shape), owner),)
+    return Partition(tuple(range(len(params))), tuple(pieces))
 
 
 def whole_parameters(
@@ -34,7 +90,7 @@ def whole_parameters(
         for shape in shapes
     ]
     mean = sum(map(sum, parts)) // ranks
-    pieces: list[tuple[tuple[int, int], ...]] = [()] * len(names)
+    pieces: list[Pieces] = [()] * len(names)
     owner = elements = 0
     for number in order:
         for size in parts[number]:

@@ -32,7 +32,7 @@ REASONS: dict[str, str] = {
     "layers": "only transformer layers are built; omit the flag",
     "mla": "latent attention is not supported; use --group-query-attention",
     "moe": "this option of mixture-of-experts models is not supported; omit the flag",
-    "muon": "the optimizers are adam and sgd; use --optimizer adam",
+    "optimizer": "the optimizers are adam, sgd and muon; use one of these",
     "nccl": "process groups have NCCL's defaults; NCCL_* variables apply",
     "one": "there is one implementation, with the same numbers",
     "restart": "a failed run is restarted by its launcher and resumes with the same command",
@@ -320,8 +320,9 @@ use_kitchen=False use_kitchen_attention=False kitchen_attention_backend=
   kitchen_config_file= kitchen_recipe_number:int= quant_recipe= | &fp8
 decoupled_weight_decay=True
   | Adam decays weights apart from the gradient (AdamW); omit the flag
+muon_scalar_optimizer=adam | Adam updates what Muon does not; omit the flag
 use_layer_wise_distributed_optimizer=False
-  | use --use-distributed-optimizer --zero-partition whole-params
+  | use --use-distributed-optimizer, with which --optimizer muon gives whole matrices to ranks
 batch_invariant_mode=False | use --deterministic-mode
 allow_ambiguous_pad_tokens=False
   | no token is taken for padding; use --eod-mask-loss to mask the loss at end-of-document tokens
@@ -428,7 +429,7 @@ PREFIXES: tuple[tuple[str, str, str], ...] = (
         "every sample is read whole, in one order; omit the flag",
     ),
     ("refused", "--experimental-attention- --kimi- --gated-delta-", "&layers"),
-    ("refused", "--muon- --soap- --lion- --adaptive-muon-", "&muon"),
+    ("refused", "--muon- --soap- --lion- --adaptive-muon-", "&optimizer"),
     ("refused", "--fim-", "samples are plain left-to-right text; omit the flag"),
     (
         "refused",

@@ -14,6 +14,7 @@ import torch
 
 from megatron.config.plan.plan import Plan
 from megatron.config.plan.transfers import axis_sizes, gradients
+from megatron.config.plan.zero_partition import assignment
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.features.trace.fused_kernels import fused_kernels
@@ -205,7 +206,7 @@ def _check_reductions(
     config: Config, plan: Plan, stage: int, recorder: StepRecorder, names: dict[str, str]
 ) -> None:
     """Raise TraceError for gradients that are not summed over the ranks of the plan."""
-    if config.parallel.zero_partition == "whole-params":
+    if assignment(config):
         return  # ranks of a group send different amounts
     sizes = axis_sizes(config, plan)
     planned: Counter[tuple[str, str]] = Counter()

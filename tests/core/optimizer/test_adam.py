@@ -73,7 +73,7 @@ def test_the_step_count_is_what_bias_correction_uses():
     for count in (0, 10_000):
         param = torch.zeros(4).requires_grad_()
         optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig(adam_eps=0.0))
-        adam.set_step_count(optimizer, count)
+        adam.set_step_count(optimizer.state.values(), count)
         optimizer.param_groups[0]["lr"] = 1.0
         param.grad = torch.ones(4)
         optimizer.step()

@@ -157,6 +157,10 @@ BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
 OVERLAP = (*BUCKETS, "--overlap-param-gather")
 WHOLE = ("--zero-partition", "whole-params")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
+MUON = (
+    *("--optimizer", "muon", "--muon-momentum", "0.95", "--muon-use-nesterov"),
+    *("--muon-extra-scale-factor", "0.2"),
+)
 # Columns of the metrics that a resume in the same layout repeats exactly.
 EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
@@ -171,6 +175,11 @@ class Case(NamedTuple):
     steps: int = 4
     only: tuple[str, ...] = ()
     precision: str = "--fp64"
+
+
+def muon(model: tuple[str, ...], world: int, layout: tuple[str, ...]) -> Case:
+    """A case with Muon, of 20 steps."""
+    return Case((*model, *MUON), world, layout, steps=20)
 
 
 CASES = {
@@ -230,6 +239,11 @@ CASES = {
         4,
         (TP, "4", SP),
         only=FULL,
+    ),
+    "tp2 sp, Muon": muon(LLAMA, 2, (TP, "2", SP)),
+    "dp2, distributed optimizer, overlap, Muon": muon(LLAMA, 2, OVERLAP),
+    "etp1 ep2 tp2 sp, all-to-all, distributed optimizer, Muon, experts": muon(
+        EP_MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *DISTRIBUTED)
     ),
 }
 CAMPAIGN = {
@@ -362,6 +376,41 @@ CAMPAIGN = {
         LLAMA, 4, (TP, "2", SP, *OVERLAP)
     ),
     "pp4": Case(DEEP, 4, (PP, "4")),
+    "tp4 sp, Muon": muon(LLAMA, 4, (TP, "4", SP)),
+    "tp4 sp, two query groups, Muon": muon(
+        with_flags(LLAMA, "--num-query-groups", "2"), 4, (TP, "4", SP)
+    ),
+    "tp2, Muon": muon(GPT2, 2, (TP, "2")),
+    "tp2 sp, Muon, QKV not split": muon((*LLAMA, "--muon-no-split-qkv"), 2, (TP, "2", SP)),
+    "dp2, Muon": muon(GPT2, 2, ()),
+    "dp2, overlapped gradient reduction, Muon": muon(
+        GPT2, 2, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")
+    ),
+    "dp4, distributed optimizer, Muon": muon(LLAMA, 4, DISTRIBUTED),
+    "dp4, distributed optimizer in 2 instances, overlap, Muon": muon(
+        LLAMA, 4, (*OVERLAP, *INSTANCES)
+    ),
+    "cp2, Muon": muon(LLAMA, 2, (CP, "2")),
+    "cp2 dp2, distributed optimizer, Muon": muon(LLAMA, 4, (CP, "2", *DISTRIBUTED)),
+    "pp2, Muon": muon(GPT2, 2, (PP, "2")),
+    "pp2 vpp2, Muon": muon(DEEP, 2, (PP, "2", CHUNKS, "2")),
+    "tp2 sp dp2, distributed optimizer, overlap, Muon": muon(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
+    "tp2 cp2, Muon": muon(LLAMA, 4, (TP, "2", CP, "2")),
+    "tp2 sp pp2 vpp2 dp2, distributed optimizer, overlap, Muon": muon(
+        (*LLAMA, *DEEP), 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *OVERLAP)
+    ),
+    "ep2, all-to-all, Muon, experts": muon(MOE, 2, (EP, "2", *A2A)),
+    "tp2 sp, Muon, experts": muon(MOE, 2, (TP, "2", SP)),
+    "etp1 tp2 sp, Muon, experts": muon(EP_MOE, 2, (ETP, "1", TP, "2", SP)),
+    "ep4 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
+        EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
+    ),
+    "etp2 ep2 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
+        EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
+    ),
+    "ep2 dp4, distributed optimizer in 2 instances, overlap, Muon, experts": muon(
+        EP_MOE, 4, (EP, "2", *OVERLAP, *INSTANCES)
+    ),
 }
 SWEEP = {
     "tp4": Case(GPT2, 4, (TP, "4")),

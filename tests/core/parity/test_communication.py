@@ -27,6 +27,7 @@ from megatron.config.plan import transfers
 from megatron.config.plan.plan import make_plan
 from megatron.features.registry import RunConfig
 from tests import recorder
+from tests.core.parity.layouts import MUON
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 TP = "--tensor-model-parallel-size"
@@ -380,6 +381,10 @@ MORE = {
         ),
         {},
     ),
+    # Tensor-parallel ranks gather the momenta of all matrices, or of those that a rank owns, of
+    # which each has as many here.
+    "tp2 sp, Muon": Case(2, (TP, "2", SP, *MUON), {}),
+    "tp2 dp2, distributed optimizer, Muon": Case(4, (TP, "2", *SHARDED, *MUON), {}),
     # Parts of 8 positions: 2048 bytes, 3 hops: 2 x 3 forward, twice that backward, 2 layers, 4
     # micro-batches.
     "cp4": Case(

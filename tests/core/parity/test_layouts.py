@@ -152,8 +152,8 @@ def has_experts(case: Case) -> bool:
 
 
 def records(case: Case, folder: Path) -> tuple[str, ...]:
-    """Flags that save the last step of models with experts."""
-    if not has_experts(case):
+    """Flags that save the last step of models with experts, and of Muon."""
+    if not has_experts(case) and "muon" not in case.model:
         return ()
     return ("--save", str(folder / "save"), "--save-interval", str(case.steps))
 
@@ -227,6 +227,8 @@ def check(
     if has_experts(case):
         found = Differences(losses, norms, *check_experts(case, run, one))
         assert found.router_losses <= limit and found.weights <= norm_limit, found
+    elif "muon" in case.model:
+        assert weight_difference(run, one) <= limit
     print(f"largest relative differences over {case.steps} steps: {found}")
     assert losses <= limit and norms <= norm_limit
     assert one.rows[0]["grad_norm"] > 0.25, "clipping must be on"

@@ -33,6 +33,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
 
+MUON = ["--optimizer", "muon", "--muon-momentum", "0.95"]
+
+
 def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, dict, int]:
     """(bytes really held by kind, the plan's, {name: (place in the whole, values)}, number of
     buckets) of a run's rank."""
@@ -79,6 +82,7 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
         ["--bf16", "--grad-reduce-in-bf16"],
         ["--fp16", "--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "fp16"],
         ["--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8"],
+        ["--bf16", *MUON],
     ],
     ids=" ".join,
 )
@@ -108,6 +112,25 @@ PRECISION_AWARE = (
 ).split()
 SPLIT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDS]
 INSTANCES = [*SHARDS, "--num-distributed-optimizer-instances", "2"]
+
+
+@pytest.mark.parametrize("more", [[*SHARDS, "--bf16"], SPLIT], ids=" ".join)
+def test_ranks_that_own_matrices_hold_what_the_plan_says(more):
+    """A matrix has one rank and one tensor of state; together the ranks of a tensor-parallel rank
+    have the state once."""
+    config = config_of(*more, *MUON)
+    found = [
+        held for held, planned, *_ in run_ranks(4, rank_of_a_run, [*more, *MUON]) if held == planned
+    ]
+    assert len(found) == 4
+    whole = replace(config, parallel=replace(config.parallel, use_distributed_optimizer=False))
+    plan = make_plan(config, 4, 211)
+    expected = bytes_per_rank(whole, plan)["optimizer moments"] * (2 if more == SPLIT else 1)
+    assert sum(held["optimizer moments"] for held in found) == expected
+    assert (
+        max(held["optimizer moments"] for held in found)
+        == bytes_per_rank(config, plan)["optimizer moments"]
+    )
 
 
 @pytest.mark.parametrize(

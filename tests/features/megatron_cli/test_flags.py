@@ -185,7 +185,7 @@ def test_what_a_refusal_recommends(argv, remedy):
         ("--fp8-param", "fp8"),
         ("--use-flash-attn-v3", "--attention-backend flash"),
         ("--zero-allgather-bucket-size", "DeepSpeed"),
-        ("--muon-momentum", "--optimizer adam"),
+        ("--lion-beta1", "adam, sgd and muon"),
         ("--rl-partial-rollouts", "only pretraining"),
     ],
 )

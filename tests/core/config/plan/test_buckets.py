@@ -110,10 +110,10 @@ def test_whole_parameters_belong_to_one_rank_each(seed):
     places = sorted((start, start + size) for start, size in zip(layout.starts, sizes, strict=True))
     assert all(stop <= after for (_, stop), (after, _) in zip(places, places[1:], strict=False))
     assert all(start % (64 // itemsize) == 0 for start in layout.starts)
-    assert [bucket.start for bucket in layout.buckets[:-1]] == [
-        bucket.stop for bucket in layout.buckets[1:]
+    assert [bucket.stop for bucket in layout.buckets[:-1]] == [
+        bucket.start for bucket in layout.buckets[1:]
     ]
-    assert layout.buckets[-1].start == 0 and layout.size == layout.buckets[0].stop
+    assert layout.buckets[0].start == 0 and layout.size == layout.buckets[-1].stop
     for bucket in layout.buckets:
         assert (
             bucket.cuts[0] == bucket.start

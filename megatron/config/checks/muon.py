@@ -1,0 +1,41 @@
+"""Rules of Muon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.checks.facts import Facts
+from megatron.config.muon import COEFFICIENTS
+
+
+def rule(f: Facts) -> Iterator[str]:
+    """One line for each rule that these flags break."""
+    if f["muon_momentum"] is None:
+        yield (
+            "--muon-momentum is missing: Megatron-LM's command line has 0.9, its OptimizerConfig "
+            "and torch 0.95; give the one that is meant [muon-momentum-ambiguous]"
+        )
+    if f["muon_tp_mode"] == "blockwise":
+        yield (
+            f"{f.say('muon_tp_mode')}: would orthogonalize each rank's part by itself, another "
+            "model for every tensor-parallel size; omit it [muon-blockwise]"
+        )
+    kind = f["muon_coefficient_type"]
+    steps = len(COEFFICIENTS[kind])
+    if f.ok("muon_num_ns_steps") and f["muon_num_ns_steps"] % steps:
+        yield (
+            f"{f.say('muon_num_ns_steps')}: not a multiple of the {steps} steps of "
+            f"--muon-coefficient-type {kind}; use one, or --muon-coefficient-type simple "
+            "[muon-steps-not-whole]"
+        )
+    if f["zero_partition"] != "even":
+        yield (
+            f"{f.say('zero_partition')} and --optimizer muon: Muon gives whole matrices to ranks "
+            "by itself; omit --zero-partition [flags-exclude-each-other]"
+        )
+    if f["ddp_reduce_scatter_with_fp32_accumulation"]:
+        yield (
+            f"{f.say('ddp_reduce_scatter_with_fp32_accumulation')} and --optimizer muon: gradients "
+            "of matrices are summed by a reduction to their owner; omit the first "
+            "[flags-exclude-each-other]"
+        )

@@ -1,0 +1,163 @@
+"""Flags of Muon, which weights it updates, and the matrices that these are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megatron.arguments import arg
+from megatron.config.model import ModelConfig
+
+_MUON = ("optimizer", "muon")
+# (a, b, c) of X <- a X + (b G + c G^2) X with G = X X^T, in turn, repeated from the first
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+# Elements of the matrices that are orthogonalized at a time, unless one has more.
+CHUNK = 2**24
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Muon, for the matrices of the layers."""
+
+    muon_momentum: float | None = arg(
+        None,
+        needs=_MUON,
+        minimum=0,
+        below=1,
+        dump=False,
+        help="decay of Muon's momentum; must be given: Megatron-LM's command line has 0.9, its "
+        "OptimizerConfig and torch 0.95",
+    )
+    muon_use_nesterov: bool = arg(
+        False,
+        alias=("--muon-nesterov",),
+        needs=_MUON,
+        dump=False,
+        help="Nesterov momentum: orthogonalize (1 - m) gradient + m momentum",
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = arg(
+        "spectral",
+        needs=_MUON,
+        dump=False,
+        help="factor of the update of an [out, in] matrix: spectral sqrt(max(out, in)), "
+        "unit_rms_norm sqrt(out / in), shape_scaling sqrt(max(1, out / in))",
+    )
+    muon_extra_scale_factor: float = arg(
+        1.0,
+        needs=_MUON,
+        above=0,
+        dump=False,
+        help="another factor of Muon's update; 0.2 with spectral gives updates as large as Adam's",
+    )
+    muon_coefficient_type: Literal["quintic", "simple"] = arg(
+        "quintic",
+        needs=_MUON,
+        dump=False,
+        help="coefficients of the Newton-Schulz steps: simple (the same in each) or quintic (five, "
+        "in turn)",
+    )
+    muon_num_ns_steps: int = arg(
+        5, needs=_MUON, minimum=1, maximum=99, dump=False, help="Newton-Schulz steps of an update"
+    )
+    muon_split_qkv: bool = arg(
+        True,
+        off="--muon-no-split-qkv",
+        needs=_MUON,
+        dump=False,
+        help="orthogonalize the weights of queries, keys and values as one matrix",
+    )
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = arg(
+        "highest",
+        needs=_MUON,
+        dump=False,
+        help="precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype "
+        "of the main weights)",
+    )
+    muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = arg(
+        "duplicated",
+        needs=_MUON,
+        dump=False,
+        help="tensor-parallel ranks gather each matrix and orthogonalize it whole, whichever is "
+        "given; blockwise would train another model in each layout and is refused",
+    )
+
+
+class Stack(NamedTuple):
+    """`number` matrices of `rows` x `columns`."""
+
+    number: int
+    rows: int
+    columns: int
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of one Newton-Schulz step, but for a factor."""
+        return self.number * max(self.rows, self.columns) * min(self.rows, self.columns) ** 2
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of a model's weights. `qkv`: rows of queries, keys and values of a query group;
+    None: they are one matrix."""
+
+    qkv: tuple[int, int, int] | None = None
+
+    def stacks(self, name: str, shape: Sequence[int]) -> list[Stack]:
+        """The matrices of the weight of this name and GLOBAL shape; [] if Muon does not update it.
+
+        In the layers every weight of two or more dims is, but for routers and gates. A gated fc1
+        [2, ffn, h] is one matrix, experts [e, ..., h] are one each, QKV is one or three.
+        """
+        if not updates(name, shape):
+            return []
+        columns = shape[-1]
+        if is_experts(name):
+            return [Stack(shape[0], math.prod(shape[1:-1]), columns)]
+        rows = math.prod(shape[:-1])
+        if self.qkv is None or not is_qkv(name):
+            return [Stack(1, rows, columns)]
+        groups = rows // sum(self.qkv)
+        return [Stack(1, groups * part, columns) for part in self.qkv]
+
+
+def matrices(config: MuonConfig, model: ModelConfig) -> Matrices:
+    """The matrices as flags and model have them."""
+    d = model.head_dim
+    per_group = model.num_attention_heads // model.query_groups
+    return Matrices((per_group * d, d, d) if config.muon_split_qkv else None)
+
+
+def updates(name: str, shape: Sequence[int]) -> bool:
+    """Does Muon update the weight of this global name and shape?"""
+    return (
+        name.startswith("decoder.layers.")
+        and len(shape) > 1
+        and not name.endswith((".bias", ".gate_weight"))
+        and ".router." not in name
+    )
+
+
+def is_experts(name: str) -> bool:
+    """Is it a weight of experts, whose first dim counts them?"""
+    return ".mlp.experts." in name
+
+
+def is_qkv(name: str) -> bool:
+    """Is it the weight of queries, keys and values, query group by query group?"""
+    return name.endswith(".linear_qkv.weight")
+
+
+def at_a_time(elements: int) -> int:
+    """How many weights of so many elements (of all tensor-parallel ranks) are updated together."""
+    return max(1, CHUNK // elements)

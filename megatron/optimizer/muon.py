@@ -1,0 +1,204 @@
+"""Muon: the momentum of each matrix of the layers, orthogonalized by Newton-Schulz steps, is its
+update; AdamW updates everything else.
+
+A matrix is always orthogonalized whole. Tensor-parallel ranks gather the parts of its update and
+each keep theirs of the result, so that every layout trains the same model. With the distributed
+optimizer a rank owns whole weights (`zero_partition.whole_matrices`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.muon import (
+    COEFFICIENTS,
+    MuonConfig,
+    at_a_time,
+    is_experts,
+    is_qkv,
+    matrices,
+)
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer import adam
+from megatron.parallel.collectives import all_gather, my_slice
+from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.sharding import Sharding, local_box
+
+EPS = 1e-7  # the least norm that an update is divided by
+
+
+class Kind(NamedTuple):
+    """How weights are updated together: the shape of this rank's part, the axis that the matrices
+    are split over and their dim that it splits (None: none), are they experts, are they QKV."""
+
+    shape: tuple[int, ...]
+    axis: str | None
+    dim: int
+    experts: bool
+    qkv: bool
+
+
+class Muon:
+    """Muon with these flags, for the weights of `model` on a rank of `ctx`."""
+
+    def __init__(self, config: MuonConfig, model: ModelConfig, ctx: ParallelContext) -> None:
+        assert config.muon_momentum is not None, "config/checks/muon.py refuses this"
+        self.momentum = config.muon_momentum
+        self.nesterov = config.muon_use_nesterov
+        self._config = config
+        self._ctx = ctx
+        self._qkv = matrices(config, model).qkv
+        sets = COEFFICIENTS[config.muon_coefficient_type]
+        self._steps = [sets[step % len(sets)] for step in range(config.muon_num_ns_steps)]
+
+    def build(
+        self,
+        groups: Sequence[dict[str, Any]],
+        config: OptimizerConfig,
+        shardings: Mapping[str, Sharding],
+    ) -> MuonAndAdam:
+        """The optimizer of `groups`, whose `params` are main weights: whole local parts, also flat,
+        of the parameters `names`, which have these records."""
+        return MuonAndAdam(self, groups, config, shardings)
+
+    def kind(self, sharding: Sharding) -> Kind:
+        """How the weight is updated."""
+        shape = tuple(stop - start for start, stop in local_box(sharding, self._ctx))
+        split = [(name, dim) for name, dim in sharding.splits if self._axis(name).size > 1]
+        # experts are whole matrices: which ranks have which does not matter
+        split = [(name, dim) for name, dim in split if name != "ep"]
+        assert len(split) <= 1, sharding
+        axis, dim = split[0] if split else (None, 0)
+        name = sharding.name
+        return Kind(shape, axis, dim, is_experts(name), self._qkv is not None and is_qkv(name))
+
+    def _axis(self, name: str) -> Axis:
+        return self._ctx.axis(name)
+
+    def directions(self, kind: Kind, updates: Sequence[Tensor]) -> Tensor:
+        """The scaled orthogonal matrices of weights of one kind, [n, *kind.shape], of their momenta
+        (this rank's parts, of `kind.shape`)."""
+        stacked = torch.stack([update.view(kind.shape) for update in updates])
+        if kind.axis is None:
+            return self._orthogonalized(kind, stacked)
+        axis = self._axis(kind.axis)
+        whole = all_gather(stacked, axis, kind.dim + 1).contiguous()
+        return my_slice(self._orthogonalized(kind, whole), axis, kind.dim + 1)
+
+    def _orthogonalized(self, kind: Kind, whole: Tensor) -> Tensor:
+        """The same of whole weights [n, ...]."""
+        columns = whole.shape[-1]
+        if kind.qkv:
+            assert self._qkv is not None
+            groups = whole.view(len(whole), -1, sum(self._qkv), columns)
+            parts = [
+                self.scaled(part.flatten(1, 2)).view(part.shape)
+                for part in groups.split(self._qkv, 2)
+            ]
+            return torch.cat(parts, 2).view(whole.shape)
+        stacks = whole.flatten(0, 1) if kind.experts else whole
+        return self.scaled(stacks.reshape(len(stacks), -1, columns)).view(whole.shape)
+
+    def scaled(self, stack: Tensor) -> Tensor:
+        """Matrices [n, rows, columns] -> their orthogonal factors times the scale."""
+        dtype = stack.dtype
+        if self._config.muon_fp32_matmul_prec == "medium":
+            dtype = torch.bfloat16
+        rows, columns = stack.shape[-2:]
+        factor = scale(self._config.muon_scale_mode, rows, columns)
+        orthogonal = orthogonalize(stack.to(dtype), self._steps).to(stack.dtype)
+        return orthogonal.mul_(factor * self._config.muon_extra_scale_factor)
+
+
+class MuonAndAdam:
+    """Updates the groups with `muon` by Muon, the others by AdamW; both have their lr and
+    weight_decay, decoupled. The state of a matrix is `momentum_buffer`, in the dtype of its main
+    weight."""
+
+    def __init__(
+        self,
+        muon: Muon,
+        groups: Sequence[dict[str, Any]],
+        config: OptimizerConfig,
+        shardings: Mapping[str, Sharding],
+    ) -> None:
+        self._muon = muon
+        self.adam = adam.build_adam([group for group in groups if not group["muon"]], config)
+        rest = iter(self.adam.param_groups)
+        self.param_groups = [group if group["muon"] else next(rest) for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = dict(self.adam.state)
+        self._batches: list[tuple[dict[str, Any], Kind, list[Tensor]]] = []
+        for group in self.param_groups:
+            if group["muon"]:
+                group["lr"] = group["weight_decay"] = 0.0
+                for param in group["params"]:
+                    self.state[param] = {adam.MOMENTUM: torch.zeros_like(param)}
+                kinds = [muon.kind(shardings[name]) for name in group["names"]]
+                batches = _batches(kinds, group["params"], muon)
+                self._batches += [(group, *batch) for batch in batches]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update with the gradients in `.grad`. Every rank of a tensor-parallel group calls it:
+        they own parts of the same weights."""
+        self.adam.step()
+        m = self._muon.momentum
+        for group, kind, params in self._batches:
+            grads = [_gradient(param) for param in params]
+            momenta = [self.state[param][adam.MOMENTUM] for param in params]
+            torch._foreach_lerp_(momenta, grads, 1.0 - m)
+            nesterov = self._muon.nesterov
+            updates = torch._foreach_lerp(grads, momenta, m) if nesterov else momenta
+            directions = self._muon.directions(kind, updates)
+            torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(
+                params,
+                [
+                    direction.view(param.shape)
+                    for direction, param in zip(directions, params, strict=True)
+                ],
+                alpha=-group["lr"],
+            )
+
+
+def _batches(
+    kinds: Sequence[Kind], params: Sequence[Tensor], muon: Muon
+) -> Iterator[tuple[Kind, list[Tensor]]]:
+    """Weights of one kind, as many as are updated at a time."""
+    for kind in dict.fromkeys(kinds):
+        alike = [param for param, other in zip(params, kinds, strict=True) if other == kind]
+        ranks = 1 if kind.axis is None else muon._axis(kind.axis).size
+        count = at_a_time(ranks * math.prod(kind.shape))
+        for start in range(0, len(alike), count):
+            yield kind, alike[start : start + count]
+
+
+def _gradient(param: Tensor) -> Tensor:
+    assert param.grad is not None, "MixedPrecisionOptimizer attaches it"
+    return param.grad
+
+
+def scale(mode: str, rows: int, columns: int) -> float:
+    """--muon-scale-mode: what an orthogonal [rows, columns] is multiplied by."""
+    if mode == "spectral":
+        return math.sqrt(max(rows, columns))
+    ratio = rows / columns
+    return math.sqrt(ratio if mode == "unit_rms_norm" else max(1.0, ratio))
+
+
+def orthogonalize(stack: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:
+    """Matrices U S V^T of a stack [n, rows, columns] -> about U V^T: X <- a X + (b G + c G^2) X
+    with G = X X^T for each (a, b, c), from X with Frobenius norm 1. In the dtype of `stack`."""
+    tall = stack.shape[-2] > stack.shape[-1]
+    x = stack.mT if tall else stack
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for a, b, c in steps:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()

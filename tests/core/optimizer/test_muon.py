@@ -1,0 +1,248 @@
+"""Muon's update against torch.optim.Muon and against singular values in float64; which weights it
+updates; the ranks that own them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.muon import COEFFICIENTS, Matrices, MuonConfig, matrices
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.zero_partition import Shared, whole_matrices
+from megatron.optimizer.muon import Muon, orthogonalize
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import Sharding
+
+LAYER = "decoder.layers.0."
+MODEL = ModelConfig(
+    num_layers=1,
+    hidden_size=24,
+    num_attention_heads=4,
+    group_query_attention=True,
+    num_query_groups=2,
+    kv_channels=6,
+)
+SHAPES = {
+    "embedding.word_embeddings.weight": (40, 24),
+    LAYER + "input_layernorm.weight": (24,),
+    LAYER + "self_attention.linear_qkv.weight": (48, 24),
+    LAYER + "self_attention.linear_qkv.bias": (48,),
+    LAYER + "self_attention.linear_proj.weight": (24, 24),
+    LAYER + "mlp.linear_fc1.weight": (2, 13, 24),
+    LAYER + "mlp.linear_fc1.bias": (2, 13),
+    LAYER + "mlp.linear_fc2.weight": (24, 13),
+    LAYER + "mlp.router.weight": (3, 24),
+    LAYER + "mlp.experts.linear_fc1.weight": (3, 2, 5, 24),
+    LAYER + "mlp.experts.linear_fc2.weight": (3, 24, 5),
+    LAYER + "mlp.shared_experts.gate_weight": (1, 24),
+    "output_layer.weight": (40, 24),
+}
+BY_MUON = {name for name in SHAPES if ".linear_" in name and name.endswith(".weight")}
+LR = 0.02
+DECAY = 0.1
+STEPS = 5
+
+
+def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for name, shape in SHAPES.items():
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        params.append(torch.nn.Parameter(values.to(dtype)))
+        params[-1].sharding = Sharding(name, shape)
+    return params
+
+
+def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step + 1)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def built(params: list[torch.nn.Parameter], **flags: object) -> MixedPrecisionOptimizer:
+    config = MuonConfig(**{"muon_momentum": 0.95, **flags})
+    muon = Muon(config, MODEL, ParallelContext(ParallelConfig()))
+    optimizer = OptimizerConfig(optimizer="muon", clip_grad=0.0)
+    return MixedPrecisionOptimizer(params, optimizer, muon=muon)
+
+
+def trained(dtype: torch.dtype, **flags: object) -> dict[str, torch.Tensor]:
+    """The weights after some steps."""
+    params = parameters(dtype)
+    optimizer = built(params, **flags)
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+        group["weight_decay"] = DECAY * group["wd_mult"]
+    for step in range(STEPS):
+        for param, grad in zip(params, gradients(step, dtype).values(), strict=True):
+            param.main_grad = grad.clone()
+        optimizer.step()
+    return {param.sharding.name: param.detach() for param in params}
+
+
+def as_matrices(name: str, tensor: torch.Tensor, split: bool = True) -> list[torch.Tensor]:
+    """The matrices of a weight, copied: of QKV two groups of two queries' heads, key and value."""
+    if ".experts." in name:
+        return [expert.reshape(-1, tensor.shape[-1]) for expert in tensor]
+    if split and ".linear_qkv." in name:
+        heads = tensor.view(2, 4, 6, 24)
+        return [part.reshape(-1, 24) for part in (heads[:, :2], heads[:, 2], heads[:, 3])]
+    return [tensor.reshape(-1, tensor.shape[-1])]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("scale_mode", "extra", "adjust"),
+    [("spectral", 0.2, "match_rms_adamw"), ("shape_scaling", 1.0, "original")],
+)
+def test_torch_updates_each_matrix_alike(nesterov, scale_mode, extra, adjust):
+    """In bf16, as torch always does, and one matrix at a time, which torch's class wants."""
+    found = trained(
+        torch.float32,
+        muon_use_nesterov=nesterov,
+        muon_scale_mode=scale_mode,
+        muon_extra_scale_factor=extra,
+        muon_coefficient_type="simple",
+        muon_fp32_matmul_prec="medium",
+    )
+    for param in parameters(torch.float32):
+        name = param.sharding.name
+        if name not in BY_MUON:
+            continue
+        expected = [torch.nn.Parameter(m.clone()) for m in as_matrices(name, param.detach())]
+        theirs = torch.optim.Muon(
+            expected,
+            lr=LR,
+            weight_decay=DECAY,
+            momentum=0.95,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust,
+        )
+        for step in range(STEPS):
+            for matrix, grad in zip(
+                expected, as_matrices(name, gradients(step, torch.float32)[name]), strict=True
+            ):
+                matrix.grad = grad.clone()
+            theirs.step()
+        for ours, matrix in zip(as_matrices(name, found[name]), expected, strict=True):
+            # a matrix of the batch may round its last bf16 bit otherwise than by itself
+            torch.testing.assert_close(ours, matrix.detach(), rtol=0.0, atol=LR * 2.0**-6)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "scale"),
+    [
+        ("spectral", lambda out, columns: max(out, columns)),
+        ("unit_rms_norm", lambda out, columns: out / columns),
+        ("shape_scaling", lambda out, columns: max(1.0, out / columns)),
+    ],
+)
+def test_a_plain_update_of_singular_values_in_float64(mode, scale, nesterov, split):
+    """Newton-Schulz steps are a polynomial of the singular values; here it is evaluated on them."""
+    found = trained(
+        torch.float64, muon_use_nesterov=nesterov, muon_scale_mode=mode, muon_split_qkv=split
+    )
+    for param in parameters(torch.float64):
+        name = param.sharding.name
+        if name not in BY_MUON:
+            continue
+        weights = as_matrices(name, param.detach().clone(), split)
+        momenta = [torch.zeros_like(weight) for weight in weights]
+        for step in range(STEPS):
+            grads = as_matrices(name, gradients(step, torch.float64)[name], split)
+            for number, grad in enumerate(grads):
+                momenta[number] = 0.95 * momenta[number] + 0.05 * grad
+                update = 0.05 * grad + 0.95 * momenta[number] if nesterov else momenta[number]
+                u, s, vh = torch.linalg.svd(update, full_matrices=False)
+                s = s / s.square().sum().sqrt()
+                for a, b, c in COEFFICIENTS["quintic"]:
+                    s = a * s + b * s**3 + c * s**5
+                size = math.sqrt(scale(*grad.shape))
+                weights[number] = weights[number] * (1 - LR * DECAY) - LR * size * (u * s) @ vh
+        for ours, weight in zip(as_matrices(name, found[name], split), weights, strict=True):
+            torch.testing.assert_close(ours, weight, rtol=1e-10, atol=1e-10)
+
+
+def test_adam_updates_the_rest_as_by_itself():
+    found = trained(torch.float64)
+    params = [p for p in parameters(torch.float64) if p.sharding.name not in BY_MUON]
+    decayed = {"embedding", "output_layer", "mlp.router", "shared_experts.gate"}
+    groups = [
+        {"params": [p], "weight_decay": DECAY * any(word in p.sharding.name for word in decayed)}
+        for p in params
+    ]
+    adam = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
+    for step in range(STEPS):
+        for param in params:
+            param.grad = gradients(step, torch.float64)[param.sharding.name].clone()
+        adam.step()
+    for param in params:
+        torch.testing.assert_close(found[param.sharding.name], param.detach(), rtol=1e-12, atol=0)
+
+
+def test_the_state_of_a_matrix_is_its_momentum_and_adams_two_of_the_rest():
+    tensors = built(parameters(torch.float32)).tensors()
+    kinds = {
+        kind: {name.split(".", 2)[2] for name in tensors if name.startswith(f"optimizer.{kind}.")}
+        for kind in ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    }
+    assert kinds["momentum_buffer"] == BY_MUON
+    assert kinds["exp_avg"] == kinds["exp_avg_sq"] == SHAPES.keys() - BY_MUON
+
+
+def test_a_batch_is_a_loop():
+    steps = COEFFICIENTS["quintic"]
+    stack = torch.randn(5, 9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for batch in (stack, stack.mT.contiguous()):
+        each = torch.cat([orthogonalize(batch[n : n + 1], steps) for n in range(5)])
+        torch.testing.assert_close(orthogonalize(batch, steps), each, rtol=1e-13, atol=1e-13)
+
+
+def test_no_gradient_is_no_update():
+    assert not orthogonalize(torch.zeros(2, 3, 4), COEFFICIENTS["simple"] * 5).any()
+
+
+def test_the_matrices_of_a_weight():
+    found = matrices(MuonConfig(), MODEL)
+    for name, shape in SHAPES.items():
+        stacks = found.stacks(name, shape)
+        assert bool(stacks) == (name in BY_MUON)
+        expected = [m.shape for m in as_matrices(name, torch.empty(shape))] if stacks else []
+        assert [(s.rows, s.columns) for s in stacks for _ in range(s.number)] == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_costs_are_balanced_over_the_ranks_that_own_whole_matrices(ranks):
+    """40 layers: the rank with most has a tenth more than the mean, or one matrix, at most."""
+    found = Matrices((4096, 1024, 1024))
+    shapes = {
+        "self_attention.linear_qkv.weight": (6144, 4096),
+        "self_attention.linear_proj.weight": (4096, 4096),
+        "mlp.linear_fc1.weight": (2, 14336, 4096),
+        "mlp.linear_fc2.weight": (4096, 14336),
+        "input_layernorm.weight": (4096,),
+    }
+    params = [
+        Shared(f"decoder.layers.{layer}.{name}", shape, shape, ranks, False)
+        for layer in range(40)
+        for name, shape in shapes.items()
+    ]
+    partition = whole_matrices(found, params)
+    loads = [0] * ranks
+    for param, pieces in zip(params, partition.pieces, strict=True):
+        if len(param.shape) == 1:
+            assert pieces == ()
+            continue
+        [(elements, owner)] = pieces
+        assert elements == math.prod(param.shape)
+        loads[owner] += sum(stack.cost for stack in found.stacks(param.name, param.shape))
+    assert max(loads) <= 1.1 * sum(loads) / ranks
