@@ -6,8 +6,10 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +173,56 @@ def test_the_pages_recipe_makes_internlms_files_of_text_and_a_run_of_them(tmp_pa
         "16",
     )
     rows = train(
-        tmp_path / "run", with_flags(words, "--max-position-embeddings", "16", "--train-iters", "2")
+        tmp_path / "run",
+        with_flags(
+            words,
+            *("--max-position-embeddings", "16", "--train-iters", "2"),
+            *("--save", str(tmp_path / "llm_ckpts")),
+        ),
     ).rows
     assert len(rows) == 2 and sum(row["tokens/en"] + row["tokens/cn"] for row in rows) > 0
+    talk(page, tmp_path)
+
+
+def talk(page: str, folder: Path) -> None:
+    """The page's other commands on the run in `folder`: prompted, evaluated, exported, served."""
+    (folder / "book.txt").write_text("the other cat")
+    block = next(
+        body for body in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S) if "--chat" in body
+    )
+    *commands, serve = block.splitlines()
+    script = "\n".join([f'python() {{ "{sys.executable}" "$@"; }}', *commands])
+    done = subprocess.run(
+        ["sh", "-eu", "-c", script], cwd=folder, capture_output=True, text=True, input="a cat\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Shall I" in done.stdout and "bits per byte" in done.stdout
+    config = json.loads((folder / "exported/config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos")] == [1, 2]
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "exported")
+    ids = tokenizer("the cat", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]
+    pytest.importorskip("fastapi")
+    words = [*shlex.split(serve.replace("$TOKENIZER", commands[0].split('"')[1]))[2:]]
+    tool = [sys.executable, str(ROOT / "tools/serve.py"), *words, "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        tool, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        assert server.stdout is not None
+        try:
+            address = next(
+                found[0] for line in server.stdout if (found := re.search(r"http://[\d.:]+", line))
+            )
+            with urllib.request.urlopen(f"{address}/v1/models", timeout=60) as answer:
+                name = json.load(answer)["data"][0]["id"]
+            request = urllib.request.Request(
+                f"{address}/v1/completions",
+                json.dumps({"model": name, "prompt": "the cat", "max_tokens": 2}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert isinstance(json.load(answer)["choices"][0]["text"], str)
+        finally:
+            server.terminate()
