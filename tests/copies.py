@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 from tests.forkrun import ROOT
 
-# Without site, which would put this checkout into the namespace megatron of a copy, too.
-START = """
-import os, sys
-sys.path[:0] = [os.getcwd()]
-sys.path.append(sys.argv.pop(1))
-"""
-PROGRAM = "import runpy\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+UNINSTALLED = ROOT / "tests" / "uninstalled"
+PROGRAM = "import runpy, sys\nsys.argv.pop(0)\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
 LINT = "from importlinter.cli import lint_imports\nlint_imports(cache_dir=None, no_logo=True)\n"
 
 
@@ -37,9 +32,10 @@ def copy_source(folder: Path, *names: str) -> Path:
 
 
 def python(tree: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a program text in the tree."""
-    command = [sys.executable, "-S", "-c", START + text, sysconfig.get_path("purelib"), *words]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    """Run a program text in the tree, where it and the processes that it starts import the tree."""
+    command = [sys.executable, "-c", text, *words]
+    environ = {**os.environ, "PYTHONPATH": f"{tree}:{UNINSTALLED}"}
+    return subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
 
 
 def program(tree: Path, *words: str) -> str:

@@ -197,10 +197,10 @@ class Finished:
         return [int(iteration) for iteration in said]
 
     @property
-    def resumed_from(self) -> int:
-        """The iteration that the newest process went on from, as its log says."""
+    def resumes(self) -> list[int]:
+        """The iterations that its processes went on from, as the log says."""
         said = " ".join(self.first_rank_log.split())
-        return int(re.findall(r" resumed from iteration (\d+) ", said)[-1])
+        return [int(n) for n in re.findall(r" resumed from iteration (\d+) ", said)]
 
     def series(self, *keys: str) -> list[tuple]:
         """These keys of every row, exactly."""

@@ -3,8 +3,10 @@ resumes what the feature was on in, and converts."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,39 @@ FILES = {
     "metric_list: [{metric: acc}]\n",
     "sky.jsonl": '{"q": "1 2", "a": " 3"}\n',
 }
+IN_ROOM = re.compile(r"(megatron|tests|tools)\.features\.(?!registry$)")
+MODULE = "import runpy, sys\nrunpy.run_module(sys.argv.pop(1), run_name='__main__')\n"
 # the harness that injects faults into every part
 MAY_IMPORT = "tools/benchmarks/"
+
+
+def of_a_room(text: str) -> list[str]:
+    """What a Python file of tests has of a feature: imports, flags, values that it adds to a flag
+    of the core, and keyword arguments named as its fields."""
+    flags = [flag for room in ROOMS for flag in flags_of_group(ROOMS[room], room).values()]
+    spellings = {spelling for flag in flags for spelling in flag.spellings}
+    fields = {flag.name for flag in flags}
+    added = {
+        (f"--{name.replace('_', '-')}", value)
+        for feature in FEATURES
+        for name, values in feature.adds.items()
+        for value in values
+    }
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    found, words = [], []
+    for node in nodes:
+        match node:
+            case ast.Import(names):
+                found += [name.name for name in names if IN_ROOM.match(name.name)]
+            case ast.ImportFrom(module=str(module)) if IN_ROOM.match(module):
+                found.append(module)
+            case ast.keyword(arg=str(name)) if name in fields:
+                found.append(name)
+            case ast.Constant(value=str(value)) if node not in docstrings:
+                words += value.split()
+    found += [word for word in words if word in spellings]
+    return found + [" ".join(pair) for pair in pairwise(words) if pair in added]
 
 
 def programs(room: str, tree: Path) -> list[str]:
@@ -83,6 +116,31 @@ def test_no_other_file_names_a_feature(room):
     assert found == ["megatron/features/registry.py"]
 
 
+def test_tests_of_the_core_and_of_tools_need_no_feature():
+    files = [*ROOT.glob("tests/*.py"), *ROOT.glob("tests/core/**/*.py")]
+    files += ROOT.glob("tests/tools/**/*.py")
+    found = {path.relative_to(ROOT).as_posix(): of_a_room(path.read_text()) for path in files}
+    found["cases.txt"] = of_a_room(repr((ROOT / "tests/core/config/checks/cases.txt").read_text()))
+    assert len(found) > 200 and {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("from megatron.features.boards import points", ["megatron.features.boards"]),
+        ("def f():\n    import tools.features.spikes.docs", ["tools.features.spikes.docs"]),
+        ("from megatron.features.registry import RunConfig", []),
+        ("words = f'{x} --data-ledger {y}'", ["--data-ledger"]),
+        ("words = [*SMALL, '--log-format', 'aurora']", ["--log-format aurora"]),
+        ("words = [*SMALL, '--log-format', 'short']", []),
+        ("make_run(spike_action='rewind')", ["spike_action"]),
+        ("'--trace'", []),  # a docstring
+    ],
+)
+def test_the_search_of_tests_finds(text, names):
+    assert of_a_room(text) == names
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_that_is_deleted_is_not_missed_by_imports(room, tmp_path):
     tree = without(room, tmp_path / "tree")
@@ -106,7 +164,6 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
         pytest.importorskip("lm_eval")
     text = write_text(tmp_path / "text", 100)
     words = with_flags(SMALL, "--tokenizer-type", "ByteTokenizer", "--vocab-size", "257")
-    words = with_flags(words, "--log-format", "short")  # SMALL has that of a room
     words = [*with_flags(words, "--eval-iters", "0"), "--data-path", text, "--split", "100,0,0"]
     words += ["--train-iters", "4", "--exit-interval", "2", "--save-interval", "2"]
     save = tmp_path / "whole" / "save"
@@ -123,7 +180,9 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
     words += ["--load", str(part / "save"), "--save", str(part / "save")]
     log = program(tree, "pretrain_gpt.py", *words, "--metrics-file", str(part / "metrics.jsonl"))
     (part / "log.0").write_text(log)
-    assert Finished(part, 1).series(*EXACT) == wanted[2:] and "saved-flag-unknown" not in log
+    done = Finished(part, 1)
+    assert done.series(*EXACT) == wanted[2:] and done.resumes == [2]
+    assert "saved-flag-unknown" not in log
     kept, last = (store.load(part / "save", n).state.features for n in (2, 4))
     assert kept.get(room) == last.get(room) and (room in kept) == (room == "spikes")
     program(tree, "tools/generate.py", str(part / "save"), "1 2", "--max-new-tokens", "2")
@@ -132,18 +191,14 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_path):
+    """The quick tests of the core and of the other features, in the copy."""
     tree = without(room, tmp_path / "tree")
     for file in (tree / "tools").glob("*.py"):
         if file.name not in programs(room, tree):
             assert program(tree, f"tools/{file.name}", "--help").startswith("usage:")
     program(tree, "tools/write_flags_page.py")
-    here = "--ignore=tests/features/test_rooms.py"
-    tests = (
-        "tests/features",
-        here,
-        "tests/core/training/test_hooks.py",
-        "tests/house/test_flags.py",
-    )
-    text = "import pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
-    done = python(tree, text, *tests)
+    done = python(tree, MODULE, "mypy")
+    assert done.returncode == 0, done.stdout
+    words = ["-q", "-p", "no:cacheprovider", "--ignore=tests/features/test_rooms.py"]
+    done = python(tree, MODULE, "pytest", *words, "tests/core", "tests/features")
     assert done.returncode == 0, done.stdout

@@ -3,8 +3,6 @@ and tools use. Judges nothing."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import json
 from collections.abc import Callable
@@ -33,31 +31,21 @@ from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.samples import Samples
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.features.megatron_cli.deepspeed import read_deepspeed
 from megatron.features.registry import RunConfig
 from megatron.training.launch.control_file import ControlFile
 from tests.campaigns.hostile import forged, oracles
-from tests.campaigns.hostile.campaign import Kind, Refused, run_tool
+from tests.campaigns.hostile.campaign import Kind, run_tool
 from tests.core.checkpoint.saves import Unsynced, save
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
-from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.tools.chat.conversations import CONVERSATIONS
 from tools.convert.hf_files import side_files
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
 from tools.convert.unpickle_worker import answer
-from tools.shared import feature_program
 
-# Files that features alone open, if there are any.
-FEATURES = [
-    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    for path in sorted(ROOT.glob("tests/features/*/hostile_kinds.py"))
-]
-CHECK_SCRIPT = functools.partial(feature_program.call, "megatron_cli", module="check_script")
 INSPECT = load_tool("inspect_data")
 PLOT = load_tool("plot")
-SPIKES = functools.partial(feature_program.call, "spikes")
 PREPROCESS = load_tool("preprocess_data")
 CHECKPOINT = "run/iter_0000020"
 VOCAB = 100
@@ -322,51 +310,10 @@ FLAGS = (
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3\n"
     "--train-iters 10 --mock-data --vocab-size '100' --lr-decay-style cosine\n"
 )
-SCRIPT = (
-    'GPUS=4\nARGS=(\n    --num-layers 4 --hidden-size 64\n)\nMORE="--lr 1e-4 --global-batch-size '
-    '$((GPUS * 2))"\nif [ 1 = 1 ]; then\n    MORE="$MORE --bf16"\nfi\ntorchrun --nproc_per_node '
-    '$GPUS pretrain_gpt.py "${ARGS[@]}" $MORE ${FP8:+--fp8-format hybrid} --num-attention-heads 4 '
-    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --train-iters 9 "
-    "--mock-data --vocab-size 100 2>&1 | tee log\n"
-)
-RECIPE = (
-    "ENV_VARS:\n  CUDA_DEVICE_MAX_CONNECTIONS: 1\nMODEL_ARGS:\n  --num-layers: 4\n"
-    "  --hidden-size: 64\n  --num-attention-heads: 4\n  --seq-length: 32\n  --bf16: true\n"
-    "  --lr: 1.5e-4\n  --data-path: ${DATA}/text_document\n  --split: 949,50,1\n"
-)
-
-
-def make_flags(folder: Path) -> None:
-    (folder / "args").write_text(FLAGS)
-    config = {
-        "train_batch_size": 8,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False, "loss_scale_window": 500, "hysteresis": 2},
-        "zero_optimization": {"stage": 1},
-    }
-    (folder / "ds.json").write_text(json.dumps(config))
 
 
 def read_flags(folder: Path) -> Any:
-    words, problems = read_deepspeed(str(folder / "ds.json"))
-    if problems:
-        raise Refused("; ".join(problems))
-    return command_line.judge([*read_words(folder / "args")], 1, RunConfig), words
-
-
-def make_scripts(folder: Path) -> None:
-    (folder / "run.sh").write_text(SCRIPT)
-    (folder / "recipe.yaml").write_text(RECIPE)
-
-
-def read_scripts(folder: Path) -> list[str]:
-    found = []
-    for name in ("run.sh", "recipe.yaml"):
-        found.append(run_tool(CHECK_SCRIPT, folder / name, good=(0, 1)))
-        if not found[-1]:
-            raise ValueError("refused")
-    return found
+    return command_line.judge([*read_words(folder / "args")], 1, RunConfig)
 
 
 # --- what runs write
@@ -407,11 +354,6 @@ def read_logs(folder: Path) -> Any:
     names = ("x.log", "metrics.jsonl")
     plots = [run_tool(PLOT.main, folder / name) for name in names]
     return plots, [repr(read_run(str(folder / name))) for name in names]
-
-
-def read_spikes(folder: Path) -> Any:
-    names = ("x.log", "metrics.jsonl")
-    return [run_tool(SPIKES, "analyze", folder / name, good=(0, 10)) for name in names]
 
 
 def make_ledger(folder: Path) -> None:
@@ -576,22 +518,13 @@ KINDS = [
         needs=("jinja2",),
     ),
     Kind(
-        "args file, DeepSpeed config",
-        make_flags,
+        "args file",
+        lambda folder: (folder / "args").write_text(FLAGS),
         read_flags,
-        ("args", "ds.json"),
-        (Problems, OSError, Refused),
+        ("args",),
+        (Problems, OSError),
     ),
-    Kind("launch script, recipe", make_scripts, read_scripts, ("run.sh", "recipe.yaml"), cost=8),
     Kind("logs, metrics", make_logs, read_logs, ("x.log", "metrics.jsonl"), cost=4),
-    Kind(
-        "logs, metrics for spikes.py",
-        make_logs,
-        read_spikes,
-        ("x.log", "metrics.jsonl"),
-        needs=("megatron.features.spikes",),
-        cost=4,
-    ),
     Kind("data ledger", make_ledger, read_a_ledger, ("ledger",)),
     Kind("skips.jsonl", make_skips, read_skips, ("skips.jsonl",), (CheckpointError,)),
     Kind(
@@ -609,5 +542,4 @@ KINDS = [
         (CheckpointError,),
         forged=forged.LOCKS,
     ),
-    *(kind for features in FEATURES for kind in features.KINDS),
 ]

@@ -9,6 +9,7 @@ that a second reader understands otherwise. One seed makes one input:
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaigns.hostile.forged import gadget
-from tests.forkrun import run_ranks
+from tests.forkrun import ROOT, run_ranks
 
 QUICK = 5  # damaged inputs of each kind
 COUNTS = [
@@ -38,7 +39,11 @@ def attack(rank: int, world: int, home: str, count: int, part: int):
     os.fsync = lambda _: None
     folder = Path(home) / "cases"
     folder.mkdir()
-    every = [*kinds.KINDS, *run_kinds.KINDS, *tool_kinds.KINDS]
+    features = [
+        importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for path in sorted(ROOT.glob("tests/features/*/hostile_kinds.py"))
+    ]
+    every = [kind for each in (kinds, run_kinds, tool_kinds, *features) for kind in each.KINDS]
     found = [kind for kind in every if kind.runs_here()]
     return run(found if count == QUICK else found[part::4], count, folder)
 

@@ -1,9 +1,7 @@
-"""More kinds of files: of the converter's other formats, of goodput.py, generate.py and serve.py,
-and flags with a small language of their own. Judges nothing."""
+"""More kinds of files: of the converter's other formats, of generate.py and serve.py, and flags with a small language of their own. Judges nothing."""
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.config import command_line
 from tests.campaigns.hostile.campaign import Kind, Refused
-from tests.campaigns.hostile.kinds import run_tool
 from tests.load_tool import load_tool
 from tests.tools.chat.conversations import CONVERSATIONS
 from tests.tools.in_process import InProcess
@@ -24,7 +21,6 @@ from tools.convert import torch_dist
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
 from tools.convert.unpickle_worker import METADATA
-from tools.shared import feature_program
 
 GENERATE = load_tool("generate")
 WEIGHTS = "decoder.layers.mlp.linear_fc2.weight"
@@ -86,35 +82,6 @@ def make_experts(folder: Path) -> None:
         "router_aux_loss_coef": 0.02,
     }
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def make_events(folder: Path) -> None:
-    start = {"iteration": 0, "ranks": 2, "host": "h", "pid": 1, "starter": "torchrun h 1"}
-    events = [
-        {"event": "start", "time": 10.0, "process_start": 1.0, **start},
-        {"event": "steps", "time": 18.0, "first": 1, "last": 8, "seconds": 8.0},
-        {"event": "save", "time": 20.0, "iteration": 8, "seconds": 2.0},
-        {"event": "rollback", "time": 21.0, "iteration": 4},
-        {"event": "failure", "time": 25.0, "iteration": 9, "rank": 1, "code": 1, "host": "h"}
-        | {"pid": 1, "reason": "error: x"},
-        {"event": "start", "time": 35.0, "process_start": 30.0, **start, "iteration": 8},
-        {"event": "evaluation", "time": 40.0, "iteration": 12, "seconds": 1.0},
-        {"event": "end", "time": 41.0, "iteration": 12},
-    ]
-    (folder / "run_events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-
-
-def read_run_events(folder: Path) -> Any:
-    from megatron.features.goodput import run_events_file
-
-    file = folder / run_events_file.NAME
-    events = run_events_file.newest_events(file)
-    loop = run_events_file.crash_loop(events, "torchrun h 1", 1)
-    return (
-        loop,
-        run_events_file.unreported(events),
-        run_tool(functools.partial(feature_program.call, "goodput"), file),
-    )
 
 
 def make_prompts(folder: Path) -> None:
@@ -194,14 +161,6 @@ KINDS = [
         lambda folder: inspect(folder, None, True),
         ("*.json", "*.safetensors"),
         (CheckpointError, ConversionError, ValueError, OSError),
-        cost=2,
-    ),
-    Kind(
-        "run_events.jsonl",
-        make_events,
-        read_run_events,
-        ("run_events.jsonl",),
-        needs=("megatron.features.goodput",),
         cost=2,
     ),
     Kind(

@@ -24,7 +24,6 @@ from tests.problems import raises
         ({"mock_data": True}, sources.Mock),
         ({"mock_data": True, "data_order": "epoch"}, sources.Mock),
         ({"packed_samples": True}, sources.Packed),
-        ({"packed_samples": True, "dummy_data": "internlm"}, sources.Packed),
     ],
 )
 def test_the_flags_choose_the_source(flags, kind):

@@ -399,7 +399,7 @@ def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
     resumed = train(
         tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2
     )
-    assert resumed.resumed_from == 4
+    assert resumed.resumes[-1] == 4
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
 

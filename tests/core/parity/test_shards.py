@@ -59,7 +59,7 @@ def test_a_resume_of_shards_is_exact(layout, data, tmp_path):
     resumed = train(
         tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], world
     )
-    assert resumed.resumed_from == 4
+    assert resumed.resumes[-1] == 4
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
 

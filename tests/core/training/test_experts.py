@@ -49,7 +49,7 @@ def test_a_killed_run_with_experts_resumes_bit_for_bit(name, data, fp32, tmp_pat
     straight = train(tmp_path / "a", [*flags, *saving(tmp_path / "a")], 2)
     train(tmp_path / "b", [*flags, *saving(tmp_path / "b")], 2, kill_at=8)
     resumed = train(tmp_path / "b", [*flags, *saving(tmp_path / "b")], 2)
-    assert resumed.resumed_from == 5
+    assert resumed.resumes[-1] == 5
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
     skipped = sum(row["skipped"] for row in straight.rows)

@@ -86,11 +86,10 @@ def test_of_a_run_the_chosen_rank_is_profiled_and_the_losses_stay(tmp_path):
     flags = "--train-iters 5 --mock-data --profile --use-pytorch-profiler --profile-ranks 1"
     steps = "--profile-step-start 1 --profile-step-end 3"
     words = [*with_flags(SMALL), *NO_DROPOUT, *flags.split()]
-    board = tmp_path / "board"
-    shown = ["--tensorboard-dir", str(board)]
-    profiled = train(tmp_path / "a", [*words, *steps.split(), *shown], world=2)
-    assert list(traces(board)) == ["rank1_iterations_2_3.pt.trace.json.gz"]
-    [events] = traces(board).values()
+    save = tmp_path / "a" / "save"
+    profiled = train(tmp_path / "a", [*words, *steps.split(), "--save", str(save)], world=2)
+    assert list(traces(save)) == ["rank1_iterations_2_3.pt.trace.json.gz"]
+    [events] = traces(save).values()
     assert events.count("decoder.layers.0.self_attention.linear_qkv") == 4  # 2 micro-batches each
     plain = train(tmp_path / "b", words, world=2)  # ends before iteration 11
     assert profiled.series("lm_loss", "grad_norm") == plain.series("lm_loss", "grad_norm")

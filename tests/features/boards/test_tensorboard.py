@@ -23,7 +23,7 @@ from megatron.training.logging import output
 from megatron.training.result import IterationResult
 from tests import problems
 from tests.core.training.tiny_run import make_run
-from tests.runs import NO_DROPOUT, SMALL, Finished, train, write_text
+from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,30 @@ def test_tags_of_a_run(text, tmp_path):
         assert points(found, tag) == expected
     losses = [loss for split, _, loss in done.evaluations if split == "validation"]
     assert [value for _, value in points(found, "loss/valid")] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.campaign
+def test_tags_of_subsets(tmp_path):
+    texts = [write_text(tmp_path / name, 200, seed) for seed, name in enumerate(("en", "cn"))]
+    words = with_flags(SMALL, "--eval-iters", "0", "--train-iters", "5", "--log-subsets")
+    words += ["--log-accuracy", "--data-path", "0.7", texts[0], "0.3", texts[1]]
+    done = train(tmp_path / "run", [*words, "--tensorboard-dir", str(tmp_path / "board")])
+    board = events(tmp_path / "board")
+    plain = ("tokens/en", "loss/en", "acc/cn")
+    of_step = ("acc", "loss_from_metric", "perplexity")
+    for key in (*plain, *of_step):
+        tag = f"train/{key}" if key in of_step else key
+        told = {row["iteration"]: row[key] for row in done.rows if row[key] is not None}
+        assert told and dict(points(board, tag)) == pytest.approx(told, rel=1e-6), key
+
+
+def test_profiles_are_among_the_events(tmp_path):
+    board = tmp_path / "board"
+    words = "--train-iters 4 --mock-data --profile --use-pytorch-profiler --profile-step-start 1"
+    shown = ["--profile-step-end", "3", "--tensorboard-dir", str(board)]
+    train(tmp_path / "run", [*SMALL, *words.split(), *shown])
+    profiles = [path.name for path in board.rglob("*.pt.trace.json.gz")]
+    assert profiles == ["rank0_iterations_2_3.pt.trace.json.gz"]
 
 
 def test_metrics_of_the_forward_step_and_memory_where_it_is_asked_for():

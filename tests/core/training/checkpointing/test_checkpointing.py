@@ -57,7 +57,7 @@ def refused(trained, tmp_path, *extra: str) -> str:
 def test_the_log_says_what_was_saved_and_loaded(trained, tmp_path):
     assert Finished(trained[0], 1).saved == [2, 4]
     assert (trained[0] / "save/latest_checkpointed_iteration.txt").read_bytes() == b"4"
-    assert resume(trained, tmp_path).resumed_from == 4
+    assert resume(trained, tmp_path).resumes[-1] == 4
 
 
 def test_missing_checkpoint(tmp_path):

@@ -1,7 +1,7 @@
 """Prints kernel launches, and bytes that they read and write: per token of one layer of each path, the
 difference between traces of 3 and 2 layers; and per logit of cross entropy.
 
-    python -m tests.layer_costs
+    python -m tests.features.trace.layer_costs
 """
 
 from __future__ import annotations

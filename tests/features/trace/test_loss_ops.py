@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.kernels.cuda import availability
-from tests.layer_costs import of_cross_entropy
+from tests.features.trace.layer_costs import of_cross_entropy
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -1,9 +1,9 @@
 """Prints which lines of a step's code nothing here runs: neither a trace of the layouts of the parity table
 with `cuda` chosen nor, on a CPU, the tests of these folders. Needs the package coverage.
 
-    python -m tests.device_lines trace 1/4     (and 2/4, 3/4, 4/4)
-    python -m tests.device_lines tests tests/core/kernels tests/core/parallel ...
-    python -m tests.device_lines report
+    python -m tests.features.trace.device_lines trace 1/4     (and 2/4, 3/4, 4/4)
+    python -m tests.features.trace.device_lines tests tests/core/kernels tests/core/parallel ...
+    python -m tests.features.trace.device_lines report
 """
 
 from __future__ import annotations
