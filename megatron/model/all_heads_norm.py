@@ -20,11 +20,11 @@ class AllHeadsNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) over the heads of all tensor-parallel ranks; each rank has
     the weights of its own heads."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, tp: Axis):
+    def __init__(self, config: ModelConfig, params: ParameterFactory, tp: Axis):
         super().__init__()
         self.weight = params("weight")
-        self.eps = model.norm_epsilon
-        self.zero_centered = model.apply_layernorm_1p
+        self.eps = config.norm_epsilon
+        self.zero_centered = config.apply_layernorm_1p
         self.tp = tp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.attention_spec import AttentionSpec, Forward
-from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.kernels import Kernels
 from megatron.model.norm import Norm
 from megatron.parallel.collectives import gather_sequence
@@ -34,60 +33,53 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        config: ModelConfig,
         params: ParameterFactory,
         ctx: ParallelContext,
+        kernels: Kernels,
         *,
         recompute_core: bool = False,
     ):
         super().__init__()
-        self.head_dim = model.head_dim
-        self.cp = ctx.cp
-        self.implementation: Forward = functional.attention
-        if self.cp.size > 1:
-            from megatron.parallel.ring_attention import ring_attention
-
-            self.implementation = partial(ring_attention, cp=self.cp, comm_type=ctx.cp_comm_type)
         self.tp = ctx.tp
-        self.all_groups = model.query_groups
-        self.groups = model.groups_per_rank(ctx.tp.size)
-        self.queries_per_group = model.num_attention_heads // ctx.tp.size // self.groups
-        self.options = model.attention_options
-        self.dropout = model.attention_dropout
-        self.interleaved = model.rotary_interleaved
+        self.head_dim = config.head_dim
+        self.all_groups = config.query_groups
+        self.groups = config.groups_per_rank(ctx.tp.size)
+        self.queries_per_group = config.num_attention_heads // ctx.tp.size // self.groups
+        self.options = config.attention_options
+        self.dropout = config.attention_dropout
         self.recompute_core = recompute_core
-        self.kernels = Kernels()
-        self.linear_qkv = ColumnParallelLinear(
-            params("linear_qkv.weight"),
-            params.optional("linear_qkv.bias"),
-            ctx,
-            params.scaling("linear_qkv"),
+        self.cp = ctx.cp
+        self.requested = kernels.attention
+        self.rotate = partial(
+            functional.apply_rotary,
+            interleaved=config.rotary_interleaved,
+            fused=kernels.fused_rotary,
         )
-        self.q_layernorm: nn.Module | None = None
-        self.k_layernorm: nn.Module | None = None
-        if model.qk_layernorm and model.qk_layernorm_all_heads:
+
+        def head_norm(name: str) -> nn.Module:
+            if not config.qk_layernorm:
+                return nn.Identity()
+            if not config.qk_layernorm_all_heads:
+                return Norm(config, params.scope(name), kernels)
             from megatron.model.all_heads_norm import AllHeadsNorm
 
-            self.q_layernorm = AllHeadsNorm(model, params.scope("q_layernorm"), ctx.tp)
-            self.k_layernorm = AllHeadsNorm(model, params.scope("k_layernorm"), ctx.tp)
-        elif model.qk_layernorm:
-            self.q_layernorm = Norm(model, params.scope("q_layernorm"))
-            self.k_layernorm = Norm(model, params.scope("k_layernorm"))
-        self.linear_proj = RowParallelLinear(
-            params("linear_proj.weight"),
-            params.optional("linear_proj.bias"),
-            ctx,
-            params.scaling("linear_proj"),
-        )
+            return AllHeadsNorm(config, params.scope(name), ctx.tp)
 
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
-        self.kernels = kernels
+        self.linear_qkv = ColumnParallelLinear.named("linear_qkv", params, ctx, kernels)
+        self.q_layernorm = head_norm("q_layernorm")
+        self.k_layernorm = head_norm("k_layernorm")
+        self.linear_proj = RowParallelLinear.named("linear_proj", params, ctx, kernels)
+        self.implementation = self._implementation(ctx, kernels)
+
+    def _implementation(self, ctx: ParallelContext, kernels: Kernels) -> Forward:
         if kernels.transformer_engine is not None and kernels.attention == "transformer_engine":
-            spec = self.spec(self.linear_qkv.weight)
-            self.implementation = kernels.transformer_engine.attention(spec)
-        elif self.cp.size == 1:
-            self.implementation = partial(functional.attention, requested=kernels.attention)
+            return kernels.transformer_engine.attention(self.spec(self.linear_qkv.weight))
+        if self.cp.size == 1:
+            return partial(functional.attention, requested=kernels.attention)
+        from megatron.parallel.ring_attention import ring_attention
+
+        return partial(ring_attention, cp=self.cp, comm_type=ctx.cp_comm_type)
 
     def spec(
         self, queries: torch.Tensor, dropout: float = 0.0, documents: bool = False
@@ -117,16 +109,11 @@ class SelfAttention(nn.Module):
         """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another
         document. `dropout_seed`: that of the probabilities' dropout, None without."""
         q, k, v = self.project(x)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q = self.q_layernorm(q)
-            k = self.k_layernorm(k)
+        q = self.q_layernorm(q)
+        k = self.k_layernorm(k)
         if rotary is not None:
-            q, k = (
-                functional.apply_rotary(
-                    t, *rotary, interleaved=self.interleaved, fused=self.kernels.fused_rotary
-                )
-                for t in (q, k)
-            )
+            q = self.rotate(q, *rotary)
+            k = self.rotate(k, *rotary)
         if self.recompute_core and torch.is_grad_enabled():
             y = recompute(self.core, q, k, v, document_ids, dropout_seed)
         else:
@@ -176,12 +163,6 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """`core` inside documents, or with dropout of the probabilities."""
         return self.attend(q, k, v, document_ids, dropout_seed)
-
-    def compiles_masks(self) -> bool:
-        """Whether `masked_core` is one operation, which a graph can hold."""
-        weight = self.linear_qkv.weight
-        unfit = torch_flash_unavailable_reason(weight.device, weight.dtype, self.head_dim)
-        return unfit is None and self.kernels.attention == "auto"
 
     def attend(
         self,

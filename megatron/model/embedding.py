@@ -35,14 +35,14 @@ class LearnedPositions(nn.Module):
 class Embedding(nn.Module):
     """Word embedding, plus learned positions where the model has them, plus dropout."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
+    def __init__(self, config: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
         positions = params.optional("position_embeddings.weight")
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
-        self.multiplier = model.embedding_multiplier
-        self.dropout = model.hidden_dropout
-        self.fp32 = model.fp32_residual_connection
+        self.multiplier = config.embedding_multiplier
+        self.dropout = config.hidden_dropout
+        self.fp32 = config.fp32_residual_connection
         self.ctx = ctx
 
     def forward(
@@ -72,16 +72,16 @@ class RotaryTables(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device | str):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str):
         super().__init__()
-        dim = int(model.head_dim * model.rotary_percent)
+        dim = int(config.head_dim * config.rotary_percent)
         cos, sin = functional.rotary_tables(
-            model.max_position_embeddings or model.seq_length,
+            config.max_position_embeddings or config.seq_length,
             dim,
-            model.rotary_base,
+            config.rotary_base,
             device=device,
-            interpolation_factor=model.rotary_seq_len_interpolation_factor,
-            scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
+            interpolation_factor=config.rotary_seq_len_interpolation_factor,
+            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
             dtype=torch.promote_types(dtype, torch.float32),
         )
         self.register_buffer("cos", cos, persistent=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -49,17 +49,10 @@ class TokenMetrics:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-@runtime_checkable
-class HasKernels(Protocol):
-    """A module that computes with what `Kernels` says."""
-
-    def set_kernels(self, kernels: Kernels) -> None: ...
-
-
-def hidden_dtype(model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+def hidden_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the residual stream behind a layer of a model whose parameters are
     `dtype`."""
-    wide = model.fp32_residual_connection and not model.apply_residual_connection_post_layernorm
+    wide = config.fp32_residual_connection and not config.apply_residual_connection_post_layernorm
     return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
@@ -78,7 +71,7 @@ class GPTModel(nn.Module):
 
     def __init__(  # noqa: PLR0913
         self,
-        model: ModelConfig,
+        config: ModelConfig,
         precision: PrecisionConfig,
         ctx: ParallelContext,
         padded_vocab_size: int,
@@ -94,17 +87,17 @@ class GPTModel(nn.Module):
         scheme: Scheme | None = None,
     ):
         super().__init__()
-        layers = range(model.num_layers) if layers is None else layers
+        layers = range(config.num_layers) if layers is None else layers
         first = layers.start == 0 if first is None else first
-        last = layers.stop == model.num_layers if last is None else last
+        last = layers.stop == config.num_layers if last is None else last
         self.ctx = ctx
         self.vocab_size = vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
-        self.max_positions = model.max_position_embeddings or model.seq_length
-        self.positions = model.positions
-        self.label_smoothing = model.label_smoothing
+        self.max_positions = config.max_position_embeddings or config.seq_length
+        self.positions = config.positions
+        self.label_smoothing = config.label_smoothing
         table = stage_table(
-            parameter_table(model, padded_vocab_size, vocab_size, scheme), layers, first, last
+            parameter_table(config, padded_vocab_size, vocab_size, scheme), layers, first, last
         )
         kernels = kernels or Kernels()
         scaling = None
@@ -115,37 +108,30 @@ class GPTModel(nn.Module):
                 precision, ctx, device, dense=kernels.transformer_engine is None
             )
         params = ParameterFactory(table, ctx, dtype, device, scaling)
-        self.embedding = Embedding(model, params.scope("embedding"), ctx) if first else None
-        self.rotary = RotaryTables(model, dtype, device) if model.positions == "rope" else None
+        self.embedding = Embedding(config, params.scope("embedding"), ctx) if first else None
+        self.rotary = RotaryTables(config, dtype, device) if config.positions == "rope" else None
         self.decoder = Decoder(
-            model, params.scope("decoder"), ctx, layers, last, recompute=recompute or Recompute()
+            config, params.scope("decoder"), ctx, layers, last, kernels, recompute or Recompute()
         )
-        self.output_layer = self._build_output_layer(model, params) if last else None
-        self._use(kernels)
+        self.output_layer = self._build_output_layer(config, params, kernels) if last else None
         self._check(
             count_parameters(table, {"tp": ctx.tp.size, "ep": ctx.ep.size, "etp": ctx.etp.size}),
             {spec.name for spec in table},
         )
 
     def _build_output_layer(
-        self, model: ModelConfig, params: ParameterFactory
+        self, config: ModelConfig, params: ParameterFactory, kernels: Kernels
     ) -> ColumnParallelLinear:
-        if not model.tied:
+        """Never by Transformer Engine, which computes the transformer layers alone."""
+        if not config.tied:
             weight: nn.Parameter = params("output_layer.weight")
         elif self.embedding is not None:
             weight = self.embedding.word_embeddings.weight
         else:
             weight = params(WORD_EMBEDDING)
-        return ColumnParallelLinear(weight, None, self.ctx)
-
-    def _use(self, kernels: Kernels) -> None:
-        """Set the kernels of every layer; Transformer Engine is used in the transformer layers
-        alone."""
-        for module in list(self.decoder.modules()):
-            if isinstance(module, HasKernels):
-                module.set_kernels(kernels)
-        if self.output_layer is not None:
-            self.output_layer.set_kernels(kernels.without_transformer_engine())
+        return ColumnParallelLinear(
+            weight, None, self.ctx, kernels=kernels.without_transformer_engine()
+        )
 
     def _check(self, size: int, names: set[str]) -> None:
         """Check that the parameters of the table were built, each once."""

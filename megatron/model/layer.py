@@ -13,7 +13,6 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
-from megatron.kernels.cuda.availability import fused_ops
 from megatron.kernels.kernels import Kernels
 from megatron.model.attention import Rotary, SelfAttention
 from megatron.model.mlp import MLP
@@ -23,8 +22,10 @@ from megatron.parallel.random import DropoutSeeds, recompute
 from megatron.parallel.sharding import ParameterFactory
 
 if TYPE_CHECKING:
-    from megatron.kernels.transformer_engine import TransformerEngine
     from megatron.model.moe import RouterStep
+
+
+Seeds = Mapping[str, torch.Tensor]  # of dropout, by site
 
 
 @dataclass(frozen=True)
@@ -74,94 +75,82 @@ class Recompute:
 
 class TransformerLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)): pre-norm (Radford et al. 2019), dropout on
-    both branches. With --use-parallel-residual x + attention(norm(x)) + mlp(norm'(x)) (Wang and
-    Komatsuzaki 2021), with --no-pre-layernorm without these norms."""
+    both branches. With --no-pre-layernorm without these norms; each branch may end with one."""
 
     def __init__(
         self,
-        model: ModelConfig,
+        config: ModelConfig,
         params: ParameterFactory,
         ctx: ParallelContext,
         number: int,
-        *,
+        kernels: Kernels,
         recompute: Recompute = Recompute(),
     ):
         super().__init__()
         self.number = number
-        self.dropout = model.hidden_dropout
-        self.parallel_residual = model.use_parallel_residual
-        self.rotates = model.rotates(number)
-        self.multiplier = model.residual_multiplier
-        self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.hidden_dropout = config.hidden_dropout
+        self.multiplier = config.residual_multiplier
+        self.rotates = config.rotates(number)
         # Sites of dropout. Ranks that hold different parts of a tensor draw different masks, those
         # that hold the same tensor the same: heads are always split over tp, hidden states only
         # with sequence parallelism.
         hidden_part = ctx.tp.rank if ctx.sequence_parallel else 0
-        self.dropout_sites = {"attention": ctx.tp.rank} if model.attention_dropout else {}
-        if model.hidden_dropout:
+        self.dropout_sites = {"attention": ctx.tp.rank} if config.attention_dropout else {}
+        if config.hidden_dropout:
             self.dropout_sites |= {"attention_output": hidden_part, "mlp_output": hidden_part}
 
         def norm(name: str, present: bool) -> nn.Module:
-            return Norm(model, params.scope(name)) if present else nn.Identity()
+            return Norm(config, params.scope(name), kernels) if present else nn.Identity()
 
-        self.input_layernorm = norm("input_layernorm", not model.no_pre_layernorm)
+        self.input_layernorm = norm("input_layernorm", not config.no_pre_layernorm)
         self.self_attention = SelfAttention(
-            model,
+            config,
             params.scope("self_attention"),
             ctx,
+            kernels,
             recompute_core=recompute.includes("core_attn"),
         )
         self.post_self_attn_layernorm = norm(
-            "post_self_attn_layernorm", model.post_self_attn_layernorm
+            "post_self_attn_layernorm", config.post_self_attn_layernorm
         )
-        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", not model.no_pre_layernorm)
-        self.post_mlp_layernorm = norm("post_mlp_layernorm", model.post_mlp_layernorm)
-        self.moe = model.is_moe_layer(number)
+        self.pre_mlp_layernorm = norm("pre_mlp_layernorm", not config.no_pre_layernorm)
+        self.post_mlp_layernorm = norm("post_mlp_layernorm", config.post_mlp_layernorm)
+        self.moe = config.is_moe_layer(number)
         self.mlp: nn.Module
         if self.moe:
             from megatron.model.moe import MoELayer
 
             self.mlp = MoELayer(
-                model,
+                config,
                 params.scope("mlp"),
                 ctx,
                 number,
+                kernels,
                 recompute_activation=recompute.includes("moe_act"),
                 recompute_shared=recompute.includes("shared_experts"),
             )
         else:
-            self.mlp = MLP(model, params.scope("mlp"), ctx)
+            self.mlp = MLP(config, params.scope("mlp"), ctx, kernels)
         self.recompute_mlp = recompute.includes("moe" if self.moe else "mlp")
 
     def forward(
         self,
         x: torch.Tensor,
         inputs: LayerInputs = LayerInputs(),
-        seeds: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        seeds: Seeds = MappingProxyType({}),
     ) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
-        if self.parallel_residual:  # both branches read the same stream
-            attended = x + self.attention(self.input_layernorm(x), inputs, seeds)
-            return attended + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
-        if self.residual_after_norm:  # the normed stream replaces the stream
-            x = self.input_layernorm(x)
-            x = self.pre_mlp_layernorm(x + self.attention(x, inputs, seeds))
-            return x + self.feed_forward(x, inputs, seeds)
         x = x + self.attention(self.input_layernorm(x), inputs, seeds)
         return x + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
 
-    def attention(
-        self, x: torch.Tensor, inputs: LayerInputs, seeds: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def attention(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """The branch of attention, from its norm to the residual stream."""
         rotary = inputs.rotary if self.rotates else None
         y = self.self_attention(x, rotary, inputs.document_ids, seeds.get("attention"))
         return self.drop(self.post_self_attn_layernorm(y), seeds.get("attention_output"))
 
-    def feed_forward(
-        self, x: torch.Tensor, inputs: LayerInputs, seeds: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """The branch of the MLP or the experts, from its norm to the residual stream."""
         arguments = (x, inputs.router_step) if self.moe else (x,)
         if self.recompute_mlp and torch.is_grad_enabled():
@@ -184,28 +173,51 @@ class TransformerLayer(nn.Module):
         """Dropout of a residual branch, and its factor."""
         if self.multiplier != 1.0:
             x = x * self.multiplier
-        return x if seed is None else self._drop(x, seed)
+        return x if seed is None else self.masked(x, seed)
 
-    def _drop(self, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        return functional.dropout(x, self.dropout, seed)
+    def masked(self, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        """`x` with elements dropped, the others scaled up."""
+        return functional.dropout(x, self.hidden_dropout, seed)
 
-    def compile(self, **options: Any) -> None:
-        """As Module's. Dropout and attention with masks stay outside where they are no single
-        operation: in chunks they would be unrolled into thousands, anew for each seed."""
-        attention = self.self_attention
-        weight = attention.linear_qkv.weight
-        outside: list[tuple[nn.Module, str]] = []
-        if fused_ops(weight.device, weight.dtype) is None:
-            outside.append((self, "_drop"))
-        if not attention.compiles_masks():
-            outside.append((attention, "masked_core"))
-        if attention.cp.size > 1:
-            outside.append((attention, "attend"))
-        for module, method in outside:
-            setattr(module, method, torch.compiler.disable(getattr(module, method)))
-        # each batch has another number of documents
-        torch.compiler.config.dynamic_sources = "L['inputs'].document_ids.cu_seqlens"
-        super().compile(**options)
+
+class ParallelResidualLayer(TransformerLayer):
+    """--use-parallel-residual: x + attention(norm(x)) + mlp(norm'(x)) (Wang and Komatsuzaki 2021);
+    both branches read the same stream."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        inputs: LayerInputs = LayerInputs(),
+        seeds: Seeds = MappingProxyType({}),
+    ) -> torch.Tensor:
+        """As TransformerLayer's."""
+        attended = x + self.attention(self.input_layernorm(x), inputs, seeds)
+        return attended + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
+
+
+class NormedResidualLayer(TransformerLayer):
+    """--apply-residual-connection-post-layernorm: the stream itself is normed before each
+    branch."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        inputs: LayerInputs = LayerInputs(),
+        seeds: Seeds = MappingProxyType({}),
+    ) -> torch.Tensor:
+        """As TransformerLayer's."""
+        x = self.input_layernorm(x)
+        x = self.pre_mlp_layernorm(x + self.attention(x, inputs, seeds))
+        return x + self.feed_forward(x, inputs, seeds)
+
+
+def layer_class(config: ModelConfig) -> type[TransformerLayer]:
+    """The layer with this model's residual connections."""
+    if config.use_parallel_residual:
+        return ParallelResidualLayer
+    if config.apply_residual_connection_post_layernorm:
+        return NormedResidualLayer
+    return TransformerLayer
 
 
 class Decoder(nn.Module):
@@ -214,38 +226,31 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        config: ModelConfig,
         params: ParameterFactory,
         ctx: ParallelContext,
         layers: range,
         last: bool,
-        *,
-        recompute: Recompute,
+        kernels: Kernels,
+        recompute: Recompute = Recompute(),
     ):
         super().__init__()
+        layer = layer_class(config)
         # of TransformerLayer, which torch's type forgets
         self.layers: Any = nn.ModuleDict(
             {
-                str(i): TransformerLayer(
-                    model,
-                    params.scope(f"layers.{i}"),
-                    ctx,
-                    i,
-                    recompute=recompute,
-                )
+                str(i): layer(config, params.scope(f"layers.{i}"), ctx, i, kernels, recompute)
                 for i in layers
             }
         )
-        self.moe_layers = [i for i in layers if model.is_moe_layer(i)]
+        self.moe_layers = [i for i in layers if config.is_moe_layer(i)]
         self.chunks = recompute.chunks(len(layers))
         self.group = ctx.tp.group
-        self.transformer_engine: TransformerEngine | None = None
-        self.final_layernorm = Norm(model, params.scope("final_layernorm")) if last else None
-        self.logits_scaling = model.logits_scaling
-
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says; each layer has its own call."""
         self.transformer_engine = kernels.transformer_engine
+        self.final_layernorm = (
+            Norm(config, params.scope("final_layernorm"), kernels) if last else None
+        )
+        self.logits_scaling = config.logits_scaling
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Of Transformer Engine, where it computes: inside, its GEMMs may be FP8."""

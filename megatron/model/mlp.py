@@ -18,54 +18,45 @@ from megatron.parallel.sharding import ParameterFactory
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def activation(model: ModelConfig, chosen: Kernels) -> Activation:
+def activation(config: ModelConfig, kernels: Kernels) -> Activation:
     """The function between the two matrices, other than xIELU, which is a module; gated ones take
     [..., 2, ffn] and return [..., ffn]."""
     functions: dict[str, Activation] = {
-        "swiglu": partial(functional.swiglu, fused=chosen.fused_swiglu),
+        "swiglu": partial(functional.swiglu, fused=kernels.fused_swiglu),
         "geglu": functional.geglu,
         "squared_relu": functional.squared_relu,
         "gelu (tanh)": lambda x: functional.gelu(x, True),
         "gelu (erf)": lambda x: functional.gelu(x, False),
     }
-    return functions[model.activation]
+    return functions[config.activation]
 
 
 class MLP(nn.Module):
     """h -> ffn -> h. Gated (Shazeer 2020): linear_fc1 [2, ffn, h] holds gate and up, split over
     ranks alike."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: ParameterFactory,
+        ctx: ParallelContext,
+        kernels: Kernels,
+    ):
         super().__init__()
-        self.model = model
-        self.gated = model.gated
-        self.xielu: nn.Module | None = None
-        if model.xielu:
+        self.gated = config.gated
+        self.activation: Activation
+        if config.activation == "xielu":
             from megatron.model.xielu import XIELU
 
-            self.xielu = XIELU(params.scope("xielu"))
-        self.set_kernels(Kernels())
-        self.linear_fc1 = ColumnParallelLinear(
-            params("linear_fc1.weight"),
-            params.optional("linear_fc1.bias"),
-            ctx,
-            params.scaling("linear_fc1"),
-        )
-        self.linear_fc2 = RowParallelLinear(
-            params("linear_fc2.weight"),
-            params.optional("linear_fc2.bias"),
-            ctx,
-            params.scaling("linear_fc2"),
-        )
-
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
-        if self.xielu is None:
-            self.activation = activation(self.model, kernels)
+            self.activation = XIELU(params.scope("xielu"))
+        else:
+            self.activation = activation(config, kernels)
+        self.linear_fc1 = ColumnParallelLinear.named("linear_fc1", params, ctx, kernels)
+        self.linear_fc2 = RowParallelLinear.named("linear_fc2", params, ctx, kernels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""
         x = self.linear_fc1(x)
-        if self.xielu is not None:
-            return self.linear_fc2(self.xielu(x))
-        return self.linear_fc2(self.activation(x.unflatten(-1, (2, -1)) if self.gated else x))
+        if self.gated:
+            x = x.unflatten(-1, (2, -1))
+        return self.linear_fc2(self.activation(x))

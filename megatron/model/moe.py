@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from megatron.parallel.layers import LinearLayer
 from megatron.parallel.random import DropoutSeeds, recompute, recompute_input
 from megatron.parallel.sharding import Parameter, ParameterFactory
 from megatron.parallel.zigzag import chunks_of
+
+if TYPE_CHECKING:
+    from megatron.parallel.fp8 import LayerScaling
 
 
 @dataclass(frozen=True)
@@ -81,23 +84,23 @@ def random_logits(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return noise + (logits - logits.detach())
 
 
-def top_experts(scores: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def top_experts(scores: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Numbers [n, topk] of the experts with the largest scores [n, experts]; with groups only of
     those whose best experts together have the largest (DeepSeek-V2 and V3)."""
-    k = model.moe_router_topk
-    if model.moe_router_num_groups and model.moe_router_group_topk:
-        groups = scores.unflatten(1, (model.moe_router_num_groups, -1))
-        best = groups.topk(k // model.moe_router_group_topk).values.sum(-1)
-        chosen = best.topk(model.moe_router_group_topk).indices
+    k = config.moe_router_topk
+    if config.moe_router_num_groups and config.moe_router_group_topk:
+        groups = scores.unflatten(1, (config.moe_router_num_groups, -1))
+        best = groups.topk(k // config.moe_router_group_topk).values.sum(-1)
+        chosen = best.topk(config.moe_router_group_topk).indices
         not_chosen = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
         scores = groups.masked_fill(not_chosen.unsqueeze(-1), -torch.inf).flatten(1)
     return scores.topk(k).indices
 
 
-def expert_scores(logits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def expert_scores(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Scores [n, experts] of router logits, each by itself unless it is a softmax."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    match model.moe_router_score_function:
+    match config.moe_router_score_function:
         case "sigmoid":
             return logits.to(wide).sigmoid()
         case "sqrtsoftplus":
@@ -107,25 +110,25 @@ def expert_scores(logits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def select_experts(
-    logits: torch.Tensor, model: ModelConfig, bias: torch.Tensor | None = None
+    logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts.
     `bias` [experts] is added to scores other than softmax for the selection alone."""
-    if model.moe_router_score_function != "softmax":
-        scores = expert_scores(logits, model)
-        experts = top_experts(scores if bias is None else scores + bias, model)
+    if config.moe_router_score_function != "softmax":
+        scores = expert_scores(logits, config)
+        experts = top_experts(scores if bias is None else scores + bias, config)
         probs = scores.gather(1, experts)
-        if model.moe_router_topk > 1:
+        if config.moe_router_topk > 1:
             probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    elif model.moe_router_pre_softmax:
-        scores = expert_scores(logits, model)
-        experts = top_experts(scores, model)
+    elif config.moe_router_pre_softmax:
+        scores = expert_scores(logits, config)
+        experts = top_experts(scores, config)
         probs = scores.gather(1, experts)
     else:
-        experts = top_experts(logits, model)
+        experts = top_experts(logits, config)
         wide = torch.promote_types(logits.dtype, torch.float32)
         probs = logits.gather(1, experts).softmax(-1, dtype=wide)
-    return probs * (model.moe_router_topk_scaling_factor or 1.0), experts
+    return probs * (config.moe_router_topk_scaling_factor or 1.0), experts
 
 
 def within_capacity(scores: torch.Tensor, capacity: int, policy: str) -> torch.Tensor:
@@ -154,10 +157,10 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
     return cost * columns * rows.unsqueeze(1)
 
 
-def balancing_scores(logits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def balancing_scores(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Scores [n, experts] that sum to 1, of which the load-balancing loss is made."""
-    scores = expert_scores(logits, model)
-    if model.moe_router_score_function != "softmax":
+    scores = expert_scores(logits, config)
+    if config.moe_router_score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     return scores
 
@@ -170,22 +173,22 @@ class Router(nn.Module):
     z-loss of the logits (Zoph et al. 2022, ST-MoE).
     """
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext, n: int):
+    def __init__(self, config: ModelConfig, params: ParameterFactory, ctx: ParallelContext, n: int):
         super().__init__()
-        self.model = model
+        self.config = config
         self.number = n
         self.weight = params("weight")
         self.expert_bias = params.optional("expert_bias")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: self.weight.dtype}[
-            model.moe_router_dtype
+            config.moe_router_dtype
         ]
         # neither groups nor a bias nor Sinkhorn's algorithm selects others
         self.selects_largest = not (
-            model.moe_router_num_groups or self.expert_bias is not None or model.sinkhorn
+            config.moe_router_num_groups or self.expert_bias is not None or config.sinkhorn
         )
         # the ranks that have other tokens of the same samples
         self.axes = (ctx.cp, ctx.tp) if ctx.sequence_parallel else (ctx.cp,)
-        self.capacity_factor = model.moe_expert_capacity_factor or 0.0
+        self.capacity_factor = config.moe_expert_capacity_factor or 0.0
         self.cp = ctx.cp
         self.data = ctx.dp
         self.tp_part = ctx.tp.rank if ctx.sequence_parallel else 0
@@ -199,17 +202,17 @@ class Router(nn.Module):
         does, so that no sequence depends on the others of its batch."""
         sequences = x.shape[1]
         training = step is not None and step.loss_scale is not None
-        if self.model.moe_input_jitter_eps and step is not None and step.seeds is not None:
+        if self.config.moe_input_jitter_eps and step is not None and step.seeds is not None:
             seed = step.seeds.seed(self.number, "router_input", self.tp_part)
-            x = jitter(x, self.model.moe_input_jitter_eps, seed)
+            x = jitter(x, self.config.moe_input_jitter_eps, seed)
         dtype = torch.promote_types(self.dtype, x.dtype)
         logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
-        if self.model.moe_router_force_load_balancing and step is not None and step.seeds:
+        if self.config.moe_router_force_load_balancing and step is not None and step.seeds:
             logits = random_logits(logits, step.seeds.seed(self.number, "router", self.tp_part))
-        if self.model.sinkhorn:
+        if self.config.sinkhorn:
             probs, experts = self.balance(logits, sequences, training)
         else:
-            probs, experts = select_experts(logits, self.model, self.expert_bias)
+            probs, experts = select_experts(logits, self.config, self.expert_bias)
         selected = experts
         if self.capacity_factor and step is not None:
             experts = self.drop(probs.detach(), experts, sequences)
@@ -220,7 +223,7 @@ class Router(nn.Module):
     def drop(self, probs: torch.Tensor, experts: torch.Tensor, sequences: int) -> torch.Tensor:
         """`experts` [s b, topk] within the capacity, which is one of the tokens of a micro-batch,
         wherever they are; `num_experts` where a token is dropped."""
-        m = self.model
+        m = self.config
         scores = probs.new_full((len(probs), m.experts), -1.0).scatter(1, experts, probs)
         scores, own_rows = self.gather(scores, sequences)
         share = len(scores) * m.moe_router_topk / m.experts
@@ -233,7 +236,7 @@ class Router(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `select_experts`, in training by Sinkhorn's algorithm over the tokens of a
         micro-batch, wherever they are."""
-        k = self.model.moe_router_topk
+        k = self.config.moe_router_topk
         wide = torch.promote_types(logits.dtype, torch.float32)
         scores = logits.to(wide).sigmoid() if k == 1 else logits.softmax(-1, dtype=wide)
         if training:
@@ -269,7 +272,7 @@ class Router(nn.Module):
         within the capacity."""
         assert step.loss_scale is not None, "an evaluation adds no losses"
         mask = None if step.loss_mask is None else self.mask(step.loss_mask)
-        m = self.model
+        m = self.config
         losses = {}
         if m.balancing_losses:
             scores = balancing_scores(logits, m)
@@ -349,9 +352,13 @@ class GroupedLinear(LinearLayer):
 
     weight: Parameter
 
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
-        self.use(kernels)
+    def __init__(
+        self,
+        weight: Parameter,
+        scaling: LayerScaling | None = None,
+        kernels: Kernels = Kernels(),
+    ):
+        super().__init__(weight, scaling, kernels)
         # of most models with experts nearly all memory: zeros are not worth a pass over it
         self.weight.overwrites = self.accumulate and self.scaling is None
 
@@ -385,19 +392,21 @@ class Experts(nn.Module):
     linear_fc1: GroupedLinear
     linear_fc2: GroupedLinear
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, recompute_activation: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: ParameterFactory,
+        kernels: Kernels,
+        recompute_activation: bool,
+    ):
         super().__init__()
-        self.model = model
+        self.config = config
         self.recompute_activation = recompute_activation
-        self.set_kernels(Kernels())
+        self.activation = activation(config, kernels)
+        self.fused_swiglu = kernels.fused_swiglu
         for name in ("linear_fc1", "linear_fc2"):
             scaling = params.scaling(name, experts=True)
-            self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling))
-
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
-        self.activation = activation(self.model, kernels)
-        self.fused_swiglu = kernels.fused_swiglu
+            self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling, kernels))
 
     def forward(
         self, x: torch.Tensor, probs: torch.Tensor, copies: Copies, counts: list[int]
@@ -416,17 +425,23 @@ class Experts(nn.Module):
 
     def activate(self, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Activation function, times the probabilities."""
-        if self.model.activation == "swiglu":
+        if self.config.activation == "swiglu":
             return weighted_swiglu(x.unflatten(-1, (2, -1)), probs, self.fused_swiglu)
-        x = self.activation(x.unflatten(-1, (2, -1)) if self.model.gated else x)
+        x = self.activation(x.unflatten(-1, (2, -1)) if self.config.gated else x)
         return (x * probs.unsqueeze(-1)).to(x.dtype)
 
 
 class SharedExpert(MLP):
     """An MLP that computes every token; gate_weight [1, h], if there is one, scales its output."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
-        super().__init__(model, params, ctx)
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: ParameterFactory,
+        ctx: ParallelContext,
+        kernels: Kernels,
+    ):
+        super().__init__(config, params, ctx, kernels)
         self.gate_weight = params.optional("gate_weight")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -448,10 +463,11 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        model: ModelConfig,
+        config: ModelConfig,
         params: ParameterFactory,
         ctx: ParallelContext,
         number: int,
+        kernels: Kernels,
         *,
         recompute_activation: bool = False,
         recompute_shared: bool = False,
@@ -460,14 +476,14 @@ class MoELayer(nn.Module):
         self.ctx = ctx
         self.recompute_shared = recompute_shared
         self.own_tokens = ctx.sequence_parallel or ctx.tp.size == 1
-        self.topk = model.moe_router_topk
-        self.num_experts = model.experts
-        self.exchange = model.sends_to_experts and ctx.ep.size > 1
-        self.router = Router(model, params.scope("router"), ctx, number)
-        self.experts = Experts(model, params.scope("experts"), recompute_activation)
+        self.topk = config.moe_router_topk
+        self.num_experts = config.experts
+        self.exchange = config.sends_to_experts and ctx.ep.size > 1
+        self.router = Router(config, params.scope("router"), ctx, number)
+        self.experts = Experts(config, params.scope("experts"), kernels, recompute_activation)
         self.shared_experts = (
-            SharedExpert(model, params.scope("shared_experts"), ctx)
-            if model.moe_shared_expert_intermediate_size
+            SharedExpert(config, params.scope("shared_experts"), ctx, kernels)
+            if config.moe_shared_expert_intermediate_size
             else None
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,28 +14,42 @@ from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.sharding import ParameterFactory
 
+# (x [..., width], weight [width], bias [width] where the norm has one) -> [..., width]
+Operation = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+
+
+def operation(config: ModelConfig, kernels: Kernels) -> Operation:
+    """What a norm of --normalization computes, by apex where `kernels` says so."""
+    eps = config.norm_epsilon
+    zero_centered = config.apply_layernorm_1p
+    # 1 + weight would be rounded to 16 bits
+    by_apex = kernels.apex_norms and not zero_centered
+    operations: dict[tuple[str, bool], Operation] = {
+        ("LayerNorm", False): lambda x, w, b: functional.layer_norm(x, w, b, eps, zero_centered),
+        ("LayerNorm", True): lambda x, w, b: apex.layer_norm(x, w, b, eps),
+        ("RMSNorm", False): lambda x, w, _: functional.rms_norm(x, w, eps, zero_centered),
+        ("RMSNorm", True): lambda x, w, _: apex.rms_norm(x, w, eps),
+    }
+    return operations[config.normalization, by_apex]
+
 
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, as
     --normalization says."""
 
-    def __init__(self, model: ModelConfig, params: ParameterFactory):
+    def __init__(self, config: ModelConfig, params: ParameterFactory, kernels: Kernels):
         super().__init__()
         self.weight = params("weight")
         self.bias = params.optional("bias")
-        self.rms = model.normalization == "RMSNorm"
-        self.eps = model.norm_epsilon
-        self.zero_centered = model.apply_layernorm_1p
-        self.apex = False
+        self.compute = operation(config, kernels)
         self.transformer_engine: nn.Module | None = None
-
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
-        # 1 + weight would be rounded to 16 bits
-        self.apex = kernels.apex_norms and not self.zero_centered
         if kernels.transformer_engine is not None:
             self.transformer_engine = kernels.transformer_engine.norm(
-                self.weight, self.bias, self.eps, self.zero_centered, self.rms
+                self.weight,
+                self.bias,
+                config.norm_epsilon,
+                config.apply_layernorm_1p,
+                config.normalization == "RMSNorm",
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,13 +62,4 @@ class Norm(nn.Module):
         if x.dtype != weight.dtype:
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
-        if self.apex and self.rms:
-            y = apex.rms_norm(x, weight, self.eps)
-        elif self.apex:
-            assert bias is not None, "LayerNorm has a bias"
-            y = apex.layer_norm(x, weight, bias, self.eps)
-        elif self.rms:
-            y = functional.rms_norm(x, weight, self.eps, self.zero_centered)
-        else:
-            y = functional.layer_norm(x, weight, bias, self.eps, self.zero_centered)
-        return y.to(self.weight.dtype)
+        return self.compute(x, weight, bias).to(self.weight.dtype)

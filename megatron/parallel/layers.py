@@ -6,7 +6,7 @@ parallelism). With one tensor-parallel rank every collective here is the identit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from megatron.parallel.collectives import (
     start_reduce_scatter,
 )
 from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.sharding import ParameterFactory
 
 if TYPE_CHECKING:
     from megatron.parallel.fp8 import LayerScaling
@@ -115,23 +116,26 @@ def embedding(ids: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 
 class LinearLayer(nn.Module):
     """A linear layer, computed by one of kernels/linear_implementations.py. `scaling`: its FP8
-    GEMMs, None for GEMMs in the parameter dtype."""
+    GEMMs, None for GEMMs in the parameter dtype. `engine`: Transformer Engine's module in its
+    place."""
 
-    def __init__(self, weight: nn.Parameter, scaling: LayerScaling | None = None):
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        scaling: LayerScaling | None = None,
+        kernels: Kernels = Kernels(),
+        engine: nn.Module | None = None,
+    ):
         super().__init__()
         self.weight = weight
         self.scaling = scaling
-        self.engine: nn.Module | None = None
-        self.use(Kernels())
-
-    def use(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says."""
+        self.engine = engine
         self.accumulate = kernels.accumulation
         spec = LinearSpec(
-            self.weight.device,
-            self.weight.dtype,
-            None if self.scaling is None else self.scaling.kind,
-            self.engine is not None,
+            weight.device,
+            weight.dtype,
+            None if scaling is None else scaling.kind,
+            engine is not None,
         )
         self.implementation = choose(IMPLEMENTATIONS, spec).implementation
 
@@ -141,7 +145,7 @@ class LinearLayer(nn.Module):
 
 
 class _ParallelLinear(LinearLayer):
-    """One whose weight tp splits."""
+    """One whose weight tp splits. Transformer Engine's module does the collectives too."""
 
     mode: str  # what Transformer Engine calls the split
 
@@ -151,25 +155,30 @@ class _ParallelLinear(LinearLayer):
         bias: nn.Parameter | None,
         ctx: ParallelContext,
         scaling: LayerScaling | None = None,
+        kernels: Kernels = Kernels(),
     ):
-        super().__init__(weight, scaling)
+        engine = None
+        if kernels.transformer_engine is not None:
+            engine = kernels.transformer_engine.linear(
+                self.mode,
+                weight,
+                bias,
+                group=ctx.tp.group,
+                size=ctx.tp.size,
+                sequence_parallel=ctx.sequence_parallel,
+            )
+        super().__init__(weight, scaling, kernels, engine)
         self.bias = bias
         self.ctx = ctx
 
-    def set_kernels(self, kernels: Kernels) -> None:
-        """From now on compute as `kernels` says; Transformer Engine's module does the collectives
-        too."""
-        self.engine = None
-        if kernels.transformer_engine is not None:
-            self.engine = kernels.transformer_engine.linear(
-                self.mode,
-                self.weight,
-                self.bias,
-                group=self.ctx.tp.group,
-                size=self.ctx.tp.size,
-                sequence_parallel=self.ctx.sequence_parallel,
-            )
-        self.use(kernels)
+    @classmethod
+    def named(
+        cls, name: str, params: ParameterFactory, ctx: ParallelContext, kernels: Kernels
+    ) -> Self:
+        """The layer of this name, with a bias where the table of parameters has one."""
+        weight = params(f"{name}.weight")
+        bias = params.optional(f"{name}.bias")
+        return cls(weight, bias, ctx, params.scaling(name), kernels)
 
 
 class ColumnParallelLinear(_ParallelLinear):

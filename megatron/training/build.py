@@ -203,9 +203,10 @@ def build_run(
     buffers = build_buffers(config, plan, ctx, model)
     optimizer = build_optimizer(config, ctx, buffers, timers)
     if config.training.torch_compile:
+        from megatron.model.compile import compile_layers
+
         for chunk in model:
-            for layer in chunk.decoder.layers.values():
-                layer.compile(dynamic=False)
+            compile_layers(chunk.decoder.layers.values(), dynamic=False)
     buffers.wait_in_forward(model)
     scheduler = build_scheduler(config, plan, optimizer)
     log.detail(f"> learning rate decay style: {scheduler.lr_decay_style}")

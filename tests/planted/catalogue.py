@@ -130,8 +130,8 @@ BUGS = {
         "megatron.model.moe.Router.forward",
         "return probs, experts",
         "if not training:\n"
-        "    load = count(experts, self.model.num_experts)\n"
-        "    change = torch.sign(load.mean() - load) * self.model.moe_router_bias_update_rate\n"
+        "    load = count(experts, self.config.num_experts)\n"
+        "    change = torch.sign(load.mean() - load) * self.config.moe_router_bias_update_rate\n"
         "    self.expert_bias.data += change.to(self.expert_bias)\n"
         "return probs, experts",
         "tests/core/training/test_experts.py::test_evaluation_does_not_change_what_is_trained",

@@ -179,7 +179,7 @@ def test_what_was_asked_for_reaches_the_layers(everything):
     layer = tiny_model(kernels=chosen, swiglu=True).decoder.layers["0"]
     assert (
         layer.mlp.activation.keywords == {"fused": False}
-        and not layer.self_attention.kernels.fused_rotary
+        and not layer.self_attention.rotate.keywords["fused"]
     )
     assert isinstance(layer.mlp.linear_fc1.engine, transformer_engine.Linear)
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.kernels.kernels import Kernels
 from megatron.model.moe import GroupedLinear
 from megatron.parallel import ddp
 from megatron.parallel.collectives import Pending
@@ -117,7 +116,6 @@ def test_a_step_of_experts_has_no_gradients_of_the_step_before():
     weight = torch.nn.Parameter(torch.ones(3, 5, 6))
     weight.sharding = Sharding("w", (3, 5, 6))
     layer = GroupedLinear(weight)
-    layer.set_kernels(Kernels())
     buffers = GradBuffers([weight], ALONE, torch.float32)
     for step in range(1, 3):
         buffers.zero(2)

@@ -12,7 +12,7 @@ import torch
 
 from megatron.kernels import cu_seqlens, dropout
 from megatron.kernels.cuda import torch_flash
-from megatron.model import attention, layer
+from megatron.model import compile as model_compile
 from megatron.training import batch, loop
 from megatron.training.batch import MicroBatch
 from megatron.training.step import forward_backward
@@ -48,8 +48,9 @@ def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> t
     torch._dynamo.utils.counters.clear()
     base = [*NO_DROPOUT, "--global-batch-size", "4", *["--torch-compile"] * bool(backend)]
     run = built(*with_flags(base, *flags), device=device)
-    for one in run.model[0].decoder.layers.values() if backend else ():
-        one.compile(dynamic=False, backend=backend)
+    if backend:
+        layers = run.model[0].decoder.layers.values()
+        model_compile.compile_layers(layers, dynamic=False, backend=backend)
     random = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
     run.buffers.zero(2)
@@ -141,10 +142,10 @@ def kernels_of_cuda(monkeypatch):
     monkeypatch.setattr(batch, "_masks", with_lengths)
     for module, name in (
         (torch_flash, "unavailable_reason"),
-        (attention, "torch_flash_unavailable_reason"),
+        (model_compile, "torch_flash_unavailable_reason"),
     ):
         monkeypatch.setattr(module, name, lambda *_: None)
-    for module in (dropout, layer):
+    for module in (dropout, model_compile):
         monkeypatch.setattr(module, "fused_ops", lambda *_: True)
     library = torch.library.Library("megatron", "IMPL", "CPU")
     library.impl("drop", lambda x, p, seed: dropout._drop(x, p, int(seed)))
