@@ -128,7 +128,11 @@ def _flag(word: str, head: Sequence[str], text: str) -> ForeignFlag:
         f"--no-{dashed}" if default is True else f"--{dashed}"
     ]
     fine, only = (
-        tuple(_literal(v) for mark, v in re.findall(r"([!?])([^!?]*)", values) if mark == which)
+        tuple(
+            tuple(v.split("/")) if takes == "list" else _literal(v)
+            for mark, v in re.findall(r"([!?])([^!?]*)", values)
+            if mark == which
+        )
         for which in "!?"
     )
     return ForeignFlag(

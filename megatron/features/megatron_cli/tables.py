@@ -3,10 +3,10 @@
 A row is `FLAG ... | REASON`, and an indented line continues it. FLAG is `NAME=DEFAULT`, where an
 empty default is None, a default of True makes a flag that switches off (`--no-NAME`, which may
 always be written `--disable-NAME`, and the reverse), `NAME:TYPE` gives the type where the default
-does not show it, `!VALUE` is another value that needs no note, `?VALUE` the only one that is
-accepted beside the default, and `,--SPELLING` replaces the spelling made from the name (several
-are aliases). REASON `&KEY` is the text in REASONS. A line `[VERDICT]` says what happens to the
-flags below it:
+does not show it, `!VALUE` is another value that needs no note (the words of a list joined by /),
+`?VALUE` the only one that is accepted beside the default, and `,--SPELLING` replaces the spelling
+made from the name (several are aliases). REASON `&KEY` is the text in REASONS. A line
+`[VERDICT]` says what happens to the flags below it:
 
 note     accepted: the numbers of the run are the same without it
 more     accepted: less precision or memory was requested than is used; REASON is what it costs
@@ -72,7 +72,8 @@ retro_add_retriever=False retro_attention_gate=1 retro_cyclic_train_iters=
 fp8_wgrad=True
   | all three GEMMs of a linear layer run in FP8; omit the flag
 lazy_mpu_init= | process groups are always made at the start; omit the flag
-spec:list= | the layers of the model are those of megatron/model; change them there
+spec:list=!slime_plugins.models.glm4/get_glm_spec
+  | the layers of the model are those of megatron/model; change them there
 standalone_embedding_stage=False | &ends
 
 [note dumped]
