@@ -95,13 +95,13 @@ class MicroBatch(NamedTuple):
         packed = first.labels is not None
         subset = first.subset is not None and not packed
         if packed:
-            parts: list[Any] = [part for one in samples for part in one[:4]]
+            parts: list[Any] = [part for sample in samples for part in sample[:4]]
             rows = np.stack(parts).reshape(len(samples), 4, -1)
         else:
-            rows = np.stack([one.tokens for one in samples])
+            rows = np.stack([sample.tokens for sample in samples])
         if subset:
-            rows = np.column_stack((rows, [one.subset for one in samples]))
-        return cls(torch.from_numpy(rows), packed, subset, sum(one.hash for one in samples))
+            rows = np.column_stack((rows, [sample.subset for sample in samples]))
+        return cls(torch.from_numpy(rows), packed, subset, sum(sample.hash for sample in samples))
 
     def __reduce__(self) -> tuple[Callable[..., MicroBatch], tuple[Any, ...]]:
         return _from_values, (self.rows.numpy(), *self[1:])
@@ -251,8 +251,8 @@ def evaluation_samples(sampler: Sampler, consumed: int) -> Iterator[list[int]]:
         consumed += sampler.step
 
 
-def _from_values(rows: np.ndarray, *others: Any) -> MicroBatch:
-    return MicroBatch(torch.from_numpy(rows), *others)
+def _from_values(rows: np.ndarray, *optional: Any) -> MicroBatch:
+    return MicroBatch(torch.from_numpy(rows), *optional)
 
 
 def _start_worker(parent: int) -> None:

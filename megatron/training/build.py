@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from megatron.parallel.pipeline import Pipeline
 
 
-def make_tokenizer(config: Config, made: Tokenizer | None = None) -> Tokenizer:
-    """Build the tokenizer of the command line (`made` if it exists already), and log it."""
+def make_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> Tokenizer:
+    """Build the tokenizer of the command line (`tokenizer` if it exists already), and log it."""
     log.detail(f"> building {config.data.tokenizer} tokenizer ...")
-    return made or build_tokenizer(config)
+    return tokenizer or build_tokenizer(config)
 
 
 def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -197,8 +197,10 @@ def build_run(
         from megatron.parallel.warm_up import make_communicators
 
         ring = len(plan.layers_per_stage[0]) > 1
-        made = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
-        log.detail(f"> made {len(made)} communicators on rank 0: {', '.join(made)}")
+        communicators = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
+        log.detail(
+            f"> made {len(communicators)} communicators on rank 0: {', '.join(communicators)}"
+        )
     model = build_model(config, plan, runtime)
     buffers = build_buffers(config, plan, ctx, model)
     optimizer = build_optimizer(config, ctx, buffers, timers)

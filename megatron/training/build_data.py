@@ -104,27 +104,27 @@ def build_data(
     log.detail("> finished creating GPT datasets ...")
 
     def sampler(dataset: Dataset, cyclic: bool, micro_batch_size: int) -> Sampler:
-        place = (micro_batch_size, ctx.dp.rank, ctx.dp.size)
+        share = (micro_batch_size, ctx.dp.rank, ctx.dp.size)
         if d.packed_samples:
-            return PackedSampler(len(dataset), *place)
+            return PackedSampler(len(dataset), *share)
         if cyclic:
             from megatron.data.cyclic_sampler import CyclicSampler
 
-            return CyclicSampler(len(dataset), *place, d.data_sharding)
-        return SequentialSampler(len(dataset), *place)
+            return CyclicSampler(len(dataset), *share, d.data_sharding)
+        return SequentialSampler(len(dataset), *share)
 
     cyclic = d.dataloader_type == "cyclic"
     of_train = None if train is None else sampler(train, cyclic, plan.batch.micro_batch_size)
     rows_evaluated = plan.evaluation_batch.micro_batch_size
     order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
     names = [
-        subset_names(one)[0] if d.packed_samples else str(number)
-        for number, one in enumerate(valids)
+        subset_names(dataset)[0] if d.packed_samples else str(number)
+        for number, dataset in enumerate(valids)
     ]
-    for name, one in zip(names, valids, strict=True) if d.multiple_validation_sets else ():
+    for name, dataset in zip(names, valids, strict=True) if d.multiple_validation_sets else ():
         log.print_rank_0(
-            f" > validation-{name}: {len(one)} {'rows' if d.packed_samples else 'samples'} of "
-            f"{', '.join(subset_names(one))}"
+            f" > validation-{name}: {len(dataset)} {'rows' if d.packed_samples else 'samples'} of "
+            f"{', '.join(subset_names(dataset))}"
         )
     return Data(
         train,
@@ -132,7 +132,7 @@ def build_data(
         test,
         names,
         of_train,
-        [sampler(one, cyclic and not d.full_validation, rows_evaluated) for one in valids],
+        [sampler(dataset, cyclic and not d.full_validation, rows_evaluated) for dataset in valids],
         None if test is None else sampler(test, False, rows_evaluated),
         order,
         rows,

@@ -131,11 +131,11 @@ class Evaluation(Hook):
                 itertools.chain.from_iterable(evaluation_samples(sampler, n) for n in starts),
                 run.config.data.num_workers,
             )
-        left = sampler.micro_batches_left(0)
+        remaining = sampler.micro_batches_left(0)
         # take micro-batches in rounds
         stages = run.config.parallel.pipeline_model_parallel_size
         return self._valid_samples[number], (
-            left // stages * stages if full else self._eval_micro_batches()
+            remaining // stages * stages if full else self._eval_micro_batches()
         )
 
     def validate(

@@ -69,23 +69,33 @@ class Hook:
         return ()
 
 
-def placed(hooks: Sequence[Hook], more: Iterable[Hook]) -> list[Hook]:
+def placed(hooks: Sequence[Hook], others: Iterable[Hook]) -> list[Hook]:
     """`hooks` with each of `more` among them: right before the first that it must precede, or last.
     Raises ValueError where that is not possible."""
-    found = list(hooks)
-    waiting = list(more)
+    order = list(hooks)
+    waiting = list(others)
     while waiting:
         # one that names none that waits, too
         kinds = {type(other).__name__ for other in waiting}
         hook = next((h for h in waiting if kinds.isdisjoint(h.before + h.after)), waiting[0])
         waiting.remove(hook)
         name = type(hook).__name__
-        names = [type(other).__name__ for other in found]
-        end = len(found)
-        precede = [at for at in range(end) if names[at] in hook.before or name in found[at].after]
-        follow = [at for at in range(end) if names[at] in hook.after or name in found[at].before]
-        at = min(precede, default=end)
-        if follow and follow[-1] >= at:
-            raise ValueError(f"{name} cannot be before {names[at]} and after {names[follow[-1]]}")
-        found.insert(at, hook)
-    return found
+        names = [type(other).__name__ for other in order]
+        end = len(order)
+        precede = [
+            index
+            for index in range(end)
+            if names[index] in hook.before or name in order[index].after
+        ]
+        follow = [
+            index
+            for index in range(end)
+            if names[index] in hook.after or name in order[index].before
+        ]
+        index = min(precede, default=end)
+        if follow and follow[-1] >= index:
+            raise ValueError(
+                f"{name} cannot be before {names[index]} and after {names[follow[-1]]}"
+            )
+        order.insert(index, hook)
+    return order

@@ -53,7 +53,7 @@ class Trainer:
         self.saving = SavePolicy(run, lines, self.hooks)
         core = build_hooks(run, lines, self.evaluation, self.saving, self.skipping)
         loop = Loop(run, forward_step, lines, started, self.saving)
-        of_features = [hook for each in features_of(run.config) for hook in each.hooks(loop)]
+        of_features = [hook for feature in features_of(run.config) for hook in feature.hooks(loop)]
         self.hooks += placed(core, of_features)
         self.step = train_step
         for hook in self.hooks:

@@ -92,7 +92,7 @@ def _explanation(error: BaseException, config: Config, plan: Plan, runtime: Runt
 
     rank = fit.fullest(config, plan)
     device = runtime.device
-    where = code_location(traceback.extract_tb(error.__traceback__))
+    location = code_location(traceback.extract_tb(error.__traceback__))
     tried = next((part for part in str(error).split(". ") if "allocate" in part.lower()), "")
     if device.type == "cpu":
         limit = host.total_memory()
@@ -101,15 +101,15 @@ def _explanation(error: BaseException, config: Config, plan: Plan, runtime: Runt
     else:
         free, limit = devices.free_memory(device)
         memory = devices.memory_report(device)
-        others = limit - free - int(memory["reserved"])
+        by_others = limit - free - int(memory["reserved"])
         held = (
             f"allocated {gib(memory['allocated'])} (most {gib(memory['max allocated'])}), reserved "
             f"{gib(memory['reserved'])} of {gib(limit)}; other processes and CUDA itself "
-            f"{gib(others)}"
+            f"{gib(by_others)}"
         )
     return (
-        f"out of memory on {device} in {where}{f': {tried.strip()}' if tried else ''}; {held}. The "
-        f"plan has {gib(rank.total)} for the fullest rank: {rank.largest(4)}. "
+        f"out of memory on {device} in {location}{f': {tried.strip()}' if tried else ''}; {held}. "
+        f"The plan has {gib(rank.total)} for the fullest rank: {rank.largest(4)}. "
         f"{fit.remedy(config, plan, min(int((1 - fit.SPARE) * limit), int(0.9 * rank.total)))} "
         "[out-of-memory]"
     )

@@ -59,13 +59,13 @@ def check(line: CommandLine) -> Tokenizer:
     """
     tokenizer = build_tokenizer(line.config)
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
-    found = [
+    problems = [
         *_of_checkpoint(line, plan, tokenizer.identity()),
         *_of_data(line.config, plan, tokenizer),
         *_of_memory(line.config, plan),
     ]
-    if found:
-        command_line.refuse(found, launcher.info())
+    if problems:
+        command_line.refuse(problems, launcher.info())
     return tokenizer
 
 
@@ -75,11 +75,11 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
         tokenizer = build_tokenizer(line.config)
     except (ValueError, OSError):
         tokenizer = None
-    found = list(_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()))
+    problems = list(_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()))
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
-        found += _of_data(line.config, plan, tokenizer)
-    if found:
-        command_line.refuse(found, launcher.info())
+        problems += _of_data(line.config, plan, tokenizer)
+    if problems:
+        command_line.refuse(problems, launcher.info())
 
 
 def _of_memory(config: Config, plan: Plan) -> Iterator[str]:
@@ -107,7 +107,9 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
         ],
     )
     short = dry_run.shortages(splits, config.model.seq_length) if d.data_order == "megatron" else []
-    found = [_shortage(config, plan, one) for one in short if _runs_out(config, one.split)]
+    problems = [
+        _shortage(config, plan, shortage) for shortage in short if _runs_out(config, shortage.split)
+    ]
     try:
         if tokenizer is not None:
             from megatron.data import megatron_order
@@ -115,8 +117,8 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
             megatron_order.check_tokenizer(d, tokenizer.identity())
             dry_run.check_ids(splits, tokenizer.vocab_size)
     except ValueError as error:
-        found.append(str(error))
-    return found
+        problems.append(str(error))
+    return problems
 
 
 def _runs_out(config: Config, split: str) -> bool:
@@ -188,12 +190,12 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     before = state["data"].get("tokenizer") or {} if identity else {}
     # weights of another suite have none
     schedule = {} if c.no_load_optim or not iteration else state["scheduler"]
-    found = (
+    problems = (
         vocabulary_problem(c.load, before, identity),
         position_problem(config, plan, saved, iteration, consumed),
         build_scheduler(config, plan, SimpleNamespace(param_groups=[])).problem(schedule),
     )
-    yield from (text for text in found if text)
+    yield from (text for text in problems if text)
 
 
 def _newest(c: CheckpointConfig, load: str) -> Path | None:
@@ -204,10 +206,10 @@ def _newest(c: CheckpointConfig, load: str) -> Path | None:
         roots += [
             os.path.join(c.snapshot_dir or os.path.join(load, "snapshots"), slot) for slot in "01"
         ]
-    found = [
+    folders = [
         folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None
     ]
-    return max(found, key=lambda folder: int(folder.name[5:]), default=None)
+    return max(folders, key=lambda folder: int(folder.name[5:]), default=None)
 
 
 def _saved_config(folder: Path) -> Config | None:

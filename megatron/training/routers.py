@@ -49,7 +49,7 @@ def metrics(m: ModelConfig, totals: Totals) -> dict[str, float]:
     layers = _layers(m, totals)
     tokens = max(1.0, totals.tokens)
     together = [_losses(m, layer, tokens) for layer in layers]
-    found = {
+    means = {
         name: sum(losses[name] for losses in together) / len(layers) for name in together[0]
     } | {"max_expert_load": max(layer.max_load for layer in layers)}
     if m.moe_per_layer_logging:
@@ -57,15 +57,15 @@ def metrics(m: ModelConfig, totals: Totals) -> dict[str, float]:
             entropy = layer.sums["router_entropy"] / tokens
             of_layer = {"max_expert_load": layer.max_load, "router_entropy": entropy}
             for name, value in (losses | of_layer).items():
-                found[f"{PER_LAYER}{name}_layer_{layer.layer}"] = value
-    return found
+                means[f"{PER_LAYER}{name}_layer_{layer.layer}"] = value
+    return means
 
 
 def _losses(m: ModelConfig, layer: LayerSums, tokens: float) -> dict[str, float]:
-    found = {name: layer.sums[name] / tokens for name in m.router_losses}
+    losses = {name: layer.sums[name] / tokens for name in m.router_losses}
     if m.moe_expert_capacity_factor:
-        found["dropped_share"] = 1 - sum(layer.counts) / (tokens * m.moe_router_topk)
-    return found
+        losses["dropped_share"] = 1 - sum(layer.counts) / (tokens * m.moe_router_topk)
+    return losses
 
 
 def update_bias(m: ModelConfig, model: Chunks, totals: Totals) -> None:
@@ -87,9 +87,9 @@ def update_bias(m: ModelConfig, model: Chunks, totals: Totals) -> None:
 def _layers(m: ModelConfig, totals: Totals) -> list[LayerSums]:
     names = len(ROUTER_SUMS)
     size = names + (m.num_experts or 0)
-    found = []
+    layers = []
     for number, layer in enumerate(m.moe_layers):
         row = totals.routers[number * size : (number + 1) * size]
         sums = dict(zip(ROUTER_SUMS, row, strict=False))
-        found.append(LayerSums(layer, sums, row[names:]))
-    return found
+        layers.append(LayerSums(layer, sums, row[names:]))
+    return layers

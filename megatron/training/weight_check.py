@@ -46,8 +46,8 @@ def check_replicas(
     """
     if replicas.size == 1 or not named:
         return
-    mine = weight_hashes(parameter for _, parameter in named), str(this_process())
-    ranks, names = zip(*gather_objects(mine, replicas), strict=True)
+    own = weight_hashes(parameter for _, parameter in named), str(this_process())
+    ranks, names = zip(*gather_objects(own, replicas), strict=True)
     different = [index for index in range(len(named)) if len({rank[index] for rank in ranks}) > 1]
     if not different:
         return

@@ -98,17 +98,19 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
     its path."""
     bad: list[str] = []
     for candidate in tries:
-        found: Checkpoint | None = None
+        checkpoint: Checkpoint | None = None
         failure: CheckpointError | None = None
         try:
-            found = candidate.open()
-            log.detail(f" loading checkpoint from {candidate.path} at iteration {found.iteration}")
-            saved = _take_tensors(run, found, c)
+            checkpoint = candidate.open()
+            log.detail(
+                f" loading checkpoint from {candidate.path} at iteration {checkpoint.iteration}"
+            )
+            saved = _take_tensors(run, checkpoint, c)
         except CheckpointError as error:
             failure = error
         answers = gather_objects(
             (
-                found and found.manifest.crc32,
+                checkpoint and checkpoint.manifest.crc32,
                 failure and str(failure),
                 failure and failure.is_damage,
             ),
@@ -116,11 +118,11 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
         )
         failed = [(rank, text, damage) for rank, (_, text, damage) in enumerate(answers) if text]
         if not failed:
-            assert found is not None
+            assert checkpoint is not None
             if len({crc32 for crc32, _, _ in answers}) > 1:
                 raise CheckpointError(
                     f"--load {candidate.path}: the ranks see different checkpoints of iteration "
-                    f"{found.iteration}; give a directory that all of them share "
+                    f"{checkpoint.iteration}; give a directory that all of them share "
                     "[checkpoint-differs-between-ranks]"
                 )
             break
@@ -139,13 +141,14 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
         )
     if bad:
         log.print_rank_0(
-            f"WARNING: the checkpoint of iteration {found.iteration} is used instead of that of "
-            f"iteration {tries[0].step}, which is damaged; training resumes from iteration "
-            f"{found.iteration}"
+            f"WARNING: the checkpoint of iteration {checkpoint.iteration} is used instead of "
+            f"that of iteration {tries[0].step}, which is damaged; training resumes from iteration "
+            f"{checkpoint.iteration}"
         )
-    _take_state(run, found, saved, c)
+    _take_state(run, checkpoint, saved, c)
     log.detail(
-        f"  successfully loaded checkpoint from {candidate.path} at iteration {found.iteration}"
+        f"  successfully loaded checkpoint from {candidate.path} at iteration "
+        f"{checkpoint.iteration}"
     )
     return candidate.path
 
@@ -174,24 +177,24 @@ def _missing(directory: str, leave: bool) -> None:
     log.detail("    will not load any checkpoints and will start from random")
 
 
-def _has_optimizer(found: Checkpoint) -> bool:
-    return any(name.startswith("optimizer.") for name in found.manifest.tensors)
+def _has_optimizer(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith("optimizer.") for name in checkpoint.manifest.tensors)
 
 
-def _with_optimizer(c: CheckpointConfig, found: Checkpoint) -> bool:
+def _with_optimizer(c: CheckpointConfig, checkpoint: Checkpoint) -> bool:
     """Does the run continue with its optimizer? Weights that another suite trained came without
     one."""
-    imported = found.state.iteration == 0 and not _has_optimizer(found)
+    imported = checkpoint.state.iteration == 0 and not _has_optimizer(checkpoint)
     return not (c.finetune or c.no_load_optim or imported)
 
 
-def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
+def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> Config:
     """Check that the checkpoint is of this model and copy its tensors, all checksums verified;
     returns the flags it was saved with."""
     config = run.config
-    state = found.state
+    state = checkpoint.state
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
-    saved = saved_config(found, type(config))
+    saved = saved_config(checkpoint, type(config))
     check_architecture(saved, config, strict=not c.finetune)
     assert c.load is not None
     wrong = (
@@ -201,26 +204,26 @@ def _take_tensors(run: Run, found: Checkpoint, c: CheckpointConfig) -> Config:
     )
     if wrong:
         raise ValueError(wrong)
-    if _with_optimizer(c, found) and not _has_optimizer(found):
+    if _with_optimizer(c, checkpoint) and not _has_optimizer(checkpoint):
         raise ValueError(
             f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give "
             "--no-load-optim to continue with a new one, or --finetune to start a new run from "
             "its weights [checkpoint-without-optimizer]"
         )
-    with found.reader() as reader:
-        _read_tensors(run, reader, _with_optimizer(c, found))
+    with checkpoint.reader() as reader:
+        _read_tensors(run, reader, _with_optimizer(c, checkpoint))
     return saved
 
 
-def _take_state(run: Run, found: Checkpoint, saved: Config, c: CheckpointConfig) -> None:
+def _take_state(run: Run, checkpoint: Checkpoint, saved: Config, c: CheckpointConfig) -> None:
     """Restore counters, schedule and data order of the checkpoint whose tensors were copied."""
-    state = found.state
+    state = checkpoint.state
     try:
         written_by = ranks_text(state.layout)
-        restore_counters(run, state, _with_optimizer(c, found), not c.finetune)
+        restore_counters(run, state, _with_optimizer(c, checkpoint), not c.finetune)
     except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
         raise ForeignCheckpoint(
-            f"{found.directory / store.STATE} lacks something or has it in another form "
+            f"{checkpoint.directory / store.STATE} lacks something or has it in another form "
             f"({type(error).__name__} {error}); use another checkpoint, or --finetune "
             "[checkpoint-damaged]"
         ) from None
@@ -228,8 +231,8 @@ def _take_state(run: Run, found: Checkpoint, saved: Config, c: CheckpointConfig)
     wrong = position_problem(run.config, run.plan, saved, p.iteration, p.consumed_train_samples)
     if wrong and not c.finetune:
         raise ValueError(wrong)
-    if not c.finetune and (other := other_hardware(run.config, run.runtime.device, state)):
-        log.print_rank_0(f"WARNING: {other}")
+    if not c.finetune and (warning := other_hardware(run.config, run.runtime.device, state)):
+        log.print_rank_0(f"WARNING: {warning}")
     now = layout_of(run.runtime)
     if state.layout != now:
         log.print_rank_0(f" checkpoint was written by {written_by}, this run has {ranks_text(now)}")
@@ -258,12 +261,12 @@ def restore_counters(
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; dtypes may differ, shapes may
     not."""
-    there = set(reader.names())
+    stored = set(reader.names())
     scales = run.fp8.tensors() if run.fp8 and with_optimizer else {}
     unknown = {
         name
         for name, (sharding, _) in scales.items()
-        if name not in there or reader.shape(name) != sharding.shape
+        if name not in stored or reader.shape(name) != sharding.shape
     }
     if unknown:
         log.print_rank_0(
@@ -275,9 +278,9 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         if name.startswith("optimizer.") and not with_optimizer or name in unknown:
             continue
         key = adam.moment_of(name)
-        if key and own and name in there and reader.dtype(name) != own[0][1].dtype:
+        if key and own and name in stored and reader.dtype(name) != own[0][1].dtype:
             changed[key] = (reader.dtype(name), own[0][1].dtype)
-        source = name if reader.is_part else _source(name, there)
+        source = name if reader.is_part else _source(name, stored)
         for box, tensor in own:
             read_into(tensor, reader, source, sharding, box, run.plan.vocab_size)
     reader.wait()
@@ -294,23 +297,23 @@ def read_into(
     """Copy the part `box` of the tensor `source`; of a vocabulary with another padding (for another
     number of ranks) the real rows. Complete when `reader.wait` returns. Dtypes may differ; raises
     ValueError if shapes do."""
-    (start, stop), *rest = box
-    there = tuple(reader.shape(source))
-    here = tuple(sharding.shape)
-    if there != here:
+    (start, stop), *other_axes = box
+    stored = tuple(reader.shape(source))
+    expected = tuple(sharding.shape)
+    if stored != expected:
         vocabulary = sharding.name in (WORD_EMBEDDING, OUTPUT_LAYER)
-        if not vocabulary or there[1:] != here[1:] or min(there[0], here[0]) < vocab_size:
+        if not vocabulary or stored[1:] != expected[1:] or min(stored[0], expected[0]) < vocab_size:
             raise ValueError(
-                f"{source} has shape {list(there)} in {reader.directory}, and {list(here)} by the "
-                "flags; use those it was saved with [checkpoint-shape-differs]"
+                f"{source} has shape {list(stored)} in {reader.directory}, and {list(expected)} by "
+                "the flags; use those it was saved with [checkpoint-shape-differs]"
             )
         stop = max(start, min(stop, vocab_size))
         tensor[stop - start :].zero_()
         tensor = tensor[: stop - start]
     if reader.dtype(source) == tensor.dtype:
-        reader.read_later(source, ((start, stop), *rest), tensor)
+        reader.read_later(source, ((start, stop), *other_axes), tensor)
     else:
-        values = reader.read(source, ((start, stop), *rest))
+        values = reader.read(source, ((start, stop), *other_axes))
         if adam.moment_of(source):
             from megatron.optimizer.precision_aware import convert
 
@@ -318,10 +321,10 @@ def read_into(
         tensor.copy_(values)
 
 
-def _source(name: str, there: set[str]) -> str:
+def _source(name: str, stored: set[str]) -> str:
     """The name under which a tensor's most precise values are stored: its main weights if there are
     any, else its weights."""
     main = f"optimizer.fp32_param.{name}"
-    if name.startswith("optimizer.fp32_param.") and name not in there:
+    if name.startswith("optimizer.fp32_param.") and name not in stored:
         return name.removeprefix("optimizer.fp32_param.")
-    return main if main in there else name
+    return main if main in stored else name

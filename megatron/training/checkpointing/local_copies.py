@@ -33,8 +33,8 @@ from megatron.training.run import Run
 
 def node_directory(c: CheckpointConfig) -> Path:
     """--non-persistent-local-ckpt-dir of this node."""
-    here = launcher.info()
-    node = here.rank // (here.local_world_size or here.world_size)
+    info = launcher.info()
+    node = info.rank // (info.local_world_size or info.world_size)
     assert c.non_persistent_local_ckpt_dir is not None  # local copies need it
     return Path(c.non_persistent_local_ckpt_dir.replace("%n", str(node)))
 
@@ -55,9 +55,9 @@ class LocalCopies:
 
     def __init__(self, run: Run):
         self._run = run
-        here = launcher.info()
+        info = launcher.info()
         self._rank = run.runtime.rank
-        self._ranks_of_node = here.local_world_size or here.world_size
+        self._ranks_of_node = info.local_world_size or info.world_size
         c = run.config.checkpoint
         self._root = Path(save_directory(c))
         self._node = node_directory(c)

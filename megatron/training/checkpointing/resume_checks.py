@@ -47,12 +47,12 @@ def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, An
     """The checkpoint was trained with another tokenizer. Both are results of `Tokenizer.identity`;
     an empty one matches any."""
     before = _vocabulary(saved)
-    here = _vocabulary(now)
-    if not before or before == here:
+    current = _vocabulary(now)
+    if not before or before == current:
         return None
     return (
         f"--load {load}: it was trained with the tokenizer {_short(before)}, this run has "
-        f"{_short(here)}; give the same vocabulary, or --finetune to start a new run from its "
+        f"{_short(current)}; give the same vocabulary, or --finetune to start a new run from its "
         "weights [checkpoint-of-another-tokenizer]"
     )
 

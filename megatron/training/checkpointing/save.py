@@ -141,12 +141,12 @@ def parts(
     local = local_box(sharding, ctx)
     if span is None:
         return [(local, tensor)]
-    found = []
+    parts = []
     done = 0
     for box in tensor_slices.of_range(*span, tensor_slices.extent(local)):
         view = tensor[done : done + tensor_slices.volume(box)].view(tensor_slices.extent(box))
         done += view.numel()
-        found.append(
+        parts.append(
             (
                 tuple(
                     (start + low, start + high)
@@ -155,7 +155,7 @@ def parts(
                 view,
             )
         )
-    return found
+    return parts
 
 
 def save_checkpoint(run: Run, constants: Constants | None = None) -> PendingSave | None:
@@ -234,8 +234,8 @@ def own_slices(run: Run) -> list[TensorSlice]:
     ctx = run.runtime.ctx
     slices = []
     for number, (name, sharding, copies, own) in enumerate(own_tensors(run)):
-        mine = is_primary_copy(sharding, ctx) and number % copies.size == copies.rank
-        if mine and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
+        is_writer = is_primary_copy(sharding, ctx) and number % copies.size == copies.rank
+        if is_writer and not (config.checkpoint.no_save_optim and name.startswith("optimizer.")):
             slices += [
                 TensorSlice(name, sharding.shape, tensor.dtype, box, tensor) for box, tensor in own
             ]
@@ -265,13 +265,13 @@ def what_remains(c: CheckpointConfig) -> str:
     """What can be resumed from after a save that failed, for a message."""
     directory = save_directory(c)
     try:
-        found = store.latest(directory)
+        newest = store.latest(directory)
     except CheckpointError as error:
         return str(error)
     return (
         f"{directory} holds none yet"
-        if found is None
-        else f"The last good one in {directory} is of iteration {found}"
+        if newest is None
+        else f"The last good one in {directory} is of iteration {newest}"
     )
 
 

@@ -13,12 +13,12 @@ from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
 
 
-def saved_config(found: Checkpoint, tree: type[Config] = Config) -> Config:
+def saved_config(checkpoint: Checkpoint, tree: type[Config] = Config) -> Config:
     """The configuration a checkpoint was saved with, from its `args` file, with the flags of
     `tree`. Raises Problems."""
-    saved = saved_flags.read(found.directory / store.ARGS, tree)
+    saved = saved_flags.read(checkpoint.directory / store.ARGS, tree)
     for text in saved.notes:
-        log.warn_once(f"{found.directory / store.ARGS}: {text}")
+        log.warn_once(f"{checkpoint.directory / store.ARGS}: {text}")
     return saved.config
 
 
@@ -28,7 +28,7 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         raise ValueError(architecture_problem(wrong))
-    said = {field for one in wrong for field in one.fields}
+    said = {field for difference in wrong for field in difference.fields}
     compared = [
         name
         for name, flag in flags_of(type(now)).items()
@@ -36,6 +36,9 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
         and name not in said
         and (strict or hasattr(now.model, name) or hasattr(TokenizerConfig, name))
     ]
-    rest = differences(values_of(saved), values_of(now), compared)
-    for name, old, new in [*((one.name, one.saved, one.now) for one in wrong), *rest]:
+    changed = differences(values_of(saved), values_of(now), compared)
+    for name, old, new in [
+        *((difference.name, difference.saved, difference.now) for difference in wrong),
+        *changed,
+    ]:
         log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")

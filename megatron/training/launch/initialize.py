@@ -48,12 +48,12 @@ def connect(config: Config, watch: SignalWatch | None = None) -> Rendezvous | No
 def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
     """Choose the device, join the process group (only when there is more than one rank), build the
     grid."""
-    here = launcher.info()
-    world_size = here.world_size
+    info = launcher.info()
+    world_size = info.world_size
     training = config.training
     parallel = config.parallel
     set_max_connections(config)
-    device = devices.choose_device(training.device, here.local_rank)
+    device = devices.choose_device(training.device, info.local_rank)
     for text in devices.device_notes(training.device):
         log.warn_once(text)
     devices.keep_freed_memory(device)
@@ -73,17 +73,17 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
         dist.init_process_group(
             backend,
             store=rendezvous.store,
-            rank=here.rank,
+            rank=info.rank,
             world_size=world_size,
             timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
         )
-    ctx = ParallelContext(parallel, world_size, here.rank)
+    ctx = ParallelContext(parallel, world_size, info.rank)
     if world_size > 1:
         log.detail(layout_line(ctx))
     log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")
     log.detail(f"> initialized pipeline model parallel with size {ctx.pp.size}")
     log.detail(f"> setting random seeds to {training.seed} ...")
-    return Runtime(device, ctx, world_size, here.rank)
+    return Runtime(device, ctx, world_size, info.rank)
 
 
 def set_max_connections(config: Config) -> None:

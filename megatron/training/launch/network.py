@@ -38,10 +38,12 @@ def is_loopback(address: str) -> bool:
 def address_towards(host: str, port: int) -> tuple[int, str]:
     """(family, address) of this machine on the way to `host`. Raises OSError."""
     problem = OSError(f"{host} has no address")
-    for family, kind, protocol, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_DGRAM
+    ):
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(there)
+                probe.connect(address)
                 return family, probe.getsockname()[0]
         except OSError as error:
             problem = error
@@ -55,17 +57,17 @@ def interface_towards(host: str) -> str | None:
     Read off Linux's table of IPv4 routes: the longest prefix counts, and then the lowest metric.
     """
     try:
-        there = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+        address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
         rows = [line.split() for line in ROUTES.read_text().splitlines()[1:]]
     except OSError:
         return None
-    if socket.inet_aton("127.0.0.0")[0] == there.to_bytes(4, sys.byteorder)[0]:
+    if socket.inet_aton("127.0.0.0")[0] == address.to_bytes(4, sys.byteorder)[0]:
         return None
-    found = []
+    networks = []
     for name, net, _, _, _, _, metric, mask, *_ in rows:
-        if there & int(mask, 16) == int(net, 16):
-            found.append((int(mask, 16).bit_count(), -int(metric), name))
-    return max(found)[2] if found else None
+        if address & int(mask, 16) == int(net, 16):
+            networks.append((int(mask, 16).bit_count(), -int(metric), name))
+    return max(networks)[2] if networks else None
 
 
 def listen_problem(port: int) -> str | None:
@@ -85,9 +87,11 @@ def unreachable(host: str, port: int, seconds: float) -> str | None:
     """
     deadline = time.monotonic() + seconds
     while True:
-        left = deadline - time.monotonic()
+        remaining = deadline - time.monotonic()
         try:
-            socket.create_connection((host, port), max(0.1, min(left, CONNECT_SECONDS))).close()
+            socket.create_connection(
+                (host, port), max(0.1, min(remaining, CONNECT_SECONDS))
+            ).close()
             return None
         except socket.gaierror as error:
             reason = error.strerror or str(error)

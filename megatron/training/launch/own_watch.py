@@ -54,5 +54,5 @@ class OwnWatch(Progress):
 
 def _is_debugged(frames: list[FrameType]) -> bool:
     """Does a person look at the process?"""
-    names = [one.f_code.co_filename.replace(os.sep, "/") for one in frames]
+    names = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
     return any(part in name for name in names for part in DEBUGGERS)

@@ -46,8 +46,8 @@ class Failure:
 def this_process() -> ProcessId:
     """The id of this process."""
     host = socket.gethostname()
-    here = launcher.info()
-    return ProcessId(here.rank, os.getpid(), host, here.node or host)
+    info = launcher.info()
+    return ProcessId(info.rank, os.getpid(), host, info.node or host)
 
 
 def code_location(frames: Sequence[traceback.FrameSummary]) -> str:

@@ -65,11 +65,11 @@ class Rendezvous:
         try:
             if launcher.rank() == 0:
                 family, address = address_towards(*self.master)
-                here = launcher.info()
-                if here.local_world_size == here.world_size or is_loopback(address):
+                info = launcher.info()
+                if info.local_world_size == info.world_size or is_loopback(address):
                     family, address = socket.AF_INET, "127.0.0.1"  # all ranks are on this machine
                 self._server = MonitorServer(
-                    here.world_size,
+                    info.world_size,
                     family,
                     address if is_loopback(address) else "",
                     noticed,
@@ -145,17 +145,17 @@ def open_store(host: str, port: int, limit: timedelta, startup: float | None = N
     to answer, at most about a minute. Raises ValueError where rank 0 cannot listen, or does not
     answer.
     """
-    here = launcher.info()
+    info = launcher.info()
     agent = launcher.agent_has_store()
-    seconds = _answer_limit(here.world_size, limit)
+    seconds = _answer_limit(info.world_size, limit)
     if startup:
         seconds = min(seconds, startup)
-    if here.rank == 0 and not agent and (reason := listen_problem(port)):
+    if info.rank == 0 and not agent and (reason := listen_problem(port)):
         raise ValueError(
             f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}); choose a free port "
             "[rendezvous-failed]"
         )
-    if (here.rank or agent) and (reason := unreachable(host, port, seconds)):
+    if (info.rank or agent) and (reason := unreachable(host, port, seconds)):
         who = "torchrun's agent" if agent else "rank 0"
         raise _rank_0_is_missing(
             f"MASTER_ADDR {host}, MASTER_PORT {port}: {who} did not answer there ({reason}); "
@@ -164,19 +164,19 @@ def open_store(host: str, port: int, limit: timedelta, startup: float | None = N
             None if agent else startup,
         )
     try:
-        store = _store_at(host, port, here.rank == 0 and not agent, seconds)
+        store = _store_at(host, port, info.rank == 0 and not agent, seconds)
         if agent:
             store = (
                 _serve_attempt(store, host, port)
-                if here.rank == 0
+                if info.rank == 0
                 else _join_attempt(store, seconds, startup)
             )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         raise _rank_0_is_missing(
-            f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {here.rank} cannot connect ({reason}); "
+            f"MASTER_ADDR {host}, MASTER_PORT {port}: rank {info.rank} cannot connect ({reason}); "
             "MASTER_ADDR must be an address of rank 0's node [rendezvous-failed]",
-            startup if here.rank else None,
+            startup if info.rank else None,
         ) from None
     store.set_timeout(limit)
     return store

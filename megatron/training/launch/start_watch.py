@@ -43,9 +43,9 @@ class StartWatch:
         )
 
     def _watch_ranks(self) -> None:
-        others = set(range(launcher.world_size())) - {launcher.rank()}
-        while others and not self.joined:
-            if (process := self.gone(others)) and not self.joined:
+        awaited = set(range(launcher.world_size())) - {launcher.rank()}
+        while awaited and not self.joined:
+            if (process := self.gone(awaited)) and not self.joined:
                 self._leave_for(Failure(process, GONE, silent=True))
             time.sleep(LOOKS)
 
@@ -54,11 +54,11 @@ class StartWatch:
         called again and again."""
         if launcher.under_torchrun():
             return None
-        here = hang.find(ranks, prepared_only=True)
-        self._seen.update(here)
+        present = hang.find(ranks, prepared_only=True)
+        self._seen.update(present)
         now = time.monotonic()
         for rank in self._seen.keys() & set(ranks):
-            since = now if rank in here else self._gone_at.get(rank, now)
+            since = now if rank in present else self._gone_at.get(rank, now)
             self._gone_at[rank] = since
             if now - since > GONE_COUNTS_AFTER:
                 return self._seen[rank]

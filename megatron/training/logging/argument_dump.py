@@ -37,26 +37,26 @@ def dumped_values(
     t = config.training
     o = config.optimizer
     values = values_of(config)
-    found = {
+    dumped = {
         name: value
         for name, value in values.items()
         if flags[name].dump or value != flags[name].default
     }
-    found = {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
+    dumped = {name: list(v) if isinstance(v, tuple) else v for name, v in dumped.items()}
     for name in ("train_range_to_skip", "iterations_to_skip"):
-        if found.get(name):
-            found[name] = [int(word) if word.isdigit() else word for word in found[name]]
-    found.pop("recompute_activations", None)
-    found |= {
+        if dumped.get(name):
+            dumped[name] = [int(word) if word.isdigit() else word for word in dumped[name]]
+    dumped.pop("recompute_activations", None)
+    dumped |= {
         name: value or None
-        for name, value in found.items()
+        for name, value in dumped.items()
         if name.startswith(("no_load_", "no_save_"))
     }
     for feature in features_of(config):
-        found = feature.argument_table(found, foreign or {})
+        dumped = feature.argument_table(dumped, foreign or {})
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
-    return found | {
+    return dumped | {
         "accumulate_allreduce_grads_in_fp32": config.precision.grad_dtype == "float32"
         if config.precision.bf16
         else values["accumulate_allreduce_grads_in_fp32"],
@@ -127,7 +127,7 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
     config = line.config
     p = line.config.parallel
     plan = make_plan(config, line.world_size, vocabulary(config)[0])
-    found = [
+    lines = [
         f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, "
         f"context-parallel size: {p.context_parallel_size} tensor-model-parallel size: "
         f"{p.tensor_model_parallel_size}, pipeline-model-parallel size: "
@@ -135,19 +135,19 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
         *line.notes,
     ]
     batch = plan.batch.lines()
-    found += [text for text in batch if text.startswith("setting global batch size")]
+    lines += [text for text in batch if text.startswith("setting global batch size")]
     numbers = config.precision
     if (
         numbers.bf16
         and numbers.grad_dtype == "float32"
         and not numbers.accumulate_allreduce_grads_in_fp32
     ):
-        found.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
+        lines.append("accumulate and all-reduce gradients in fp32 for bfloat16 data type.")
     return [
-        *found,
+        *lines,
         f"using torch.{config.precision.params_dtype} for parameters ...",
         *_arguments(line, plan, distributed_backend),
-        *(text for text in batch if text not in found),
+        *(text for text in batch if text not in lines),
     ]
 
 

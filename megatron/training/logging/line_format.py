@@ -111,8 +111,8 @@ def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], opt
             continue
         label = "\n    " + (name + " ").ljust(48, ".")
         if option == "all":
-            each = (f"\n     rank {rank:2d}: {t:.2f}" for rank, t in enumerate(times) if t > 0.0)
-            rows.append(f"\n  {name}:" + "".join(each))
+            by_rank = (f"\n     rank {rank:2d}: {t:.2f}" for rank, t in enumerate(times) if t > 0.0)
+            rows.append(f"\n  {name}:" + "".join(by_rank))
         elif option == "max":
             rows.append(f"{label}: {max(shown):.2f}")
         else:
@@ -138,8 +138,8 @@ def progress_line(
     done: int, total: int, first: int, seconds: float, tokens_per_second: float
 ) -> str:
     """How far the run is and when it will be over, from the pace since iteration `first`."""
-    left = seconds / max(1, done - first) * (total - done)
+    remaining = seconds / max(1, done - first) * (total - done)
     return (
-        f"  {100.0 * done / max(1, total):5.1f} % | {hours(seconds)} elapsed, ETA {hours(left)} | "
-        f"{tokens_per_second:,.0f} tokens/s"
+        f"  {100.0 * done / max(1, total):5.1f} % | {hours(seconds)} elapsed, "
+        f"ETA {hours(remaining)} | {tokens_per_second:,.0f} tokens/s"
     )

@@ -140,12 +140,14 @@ def _threads_text() -> str:
 
 def kernels_text(rows: Sequence[KernelRow]) -> str:
     """The implementations that are not plain torch, each with its operations."""
-    found: dict[str, list[str]] = {}
+    operations_by_name: dict[str, list[str]] = {}
     for row in rows:
         if row.on and row.implementation not in _PLAIN and row.implementation != "float32 GEMM":
             name = _NAMES.get(row.implementation, row.implementation)
-            found.setdefault(name, []).append(row.operation)
-    return "; ".join(f"{name} for {', '.join(operations)}" for name, operations in found.items())
+            operations_by_name.setdefault(name, []).append(row.operation)
+    return "; ".join(
+        f"{name} for {', '.join(operations)}" for name, operations in operations_by_name.items()
+    )
 
 
 def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
@@ -161,13 +163,13 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
         ]
     lines = []
     for split in dict.fromkeys(row.split for row in rows):
-        mine = [row for row in rows if row.split == split]
-        names = ", ".join(row.name for row in mine[:_SHOWN]) + f" and {len(mine) - _SHOWN} more" * (
-            len(mine) > _SHOWN
-        )
-        tokens = sum(row.tokens for row in mine)
-        read = sum(row.samples for row in mine)
-        epochs = read * mine[0].sequence_length / tokens if tokens else 0.0
+        rows_of_split = [row for row in rows if row.split == split]
+        names = ", ".join(
+            row.name for row in rows_of_split[:_SHOWN]
+        ) + f" and {len(rows_of_split) - _SHOWN} more" * (len(rows_of_split) > _SHOWN)
+        tokens = sum(row.tokens for row in rows_of_split)
+        read = sum(row.samples for row in rows_of_split)
+        epochs = read * rows_of_split[0].sequence_length / tokens if tokens else 0.0
         label = {"train": "data", "valid": "validation"}.get(split, split)
         lines.append(
             entry(label, f"{names}: {tokens:,} tokens; {read:,.0f} samples ({epochs:.3g} epochs)")

@@ -73,12 +73,12 @@ class ShortLog:
         """Seconds until the end of training, from the pace since the first iteration of this
         process."""
         last = self._plan.train_iters
-        left = last - iteration - self._plan.skips.count_in(iteration + 1, last)
+        remaining = last - iteration - self._plan.skips.count_in(iteration + 1, last)
         if not self._trained:
             return None
         if self._trained == 1:
-            return left * self._seconds
-        return left * (self._clock() - self._after_first) / (self._trained - 1)
+            return remaining * self._seconds
+        return remaining * (self._clock() - self._after_first) / (self._trained - 1)
 
     def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:
         """Print an iteration line; a loss scale that changes where it did, a batch size that grows

@@ -79,28 +79,28 @@ class SubsetMetrics(StepCounter):
         """The sums of all ranks by name; the loss of a subset without tokens is None."""
         first = len(self.filled)
         count = len(self.subsets)
-        found: dict[str, float | int | None] = {
+        report: dict[str, float | int | None] = {
             name: int(value) for name, value in zip(self.filled, sums, strict=False)
         }
         losses, tokens, *right = (
             sums[first + kind * count :][:count] for kind in range(self.kinds)
         )
         mean = sum(losses) / max(1.0, sum(tokens))
-        found |= {
+        report |= {
             "loss_from_metric": mean,
             "perplexity": math.exp(mean) if mean < 700.0 else math.inf,
         }
         if right:
-            found["acc"] = sum(right[0]) / max(1.0, sum(tokens))
-            found |= {
+            report["acc"] = sum(right[0]) / max(1.0, sum(tokens))
+            report |= {
                 f"acc/{name}": hits / value if value else None
                 for name, hits, value in zip(self.subsets, right[0], tokens, strict=True)
             }
-        found |= {
+        report |= {
             f"tokens/{name}": int(value) for name, value in zip(self.subsets, tokens, strict=True)
         }
-        found |= {
+        report |= {
             f"loss/{name}": loss / value if value else None
             for name, loss, value in zip(self.subsets, losses, tokens, strict=True)
         }
-        return found
+        return report

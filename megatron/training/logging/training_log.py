@@ -63,7 +63,7 @@ class TrainingLog:
         self._memory_printed = False
         self._latest: IterationResult | None = None
         columns = (feature.columns(config, plan) for feature in features_of(config))
-        self._columns = [one for one in columns if one]
+        self._columns = [added for added in columns if added]
         self._format = self._log_format()
 
     def _log_format(self) -> LogFormat:
@@ -71,8 +71,8 @@ class TrainingLog:
         if logging.is_short:
             return ShortLog(self._config, self._plan, launcher.rank() == launcher.world_size() - 1)
         parts = (self._config, self._plan, self._runtime)
-        made = (feature.log_format(*parts) for feature in features_of(self._config))
-        return next(filter(None, made))
+        formats = (feature.log_format(*parts) for feature in features_of(self._config))
+        return next(filter(None, formats))
 
     @property
     def intervals(self) -> tuple[int, ...]:
@@ -198,11 +198,11 @@ class TrainingLog:
 
         With --log-format short only where --timing-log-level asks for timers.
         """
-        mine = self._timers.pop(names)
+        own = self._timers.pop(names)
         logging = self._config.logging
         if logging.is_short and not logging.timing_log_level:
             return
-        ranks = gather_objects(mine, self._world)
+        ranks = gather_objects(own, self._world)
         order = list(dict.fromkeys(name for rank in ranks for name in rank))
         from megatron.training.logging.line_format import timers_block
 

@@ -41,9 +41,9 @@ class Skipping(Hook):
         reason = run.progress.skip_history.reason(first)
         samples = run.plan.consumed_samples(last) - run.plan.consumed_samples(first - 1)
         why = "" if reason == "user" else f" ({reason})"
-        where = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+        iterations = f"iteration {first}" if first == last else f"iterations {first} to {last}"
         log.print_rank_0(
-            f"skipping {where}{why}: {samples} samples "
+            f"skipping {iterations}{why}: {samples} samples "
             f"({samples * run.config.model.seq_length} tokens)"
         )
 

@@ -59,64 +59,65 @@ class Skips:
 
     def all(self) -> SkipRanges:
         """What is skipped."""
-        recorded = (one for _, record in self.records for one in record.parts.ranges)
+        recorded = (part for _, record in self.records for part in record.parts.ranges)
         return SkipRanges().joined(recorded).joined(self.typed.ranges)
 
-    def new(self, at: Position) -> SkipRanges:
+    def new(self, position: Position) -> SkipRanges:
         """What is to be recorded: ranges of the flags that are neither recorded nor behind."""
-        covered = replace(self, typed=at.omitted).all()
+        covered = replace(self, typed=position.omitted).all()
         return SkipRanges(
             (first, last)
             for first, last in self.typed.ranges
             if covered.count_in(first, last) < last - first + 1
         )
 
-    def problems(self, plan: Plan, at: Position) -> list[str]:
+    def problems(self, plan: Plan, position: Position) -> list[str]:
         """Why a run cannot resume with these at a position."""
-        executed = at.omitted
+        executed = position.omitted
         typed = set(self.typed.ranges)
         wanted = [
-            (one, f"{RANGE_FLAG} {one[0]} {one[1]}", "omit the range") for one in self.typed.ranges
+            (part, f"{RANGE_FLAG} {part[0]} {part[1]}", "omit the range")
+            for part in self.typed.ranges
         ]
         wanted += [
-            (one, f"{source}: {one[0]}-{one[1]}", "remove it there")
+            (part, f"{source}: {part[0]}-{part[1]}", "remove it there")
             for source, record in self.records
-            for one in record.parts.ranges
-            if one not in typed
+            for part in record.parts.ranges
+            if part not in typed
         ]
-        found = []
+        problems = []
         for (first, last), name, remedy in wanted:
-            done = min(last, at.iteration)
+            done = min(last, position.iteration)
             if executed.count_in(first, done) < done - first + 1:
-                found.append(
+                problems.append(
                     f"{name}: iterations of {first} to {done} have been trained already, the run "
-                    f"resumes from iteration {at.iteration}; {self._earlier(first)}, or {remedy} "
-                    "[skip-already-trained]"
+                    f"resumes from iteration {position.iteration}; {self._earlier(first)}, or "
+                    f"{remedy} [skip-already-trained]"
                 )
         for source, record in self.records:
-            if record.s1 > at.consumed and not _is_applicable(record, plan, at):
-                found.append(
+            if record.s1 > position.consumed and not _is_applicable(record, plan, position):
+                problems.append(
                     f"{source}: {record.ranges[:80]} are samples {record.s0} to {record.s1 - 1}, "
                     "and others with these batch sizes; give those of before, or remove that line "
                     f"and give the ranges as they are now with {RANGE_FLAG} "
                     "[skip-record-not-applicable]"
                 )
-        nothing = self.all().nothing_to_train(at.iteration, plan.train_iters)
-        if not found and nothing and self.new(at):
-            found.append(
-                f"{RANGE_FLAG}: nothing to train, iterations {at.iteration + 1} to "
+        nothing = self.all().nothing_to_train(position.iteration, plan.train_iters)
+        if not problems and nothing and self.new(position):
+            problems.append(
+                f"{RANGE_FLAG}: nothing to train, iterations {position.iteration + 1} to "
                 f"{plan.train_iters} are skipped; narrow the ranges [skip-leaves-nothing-to-train]"
             )
-        return shorten(found)
+        return shorten(problems)
 
-    def listed(self, at: Position) -> list[str]:
+    def listed(self, position: Position) -> list[str]:
         """A line with the ranges to come and where they are from."""
         shown = [
             f"{_short(record.parts)} ({record.reason}, {source})"
             for source, record in self.records
-            if record.parts.ranges[-1][1] > at.iteration
+            if record.parts.ranges[-1][1] > position.iteration
         ]
-        if new := self.new(at):
+        if new := self.new(position):
             shown.append(f"{_short(new)} (user, command line, new)")
         return ["iterations to skip: " + ", ".join(shown)] if shown else []
 
@@ -131,19 +132,19 @@ class Skips:
         )
 
 
-def _is_applicable(record: SkipRecord, plan: Plan, at: Position) -> bool:
+def _is_applicable(record: SkipRecord, plan: Plan, position: Position) -> bool:
     """Whether a record's iterations to come are still its samples."""
-    shift = at.consumed - plan.consumed_samples(at.iteration)
+    shift = position.consumed - plan.consumed_samples(position.iteration)
     first = record.parts.ranges[0][0]
     last = record.parts.ranges[-1][1]
-    begins = first <= at.iteration or record.s0 == plan.consumed_samples(first - 1) + shift
+    begins = first <= position.iteration or record.s0 == plan.consumed_samples(first - 1) + shift
     return begins and record.s1 == plan.consumed_samples(last) + shift
 
 
 def _short(parts: SkipRanges) -> str:
     text = skip_log.spelled(SkipRanges(parts.ranges[:SHOWN]))
-    more = len(parts.ranges) - SHOWN
-    return f"{text} and {more} more" if more > 0 else text
+    not_shown = len(parts.ranges) - SHOWN
+    return f"{text} and {not_shown} more" if not_shown > 0 else text
 
 
 def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, Skips | None]:
@@ -159,26 +160,26 @@ def resolve_skips(config: Config, plan: Plan, runtime: Runtime) -> tuple[Plan, S
         plan.skips.ranges or c.load or gather_objects(recorded_before, runtime.ctx.world)[0]
     ):
         return plan, None
-    found = None
+    recorded = None
     failure = None
     if runtime.rank == 0:
         try:
-            found = _recorded(c, plan.skips)
+            recorded = _recorded(c, plan.skips)
         except CheckpointError as error:
             failure = str(error), error.errno
-    found, failure = gather_objects((found, failure), runtime.ctx.world)[0]
+    recorded, failure = gather_objects((recorded, failure), runtime.ctx.world)[0]
     if failure:
         raise CheckpointError(*failure)
-    assert found is not None, "rank 0 has made it"
-    skips, at = found
-    _judge(skips, plan, at)
-    for text in skips.listed(at):
+    assert recorded is not None, "rank 0 has made it"
+    skips, position = recorded
+    _judge(skips, plan, position)
+    for text in skips.listed(position):
         log.print_rank_0(text)
     return replace(plan, skips=skips.all().cut(plan.train_iters)), skips
 
 
-def _judge(skips: Skips, plan: Plan, at: Position) -> None:
-    if problems := skips.problems(plan, at):
+def _judge(skips: Skips, plan: Plan, position: Position) -> None:
+    if problems := skips.problems(plan, position):
         raise Refusal("\nerror: ".join(problems), WRONG_FLAGS)
 
 
@@ -186,16 +187,16 @@ def _recorded(c: CheckpointConfig, typed: SkipRanges) -> tuple[Skips, Position]:
     """What is on disk: the records of the directories of --load and --save (of a checkpoint alone:
     its copy of them), and where the run continues."""
     state = _expected(c)
-    at = Position()
+    position = Position()
     root = None
     if c.load and not c.finetune:
         root = Path(c.load).parent if store.is_checkpoint(Path(c.load)) else Path(c.load)
     records: dict[SkipRecord, str] = {}
     saved: list[str] = []
     if state is not None:
-        at = Position(state.iteration, state.consumed_train_samples, state.skipped_ranges())
+        position = Position(state.iteration, state.consumed_train_samples, state.skipped_ranges())
         if root and not (root / FILE_NAME).exists():
-            lines = [one for one in state.skips if isinstance(one, str)]
+            lines = [line for line in state.skips if isinstance(line, str)]
             records = dict.fromkeys(skip_log.parse(lines, "the checkpoint"), "the checkpoint")
     for directory in dict.fromkeys(str(Path(path)) for path in (root, c.save) if path):
         saved, torn = skip_log.read(directory)
@@ -212,7 +213,7 @@ def _recorded(c: CheckpointConfig, typed: SkipRanges) -> tuple[Skips, Position]:
         frozenset(record.line() for record in skip_log.parse(saved, "") if c.save),
         store.iterations(root) if root else (),
         str(root or ""),
-    ), at
+    ), position
 
 
 def _expected(c: CheckpointConfig) -> RunState | None:
@@ -238,12 +239,12 @@ def start_skips(run: Run, skips: Skips | None) -> None:
     if skips is None:
         return
     progress = run.progress
-    at = Position(
+    position = Position(
         progress.iteration, progress.consumed_train_samples, progress.skip_history.executed
     )
-    _judge(skips, run.plan, at)
+    _judge(skips, run.plan, position)
     records = [record for _, record in skips.records]
-    if new := skips.new(at):
+    if new := skips.new(position):
         records.append(_new_record(run, new, "user", "command line"))
     progress.skip_history.records = gather_objects(records, run.runtime.ctx.world)[0]
     lines = [record.line() for record in progress.skip_history.records]
