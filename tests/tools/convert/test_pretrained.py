@@ -212,3 +212,9 @@ def test_the_page_of_fine_tuning(tmp_path):
     for after in ("v1/chat/completions", "pipeline"):
         [said] = [said for text, said in texts.items() if after in text]
         assert "Denmark" in said
+    # what llama.cpp's converter is built on reads the export
+    gguf = pytest.importorskip("gguf")
+    export = tree / "models/smollm2_plays"
+    assert gguf.vocab.BpeVocab(export).vocab_size == 49152
+    special = gguf.SpecialVocab(export, load_merges=True)
+    assert special.chat_template and len(special.merges) == 48900
