@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -25,3 +26,13 @@ def exit_code(main: Callable[[list[str]], int], *words: object) -> int:
         return main([str(word) for word in words])
     except SystemExit as end:
         return end.code
+
+
+def programs() -> list[str]:
+    """The programs of tools/ by name; of features those that are installed."""
+    found = []
+    for path in sorted((ROOT / "tools").glob("*.py")):
+        feature = re.search(r'feature_program\.run\("(\w+)"', path.read_text("utf-8"))
+        if not feature or (ROOT / "megatron" / "features" / feature[1]).is_dir():
+            found.append(path.stem)
+    return found

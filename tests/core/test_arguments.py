@@ -418,13 +418,14 @@ def test_what_is_unknown_may_be_explained():
 
 
 def _other_value(flag: Flag, draw: random.Random):
-    """A random value of this flag that is not its default, as a tuple for lists."""
+    """A random value of this flag, not its default where it has another; a tuple for lists."""
     if flag.kind in ("switch", "off"):
         return flag.kind == "switch"
 
     def one():
-        if flag.choices:
-            return draw.choice([choice for choice in flag.choices if choice != flag.default])
+        if flag.choices is not None:
+            others = [choice for choice in flag.choices if choice != flag.default]
+            return draw.choice(others or [flag.default])
         if flag.type is int:
             return draw.randint(-(10**6), 10**12)
         if flag.type is float:

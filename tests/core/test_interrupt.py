@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forkrun import ROOT
+from tests.load_tool import programs
 
 # Sends SIGINT when the module named in INTERRUPT_AT is imported; `next`: the first one after the
 # handler is installed.
@@ -73,15 +74,10 @@ def start(words: list[str], folder: Path, **environ: str) -> subprocess.Complete
     )
 
 
-def programs() -> list[str]:
-    """Every program that a user starts by its path."""
-    return [
-        "pretrain_gpt.py",
-        *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")),
-    ]
+PROGRAMS = ["pretrain_gpt.py", *(f"tools/{name}.py" for name in programs())]
 
 
-@pytest.mark.parametrize("program", programs())
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_during_the_imports_of(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     done = start(
@@ -157,7 +153,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_program_quietly(tmp_path):
     ("program", "closed"),
     [
         *(("pretrain_gpt.py", closed) for closed in ((1,), (2,))),
-        *((program, (0, 1, 2)) for program in programs()),
+        *((program, (0, 1, 2)) for program in PROGRAMS),
     ],
 )
 def test_a_stream_that_was_closed_is_the_null_device(program, closed):

@@ -13,7 +13,7 @@ def rule(f: Facts) -> Iterator[str]:
     if f["non_persistent_ckpt_type"] != "local":
         return
     for name, flag, value in (
-        ("snapshot_interval", "--non-persistent-save-interval N", "the iterations between copies"),
+        ("snapshot_interval", "--snapshot-interval N", "the iterations between copies"),
         (
             "non_persistent_local_ckpt_dir",
             "--non-persistent-local-ckpt-dir DIR",

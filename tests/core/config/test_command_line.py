@@ -179,7 +179,7 @@ def tried(tmp_path_factory) -> list[list]:
         text=True,
         cwd=tmp_path_factory.mktemp("empty"),
         capture_output=True,
-        env={"PATH": "/usr/bin:/bin"},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
     return json.loads(done.stdout)

@@ -38,7 +38,7 @@ BASE = (
     *SMALL,
     *"--train-iters 7 --split 100,0,0 --eval-iters 0 --save-interval 3".split(),
 )
-LOCAL = "--non-persistent-save-interval 1 --non-persistent-ckpt-type local".split()
+LOCAL = "--snapshot-interval 1 --non-persistent-ckpt-type local".split()
 SHARDS = "--use-distributed-optimizer"
 LAYOUTS = {
     "dp 2": (2, [SHARDS]),
