@@ -1,4 +1,4 @@
-"""Whole training runs for tests: the real `pretrain_gpt.pretrain` on forked ranks, and what such a run
+"""Whole training runs for tests: the real `pretrain_gpt.main` on forked ranks, and what such a run
 leaves behind."""
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _rank(
         contextlib.redirect_stderr(file),
     ):
         try:
-            plot().pretrain(argv, services=services)
+            plot().main(argv, services=services)
         except SystemExit as leave:
             return leave.code if isinstance(leave.code, int) else 0
         finally:

@@ -3,10 +3,15 @@ used."""
 
 import importlib
 
-_HOME = {"get_args": "megatron.training.script_args", "print_rank_0": "megatron.log"}
+_HOME = {
+    "megatron.log": ("print_rank_0", "print_rank_last"),
+    "megatron.program": ("ModelType", "pretrain"),
+    "megatron.training.script_args": ("get_args", "get_timers", "get_tokenizer"),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    for home, names in _HOME.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,6 +31,7 @@ Losses = (
 )
 # A chunk of the model before the last returns hidden states.
 ForwardStep = Callable[[Batch, GPTModel], Losses | torch.Tensor]
+LM_LOSS = "lm loss"  # a metric of this name is logged in place of the loss that is trained on
 
 
 class NotFinite(ArithmeticError):
@@ -225,10 +226,10 @@ class MicroBatches:
     def _add_loss(self, output: Losses, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch, after its numbers are added to the sums."""
         loss, tokens, *optional = output
-        self.sums.loss += loss.detach()
-        self.sums.tokens += tokens
+        metrics = dict(optional[0]) if optional else {}
+        self.sums.add_loss(loss, tokens, metrics.pop(LM_LOSS, None))
         if optional:
-            self.sums.add_metrics(optional[0])
+            self.sums.add_metrics(metrics)
         for counter, slots in zip(self.counters, self.sums.counters, strict=True):
             counter.add(slots, batch)
         return loss
@@ -394,4 +395,4 @@ def evaluate(
             return None
     _sum_over_ranks(run, sums)
     totals = sums.totals()
-    return {"lm loss": totals.loss / max(1.0, totals.tokens)}
+    return {LM_LOSS: totals.loss / max(1.0, totals.tokens)}

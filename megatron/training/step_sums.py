@@ -57,14 +57,23 @@ class StepSums:
         """The metrics that were added."""
         return tuple(sorted(self._metrics))
 
+    def add_loss(
+        self, loss: torch.Tensor, tokens: torch.Tensor | int, logged: MetricValue | None = None
+    ) -> None:
+        """Add the sum of losses of a micro-batch, or with `logged` that of another loss, as many
+        tokens of it as there are."""
+        if logged is not None:
+            total, count = _sum_and_count(logged)
+            loss = torch.as_tensor(total) * tokens / torch.as_tensor(count).clamp(min=1)
+        self.loss += loss.detach()
+        self.tokens += tokens
+
     def add_metrics(self, metrics: Mapping[str, MetricValue]) -> None:
         """Add those of a micro-batch."""
         for name, value in metrics.items():
-            if isinstance(value, torch.Tensor):
-                value = (value.detach().sum(dtype=torch.float64), value.numel())
-            total, count = value if isinstance(value, tuple) else (value, 1)
+            total, count = _sum_and_count(value)
             pair = self._metrics.setdefault(name, self.values.new_zeros(2))
-            pair[0] += total.detach() if isinstance(total, torch.Tensor) else total
+            pair[0] += total
             pair[1] += count
 
     def reserve_metrics(self, names: Sequence[str]) -> None:
@@ -100,6 +109,16 @@ class StepSums:
                 for name, total, count in zip(self._names, values, values, strict=True)
             },
         )
+
+
+def _sum_and_count(
+    value: MetricValue,
+) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """Of what `MetricValue` says, without gradients."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().sum(dtype=torch.float64), value.numel()
+    total, count = value if isinstance(value, tuple) else (value, 1)
+    return total.detach() if isinstance(total, torch.Tensor) else total, count
 
 
 def set_counts(slots: torch.Tensor, counts: Sequence[float]) -> None:

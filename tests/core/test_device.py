@@ -259,7 +259,7 @@ def bf16_sums(rank: int, world: int, flags: list[str]) -> bool:
     """Train, and say whether bf16 GEMMs may then sum in bf16."""
     words = [*with_flags(SMALL, "--eval-iters", "0"), "--mock-data", "--train-iters", "4"]
     with contextlib.redirect_stdout(io.StringIO()):
-        plot().pretrain([*words, *flags])
+        plot().main([*words, *flags])
     return torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 

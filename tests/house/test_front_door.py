@@ -205,7 +205,7 @@ def test_the_commands_of_an_installation_work_from_any_directory(python, tmp_pat
     assert call("python", "-c", code).stdout.count(str(tmp_path / "venv")) == 2
     # NVIDIA's containers have a torch of such a version, and this is installed with --no-deps.
     faked = "import torch, pretrain_gpt; torch.__version__ = '2.11.0a0+b4e4ee8'; "
-    done = call("python", "-c", f"{faked}pretrain_gpt.pretrain({SHORT[:-4]})")
+    done = call("python", "-c", f"{faked}pretrain_gpt.main({SHORT[:-4]})")
     assert done.returncode == 0 and "2.11.0a0" in done.stdout, done.stderr
     assert call("megatron-pretrain", "--lerning-rate", "1").returncode == 2
     done = call("megatron-pretrain", *SHORT)

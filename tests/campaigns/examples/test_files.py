@@ -151,7 +151,7 @@ def test_argument_files_make_a_plan(path, monkeypatch, capsys):
     data = [] if "--dummy-data" in text else ["--mock-data", "--vocab-size", "50257"]
     words = [f"@{name(path)}", *data, "--dry-run", *(["--world-size", ranks[1]] if ranks else [])]
     monkeypatch.chdir(ROOT)
-    plot().pretrain(words)
+    plot().main(words)
     assert "parameters" in capsys.readouterr().out
 
 

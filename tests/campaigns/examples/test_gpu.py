@@ -41,7 +41,7 @@ def test_the_page_has_the_numbers_of_the_plan(
 ):
     vocabulary = "50257" if model == "gpt_124m" else "32000"
     words = [f"@{FOLDER / model}.args", "--mock-data", "--vocab-size", vocabulary]
-    plot().pretrain([*words, "--device", "cuda", "--dry-run", "--world-size", gpus])
+    plot().main([*words, "--device", "cuda", "--dry-run", "--world-size", gpus])
     plan = capsys.readouterr().out
     assert re.search(rf"^    0 .* {parameters} .* {memory}$", plan, re.M)
     assert f"x {gpus} ranks x {micro_batches} micro-batches" in plan

@@ -156,7 +156,7 @@ BAD = [
 # One interpreter gives the script's `pretrain` each command line of argv[1].
 TRY_ALL = """
 import contextlib, io, json, runpy, sys
-pretrain, found = runpy.run_path(PROGRAM)["pretrain"], []
+pretrain, found = runpy.run_path(PROGRAM)["main"], []
 for words in json.loads(sys.argv[1]):
     code = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:

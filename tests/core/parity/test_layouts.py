@@ -1,4 +1,4 @@
-"""The same numbers in every layout: whole runs of pretrain_gpt.pretrain on gloo ranks against one
+"""The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one
 process, step by step."""
 
 from __future__ import annotations

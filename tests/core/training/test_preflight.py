@@ -79,7 +79,7 @@ def test_it_runs_before_torch_is_loaded(folder):
     checkpoint."""
     code = (
         "import sys, pretrain_gpt\n"
-        "try:\n    pretrain_gpt.pretrain(sys.argv[1:])\nexcept SystemExit as leave:\n"
+        "try:\n    pretrain_gpt.main(sys.argv[1:])\nexcept SystemExit as leave:\n"
         "    print(leave.code, 'torch' in sys.modules)"
     )
     done = subprocess.run(

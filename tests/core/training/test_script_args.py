@@ -38,7 +38,7 @@ def own_loss(batch, model):
 
 def _rank(rank: int, world: int, folder: Path, argv: list[str]) -> None:
     with open(folder / f"log.{rank}", "a") as log, contextlib.redirect_stdout(log):
-        plot().pretrain(argv, own_loss, extra_args_provider=add_flags)
+        plot().main(argv, forward_step=own_loss, extra_args_provider=add_flags)
 
 
 def run(folder: Path, world: int, *flags: str) -> tuple[list[dict], dict]:

@@ -300,7 +300,7 @@ def test_the_lines_and_the_file(tmp_path, capsys):
     file = tmp_path / "trace.json"
     flags = with_flags(SHORT, TP, "2", PP, "2")
     words = ["--dry-run", "--world-size", "8", "--trace", "--trace-output", str(file)]
-    plot().pretrain([*flags, *words, "--trace-ranks", "all-stages", "1"])
+    plot().main([*flags, *words, "--trace-ranks", "all-stages", "1"])
     text = capsys.readouterr().out
     assert "trace of the step of iteration 2 on ranks 0, 1, 4" in text
     content = json.loads(file.read_text())

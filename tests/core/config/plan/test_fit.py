@@ -103,7 +103,7 @@ def test_where_no_layout_of_these_ranks_fits_more_are_named():
 def test_a_dry_run_gives_the_verdict(capsys, gib, code, codes):
     argv = [*shlex.split(LLAMA_8B_FP8), *f"--dry-run --world-size 8 --device-memory {gib}".split()]
     try:
-        plot().pretrain(argv)
+        plot().main(argv)
         assert not code
     except SystemExit as end:
         assert end.code == code

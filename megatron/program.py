@@ -1,0 +1,218 @@
+"""From a command line to the last evaluation: what pretrain_gpt.py and scripts of one's own call.
+
+torch is imported when the command line and the files it names have been checked.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron import interrupt
+
+if TYPE_CHECKING:
+    from megatron.config.command_line import CommandLine, ExtraArgsProvider
+    from megatron.data.tokenizers.base import Tokenizer
+    from megatron.training.launch.signals import SignalWatch
+    from megatron.training.run import Services
+    from megatron.training.step import ForwardStep
+
+STARTED = time.time()
+
+
+class ModelType(enum.Enum):
+    """Megatron's name of what is trained: GPT."""
+
+    encoder_or_decoder = 1
+
+
+def pretrain(
+    train_valid_test_datasets_provider: None,
+    model_provider: None,
+    model_type: Any,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    argv: Sequence[str] | None = None,
+    services: Services | None = None,
+    **others: Any,
+) -> None:
+    """Train with a script's own functions, in the order of Megatron's arguments.
+
+    `train_valid_test_datasets_provider`, `model_provider`: None, for the data and the GPT of the
+    command line. `forward_step_func`: `training.script_step` says what it takes and returns.
+    `extra_args_provider(parser)` adds flags to the parser of argparse, `args_defaults` are
+    other defaults by name. With `argv` a caller's own command line: its streams and signals stay
+    the caller's. `services`: what the loop calls, if not the usual (`training.run.Services`).
+
+    The program leaves with 2 if the command line is wrong. Raises TypeError for what there is not.
+    """
+
+    def add_arguments(parser: Any) -> None:
+        if extra_args_provider is not None:
+            extra_args_provider(parser)
+        parser.set_defaults(**args_defaults or {})
+
+    def work(words: Sequence[str], watch: SignalWatch | None = None) -> None:
+        given = {
+            "train_valid_test_datasets_provider": train_valid_test_datasets_provider,
+            "model_provider": model_provider,
+            "process_non_loss_data_func": process_non_loss_data_func,
+            **others,
+        }
+        _check_arguments(model_type, given)
+        run(words, forward_step_func, add_arguments, services, watch)
+
+    if argv is not None:
+        return work(argv)
+    # Streams, signals and the launcher's end come before the slow imports.
+    interrupt.exit_at_once()  # until `watch` takes over
+    interrupt.check_output()
+    gc.disable()  # until the loop starts: it would look through torch's objects again and again
+    from megatron.training.launch.signals import SignalWatch, leave_with
+
+    watch = SignalWatch()
+    watch.catch_interrupts()
+    try:
+        work(sys.argv[1:], watch)
+    except (Exception, SystemExit) as error:
+        if interrupt.lacks_package(error):
+            raise
+        leave_with(error, watch)
+
+
+def _check_arguments(model_type: Any, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model that is no GPT, and for arguments that must be left out."""
+    kind = getattr(model_type, "name", model_type)  # that of megatron-core is another class
+    if kind != ModelType.encoder_or_decoder.name:
+        raise ValueError(
+            f"pretrain: model_type {kind}: only encoder_or_decoder, a GPT, can be trained "
+            "[no-such-argument]"
+        )
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"pretrain: {name} has no effect here; leave it out [no-such-argument]"
+            )
+
+
+def _check_packages() -> None:
+    """Raise ValueError where another project's megatron.training comes first on the path."""
+    spec = importlib.util.find_spec("megatron.training")
+    here = Path(__file__).parent
+    if spec is not None and spec.origin and Path(spec.origin).parent.parent != here:
+        raise ValueError(
+            f"{Path(spec.origin).parent} comes before {here} on Python's path, and is another "
+            "project's megatron.training; take it off PYTHONPATH, or put this suite first "
+            "[other-megatron]"
+        )
+
+
+def run(
+    argv: Sequence[str],
+    forward_step: Callable[..., Any],
+    extra_args_provider: ExtraArgsProvider | None = None,
+    services: Services | None = None,
+    watch: SignalWatch | None = None,
+) -> None:
+    """Read and check the command line; then train, or print what would be done (--dry-run).
+
+    `watch` hears signals, in a process that does nothing else.
+    """
+    _check_packages()
+    from megatron import log, threads
+    from megatron.config import command_line
+    from megatron.features.registry import RunConfig
+    from megatron.training.script_step import as_batch_step
+
+    usage = threads.usage()
+    line = command_line.read(argv, os.environ, extra_args_provider, RunConfig)
+    log.show_details(not line.config.logging.is_short)
+    step = as_batch_step(forward_step)
+    if line.config.training.dry_run:
+        from megatron.analysis import dry_run
+
+        dry_run.report(line, step)
+        return
+    from megatron.training import preflight
+    from megatron.training.checkpointing.save_services import save_services
+    from megatron.training.logging.output import tolerate_failing_streams
+
+    tokenizer = preflight.check(line)
+    threads.set_waiting(usage)
+    if watch:  # without it, the streams are the caller's
+        tolerate_failing_streams()
+    with save_services(line, services, watch) as made:
+        train(line, tokenizer, step, made, watch)
+
+
+def train(
+    line: CommandLine,
+    tokenizer: Tokenizer,
+    forward_step: ForwardStep,
+    services: Services,
+    watch: SignalWatch | None = None,
+) -> None:
+    """Connect the ranks; build model, optimizer and data; load a checkpoint; train."""
+    from megatron.device import default_backend
+    from megatron.log import detail_datetime
+    from megatron.training import build, build_data, loop, memory, script_args
+    from megatron.training.checkpointing import data_position, load
+    from megatron.training.feature import features_of
+    from megatron.training.launch import initialize
+    from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
+    from megatron.training.skipping import skip_plan
+
+    config = line.config
+    initialize.set_max_connections(config)
+    backend = default_backend(config.training.device)
+    for feature in features_of(config):
+        feature.prepare()
+    rendezvous = initialize.connect(config, watch)
+    preamble.print_arguments(line, backend)
+    kernel_report.check_requested(config)
+    tokenizer = build.make_tokenizer(config, tokenizer)
+    plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
+    values = argument_dump.dumped_values(config, plan, backend, line.foreign, rank=line.rank)
+    script_args.set_args(values, line.extra)
+    script_args.set_tokenizer(tokenizer)
+    writers = training_log.open_writers(config, plan.world_size)
+    runtime = initialize.initialize(config, rendezvous)
+    memory.check(config, plan, runtime)
+    preamble.print_opening(line, plan, runtime, backend)
+    plan, skips = skip_plan.resolve_skips(config, plan, runtime)
+    timers = initialize.build_timers(config, runtime)
+    script_args.set_timers(timers)
+    lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
+    lines.start(time.time() - STARTED, backend)
+
+    with memory.explained(config, plan, runtime):
+        with timers("model-and-optimizer-setup"):
+            run = build.build_run(config, plan, runtime, timers, tokenizer, services)
+            run.script_flags = line.extra_flags
+            loaded = load.load_checkpoint(run)
+        lines.timers(["load-checkpoint"])
+        detail_datetime("after model, optimizer, and learning rate scheduler are built")
+
+        with timers("train/valid/test-data-iterators-setup"):
+            data = build_data.build_data(config, plan, runtime, tokenizer, run.progress)
+            data_position.check_data_order(run, data.order)
+            skip_plan.start_skips(run, skips)
+        detail_datetime("after dataloaders are built")
+        preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
+        lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
+
+        if watch:
+            gc.freeze()  # what was imported and built stays until the end
+            gc.enable()
+        loop.train(run, data, forward_step, lines, STARTED)
+    initialize.finish(rendezvous)
