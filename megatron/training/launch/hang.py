@@ -90,9 +90,9 @@ def mib_moved() -> int:
 def phase(frames: Sequence[tuple[str, str]]) -> str:
     """What a stack is doing; `frames` are (file, function), outermost first."""
     for file, name in reversed(frames):
-        for mark, found in PHASES:
+        for mark, doing in PHASES:
             if mark == name or "/" in mark and mark in file:
-                return found
+                return doing
     return START_UP
 
 
@@ -113,18 +113,18 @@ def full_phase(known: str, frames: Sequence[tuple[str, str]]) -> str:
 
 def frames_of(frame: FrameType | None) -> list[FrameType]:
     """The frames of a stack, outermost first."""
-    found = []
+    frames = []
     while frame is not None:
-        found.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return found[::-1]
+    return frames[::-1]
 
 
 def stack_text(frames: Sequence[FrameType]) -> str:
     """The stack as a traceback has it, without the text of the lines: no file is read."""
     return "".join(
-        f'  File "{one.f_code.co_filename}", line {one.f_lineno}, in {one.f_code.co_name}\n'
-        for one in frames
+        f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+        for frame in frames
     )
 
 
@@ -136,17 +136,17 @@ def waiting_in(frame: FrameType) -> str | None:
         return "the device"
     if not any(part in path for part in WAITING):
         return None
-    here: FrameType | None = frame
-    while here is not None and any(part in here.f_code.co_filename for part in WAITING):
-        owner = here.f_locals.get("self")
-        axis = here.f_locals.get("axis") or getattr(owner, "axis", None)
+    caller: FrameType | None = frame
+    while caller is not None and any(part in caller.f_code.co_filename for part in WAITING):
+        owner = caller.f_locals.get("self")
+        axis = caller.f_locals.get("axis") or getattr(owner, "axis", None)
         if axis is not None and hasattr(axis, "ranks"):
             # of Pending: the function that started it
             result = getattr(owner, "_result", None)
-            name = getattr(result, "__qualname__", here.f_code.co_name).split(".")[0]
+            name = getattr(result, "__qualname__", caller.f_code.co_name).split(".")[0]
             name = name.removeprefix("start_").rstrip("_")
             return f"{name} over {axis.name} (ranks {numbers(axis.ranks)})"
-        here = here.f_back
+        caller = caller.f_back
     return frame.f_code.co_name
 
 
@@ -170,7 +170,7 @@ def name(process: ProcessId, seconds: float, answer: Mapping[str, Any]) -> Failu
 
 def describe(known: str, frames: Sequence[FrameType]) -> dict[str, Any]:
     """The answer of this process in the phase `known`; `frames`: those of its main thread."""
-    places = [(one.f_code.co_filename, one.f_code.co_name) for one in frames]
+    places = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
     return {
         "at": code_location(traceback.extract_stack(frames[-1])),
         "phase": full_phase(known, places),
@@ -189,19 +189,23 @@ def inspect(
     """What processes do that do not respond, whose phase is known, and those of this machine that
     are ranks that never joined; with their stacks where they are on this machine and prepared. One
     that is stopped runs on for a moment."""
-    late = {one: START_UP for one in find(missing).values()}
-    here = socket.gethostname()
-    asked = {one: _Inspection(one.pid) for one in (*known, *late) if one.host == here}
+    late = {process: START_UP for process in find(missing).values()}
+    hostname = socket.gethostname()
+    asked = {
+        process: _Inspection(process.pid) for process in (*known, *late) if process.host == hostname
+    }
     deadline = time.monotonic() + STACK_WITHIN
-    while time.monotonic() < deadline and not all(one.is_whole() for one in asked.values()):
+    while time.monotonic() < deadline and not all(
+        inspection.is_whole() for inspection in asked.values()
+    ):
         time.sleep(0.05)
     answers = {
-        one: asked[one].answer(text) if one in asked else unknown(text)
-        for one, text in {**known, **late}.items()
+        process: asked[process].answer(text) if process in asked else unknown(text)
+        for process, text in {**known, **late}.items()
     }
-    for one in late:
-        stopped = f"; {answers[one]['at']}" if asked[one].state in ("T", "t") else ""
-        answers[one]["at"] = f"{NEVER_JOINED}{stopped}"
+    for process in late:
+        stopped = f"; {answers[process]['at']}" if asked[process].state in ("T", "t") else ""
+        answers[process]["at"] = f"{NEVER_JOINED}{stopped}"
     return answers
 
 
@@ -269,7 +273,7 @@ def find(ranks: Iterable[int], prepared_only: bool = False) -> dict[int, Process
 
 def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
     """By rank (whether it is prepared, process id) of the processes of this run on this machine."""
-    found: dict[int, list[tuple[bool, int]]] = {}
+    candidates: dict[int, list[tuple[bool, int]]] = {}
     for folder in Path("/proc").iterdir() if wanted else ():
         with contextlib.suppress(OSError, ValueError):
             pid = int(folder.name)
@@ -283,8 +287,8 @@ def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
                 and pid != os.getpid()
                 and process_state(pid) != "Z"
             ):
-                found.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
-    return found
+                candidates.setdefault(rank, []).append((_memory_file(pid) is not None, pid))
+    return candidates
 
 
 def kill(process: ProcessId, text: str) -> None:

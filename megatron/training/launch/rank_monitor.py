@@ -171,7 +171,7 @@ class MonitorServer:
         while 0 in self._wires or 0 not in self._processes:
             self._listen(min(self._deadlines.values(), default=None))
             now = time.monotonic()
-            due = [name for name, at in self._deadlines.items() if at <= now]
+            due = [name for name, deadline in self._deadlines.items() if deadline <= now]
             for name in due:
                 del self._deadlines[name]
                 getattr(self, f"_{name}")()
@@ -304,8 +304,8 @@ class MonitorServer:
             return
         self._noticed(failure)
         self._failures.append(failure)
-        at = time.monotonic() + seconds
-        self._deadlines["end"] = min(at, self._deadlines.get("end", at))
+        deadline = time.monotonic() + seconds
+        self._deadlines["end"] = min(deadline, self._deadlines.get("end", deadline))
 
     def _look(self) -> None:
         """End the run where a rank has ended before it joined."""
@@ -351,11 +351,11 @@ class MonitorServer:
         """Some rank has made no progress for longer than its limit: end the run, unless a rank that
         the others may wait for is within its own limit, or all have waited for each other not long
         enough."""
-        busy = {rank: one for rank, one in self._answers.items() if one["at"]}
+        busy = {rank: answer for rank, answer in self._answers.items() if answer["at"]}
         silent = [
             rank for rank in sorted(set(self._wires) - set(self._answers)) if self._late(rank)
         ]
-        within = [rank for rank, one in busy.items() if not one["stalled"]]
+        within = [rank for rank, answer in busy.items() if not answer["stalled"]]
         if self._failures:
             return
         if within and not any(self._stopped(rank) for rank in silent):
@@ -363,8 +363,8 @@ class MonitorServer:
         elif silent or busy:
             self._hang(seconds, silent, busy)
         elif len(self._answers) == len(self._wires) and all(
-            one["stalled"] and one["seconds"] > ALL_WAIT_LIMITS * one["limit"]
-            for one in self._answers.values()
+            answer["stalled"] and answer["seconds"] > ALL_WAIT_LIMITS * answer["limit"]
+            for answer in self._answers.values()
         ):
             self._hang(seconds, [], self._at_odds())
 
@@ -376,12 +376,12 @@ class MonitorServer:
 
     def _stopped(self, rank: int) -> bool:
         process = self._processes[rank]
-        here = process.host == socket.gethostname()
-        return here and hang.process_state(process.pid) in ("T", "t")
+        is_near = process.host == socket.gethostname()
+        return is_near and hang.process_state(process.pid) in ("T", "t")
 
     def _at_odds(self) -> dict[int, dict[str, Any]]:
         """Where all ranks wait: those that wait for something else than most of the others."""
-        waits = {rank: one["waits"] for rank, one in self._answers.items()}
+        waits = {rank: answer["waits"] for rank, answer in self._answers.items()}
         texts = list(waits.values())
         usual = max(texts, key=texts.count)
         odd = [rank for rank, text in waits.items() if text != usual] or list(waits)
@@ -420,7 +420,9 @@ class MonitorServer:
         }
         answers: dict[ProcessId, Mapping[str, Any]] = dict(self._inspect(known))
         self._report_hang(
-            seconds, answers | {self._processes[rank]: one for rank, one in busy.items()}, answers
+            seconds,
+            answers | {self._processes[rank]: answer for rank, answer in busy.items()},
+            answers,
         )
 
     def _report_hang(
@@ -432,19 +434,21 @@ class MonitorServer:
         """Report processes with what they do, and end the run; those of `doomed` cannot be asked to
         exit."""
         processes = sorted(hung, key=lambda process: process.rank)
-        failures = {one: hang.failure(one, seconds, hung[one]) for one in processes}
+        failures = {process: hang.failure(process, seconds, hung[process]) for process in processes}
         for process in processes[:MOST_REPORTS]:
             print(hang.report(failures[process], hung[process]), file=sys.stderr)
         ranks = [process.rank for process in processes]
         if ranks[MOST_REPORTS:]:
-            more = hang.numbers(ranks[MOST_REPORTS:])
-            print(f"hang: also rank {more}, in the same way", file=sys.stderr)
+            not_shown = hang.numbers(ranks[MOST_REPORTS:])
+            print(f"hang: also rank {not_shown}, in the same way", file=sys.stderr)
         waits: dict[str, list[int]] = {}
         for rank in sorted(set(self._wires) - set(ranks)):
             answer = self._answers.get(rank, {})
-            where = f" in {answer['waits']}" if answer.get("waits") else ""
-            waits.setdefault(where, []).append(rank)
-        text = "; ".join(f"{hang.numbers(ranks)}{where}" for where, ranks in waits.items())
+            collective = f" in {answer['waits']}" if answer.get("waits") else ""
+            waits.setdefault(collective, []).append(rank)
+        text = "; ".join(
+            f"{hang.numbers(ranks)}{collective}" for collective, ranks in waits.items()
+        )
         print(f"waiting for it: rank {text or 'none'}", file=sys.stderr, flush=True)
         self._note(failures[processes[0]], 0.0)
         texts = [(process, failures[process].text) for process in doomed]
@@ -459,24 +463,26 @@ class MonitorServer:
         are inspected by a rank there that responds."""
         self._send_all("wait")
         missing = list(missing)
-        here = socket.gethostname()
+        hostname = socket.gethostname()
         hosts: dict[str, int] = {}
         quiet = {process.rank for process in known}
         for rank in sorted(set(self._wires) - quiet):
-            if self._processes[rank].host != here:
+            if self._processes[rank].host != hostname:
                 hosts.setdefault(self._processes[rank].host, rank)
         self._inspected = []
         for host, rank in hosts.items():
-            theirs = [(asdict(one), text) for one, text in known.items() if one.host == host]
+            theirs = [
+                (asdict(process), text) for process, text in known.items() if process.host == host
+            ]
             if theirs or missing:
                 self._wires[rank].send("inspect", processes=theirs, missing=missing)
-        asked = len(hosts) if missing else len({one.host for one in known} & set(hosts))
+        asked = len(hosts) if missing else len({process.host for process in known} & set(hosts))
         answers = hang.inspect(known, missing)
         deadline = time.monotonic() + hang.STACK_WITHIN
         while len(self._inspected) < asked and time.monotonic() < deadline:
             self._listen(deadline)
         for message in self._inspected:
-            answers |= {ProcessId(**one): answer for one, answer in message["answers"]}
+            answers |= {ProcessId(**process): answer for process, answer in message["answers"]}
         return answers
 
     def _joined(self) -> None:
@@ -495,7 +501,11 @@ class MonitorServer:
         """The host of a rank that never joined, if each host has as many consecutive ranks as this
         one."""
         size = launcher.info().local_world_size or 1
-        hosts = {one.host for one in self._processes.values() if one.rank // size == rank // size}
+        hosts = {
+            process.host
+            for process in self._processes.values()
+            if process.rank // size == rank // size
+        }
         return f"{hosts.pop()}, probably" if len(hosts) == 1 else "an unknown host"
 
     def _end(self) -> None:
@@ -506,7 +516,8 @@ class MonitorServer:
         die.
         """
         failure = min(
-            self._failures, key=lambda one: (one.silent, not one.silent and one.process.rank)
+            self._failures,
+            key=lambda failed: (failed.silent, not failed.silent and failed.process.rank),
         )
         self._decided = asdict(failure)
         hung = failure.code == HUNG
