@@ -1,4 +1,4 @@
-"""Command lines of public launch scripts, with small sizes: ten iterations in the layout they name
+"""Command lines of public launch scripts, with small sizes: their iterations in the layout they name
 have the losses of one process."""
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ def test_a_small_recipe_has_the_losses_of_one_process(name, data, tmp_path):
     one = train(tmp_path / "one", words)
     run = train(tmp_path / "run", [*words, *recipe.layout], recipe.ranks)
     assert [row["iteration"] for row in run.rows] == list(range(1, len(one.rows) + 1))
-    assert len(one.rows) == 10 and one.rows[-1]["lm_loss"] < one.rows[0]["lm_loss"]
+    assert len(one.rows) >= 5 and one.rows[-1]["lm_loss"] < one.rows[0]["lm_loss"]
     assert numbers(run) == pytest.approx(numbers(one), rel=TOLERANCE[precision])

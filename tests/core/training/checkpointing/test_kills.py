@@ -21,7 +21,7 @@ from tools.benchmarks.faults.inject import Fault
 BASE = [
     *SMALL,
     "--train-iters",
-    "30",
+    "15",
     "--split",
     "100,0,0",
     "--eval-iters",
@@ -90,7 +90,7 @@ class Campaign:
         whole = self.straight[number]
         assert done.series(*EXACT) == whole.series(*EXACT), f"seed {seed}"
         same_tensors(done.tensors(), whole.tensors())
-        assert store.latest(done.save) == 30
+        assert store.latest(done.save) == 15
         return kills, in_saves
 
 
