@@ -71,6 +71,36 @@ BUGS = {
         "{'attention': 0}",
         "tests/core/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
     ),
+    # Muon: what went wrong elsewhere, by its thread in Megatron-LM (MLM) and in a patch of it.
+    "MLM#6920: momentum not in the checkpoint": Bug(
+        "megatron.optimizer.optimizer.MixedPrecisionOptimizer.tensors",
+        "adam.STATE_KEYS[self.kind]",
+        "adam.MOMENTS",
+        "tests/core/parity/test_muon.py::test_a_killed_run_resumes_as_if_it_had_not_been[tp2 sp]",
+        "campaign",
+    ),
+    "MLM#6380: each rank orthogonalizes its part of a matrix": Bug(
+        "megatron.optimizer.muon.Muon.directions",
+        "kind.axis is None",
+        "True",
+        f"{LAYOUTS}[tp2 sp, Muon]",
+        "campaign",
+    ),
+    "MLM#7395: parts of experts taken for whole ones": Bug(
+        "megatron.optimizer.muon.Muon.kind",
+        "name != 'ep'",
+        "name not in ('ep', 'etp')",
+        f"{LAYOUTS}[etp2 ep2 dp4, all-to-all, distributed optimizer, Muon, experts]",
+        "campaign",
+    ),
+    "ISEEKYAN#130: matrices of more than two dims go to Adam": Bug(
+        "megatron.config.muon.updates",
+        "len(shape) > 1",
+        "len(shape) == 2",
+        "tests/core/optimizer/test_muon.py"
+        "::test_the_state_of_a_matrix_is_its_momentum_and_adams_two_of_the_rest",
+        "campaign",
+    ),
     # Tensor and sequence parallelism.
     "norm gradients of sequence shards not summed": Bug(
         "megatron.parallel.ddp.GradBuffers.sum_over_ranks",
