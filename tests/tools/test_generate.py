@@ -318,8 +318,8 @@ def test_chat_answers_each_line_of_stdin(bytes_run):
 
 def test_the_example_in_python_of_the_page(bytes_run, tmp_path, monkeypatch, capsys):
     """Importing it loads no torch."""
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "gpt").symlink_to(bytes_run)
+    (tmp_path / "plays").mkdir()
+    (tmp_path / "plays" / "run").symlink_to(bytes_run)
     monkeypatch.chdir(tmp_path)
     example = re.search(
         r"```python\n(from megatron.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL
