@@ -113,8 +113,7 @@ class HFExport:
     tokenizer_type: str | None = arg(
         None,
         choices=tuple(TOKENIZER_FILES),
-        help="tokenizer of a model that was trained on ids alone (NullTokenizer), as from a config "
-        "of InternLM",
+        help="tokenizer of a model that was trained on ids alone (NullTokenizer)",
     )
     tokenizer_model: str | None = arg(
         None, metavar="FILE", help="with --tokenizer-type: its model file"

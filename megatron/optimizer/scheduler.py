@@ -133,7 +133,7 @@ class OptimizerParamScheduler:
             return 0.0
         rise = n - self.zero_lr_steps + self.lr_warmup_lead
         if warmup > 0 and rise <= warmup and self.lr_warmup_lead and not self.init_lr:
-            return max_lr * (rise / warmup)  # rounded as InternLM does
+            return max_lr * (rise / warmup)
         if warmup > 0 and rise <= warmup:
             return self.init_lr + (max_lr - self.init_lr) * rise / warmup
         warmup += self.zero_lr_steps

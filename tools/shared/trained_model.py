@@ -30,8 +30,7 @@ class ModelOptions:
     tokenizer_type: str | None = arg(
         None,
         choices=tuple(TOKENIZER_FILES),
-        help="tokenizer of a model that was trained on ids alone (NullTokenizer), as from a config "
-        "of InternLM",
+        help="tokenizer of a model that was trained on ids alone (NullTokenizer)",
     )
     vocab_file: str | None = arg(
         None, metavar="FILE", help="vocab.json (default: the path of training)"

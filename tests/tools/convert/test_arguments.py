@@ -112,7 +112,6 @@ def test_experts_have_arguments_of_their_own():
     for name, value in {
         "moe_latent_size": 32,
         "moe_apply_probs_on_input": True,
-        "moe_router_force_load_balancing": True,
         "moe_mlp_glu_interleave_size": 32,
     }.items():
         assert UNSUPPORTED in refusal("U", **experts, **{name: value})
