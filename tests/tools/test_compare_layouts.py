@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.load_tool import exit_code, load_tool
@@ -20,10 +22,12 @@ def compare(capfd):
 
 
 @pytest.mark.campaign
-def test_the_same_model_on_two_ranks(compare):
-    code, out, err = compare("--", "--tensor-model-parallel-size", 2)
-    assert code == 0 and not err
-    assert "DIFFERENT" not in out and float(out.split("layout: ")[1].split()[0]) < 1e-12
+def test_make_parity_is_the_same_model_in_eight_layouts(compare):
+    code, out, err = compare()
+    assert code == 0 and not err and "DIFFERENT" not in out
+    rows = [line.split() for line in out.splitlines() if re.search(r"e-\d+ +\d+\.\d$", line)]
+    assert len(rows) == 8
+    assert max(float(number) for row in rows for number in row[-4:-1]) < 1e-12
 
 
 @pytest.mark.campaign
