@@ -34,7 +34,7 @@ class ModelType(enum.Enum):
 
 
 def pretrain(
-    train_valid_test_datasets_provider: None,
+    train_valid_test_datasets_provider: Callable[..., Any] | None,
     model_provider: None,
     model_type: Any,
     forward_step_func: Callable[..., Any],
@@ -48,11 +48,13 @@ def pretrain(
 ) -> None:
     """Train with a script's own functions, in the order of Megatron's arguments.
 
-    `train_valid_test_datasets_provider`, `model_provider`: None, for the data and the GPT of the
-    command line. `forward_step_func`: `training.script_step` says what it takes and returns.
-    `extra_args_provider(parser)` adds flags to the parser of argparse, `args_defaults` are
-    other defaults by name. With `argv` a caller's own command line: its streams and signals stay
-    the caller's. `services`: what the loop calls, if not the usual (`training.run.Services`).
+    `train_valid_test_datasets_provider`: called with the numbers of samples needed, returns three
+    torch data sets (`data.script_datasets`); None for the data of the command line.
+    `model_provider`: None, for the GPT of the command line. `forward_step_func`:
+    `training.script_step` says what it takes and returns. `extra_args_provider(parser)` adds flags
+    to the parser of argparse, `args_defaults` are other defaults by name. With `argv` a caller's
+    own command line: its streams and signals stay the caller's. `services`: what the loop calls, if
+    not the usual (`training.run.Services`).
 
     The program leaves with 2 if the command line is wrong. Raises TypeError for what there is not.
     """
@@ -64,13 +66,19 @@ def pretrain(
 
     def work(words: Sequence[str], watch: SignalWatch | None = None) -> None:
         given = {
-            "train_valid_test_datasets_provider": train_valid_test_datasets_provider,
             "model_provider": model_provider,
             "process_non_loss_data_func": process_non_loss_data_func,
             **others,
         }
         _check_arguments(model_type, given)
-        run(words, forward_step_func, add_arguments, services, watch)
+        run(
+            words,
+            forward_step_func,
+            add_arguments,
+            services,
+            watch,
+            train_valid_test_datasets_provider,
+        )
 
     if argv is not None:
         return work(argv)
@@ -123,6 +131,7 @@ def run(
     extra_args_provider: ExtraArgsProvider | None = None,
     services: Services | None = None,
     watch: SignalWatch | None = None,
+    datasets_provider: Callable[..., Any] | None = None,
 ) -> None:
     """Read and check the command line; then train, or print what would be done (--dry-run).
 
@@ -135,7 +144,7 @@ def run(
     from megatron.training.script_step import as_batch_step
 
     usage = threads.usage()
-    line = command_line.read(argv, os.environ, extra_args_provider, RunConfig)
+    line = command_line.read(argv, os.environ, extra_args_provider, RunConfig, datasets_provider)
     log.show_details(not line.config.logging.is_short)
     step = as_batch_step(forward_step)
     if line.config.training.dry_run:
@@ -204,7 +213,9 @@ def train(
         detail_datetime("after model, optimizer, and learning rate scheduler are built")
 
         with timers("train/valid/test-data-iterators-setup"):
-            data = build_data.build_data(config, plan, runtime, tokenizer, run.progress)
+            data = build_data.build_data(
+                config, plan, runtime, tokenizer, run.progress, line.datasets_provider
+            )
             data_position.check_data_order(run, data.order)
             skip_plan.start_skips(run, skips)
         detail_datetime("after dataloaders are built")

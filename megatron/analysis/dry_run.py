@@ -43,6 +43,8 @@ def report(line: CommandLine, forward_step: ForwardStep) -> None:
 
 def _data_lines(line: CommandLine, plan: Plan) -> list[str]:
     """The table of the data, if they are on this machine."""
+    if line.datasets_provider:
+        return ["data: what train_valid_test_datasets_provider returns; a dry run does not call it"]
     data = line.config.data
     targets = plan.targets
     valid = None if data.full_validation and targets.valid else targets.valid

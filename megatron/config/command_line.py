@@ -54,6 +54,17 @@ _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
     ),
     "no data:",
 )
+# Flags that the data sets of a script's own read as they like.
+_SOURCES = (
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "split",
+    "dummy_data",
+)
 
 
 @dataclass(frozen=True)
@@ -62,9 +73,10 @@ class CommandLine:
 
     `typed`: what the user gave, by field name; `foreign`: flags of another program that a feature
     has read; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run;
-    `extra`: what `extra_args_provider` added, `extra_flags` as typed, one
-    flag each. Of --save, --load and --snapshot-dir in an object store, `save_url`, `load_url` and
-    `snapshot_url`; the configuration then has their staging directories.
+    `extra`: what `extra_args_provider` added, `extra_flags` as typed, one flag each;
+    `datasets_provider`: what a script reads its data with. Of --save, --load and --snapshot-dir in
+    an object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
+    staging directories.
     """
 
     config: Config
@@ -75,6 +87,7 @@ class CommandLine:
     rank: int
     extra: argparse.Namespace | None = None
     extra_flags: Sequence[str] = ()
+    datasets_provider: Callable[..., Any] | None = None
     save_url: str | None = None
     load_url: str | None = None
     snapshot_url: str | None = None
@@ -107,9 +120,11 @@ def read(
     environ: Mapping[str, str],
     extra_args_provider: ExtraArgsProvider | None = None,
     tree: type[Config] = Config,
+    datasets_provider: Callable[..., Any] | None = None,
 ) -> CommandLine:
     """The checked command line of this process; `environ` says which rank of how many it is, `tree`
-    has the flags (`config.tree.with_features`).
+    has the flags (`config.tree.with_features`). With `datasets_provider` flags need not name data,
+    and files that they name are the script's affair.
 
     Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with
     0.
@@ -126,7 +141,7 @@ def read(
         if launch.rank == 0:
             print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
-    line, problems = _checked(tree, flags, parsed, launch)
+    line, problems = _checked(tree, flags, parsed, launch, datasets_provider)
     if wrong or problems:
         refuse([*wrong, *problems], launch)
     return line
@@ -157,7 +172,11 @@ def refuse(problems: list[str], launch: launcher.LaunchInfo) -> NoReturn:
 
 
 def _checked(
-    tree: type[Config], flags: Parser, parsed: Parsed, launch: launcher.LaunchInfo
+    tree: type[Config],
+    flags: Parser,
+    parsed: Parsed,
+    launch: launcher.LaunchInfo,
+    datasets_provider: Callable[..., Any] | None = None,
 ) -> tuple[CommandLine, list[str]]:
     from megatron.config.checks import rules as check
 
@@ -177,8 +196,13 @@ def _checked(
     config = config_from(tree, {**defaults, **saved.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or launch.world_size)
+    judged, given = config, set(typed)
+    of_source: list[str] = []
+    if datasets_provider is not None:
+        judged, of_source = _with_own_data(config)
+        given -= set(_SOURCES)
     # What an @FILE that cannot be read would have said is not missing.
-    refused = [] if parsed.unread_file else check.problems(config, world_size, typed)
+    refused = [] if parsed.unread_file else check.problems(judged, world_size, given)
     unread = tuple(
         _IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing")
         for flag in flags.flags
@@ -188,16 +212,47 @@ def _checked(
         *parsed.problems,
         *of_others,
         *saved.problems,
+        *of_source,
         *(text for text in refused if not text.startswith(unread) and text not in saved.problems),
     ]
     notes = [*parsed.notes, *accepted, *saved.notes]
     if not problems:
-        notes += check.notes(config, world_size, typed)
+        notes += check.notes(judged, world_size, given)
     c = config.checkpoint
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))
     extra = flags.extra.namespace if flags.extra else None
     words = [shlex.join(flag) for flag in flags.extra.words] if flags.extra else []
     return CommandLine(
-        config, typed, foreign, notes, world_size, launch.rank, extra, words, *urls
+        config,
+        typed,
+        foreign,
+        notes,
+        world_size,
+        launch.rank,
+        extra,
+        words,
+        datasets_provider,
+        *urls,
     ), problems
+
+
+def _with_own_data(config: Config) -> tuple[Config, list[str]]:
+    """The configuration as the rules see it where a script has its own data: none of the flags
+    names files. And what is wrong with those that choose how ours are read."""
+    d = config.data
+    wrong = [
+        f"--{name.replace('_', '-')}: chooses data of the suite, and the script's "
+        "train_valid_test_datasets_provider has its own; omit it, or pass None as the provider "
+        "[two-data-sources]"
+        for name in ("mock_data", "dummy_data", "packed_samples")
+        if getattr(d, name)
+    ]
+    if d.data_order == "epoch":
+        wrong.append(
+            "--data-order epoch: the order is that of the data sets of the script's "
+            "train_valid_test_datasets_provider; omit it [two-data-sources]"
+        )
+    plain: dict[str, Any] = dict.fromkeys(_SOURCES) | {"packed_samples": False}
+    plain |= {"mock_data": True, "data_order": "megatron", "tokenizer_type": d.tokenizer}
+    return replace(config, data=replace(d, **plain)), wrong

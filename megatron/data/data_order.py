@@ -35,6 +35,8 @@ ORDER_REMEDIES = {
     "rows_per_batch": "--global-batch-size",
     "mode": "--pack-into-one or --pad-samples",
     "min_length": "--min-sample-length",
+    "dataset": "the script's data set",
+    "first_sample": "the script's data set",
 }
 
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 
 TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row of packed samples
+LOSS_MASK = 4  # the last line of a sample with its own: the bits of its fp32 numbers
 NO_LABEL = 0  # the label of a token that predicts nothing
 LABEL_OF_ZERO = -1  # the label whose id is 0
 

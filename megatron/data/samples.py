@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.sample_lookup import LABELS, NO_LABEL, POSITIONS, SUBSET, TOKENS, Dataset
+from megatron.data.sample_lookup import (
+    LABELS,
+    LOSS_MASK,
+    NO_LABEL,
+    POSITIONS,
+    SUBSET,
+    TOKENS,
+    Dataset,
+)
 from megatron.data.subsets import subset_of
 
 
@@ -19,7 +27,8 @@ class Sample(NamedTuple):
     no `positions`. A row of packed samples has `tokens`, `labels` (0: none, -1: id 0) and
     `positions` (0 where a sample begins), [s] each. `subset`: which data set of a blend, or of
     packed samples [s], each token is of; None where nobody counts. `hash`: 0 where no ledger is
-    written.
+    written. A script's own sample is as a packed row, but its labels are plain ids and count as
+    `loss_mask` says, which is the bits of fp32 numbers.
     """
 
     tokens: np.ndarray
@@ -27,13 +36,16 @@ class Sample(NamedTuple):
     positions: np.ndarray | None = None
     subset: int | np.ndarray | None = None
     hash: int = 0
+    loss_mask: np.ndarray | None = None
 
 
 def sample_of(row: np.ndarray, subset: int | None = None, hash: int = 0) -> Sample:
-    """The sample that a data set gives as one array: [s + 1], or packed [4, s]."""
+    """The sample that a data set gives as one array: [s + 1], packed [4, s], or with
+    its own loss mask [5, s]."""
     if row.ndim == 1:
         return Sample(row, subset=subset, hash=hash)
-    return Sample(row[TOKENS], row[LABELS], row[POSITIONS], row[SUBSET], hash)
+    loss_mask = row[LOSS_MASK] if len(row) > LOSS_MASK else None
+    return Sample(row[TOKENS], row[LABELS], row[POSITIONS], row[SUBSET], hash, loss_mask)
 
 
 class Samples:

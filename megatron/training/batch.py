@@ -14,7 +14,7 @@ import torch
 from megatron import interrupt
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
-from megatron.data.sample_lookup import NO_LABEL
+from megatron.data.sample_lookup import LOSS_MASK, NO_LABEL, POSITIONS
 from megatron.data.sampler import Sampler
 from megatron.data.samples import Sample
 from megatron.kernels.cu_seqlens import with_lengths
@@ -78,30 +78,38 @@ class MicroBatch(NamedTuple):
 
     One tensor holds them, since data workers and devices get one tensor faster than several: `rows`
     [b, s + 1] of consecutive tokens, with `subset` [b, s + 2] whose last column is the subset, and
-    packed [b, 4, s] of tokens, labels, positions and subsets. This class alone packs and unpacks
-    them. Pickled by value: torch would share the memory over a socket in the temporary directory,
-    which a killed process leaves there.
+    packed [b, 4, s] of tokens, labels, positions and subsets; with their own loss masks [b, 5, s],
+    where labels are plain ids. This class alone packs and unpacks them. Pickled by value: torch
+    would share the memory over a socket in the temporary directory, which a killed process leaves
+    there.
     """
 
     rows: torch.Tensor
     packed: bool = False
     subset: bool = False
     hash: int = 0  # the sum of those of the samples
+    counted: bool = False  # with their own loss masks: positions are 0 to s - 1 in all rows
 
     @classmethod
     def pack(cls, samples: Sequence[Sample]) -> MicroBatch:
         """Samples of one kind and length in one tensor."""
         first = samples[0]
         packed = first.labels is not None
+        counted = False
         subset = first.subset is not None and not packed
         if packed:
             parts: list[Any] = [part for sample in samples for part in sample[:4]]
             rows = np.stack(parts).reshape(len(samples), 4, -1)
+            if first.loss_mask is not None:
+                masks: list[Any] = [sample.loss_mask for sample in samples]
+                rows = np.concatenate((rows, np.stack(masks)[:, None]), 1)
+                counted = bool((rows[:, POSITIONS] == np.arange(rows.shape[2])).all())
         else:
             rows = np.stack([sample.tokens for sample in samples])
         if subset:
             rows = np.column_stack((rows, [sample.subset for sample in samples]))
-        return cls(torch.from_numpy(rows), packed, subset, sum(sample.hash for sample in samples))
+        value = sum(sample.hash for sample in samples)
+        return cls(torch.from_numpy(rows), packed, subset, value, counted)
 
     def __reduce__(self) -> tuple[Callable[..., MicroBatch], tuple[Any, ...]]:
         return _from_values, (self.rows.numpy(), *self[1:])
@@ -118,13 +126,21 @@ class MicroBatch(NamedTuple):
 
     @property
     def labels(self) -> torch.Tensor:
-        """[b, s]: the next tokens; of packed samples 0 where there is none, -1 for id 0."""
+        """[b, s]: the next tokens; of packed samples 0 where there is none, -1 for id 0 (not of
+        those with their own loss mask)."""
         return self.rows[:, 1] if self.packed else self._sequences()[:, 1:].contiguous()
 
     @property
     def positions(self) -> torch.Tensor | None:
         """[b, s] of packed samples, 0 where a sample begins; None: 0 to s - 1."""
-        return self.rows[:, 2] if self.packed else None
+        return self.rows[:, 2] if self.packed and not self.counted else None
+
+    @property
+    def loss_mask(self) -> torch.Tensor | None:
+        """[b, s] fp32 of samples that have their own."""
+        if not self.packed or self.rows.shape[1] <= LOSS_MASK:
+            return None
+        return self.rows[:, LOSS_MASK].int().view(torch.float32)
 
     @property
     def subset_ids(self) -> torch.Tensor | None:
@@ -184,6 +200,8 @@ Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 def _masks(samples: MicroBatch, rules: BatchRules) -> Masks:
     positions = samples.positions
+    if samples.loss_mask is not None:
+        return samples.loss_mask, positions, _document_masks(samples.tokens, rules)[2]
     if positions is not None:
         return _packed_masks(samples.labels, positions)
     return _document_masks(samples.tokens, rules)

@@ -15,6 +15,7 @@ from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
+from megatron.data.script_datasets import DatasetsProvider, ScriptData
 from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
@@ -46,9 +47,10 @@ def build_data(
     runtime: Runtime,
     tokenizer: Tokenizer,
     progress: Progress | None = None,
+    provider: DatasetsProvider | None = None,
 ) -> Data:
     """The data sets of this rank. `progress`, that of a checkpoint which was loaded, says which mix
-    of data it had."""
+    of data it had; `provider` is a script's own source."""
     d = config.data
     t = config.training
     ctx = runtime.ctx
@@ -62,7 +64,7 @@ def build_data(
         "> building train, validation, and test datasets for GPT ...",
     ):
         log.detail(line)
-    if index_helpers.REASON and not d.mock_data:
+    if index_helpers.REASON and not (d.mock_data or provider):
         log.detail(
             f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
         )
@@ -80,7 +82,7 @@ def build_data(
             progress.consumed_train_samples,
             d.continue_data_mix,
         )
-    if not (d.packed_samples or d.mock_data):
+    if not (d.packed_samples or d.mock_data or provider):
         from megatron.data.megatron_order import check_tokenizer
 
         check_tokenizer(d, tokenizer.identity())
@@ -97,7 +99,8 @@ def build_data(
         sample_formats=formats_of(config),
         generated_samples=generated_by(config),
     )
-    train, valid, test = source_of(d).build(d, request, rows)
+    source = ScriptData(provider) if provider else source_of(d)
+    train, valid, test = source.build(d, request, rows)
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.detail(line)

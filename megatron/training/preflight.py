@@ -61,7 +61,7 @@ def check(line: CommandLine) -> Tokenizer:
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
     problems = [
         *_of_checkpoint(line, plan, tokenizer.identity()),
-        *_of_data(line.config, plan, tokenizer),
+        *([] if line.datasets_provider else _of_data(line.config, plan, tokenizer)),
         *_of_memory(line.config, plan),
     ]
     if problems:
@@ -77,7 +77,7 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
         tokenizer = None
     problems = list(_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()))
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
-        problems += _of_data(line.config, plan, tokenizer)
+        problems += [] if line.datasets_provider else _of_data(line.config, plan, tokenizer)
     if problems:
         command_line.refuse(problems, launcher.info())
 
