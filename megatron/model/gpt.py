@@ -25,7 +25,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, LayerInputs, Recompute
-from megatron.parallel.collectives import all_gather
+from megatron.parallel.collectives import gather_alike
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
 from megatron.parallel.random import DropoutSeeds
@@ -198,7 +198,7 @@ class GPTModel(nn.Module):
         logits = self.output_layer(x)
         if labels is not None:
             return self.losses(logits, labels, token_metrics)
-        whole = all_gather(logits, self.ctx.tp, dim=-1)
+        whole = gather_alike(logits, self.ctx.tp, dim=-1)
         return whole[..., : self.vocab_size].transpose(0, 1)
 
     def losses(

@@ -288,3 +288,5 @@ scatter_sequence = _pair("scatter_sequence", reduce_scatter, all_gather)
 # f of the Megatron paper
 copy_to = _pair("copy_to", _same, _sum)
 gather_sequence = _pair("gather_sequence", all_gather, reduce_scatter)
+# of what every rank goes on to compute alike
+gather_alike = _pair("gather_alike", all_gather, my_slice)

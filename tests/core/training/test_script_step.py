@@ -63,6 +63,20 @@ def forward_step(loss_func, data_iterator, model):
     return output, functools.partial(loss_func, loss_mask)
 
 
+def from_logits(data_iterator, model):
+    """A loss of the script's own formula."""
+    tokens, labels, loss_mask, attention_mask, position_ids = next(data_iterator).values()
+    logits = model(tokens, position_ids, attention_mask)
+
+    def loss_func(output):
+        losses = torch.nn.functional.cross_entropy(
+            output.flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        return summed_loss(loss_mask.flatten(), losses)
+
+    return logits, loss_func
+
+
 def program(step, argv: list[str]) -> None:
     def add_arguments(parser):
         parser.add_argument("--own", type=int, default=1)
@@ -84,7 +98,8 @@ def _rank(rank: int, world: int, folder: Path, loss_func, argv: list[str]) -> No
         if loss_func is None:
             plot().main(argv)
         else:
-            program(functools.partial(forward_step, loss_func), argv)
+            own = functools.partial(forward_step, loss_func)
+            program(from_logits if loss_func == "from logits" else own, argv)
 
 
 def run(folder: Path, loss_func, *flags: str, world: int = 1) -> list[dict]:
@@ -121,6 +136,11 @@ def test_a_step_of_megatron_s_form_trains_alike(tmp_path, layout):
         numbers(run(tmp_path / "sums", summed_loss, *words, world=world)), wanted, strict=True
     ):
         assert row == pytest.approx(other, rel=1e-10)  # the sum has another order
+
+    for row, other in zip(
+        numbers(run(tmp_path / "logits", "from logits", *words, world=world)), wanted, strict=True
+    ):
+        assert row == pytest.approx(other, rel=1e-10)
 
     doubled = run(tmp_path / "z", with_z, *words, world=world)
     assert doubled[0]["lm_loss"] == pytest.approx(wanted[0][1], rel=1e-12)
