@@ -48,7 +48,8 @@ class MLP(nn.Module):
         if config.activation == "xielu":
             from megatron.model.xielu import XIELU
 
-            self.activation = XIELU(params.scope("xielu"))
+            self.xielu = XIELU(params.scope("xielu"))  # named as its parameters are
+            self.activation = self.xielu.forward
         else:
             self.activation = activation(config, kernels)
         self.linear_fc1 = ColumnParallelLinear.named("linear_fc1", params, ctx, kernels)
