@@ -57,7 +57,8 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
     return [
         *entries,
         entry("training", training_text(config, plan)),
-        entry("optimizer", optimizer_text(config, plan)),
+        entry("optimizer", optimizer_text(config)),
+        *_weights_by_rule(config, plan),
         entry("learning rate", schedule_text(config, plan)),
         entry("memory", memory_text(config, plan)),
     ]
@@ -129,53 +130,64 @@ def training_text(config: Config, plan: Plan) -> str:
     return f"{text}; validation every {_count(t.eval_interval, 'iteration')}{start}: {extent}"
 
 
-def optimizer_text(config: Config, plan: Plan) -> str:
-    """The update rule and its constants; of several rules the weights that each updates."""
+def optimizer_text(config: Config) -> str:
+    """The update rule, or rules, and its constants."""
     o = config.optimizer
     name = f"Adam (betas {o.adam_beta1:g} {o.adam_beta2:g}, eps {o.adam_eps:g})"
     if o.optimizer == "sgd":
         name = f"SGD (momentum {o.sgd_momentum:g})"
     elif o.optimizer == "muon":
-        name = f"{_muon_text(config, plan)}; {name} of {_weights_text(config, plan, False)};"
+        name = f"{_muon_text(config)} and {name}"
     decay = f"weight decay {o.weight_decay:g}"
     if o.weight_decay_incr_style != "constant":
         decay = (
             f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} "
             f"({o.weight_decay_incr_style})"
         )
-    separator = "" if name.endswith(";") else ","
-    return f"{name}{separator} {decay}, " + (
+    return f"{name}, {decay}, " + (
         f"gradient clipping {o.clip_grad:g}" if o.clip_grad else "no gradient clipping"
     )
 
 
-def _muon_text(config: Config, plan: Plan) -> str:
-    """Muon's constants and weights."""
+def _muon_text(config: Config) -> str:
+    """Muon's constants."""
     c = config.muon
     precision = config.precision.main_dtype
     if c.muon_fp32_matmul_prec == "medium":
         precision = "bfloat16"
-    stacks = matrices(c, config.model).stacks
-    count = sum(stack.number for spec in plan.parameters for stack in stacks(spec.name, spec.shape))
     return (
         f"Muon (momentum {c.muon_momentum:g}, {'' if c.muon_use_nesterov else 'not '}Nesterov, "
         f"{c.muon_num_ns_steps} {c.muon_coefficient_type} steps in {precision}, scale "
-        f"{c.muon_scale_mode} x {c.muon_extra_scale_factor:g}) of {count:,} matrices in "
-        f"{_weights_text(config, plan, True)}"
+        f"{c.muon_scale_mode} x {c.muon_extra_scale_factor:g})"
     )
+
+
+def _weights_by_rule(config: Config, plan: Plan) -> list[str]:
+    """Of an optimizer with two rules, the weights that each updates."""
+    if config.optimizer.optimizer != "muon":
+        return []
+    stacks = matrices(config.muon, config.model).stacks
+    count = sum(stack.number for spec in plan.parameters for stack in stacks(spec.name, spec.shape))
+    return [
+        entry("by Muon", f"{count:,} matrices in {_weights_text(config, plan, True)}"),
+        entry("by Adam", _weights_text(config, plan, False)),
+    ]
 
 
 def _weights_text(config: Config, plan: Plan, muon: bool) -> str:
-    """Number, size and names of the weights that Muon updates, or of the others; layers count as
-    `*`."""
+    """Number, size and names of the weights that Muon updates, or of the others. Those of layers
+    stand once, without `decoder.layers.N`."""
     chosen = [spec for spec in plan.parameters if spec.trained and by_muon(config, spec) == muon]
-    names = Counter(
-        spec.name if spec.layer is None else spec.name.replace(str(spec.layer), "*", 1)
-        for spec in chosen
-    )
+    of_layers: Counter[str] = Counter()
+    others = []
+    for spec in chosen:
+        if spec.layer is None:
+            others.append(spec.name)
+        else:
+            of_layers[spec.name.removeprefix(f"decoder.layers.{spec.layer}.")] += 1
     size = sum(spec.size for spec in chosen)
-    text = ", ".join(f"{name} x {n}" if n > 1 else name for name, n in names.items())
-    return f"{_count(len(chosen), 'tensor')} ({size:,} parameters: {text})"
+    text = ", ".join([*others, *(f"{name} x {n}" for name, n in of_layers.items())])
+    return f"{_count(len(chosen), 'tensor')} of {_count(size, 'parameter')}: {text}"
 
 
 def schedule_text(config: Config, plan: Plan) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron import log
+from megatron.config.data import DataConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
@@ -19,7 +20,7 @@ from megatron.data.script_datasets import DatasetsProvider, ScriptData
 from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
-from megatron.parallel.context import ParallelContext
+from megatron.parallel.context import Axis, ParallelContext
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Progress
 from megatron.training.step_counter import StepCounter
@@ -75,13 +76,6 @@ def build_data(
         None if d.full_validation and targets.valid else targets.valid,
         targets.test,
     )
-    before = None
-    if progress is not None and progress.data_order.get("train"):
-        before = Before(
-            progress.data_order["train"],
-            progress.consumed_train_samples,
-            d.continue_data_mix,
-        )
     if not (d.packed_samples or d.mock_data or provider):
         from megatron.data.megatron_order import check_tokenizer
 
@@ -93,7 +87,7 @@ def build_data(
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         identity=tokenizer.identity(),
-        before=before,
+        before=_mix_before(progress, d.continue_data_mix),
         micro_batch_size=t.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
         sample_formats=formats_of(config),
@@ -106,18 +100,10 @@ def build_data(
         log.detail(line)
     log.detail("> finished creating GPT datasets ...")
 
-    def sampler(dataset: Dataset, cyclic: bool, micro_batch_size: int) -> Sampler:
-        share = (micro_batch_size, ctx.dp.rank, ctx.dp.size)
-        if d.packed_samples:
-            return PackedSampler(len(dataset), *share)
-        if cyclic:
-            from megatron.data.cyclic_sampler import CyclicSampler
-
-            return CyclicSampler(len(dataset), *share, d.data_sharding)
-        return SequentialSampler(len(dataset), *share)
-
     cyclic = d.dataloader_type == "cyclic"
-    of_train = None if train is None else sampler(train, cyclic, plan.batch.micro_batch_size)
+    of_train = (
+        None if train is None else _sampler(train, cyclic, plan.batch.micro_batch_size, d, ctx.dp)
+    )
     rows_evaluated = plan.evaluation_batch.micro_batch_size
     order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
     names = [
@@ -135,11 +121,35 @@ def build_data(
         test,
         names,
         of_train,
-        [sampler(dataset, cyclic and not d.full_validation, rows_evaluated) for dataset in valids],
-        None if test is None else sampler(test, False, rows_evaluated),
+        [
+            _sampler(dataset, cyclic and not d.full_validation, rows_evaluated, d, ctx.dp)
+            for dataset in valids
+        ],
+        None if test is None else _sampler(test, False, rows_evaluated, d, ctx.dp),
         order,
         rows,
     )
+
+
+def _mix_before(progress: Progress | None, goes_on: bool) -> Before | None:
+    """The mix of data of a checkpoint that was loaded."""
+    if progress is None or not progress.data_order.get("train"):
+        return None
+    return Before(progress.data_order["train"], progress.consumed_train_samples, goes_on)
+
+
+def _sampler(
+    dataset: Dataset, cyclic: bool, micro_batch_size: int, data: DataConfig, dp: Axis
+) -> Sampler:
+    """Which samples this rank reads, and in what order."""
+    share = (micro_batch_size, dp.rank, dp.size)
+    if data.packed_samples:
+        return PackedSampler(len(dataset), *share)
+    if cyclic:
+        from megatron.data.cyclic_sampler import CyclicSampler
+
+        return CyclicSampler(len(dataset), *share, data.data_sharding)
+    return SequentialSampler(len(dataset), *share)
 
 
 def subset_counters(

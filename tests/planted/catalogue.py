@@ -148,6 +148,13 @@ BUGS = {
         f"{LAYOUTS}[tp2]",
         "sweep",
     ),
+    # Megatron-LM 7452
+    "a vocabulary-parallel loss of gathered logits": Bug(
+        "megatron.model.gpt.GPTModel.forward",
+        "self.losses(logits, labels, token_metrics)",
+        "self.losses(gather_alike(logits, self.ctx.tp, dim=-1), labels, token_metrics)",
+        f"{LAYOUTS}[tp2]",
+    ),
     "loss counted on every tensor-parallel rank": Bug(
         "megatron.training.step._sum_over_ranks",
         "run.runtime.ctx.tp.rank",

@@ -24,7 +24,9 @@ def test_every_bug_applies_to_exactly_one_place():
 
 def test_the_page_of_silent_errors_names_planted_bugs_and_their_tests():
     lines = (ROOT / "docs" / "silent_errors.md").read_text("utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| [")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.count("|") == 5][
+        2:
+    ]
     assert rows
     for _, _thread, _what, name, test, _ in rows:
         assert BUGS[name].test.endswith((f"[{test}]", f"::{test}"))

@@ -36,8 +36,8 @@ REASONS: dict[str, str] = {
     "nccl": "process groups have NCCL's defaults; NCCL_* variables apply",
     "one": "there is one implementation, with the same numbers",
     "restart": "a failed run is restarted by its launcher and resumes with the same command",
-    "sharding": "not supported; use data, tensor, pipeline or context parallelism, and "
-    "--use-distributed-optimizer",
+    "sharding": "parameters are not sharded; use data, tensor, pipeline or context parallelism, "
+    "and --use-distributed-optimizer",
     "wandb": "it steers a part of Weights & Biases, or another service, that is not used",
     "window": "attention reads all earlier tokens; omit the flag",
 }
