@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist  # noqa: TID251
 
 from megatron import launcher, log
+from megatron.config.summary_lines import entry
 from megatron.config.tree import Config
 from megatron.training.launch import hang
 from megatron.training.launch.hang_limits import limits
@@ -52,7 +53,7 @@ class Rendezvous:
         self.master = launcher.rendezvous(os.environ)
         self.store = open_store(*self.master, timedelta(minutes=minutes), self.limits.startup)
         if watch is not None:
-            log.print_rank_0(f"hang limits, in seconds without progress: {self.limits}")
+            log.print_rank_0(entry("hang limits", f"seconds without progress: {self.limits}"))
             watch.limit = f"--distributed-timeout-minutes {minutes}"
             self._monitor = watch.monitor = self._connect(watch)
 

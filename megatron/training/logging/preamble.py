@@ -170,10 +170,9 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
         tokens = sum(row.tokens for row in rows_of_split)
         read = sum(row.samples for row in rows_of_split)
         epochs = read * rows_of_split[0].sequence_length / tokens if tokens else 0.0
+        times = f"{epochs:.3g} epoch" + "s" * (f"{epochs:.3g}" != "1")
         label = {"train": "data", "valid": "validation"}.get(split, split)
-        lines.append(
-            entry(label, f"{names}: {tokens:,} tokens; {read:,.0f} samples ({epochs:.3g} epochs)")
-        )
+        lines.append(entry(label, f"{names}: {tokens:,} tokens; {read:,.0f} samples ({times})"))
     return lines
 
 
