@@ -385,6 +385,12 @@ MORE = {
     # which each has as many here.
     "tp2 sp, Muon": Case(2, (TP, "2", SP, *MUON), {}),
     "tp2 dp2, distributed optimizer, Muon": Case(4, (TP, "2", *SHARDED, *MUON), {}),
+    "experts, ep2 dp4, distributed optimizer, Muon": Case(
+        4, (EP, "2", *A2A, *SHARDED, *EXPERTS, *MUON), {}
+    ),
+    "experts, etp2 dp4, distributed optimizer, Muon": Case(
+        4, (ETP, "2", *A2A, *SHARDED, *EXPERTS, *MUON), {}
+    ),
     # Parts of 8 positions: 2048 bytes, 3 hops: 2 x 3 forward, twice that backward, 2 layers, 4
     # micro-batches.
     "cp4": Case(
