@@ -33,6 +33,23 @@ def retried(action: Callable[[], Result], *numbers: int) -> Result:
     return action()
 
 
+def make_directories(path: str | os.PathLike[str], seconds: float = 10.0) -> None:
+    """`os.makedirs(path, exist_ok=True)` where several hosts make one directory. Raises OSError.
+
+    On network file systems a host that looked in vain a moment ago goes on not seeing what another
+    host has made since (cached negative lookups): mkdir says that the name exists, stat that it
+    does not. Both cannot last; up to `seconds` are waited for it.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return os.makedirs(path, exist_ok=True)
+        except FileExistsError:
+            if os.path.lexists(path) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
 def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     """All bytes of a regular file. Raises OSError, also for a pipe, a device and a file of more
     than `limit` bytes."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.small_files import read_bytes, retried
+from megatron.small_files import make_directories, read_bytes, retried
 
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
@@ -135,7 +135,7 @@ class Disk:
         for directory in reversed(missing):
             with explained("create directory", directory):
                 self.step("mkdir", directory)
-                directory.mkdir(exist_ok=True)
+                make_directories(directory)
             self.fsync_directory(directory.parent)
 
     def create(self, path: Path) -> int:

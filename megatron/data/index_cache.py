@@ -23,7 +23,7 @@ import numpy as np
 from megatron import log
 from megatron.checksums import block_sums, file_sum, sum_of_file
 from megatron.data.file_access import IndexArrays, map_array, map_file
-from megatron.small_files import read_bytes
+from megatron.small_files import make_directories, read_bytes
 
 # between the description and the lines `NAME CHECKSUM` of its arrays
 CHECKSUMS = "\nchecksums:\n"
@@ -101,7 +101,7 @@ class IndexCache:
         """Make the directory. False if that cannot be done (ValueError if the user requested
         it)."""
         try:
-            os.makedirs(self.folder, exist_ok=True)
+            make_directories(self.folder)
             if not os.access(self.folder, os.W_OK | os.X_OK):
                 raise PermissionError(f"no permission to write to {self.folder}")
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
+from megatron.small_files import make_directories
 from megatron.training.feature import features_of
 from megatron.training.hook import Hook
 from megatron.training.result import IterationResult
@@ -94,7 +94,7 @@ class Profiler:
         name = f"rank{self._rank}_iterations_{self._first}_{self._last}.pt.trace.json.gz"
         path = self._directory / name
         try:
-            os.makedirs(self._directory, exist_ok=True)
+            make_directories(self._directory)
             trace.export_chrome_trace(str(path))
         except OSError as error:
             log.warn_once(f"--profile: {path} cannot be written: {error.strerror or error}")

@@ -355,3 +355,31 @@ def test_what_passes_on_network_file_systems_is_tried_again(monkeypatch):
     with pytest.raises(OSError):
         small_files.retried(action, errno.ESTALE)
     assert len(left) == 5
+
+
+def test_a_directory_that_another_host_has_just_made_is_seen_a_moment_later(tmp_path, monkeypatch):
+    """NFS: mkdir says that it exists, while lookups are still answered from the cache."""
+    made = tmp_path / "made"
+    made.mkdir()
+    looks, exists, is_dir = [], os.path.lexists, os.path.isdir
+
+    def late(path, look):
+        if os.fspath(path) == str(made):
+            looks.append(path)
+            return len(looks) > 4 and look(path)
+        return look(path)
+
+    monkeypatch.setattr(os.path, "lexists", lambda path: late(path, exists))
+    monkeypatch.setattr(os.path, "isdir", lambda path: late(path, is_dir))
+    small_files.make_directories(made)
+    assert len(looks) > 4
+    looks.clear()
+    with pytest.raises(FileExistsError):
+        small_files.make_directories(made, seconds=0.0)
+
+
+def test_a_file_in_the_way_of_a_directory_is_an_error_at_once(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(small_files.time, "sleep", pytest.fail)
+    with pytest.raises(FileExistsError):
+        small_files.make_directories(tmp_path / "file")

@@ -34,7 +34,7 @@ from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
 from megatron.data.preprocess.readers import Block, InputPosition
 from megatron.data.tokenizers.metadata import json_path
-from megatron.small_files import read_json
+from megatron.small_files import make_directories, read_json
 
 # between two notes of how far the work is; the less it writes at a time, the shorter the wait at
 # the end
@@ -127,7 +127,7 @@ class Unfinished:
         self._behind: dict[int, dict[str, Any]] = {}
         self._aside = ThreadPoolExecutor(1)  # notes are written while encoding continues
         self._noting: Future[None] | None = None
-        os.makedirs(self.folder, exist_ok=True)
+        make_directories(self.folder)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._lock = os.fdopen(os.open(f"{self.folder}/lock", flags, 0o666), "w")
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
+
+from megatron.small_files import make_directories
 
 OFFLINE = "WANDB_MODE=offline in the environment records without network or account"
 
@@ -25,7 +26,7 @@ class WandB:
                 "--wandb-project needs the package wandb: pip install wandb, or omit the flag "
                 "(--tensorboard-dir and --metrics-file store the same values) [package-missing]"
             ) from None
-        os.makedirs(directory, exist_ok=True)
+        make_directories(directory)
         try:
             self._run = wandb.init(
                 project=project,

@@ -10,6 +10,7 @@ import sys
 from typing import Any, TextIO
 
 from megatron.interrupt import CheckedOutput
+from megatron.small_files import make_directories
 
 # With these a file cannot be made now, though its path is right.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -75,7 +76,7 @@ class OutputFile:
             self._failed(error)
 
     def _open(self) -> int:
-        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+        make_directories(os.path.dirname(self._path) or ".")
         self._file = os.open(
             self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
         )
