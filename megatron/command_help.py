@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ def _help_of_topic(parser: Parser, topic: str) -> str:
         lines += ["", title] * bool(shown)
         for flag in shown:
             lines += _flag_lines(flag)
+    own = parser.extra.help(functools.partial(_speaks_of, wanted)) if parser.extra else ""
+    lines += ["", own] * bool(own)
     if not lines:
         return f"{parser.prog}: no flag speaks of {topic!r}; --help lists all\n"
     return "\n".join(lines[1:]) + "\n"
