@@ -675,6 +675,7 @@ class Parsed:
     help: bool = False
     topic: str = ""  # typed after --help
     version: bool = False
+    explain: list[str] | None = None  # typed after --explain
     unread_file: bool = False
 
     @property
@@ -732,6 +733,9 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
         return
     if spelling == "--version":
         parsed.version = True
+        return
+    if spelling == "--explain":
+        parsed.explain = values
         return
     if not is_flag(words[0]):
         parsed.problems.append(
