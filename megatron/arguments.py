@@ -199,9 +199,9 @@ class Flag:
             return one
         return " ".join([one] * self.nargs) if isinstance(self.nargs, int) else f"{one} [{one} ...]"
 
-    def with_values(self, values: Mapping[str, str]) -> Flag:
+    def with_values(self, values: Mapping[str, AddedValue]) -> Flag:
         """The flag with more choices; the help says of each what it does."""
-        text = "".join(f"; {value}: {what}" for value, what in values.items())
+        text = "".join(f"; {value}: {added.help}" for value, added in values.items())
         assert self.choices is not None, f"{self.spelling} has no choices"
         return dataclasses.replace(
             self, choices=(*self.choices, *values), help=f"{self.help}{text}"
@@ -290,11 +290,19 @@ class FlagAction(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
+class AddedValue(NamedTuple):
+    """What the help says of a value that an extension adds to a flag, and what makes that which
+    the value names."""
+
+    help: str
+    make: Callable[..., Any]
+
+
 class Extension:
     """A group of flags that not every program has, and what else it changes of the command line."""
 
-    # values that it adds to flags of other groups, by field name: what the help says of each
-    adds: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    # values that it adds to flags of other groups, by field name
+    adds: ClassVar[Mapping[str, Mapping[str, AddedValue]]] = {}
 
     @classmethod
     def other_flags(cls) -> OtherFlags | None:
@@ -404,7 +412,8 @@ class OtherFlags:
     and `synonyms` what it is called here. `read_as` gets the parser, what was typed of the
     program's own flags, of these, and the spellings that are ignored. `changes_nothing`: whether
     what is computed is the same with a name's value. `tables`: of their page, by the text above
-    each, the spellings and what is said of them."""
+    each, the spellings and what is said of them. `argument_table`: the table of arguments, of the
+    program's own and those typed of these."""
 
     flags: Sequence[Flag] = ()
     explain: Callable[[str], str | None] = lambda spelling: None
@@ -415,6 +424,9 @@ class OtherFlags:
     )
     changes_nothing: Callable[[str, Any], bool] = lambda name, value: False
     tables: Callable[[], Mapping[str, Sequence[tuple[Sequence[str], str]]]] = dict
+    argument_table: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = (
+        lambda values, foreign: values
+    )
 
 
 class Parser:
@@ -583,18 +595,12 @@ class ExtraArguments:
             del self._parser._defaults[name]
             delattr(self.namespace, name)
 
-    def help(self, shows: Callable[..., bool] = lambda *texts: True) -> str:
-        """These arguments in the groups they were added to, as argparse shows them: those of which
-        `shows(spellings, help, title of the group)` is true."""
+    def help(self) -> str:
+        """These arguments in the groups they were added to, as argparse shows them."""
         formatter = argparse.HelpFormatter(self._parser.prog, max_help_position=34, width=110)
         own = set(self.by_spelling.values())
         for group in self._parser._action_groups:
-            actions = [
-                action
-                for action in group._group_actions
-                if action in own
-                and shows(*action.option_strings, action.help or "", group.title or "")
-            ]
+            actions = [action for action in group._group_actions if action in own]
             if actions:
                 formatter.start_section(group.title)
                 formatter.add_text(group.description)
@@ -675,7 +681,6 @@ class Parsed:
     help: bool = False
     topic: str = ""  # typed after --help
     version: bool = False
-    explain: list[str] | None = None  # typed after --explain
     unread_file: bool = False
 
     @property
@@ -733,9 +738,6 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
         return
     if spelling == "--version":
         parsed.version = True
-        return
-    if spelling == "--explain":
-        parsed.explain = values
         return
     if not is_flag(words[0]):
         parsed.problems.append(

@@ -50,7 +50,7 @@ from tools.shared.run_options import RunOptions
 
 HEAD = 16  # tokens of a piece that are shown as text
 THREADS = 4  # that check pairs side by side
-FORMATS = [one for feature in FEATURES for one in feature.sample_formats()]
+FORMATS = [one for feature in FEATURES for one in feature.sample_formats]
 IDS_READ = 1 << 18  # tokens of a file whose ids are looked at, without --all-tokens
 
 

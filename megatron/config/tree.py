@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, make_dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Protocol, runtime_checkable
 
+from megatron.arguments import Extension, values_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.kernels import KernelsConfig
@@ -17,6 +18,18 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a feature asks of the run."""
+
+    subsets: bool = False  # tokens and losses of each subset of the data
+    step_numbers: int = 0  # of its `StepCounter`s, in the sum over ranks of each step
+    vetoes: bool = False  # it is asked before each update, so that each step has its norm
+    # copies of the run that a rank keeps in host memory, by the flag that asks for them
+    host_copies: Mapping[str, int] = field(default_factory=dict)
+    profile_folder: str | None = None  # where it shows profiles
 
 
 @dataclass(frozen=True)
@@ -47,25 +60,36 @@ class Config:
         return backend
 
     @property
+    def demands(self) -> list[Demands]:
+        """Those of its features."""
+        groups = vars(self).values()
+        return [group.demands(self) for group in groups if isinstance(group, HasDemands)]
+
+    @property
     def needs_subsets(self) -> bool:
         """Does a feature need the tokens and losses of each subset of the data?"""
-        groups = vars(self).values()
-        return any(
-            isinstance(group, NeedsSubsets) and group.counts_subsets(self) for group in groups
-        )
+        return any(demands.subsets for demands in self.demands)
 
     @property
     def counts_subsets(self) -> bool:
         """Are they counted?"""
         return self.data.packed_samples or self.logging.log_subsets or self.needs_subsets
 
+    def added(self, name: str) -> Callable[..., Any] | None:
+        """What makes that which the value of a flag names, if a feature adds this value."""
+        value = values_of(self)[name]
+        for group in vars(self).values():
+            if isinstance(group, Extension) and value in group.adds.get(name, {}):
+                return group.adds[name][value].make
+        return None
+
 
 @runtime_checkable
-class NeedsSubsets(Protocol):
-    """A group of flags that may need the metrics of subsets, as features do."""
+class HasDemands(Protocol):
+    """A group of flags that asks something of the run, as features do."""
 
-    def counts_subsets(self, config: Config) -> bool:
-        """Does it?"""
+    def demands(self, config: Config) -> Demands:
+        """What it asks."""
 
 
 def with_features(features: Iterable[type]) -> type[Config]:

@@ -29,7 +29,6 @@ from megatron.parallel.sharding import counts_in_norm, init_parameters, sharding
 from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
-from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Chunks, Run, Services
@@ -60,9 +59,8 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
     t = config.training
     ctx = runtime.ctx
     log.detail("building GPT model ...")
-    schemes = (feature.init_scheme(config.model) for feature in features_of(config))
-    scheme = next(filter(None, schemes), None)
-    assert scheme or config.model.init_scheme == "megatron"
+    make_scheme = config.added("init_scheme")
+    scheme = make_scheme(config.model) if make_scheme else None
     kernels = choose_kernels(runtime.device, getattr(torch, config.precision.params_dtype), config)
     for row in fp8_rows(runtime.device, config):
         if row.on:

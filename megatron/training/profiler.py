@@ -14,7 +14,6 @@ from megatron import device as devices
 from megatron import log
 from megatron.config.tree import Config
 from megatron.small_files import make_directories
-from megatron.training.feature import features_of
 from megatron.training.hook import Hook
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
@@ -22,7 +21,7 @@ from megatron.training.run import Run
 
 def trace_directory(config: Config) -> Path:
     """Where traces are written: where a feature shows them, or `profile` in --save or here."""
-    folders = (feature.profile_folder for feature in features_of(config))
+    folders = (demands.profile_folder for demands in config.demands)
     shown = next(filter(None, folders), None)
     return Path(shown) if shown else Path(config.checkpoint.save or ".") / "profile"
 

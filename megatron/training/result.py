@@ -25,7 +25,7 @@ class Requests(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class IterationResult:
     """What one iteration did, or several whose data were not read. The step gives what it measured,
-    `Run.advance` adds where the run is then, hooks add to `columns` and `points`."""
+    `Run.advance` adds where the run is then, hooks add to `counts`, `columns` and `points`."""
 
     iteration: int  # the last one, of several
     iterations: int = 1  # more than one only where data are not read
@@ -43,7 +43,7 @@ class IterationResult:
     # why the data were not read (user, spike ...), or the veto's
     reason: str | None = None
     requests: Requests = Requests()  # of all ranks
-    counts: Mapping[str, float | int | None] = field(default_factory=dict)  # of `Run.counters`
+    counts: dict[str, float | int | None] = field(default_factory=dict)  # of `Run.counters`
     metrics: Mapping[str, float | None] = field(default_factory=dict)  # of forward_step
 
     # after it

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.args_file import expand_files
 from megatron.arguments import (
+    AddedValue,
     Extension,
     Flag,
     OtherFlags,
@@ -139,7 +140,7 @@ def test_a_name_or_spelling_stands_only_once():
 class Fashion(Extension):
     """More styles."""
 
-    adds = {"style": {"wavy": "as a wave"}}
+    adds = {"style": {"wavy": AddedValue("as a wave", str)}}
 
 
 def test_a_value_that_an_extension_adds_is_known_where_it_is():

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megatron.arguments import arg
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config.checkpoint import is_url
-from megatron.features.registry import FEATURES
 
 if TYPE_CHECKING:
     from tools.convert.family_table import Family
@@ -31,7 +30,7 @@ _FAMILY_NAMES = (
 
 
 class Formats(Protocol):
-    """A feature's module of tools/ (`Feature.converter`): formats of checkpoints."""
+    """tools/features/NAME/converter.py: formats of checkpoints."""
 
     COMMANDS: Mapping[str, Command]
     FAMILY_NAMES: tuple[str, ...]  # of Hugging Face models
@@ -42,7 +41,8 @@ class Formats(Protocol):
 
 def of_features() -> list[Formats]:
     """Of each feature that has some."""
-    modules = [feature.converter for feature in FEATURES if feature.converter]
+    files = sorted(Path(__file__).parent.parent.glob("features/*/converter.py"))
+    modules = [f"tools.features.{file.parent.name}.converter" for file in files]
     return [cast(Formats, importlib.import_module(name)) for name in modules]
 
 

@@ -38,9 +38,7 @@ class HasIndex(Protocol):
 class KnowsFiles(Protocol):
     """A group of flags that knows files which the core does not, as features do."""
 
-    @staticmethod
-    def sample_formats() -> Sequence[HasIndex]:
-        """Formats of packed samples."""
+    sample_formats: Sequence[HasIndex]
 
     def missing(self) -> Iterable[str]:
         """What a real run would not find on this machine."""
@@ -86,7 +84,7 @@ def missing(config: Config) -> list[str]:
 
         lines += missing_data(
             d,
-            [sample_format.index for group in knowing for sample_format in group.sample_formats()],
+            [sample_format.index for group in knowing for sample_format in group.sample_formats],
         )
     lines += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
     lines += [] if config.training.skip_train else _overwritten(c)

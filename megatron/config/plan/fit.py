@@ -64,8 +64,8 @@ def host_copies(config: Config, plan: Plan) -> dict[str, int]:
     )
     return {
         user: count * saved
-        for group in vars(config).values()
-        for user, count in getattr(group, "host_copies", {}).items()
+        for demands in config.demands
+        for user, count in demands.host_copies.items()
     }
 
 

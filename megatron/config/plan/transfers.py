@@ -424,11 +424,11 @@ def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
     measured = (
         scaled
         or config.optimizer.clip_grad > 0
-        or any(getattr(group, "may_veto", False) for group in vars(config).values())
+        or any(demands.vetoes for demands in config.demands)
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
     numbers = 2 + REQUESTS + config.model.router_numbers
-    numbers += sum(getattr(group, "step_numbers", 0) for group in vars(config).values())
+    numbers += sum(demands.step_numbers for demands in config.demands)
     return [
         Transfer("world", "all-reduce", 1, numbers * 8),
         Transfer("optimizer", "all-reduce", sums, sums * 8),

@@ -33,27 +33,19 @@ class GeneratedSamples(Protocol):
 
 
 @runtime_checkable
-class OffersSamples(Protocol):
-    """A group of flags with samples of its own, as features are."""
+class HasFormats(Protocol):
+    """A group of flags with formats of its own, as features are."""
 
-    @staticmethod
-    def sample_formats() -> Sequence[SampleFormat]:
-        """Its formats of files."""
-
-    def generated_samples(self, name: str) -> GeneratedSamples | None:
-        """What it generates for this value of --dummy-data."""
+    sample_formats: Sequence[SampleFormat]
 
 
 def formats_of(config: Config) -> tuple[SampleFormat, ...]:
     """Those of all features."""
-    offers = (group for group in vars(config).values() if isinstance(group, OffersSamples))
-    return tuple(sample_format for group in offers for sample_format in group.sample_formats())
+    groups = (group for group in vars(config).values() if isinstance(group, HasFormats))
+    return tuple(sample_format for group in groups for sample_format in group.sample_formats)
 
 
 def generated_by(config: Config) -> GeneratedSamples | None:
     """What --dummy-data names."""
-    name = config.data.dummy_data
-    for group in vars(config).values():
-        if name and isinstance(group, OffersSamples) and (samples := group.generated_samples(name)):
-            return samples
-    return None
+    make = config.added("dummy_data")
+    return make() if make else None

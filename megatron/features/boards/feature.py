@@ -6,92 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.arguments import Needs, arg
+from megatron.config.tree import Config, Demands
+from megatron.features.boards.flags import BoardFlags
 from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
-    from megatron.config.tree import Config
     from megatron.training.hook import Hook
     from megatron.training.logging.iteration import ResultWriter
 
-_BOARDS = Needs(
-    "--tensorboard-dir or --wandb-project", lambda v: v["tensorboard_dir"] or v["wandb_project"]
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class BoardsConfig(Feature):
+class BoardsConfig(BoardFlags, Feature):
     """TensorBoard and Weights & Biases."""
-
-    tensorboard_dir: str | None = arg(
-        None, per_run=True, help="directory of TensorBoard event files"
-    )
-    tensorboard_log_interval: int = arg(
-        1,
-        needs=_BOARDS,
-        minimum=1,
-        help="iterations between points in TensorBoard and Weights & Biases",
-    )
-    tensorboard_queue_size: int = arg(
-        1000,
-        minimum=1,
-        needs="tensorboard_dir",
-        help="number of TensorBoard events buffered before a write",
-    )
-    log_timers_to_tensorboard: bool = arg(False, needs=_BOARDS, help="write timers to TensorBoard")
-    log_batch_size_to_tensorboard: bool = arg(
-        False, needs=_BOARDS, help="write the batch size to TensorBoard"
-    )
-    log_learning_rate_to_tensorboard: bool = arg(
-        True,
-        needs=_BOARDS,
-        off="--no-log-learnig-rate-to-tensorboard",
-        help="do not write the learning rate to TensorBoard (Megatron's spelling)",
-    )
-    log_loss_scale_to_tensorboard: bool = arg(
-        True,
-        needs=_BOARDS,
-        off="--no-log-loss-scale-to-tensorboard",
-        help="do not write the loss scale to TensorBoard",
-    )
-    log_validation_ppl_to_tensorboard: bool = arg(
-        False, needs=_BOARDS, help="write validation perplexity to TensorBoard"
-    )
-    log_memory_to_tensorboard: bool = arg(
-        False,
-        needs=[_BOARDS, Needs("an accelerator (--device is cpu)", lambda v: v["device"] != "cpu")],
-        help="write device memory to TensorBoard",
-    )
-    log_world_size_to_tensorboard: bool = arg(
-        False, needs=_BOARDS, help="write the world size to TensorBoard"
-    )
-
-    wandb_project: str = arg(
-        "", help="Weights & Biases project that gets the scalars of TensorBoard (pip install wandb)"
-    )
-    wandb_exp_name: str = arg(
-        "",
-        per_run=True,
-        needs="wandb_project",
-        help="name of the run at Weights & Biases (default: a random one)",
-    )
-    wandb_entity: str = arg(
-        "",
-        needs="wandb_project",
-        dump=False,
-        help="team or user at Weights & Biases (default: the account's)",
-    )
-    wandb_save_dir: str = arg(
-        "",
-        per_run=True,
-        needs="wandb_project",
-        help="directory of wandb's files (default: wandb in --save)",
-    )
-
-    @property
-    def written(self) -> bool:
-        """Are scalars written to TensorBoard or Weights & Biases?"""
-        return bool(self.tensorboard_dir or self.wandb_project)
 
     def missing(self) -> Iterator[str]:
         """Directories that cannot be written."""
@@ -102,10 +28,9 @@ class BoardsConfig(Feature):
         if self.wandb_save_dir:
             yield from directory_to_write("--wandb-save-dir", self.wandb_save_dir)
 
-    @property
-    def profile_folder(self) -> str | None:
+    def demands(self, config: Config) -> Demands:
         """TensorBoard shows profiles beside its scalars."""
-        return self.tensorboard_dir
+        return Demands(profile_folder=self.tensorboard_dir)
 
     def writers(self, config: Config, world_size: int) -> Iterator[ResultWriter]:
         """All boards as one. Raises ValueError or OSError where one cannot be opened."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron import log
 from megatron.config.logging import LoggingConfig
 from megatron.config.tree import Config
+from megatron.features.boards.flags import BoardFlags
 from megatron.training.hook import Hook
 from megatron.training.logging.iteration import ResultWriter
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
-
-if TYPE_CHECKING:
-    from megatron.features.boards.feature import BoardsConfig
 
 # What Megatron's tags are called with --log-format short.
 GROUPED = {
@@ -76,7 +74,7 @@ class Boards(ResultWriter):
     def __init__(
         self,
         boards: Sequence[Board],
-        flags: BoardsConfig,
+        flags: BoardFlags,
         logging: LoggingConfig,
         seq_length: int = 0,
         world_size: int = 1,
@@ -105,7 +103,6 @@ class Boards(ResultWriter):
         self,
         r: IterationResult,
         teraflops: float | None,
-        counts: Mapping[str, Any],
         memory: Callable[[], Mapping[str, float]],
     ) -> None:
         """As ResultWriter's, every --tensorboard-log-interval iterations; `r.points` at once."""
@@ -117,7 +114,7 @@ class Boards(ResultWriter):
         for tag, value in self._training_points(r).items():
             if value is not None:
                 self.scalar(tag, value, n, r.consumed_samples)
-        points = {**counts, **self._speed_points(r, teraflops), **r.metrics}
+        points = {**r.counts, **self._speed_points(r, teraflops), **r.metrics}
         if self._flags.log_memory_to_tensorboard:
             points |= {MEMORY[key]: value for key, value in memory().items() if key in MEMORY}
         for tag, value in points.items():
@@ -200,7 +197,7 @@ class Boards(ResultWriter):
 class BoardIntervals(Hook):
     """Says at which iterations something is written."""
 
-    def __init__(self, flags: BoardsConfig, run: Run):
+    def __init__(self, flags: BoardFlags, run: Run):
         self._flags = flags
         self._run = run
 
@@ -216,7 +213,7 @@ class BoardIntervals(Hook):
         return (self._flags.tensorboard_log_interval,)
 
 
-def open_boards(flags: BoardsConfig, config: Config, world_size: int) -> Boards:
+def open_boards(flags: BoardFlags, config: Config, world_size: int) -> Boards:
     """The boards that the flags request. Raises ValueError or OSError where one cannot be
     opened."""
     boards: list[Board] = []

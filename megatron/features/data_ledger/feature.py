@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.arguments import arg
+from megatron.config.tree import Config, Demands
 from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ class DataLedgerConfig(Feature):
         if self.data_ledger is not None:
             yield from file_to_write("--data-ledger", self.data_ledger)
 
-    @property
-    def step_numbers(self) -> int:
+    def demands(self, config: Config) -> Demands:
         """The halves of the hash."""
-        return 2 if self.data_ledger else 0
+        return Demands(step_numbers=2 if self.data_ledger else 0)
 
     def hooks(self, loop: Loop) -> Iterator[Hook]:
         """What counts and writes."""

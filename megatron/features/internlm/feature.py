@@ -6,19 +6,20 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from megatron.arguments import AddedValue
+from megatron.config.tree import Config, Demands
 from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
     from megatron.config.plan.parameters import Scheme
     from megatron.config.plan.plan import Plan
-    from megatron.config.tree import Config
     from megatron.features.internlm.dummy import DummySamples
-    from megatron.features.internlm.log_format import InternlmLines, StepCounts
+    from megatron.features.internlm.log_format import InternlmLines
     from megatron.features.internlm.token_files import JsonlTokens
     from megatron.training.hook import Hook
     from megatron.training.launch.initialize import Runtime
@@ -50,28 +51,39 @@ class Demo:
         return DummySamples(sequence_length)
 
 
+def _lines(config: Config, plan: Plan, runtime: Runtime | None) -> InternlmLines:
+    from megatron.features.internlm.log_format import InternlmLines
+
+    return InternlmLines(config, plan, runtime)
+
+
+def _scheme(model: ModelConfig) -> Scheme:
+    from megatron.features.internlm.initial_values import internlm_scheme
+
+    return internlm_scheme(model)
+
+
+def _scheme2(model: ModelConfig) -> Scheme:
+    from megatron.features.internlm.initial_values import internlm2_scheme
+
+    return internlm2_scheme(model)
+
+
 @dataclass(frozen=True)
 class InternlmConfig(Feature):
     """InternLM."""
 
     adds = {
-        "log_format": {"internlm": "InternLM's lines"},
-        "dummy_data": {"internlm": "those of InternLM's demos"},
+        "log_format": {"internlm": AddedValue("InternLM's lines", _lines)},
+        "dummy_data": {"internlm": AddedValue("those of InternLM's demos", Demo)},
         "init_scheme": {
-            "internlm": "fixed standard deviations that depend on the layer",
-            "internlm2": "0.02, at the ends of a layer's branches divided by sqrt(2 (layer + 1))",
+            "internlm": AddedValue("fixed standard deviations that depend on the layer", _scheme),
+            "internlm2": AddedValue(
+                "0.02, at the ends of a layer's branches divided by sqrt(2 (layer + 1))", _scheme2
+            ),
         },
     }
-    converter: ClassVar = "tools.features.internlm.converter"
-
-    @staticmethod
-    def sample_formats() -> tuple[TokenFiles]:
-        """Token files of JSON lines."""
-        return (TokenFiles(),)
-
-    def generated_samples(self, name: str) -> Demo | None:
-        """Those of --dummy-data internlm."""
-        return Demo() if name == "internlm" else None
+    sample_formats = (TokenFiles(),)
 
     @staticmethod
     def converter_command(load: str) -> str | None:
@@ -84,43 +96,18 @@ class InternlmConfig(Feature):
                 return f"internlm-import {shlex.quote(folder)} DIR"
         return None
 
-    def init_scheme(self, model: ModelConfig) -> Scheme | None:
-        """Those of --init-scheme internlm and internlm2."""
-        if not model.init_scheme.startswith("internlm"):
-            return None
-        from megatron.features.internlm import initial_values
+    def demands(self, config: Config) -> Demands:
+        """Its log lines have the losses of subsets."""
+        return Demands(subsets=config.logging.log_format == "internlm")
 
-        if model.init_scheme == "internlm2":
-            return initial_values.internlm2_scheme(model)
-        return initial_values.internlm_scheme(model)
-
-    def counts_subsets(self, config: Config) -> bool:
-        """For its log lines."""
-        return config.logging.log_format == "internlm"
-
-    def columns(self, config: Config, plan: Plan) -> StepCounts | None:
-        """Rates of tokens, where subsets are counted."""
-        if not config.counts_subsets:
-            return None
-        from megatron.features.internlm.log_format import StepCounts
-
-        return StepCounts(config.model.seq_length, plan.world_size)
-
-    def log_format(
-        self, config: Config, plan: Plan, runtime: Runtime | None
-    ) -> InternlmLines | None:
-        """The lines of InternLM."""
-        if config.logging.log_format != "internlm":
-            return None
-        from megatron.features.internlm.log_format import InternlmLines
-
-        return InternlmLines(config, plan, runtime)
-
-    def hooks(self, loop: Loop) -> Iterable[Hook]:
-        """No hook: the line about the partition of the optimizer."""
+    def hooks(self, loop: Loop) -> Iterator[Hook]:
+        """Rates of tokens, where subsets are counted; the line about the partition of the
+        optimizer."""
         run = loop.run
-        if run.config.logging.log_format == "internlm" and run.runtime.ctx.shard.size > 1:
-            from megatron.features.internlm.log_format import print_partition
+        if not run.config.counts_subsets:
+            return
+        from megatron.features.internlm.log_format import StepCounts, print_partition
 
+        if run.config.logging.log_format == "internlm" and run.runtime.ctx.shard.size > 1:
             print_partition(run.buffers.layout.elements())
-        return ()
+        yield StepCounts(run.config.model.seq_length, run.plan.world_size)

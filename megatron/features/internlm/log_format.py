@@ -18,6 +18,7 @@ from typing import Any
 from megatron import launcher, log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
+from megatron.training.hook import Hook
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.flops import TransformerShape
 from megatron.training.logging.iteration import Interval
@@ -89,9 +90,11 @@ def _over(steps: Any) -> float:
     return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
 
 
-class StepCounts:
+class StepCounts(Hook):
     """What InternLM's line and the metrics have where subsets are counted: rates of tokens, and
     the number of updates that were not made."""
+
+    before = ("IterationLog",)
 
     def __init__(self, seq_length: int, world_size: int):
         self._tokens = seq_length / world_size  # of a sample on a rank
@@ -105,16 +108,16 @@ class StepCounts:
             self.failed_updates += r.skipped is not None
             self.rates = self._rates.add(r.global_batch_size * self._tokens, r.seconds)
 
-    def of(self, r: IterationResult) -> dict[str, Any]:
-        """The columns of an iteration, by name."""
-        if not r.counts:
-            return {}
-        return {
-            **{name: value for name, value in self.rates.items() if name.startswith("tgs/")},
-            "fwd_bwd_time": r.fwd_bwd_seconds,
-            "inf_nan_skip_batches": self.failed_updates,
-            "adam_beta2": r.adam_beta2,
-        }
+    def after_step(self, result: IterationResult) -> None:
+        self.add(result)
+        result.counts.update(
+            {
+                **{name: value for name, value in self.rates.items() if name.startswith("tgs/")},
+                "fwd_bwd_time": result.fwd_bwd_seconds,
+                "inf_nan_skip_batches": self.failed_updates,
+                "adam_beta2": result.adam_beta2,
+            }
+        )
 
 
 def start_line(function: str, text: str, now: datetime) -> str:

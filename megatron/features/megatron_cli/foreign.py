@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.arguments import OtherFlags, Parser, ReadAs, parse
@@ -45,6 +45,7 @@ def other_flags() -> OtherFlags:
         read_as,
         changes_nothing,
         tables,
+        argument_table,
     )
 
 
@@ -52,6 +53,13 @@ def changes_nothing(name: str, value: Any) -> bool:
     """Whether an argument of this name is known, and not refused with this value."""
     flag = compat.FOREIGN.get(name)
     return flag is not None and (flag.verdict != compat.REFUSED or flag.shown(value) is None)
+
+
+def argument_table(values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
+    """As `OtherFlags.argument_table`."""
+    if values.get("log_format") == "megatron":  # Megatron's has no such name
+        del values["log_format"]
+    return values | compat.dumped(foreign)
 
 
 def tables() -> dict[str, list[tuple[Sequence[str], str]]]:

@@ -3,11 +3,12 @@ rolled back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.arguments import Needs, arg
+from megatron.config.tree import Config, Demands
 from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
@@ -54,15 +55,15 @@ class SpikeConfig(Feature):
                 "the optimizer; omit one of them [spike-action-needs-optimizer-state]"
             )
 
-    @property
-    def may_veto(self) -> bool:
-        """Updates on numbers that are not finite, with skip-update on every spike."""
-        return self.spike_action in ("skip-update", "rewind")
+    def demands(self, config: Config) -> Demands:
+        """Snapshots of `RollbackBuffer`."""
+        copies = {"--spike-action rewind": self._copies} if self._copies else {}
+        return Demands(vetoes=self._vetoes, host_copies=copies)
 
     @property
-    def host_copies(self) -> Mapping[str, int]:
-        """Snapshots of `RollbackBuffer`."""
-        return {"--spike-action rewind": self._copies} if self._copies else {}
+    def _vetoes(self) -> bool:
+        """Updates on numbers that are not finite, with skip-update on every spike."""
+        return self.spike_action in ("skip-update", "rewind")
 
     @property
     def _copies(self) -> int:
@@ -72,7 +73,7 @@ class SpikeConfig(Feature):
         """The detector, also where it is off: the metrics file has its columns; what acts on it."""
         from megatron.features.spikes.hook import SpikeDetection
 
-        if not self.may_veto:
+        if not self._vetoes:
             from megatron.features.spikes.policy import SpikePolicy
 
             yield SpikeDetection(loop.run, SpikePolicy(self.spike_action))

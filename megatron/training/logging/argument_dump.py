@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.arguments import flags_of, values_of
+from megatron.config.command_line import CommandLine, other_flags
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.plan.report import vocabulary
 from megatron.config.summary_lines import changed_arguments
 from megatron.config.tree import Config
-from megatron.training.feature import features_of
-
-if TYPE_CHECKING:
-    from megatron.config.command_line import CommandLine
 
 
 def dumped_values(
@@ -52,8 +49,7 @@ def dumped_values(
         for name, value in dumped.items()
         if name.startswith(("no_load_", "no_save_"))
     }
-    for feature in features_of(config):
-        dumped = feature.argument_table(dumped, foreign or {})
+    dumped = other_flags(type(config)).argument_table(dumped, foreign or {})
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
     return dumped | {

@@ -66,16 +66,6 @@ class Interval:
         return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
 
 
-class Columns(Protocol):
-    """Columns of the metrics besides those of the core."""
-
-    def add(self, result: IterationResult) -> None:
-        """Take in one iteration."""
-
-    def of(self, result: IterationResult) -> Mapping[str, Any]:
-        """Those of the iteration that came last, by name."""
-
-
 class LogFormat(Protocol):
     """The lines of one --log-format."""
 
@@ -124,11 +114,10 @@ class ResultWriter:
         self,
         result: IterationResult,
         teraflops: float | None,
-        counts: Mapping[str, Any],
         memory: Callable[[], Mapping[str, float]],
     ) -> None:
-        """Store one iteration; `teraflops` of a rank (None without training), `counts` of subsets
-        by name, `memory()` of the device in bytes."""
+        """Store one iteration; `teraflops` of a rank (None without training), `memory()` of the
+        device in bytes."""
 
     def evaluation(
         self, key: str, split: str, iteration: int, samples: int, values: Mapping[str, float | None]

@@ -23,7 +23,6 @@ class MetricsFile(ResultWriter):
         self,
         r: IterationResult,
         teraflops: float | None,
-        counts: Mapping[str, Any],
         memory: Callable[[], Mapping[str, float]],
     ) -> None:
         """As ResultWriter's. Raises ValueError where a metric has the name of a column."""
@@ -46,7 +45,7 @@ class MetricsFile(ResultWriter):
             "skipped_iterations_total": r.skipped_iterations,
             "skipped_samples": r.skipped_samples,
             **r.columns,
-            **counts,
+            **r.counts,
         }
         taken = row.keys() & r.metrics.keys()
         if taken:

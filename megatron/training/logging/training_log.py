@@ -1,9 +1,9 @@
-"""Where the results of an iteration go: log line, metrics file, writers of features."""
+"""Where the results of an iteration go: log line and writers."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megatron import device as devices
 from megatron import launcher, log
@@ -12,31 +12,13 @@ from megatron.config.tree import Config
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.timers import Timers
-from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
 from megatron.training.logging.argument_dump import dumped_values
 from megatron.training.logging.iteration import Interval, LogFormat, ResultWriter
-from megatron.training.logging.output import OutputFile
 from megatron.training.logging.short_format import perplexity
 from megatron.training.logging.short_log import ShortLog
 from megatron.training.result import IterationResult
-
-
-def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
-    """The requested files and services of the last rank; on other ranks there are none. Raises
-    ValueError or OSError where one cannot be opened."""
-    logging = config.logging
-    writers: list[ResultWriter] = []
-    if launcher.rank() == launcher.world_size() - 1:
-        if logging.metrics_file:
-            from megatron.training.logging.metrics_file import MetricsFile
-
-            file = OutputFile(logging.metrics_file, "--metrics-file")
-            writers.append(MetricsFile(file, config.model.seq_length))
-        for feature in features_of(config):
-            writers += feature.writers(config, world_size)
-    return writers
 
 
 class TrainingLog:
@@ -49,7 +31,7 @@ class TrainingLog:
         plan: Plan,
         timers: Timers,
         world: Axis,
-        writers: Sequence[ResultWriter] | None = None,
+        writers: list[ResultWriter],
         runtime: Runtime | None = None,
     ):
         self._config = config
@@ -58,21 +40,16 @@ class TrainingLog:
         self._world = world
         self._interval = Interval()
         self._shape = flops.model_shape(config, plan)
-        self.writers = open_writers(config, plan.world_size) if writers is None else writers
+        self.writers = writers
         self._runtime = runtime
         self._memory_printed = False
         self._latest: IterationResult | None = None
-        columns = (feature.columns(config, plan) for feature in features_of(config))
-        self._columns = [added for added in columns if added]
-        self._format = self._log_format()
-
-    def _log_format(self) -> LogFormat:
-        logging = self._config.logging
-        if logging.is_short:
-            return ShortLog(self._config, self._plan, launcher.rank() == launcher.world_size() - 1)
-        parts = (self._config, self._plan, self._runtime)
-        formats = (feature.log_format(*parts) for feature in features_of(self._config))
-        return next(filter(None, formats))
+        make = config.added("log_format")
+        self._format: LogFormat = (
+            make(config, plan, runtime)
+            if make
+            else ShortLog(config, plan, launcher.rank() == launcher.world_size() - 1)
+        )
 
     @property
     def intervals(self) -> tuple[int, ...]:
@@ -99,8 +76,6 @@ class TrainingLog:
         """Take in one iteration; print its line when the interval is full."""
         self._interval.add(result)
         self._format.add(result)
-        for columns in self._columns:
-            columns.add(result)
         if self.writers:
             self._write(result)
         self._latest = result
@@ -156,11 +131,8 @@ class TrainingLog:
     def _write(self, r: IterationResult) -> None:
         trained = r.skipped != "user"
         teraflops = self._teraflops(r.global_batch_size, r.seconds) if trained else None
-        counts = dict(r.counts)
-        for columns in self._columns:
-            counts |= columns.of(r)
         for writer in self.writers:
-            writer.iteration(r, teraflops, counts, self._memory)
+            writer.iteration(r, teraflops, self._memory)
 
     def validation(
         self,

@@ -60,9 +60,6 @@ LAUNCHER_FLAGS = {
     "--signal",
     "--gpus-per-task",
     "--max-restarts",
-    "--container-image",
-    "--container-mounts",
-    "--container-workdir",
 }
 
 

@@ -101,7 +101,7 @@ def test_metrics_of_the_forward_step_and_memory_where_it_is_asked_for():
             BoardsConfig(log_memory_to_tensorboard=asked),
             LoggingConfig(log_format="megatron"),
         )
-        boards.iteration(result, None, {}, lambda: report)
+        boards.iteration(result, None, lambda: report)
     assert scalars.count(("share", 0.5, 2)) == 2 and "none" not in {tag for tag, *_ in scalars}
     assert [point for point in scalars if point[0].startswith("mem-")] == [
         ("mem-allocated-bytes", 3, 2),

@@ -11,7 +11,7 @@ import numpy as np
 from megatron.features.internlm.feature import InternlmConfig
 from tests.core.data.packed import packed_files
 
-FORMATS = InternlmConfig.sample_formats()
+FORMATS = InternlmConfig.sample_formats
 build = partial(packed_files.build, more={"sample_formats": FORMATS})
 
 

@@ -25,7 +25,7 @@ from tests.load_tool import load_tool
 from tests.problems import codes_of
 from tools.features.internlm.read_config import read_config
 
-GENERATED = InternlmConfig().generated_samples("internlm")
+GENERATED = InternlmConfig.adds["dummy_data"]["internlm"].make()
 
 
 PACKED = BASE.replace("--mock-data", "--packed-samples")

@@ -65,7 +65,7 @@ class Ours:
             assert plan.padded_vocab_size == size.vocab, (plan.padded_vocab_size, size.vocab)
             runtime = initialize.initialize(config)
             timers = initialize.build_timers(config, runtime)
-            self._log = KeepingLog(config, plan, timers, runtime.ctx.world)
+            self._log = KeepingLog(config, plan, timers, runtime.ctx.world, [])
             self.run = build.build_run(config, plan, runtime, timers, tokenizer)
             data = build_data.build_data(config, plan, runtime, tokenizer)
         self.shape = model_shape(config, plan)
