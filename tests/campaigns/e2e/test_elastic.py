@@ -7,20 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from megatron.features.goodput.run_events_file import NAME, read_events
 from tests.campaigns.e2e.programs import SCRIPT, Program, free_port, ranks_of, spawn_program
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
 
 ITERATIONS = 16
-WAITING = f'''"""pretrain_gpt.py that begins no iteration above the number in the file `allowed`."""
+WAITING = f'''"""pretrain_gpt.py that begins no iteration above the number in the file `allowed`; `starts` has
+the ranks of each attempt and the iteration from which it continued."""
 import runpy, time
 from pathlib import Path
 from megatron.training import loop
 
 real = loop.train_step
+started = []
 
 def train_step(run, *args, **kwargs):
+    if run.runtime.rank == 0 and not started:
+        started.append(run)
+        with open("starts", "a") as file:
+            print(run.plan.world_size, run.progress.iteration, file=file)
     while run.progress.iteration >= int(Path("allowed").read_text() or 0):
         time.sleep(0.02)
     return real(run, *args, **kwargs)
@@ -63,9 +68,9 @@ def kill(torchrun: Program) -> None:
 
 def starts(folder: Path) -> list[tuple[int, int]]:
     """Ranks and iteration of each attempt."""
-    path = folder / "save" / NAME
-    found = read_events(path) if path.exists() else []
-    return [(one["ranks"], one["iteration"]) for one in found if one["event"] == "start"]
+    path = folder / "starts"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(ranks), int(iteration)) for ranks, iteration in map(str.split, lines)]
 
 
 def last(folder: Path) -> int:

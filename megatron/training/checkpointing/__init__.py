@@ -1,0 +1,1 @@
+"""Save, load and resume a run's checkpoints."""

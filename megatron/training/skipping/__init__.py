@@ -1,0 +1,1 @@
+"""Which iterations a run leaves out, and the record of them."""
