@@ -68,7 +68,7 @@ lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PY) -m mypy
-	$(PY) -m mypy -m tools.benchmarks.faults.__main__
+	$(PY) -m mypy -m tools.benchmarks.faults.__main__ -m tools.benchmarks.quality
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 

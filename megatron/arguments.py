@@ -595,12 +595,18 @@ class ExtraArguments:
             del self._parser._defaults[name]
             delattr(self.namespace, name)
 
-    def help(self) -> str:
-        """These arguments in the groups they were added to, as argparse shows them."""
+    def help(self, shows: Callable[..., bool] = lambda *texts: True) -> str:
+        """These arguments in the groups they were added to, as argparse shows them: those of which
+        `shows(spellings, help, title of the group)` is true."""
         formatter = argparse.HelpFormatter(self._parser.prog, max_help_position=34, width=110)
         own = set(self.by_spelling.values())
         for group in self._parser._action_groups:
-            actions = [action for action in group._group_actions if action in own]
+            actions = [
+                action
+                for action in group._group_actions
+                if action in own
+                and shows(*action.option_strings, action.help or "", group.title or "")
+            ]
             if actions:
                 formatter.start_section(group.title)
                 formatter.add_text(group.description)
@@ -681,6 +687,7 @@ class Parsed:
     help: bool = False
     topic: str = ""  # typed after --help
     version: bool = False
+    explain: list[str] | None = None  # typed after --explain
     unread_file: bool = False
 
     @property
@@ -738,6 +745,9 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
         return
     if spelling == "--version":
         parsed.version = True
+        return
+    if spelling == "--explain":
+        parsed.explain = values
         return
     if not is_flag(words[0]):
         parsed.problems.append(

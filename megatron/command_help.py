@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ def help_text(parser: Parser, topic: str = "") -> str:
         "print this text, or the flags of a topic (--help moe), and exit",
     )
     lines += _help_lines("--version", "print the version and exit")
+    lines += _help_lines("--explain CODE", "print what the code of a message means, and exit")
     for group, title in parser.sections.items():
         shown = [flag for flag in parser.flags if flag.group == group and flag.place == "flag"]
         lines += ["", title] * bool(shown)
@@ -53,6 +55,8 @@ def _help_of_topic(parser: Parser, topic: str) -> str:
         lines += ["", title] * bool(shown)
         for flag in shown:
             lines += _flag_lines(flag)
+    own = parser.extra.help(functools.partial(_speaks_of, wanted)) if parser.extra else ""
+    lines += ["", own] * bool(own)
     if not lines:
         return f"{parser.prog}: no flag speaks of {topic!r}; --help lists all\n"
     return "\n".join(lines[1:]) + "\n"
@@ -103,7 +107,7 @@ def unknown_flag(parser: Parser, spelling: str) -> tuple[str, set[str]]:
     known = parser.every_spelling
     extra = parser.extra.by_spelling if parser.extra else {}
     shown = sorted(s for s, flag in known.items() if flag.group in parser.sections)
-    shown += ["--help", "--version", *extra]
+    shown += ["--help", "--version", "--explain", *extra]
     if dashed in known or dashed in extra:
         close = [dashed]
     elif dashed in parser.others.synonyms:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron import interrupt
+from megatron import explain, interrupt
 from megatron.version import version_line
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +44,8 @@ def run_tool(argv: Sequence[str]) -> int:
     if argv[:1] == ["--version"]:
         print(version_line(TOOLS))
         return 0
+    if argv[:1] == ["--explain"]:
+        return explain.main(argv[1:])
     if not argv or argv[0] in ("-h", "--help"):
         lines = [
             f"usage: {TOOLS} TOOL ...",

@@ -178,7 +178,7 @@ def train(
     from megatron.training.checkpointing import data_position, load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
-    from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
+    from megatron.training.logging import kernel_report, preamble, training_log
     from megatron.training.logging.writers import open_writers
     from megatron.training.skipping import skip_plan
 
@@ -192,9 +192,7 @@ def train(
     kernel_report.check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
-    values = argument_dump.dumped_values(config, plan, backend, line.foreign, rank=line.rank)
-    script_args.set_args(values, line.extra)
-    script_args.set_tokenizer(tokenizer)
+    script_args.begin(line, plan, backend, tokenizer, line.rank)
     writers = open_writers(config, plan.world_size)
     runtime = initialize.initialize(config, rendezvous)
     memory.check(config, plan, runtime)
@@ -210,6 +208,7 @@ def train(
             run = build.build_run(config, plan, runtime, timers, tokenizer, services)
             run.script_flags = line.extra_flags
             loaded = load.load_checkpoint(run)
+            script_args.set_progress(run.progress)
         lines.timers(["load-checkpoint"])
         detail_datetime("after model, optimizer, and learning rate scheduler are built")
 

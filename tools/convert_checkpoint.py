@@ -126,7 +126,7 @@ class HFExport:
     )
     unverified: bool = unverified_option(
         "; without transformers, write also what is not in the table of exports that this suite's "
-        "tests compared (docs/families.md)"
+        "tests compared (tools/convert/verified_exports.json)"
     )
 
     def run(self) -> Answer:

@@ -55,10 +55,12 @@ def own_rows(flags: Iterable[Flag]) -> list[str]:
 
 
 def foreign_rows(rows: Iterable[tuple[Sequence[str], str]]) -> list[str]:
-    """A table of the flags of another program."""
-    return ["", "| flag | |", "|---|---|"] + [
-        f"| {', '.join(f'`{spelling}`' for spelling in spellings)} | {cell(text)} |"
-        for spellings, text in rows
+    """A table of the flags of another program, a row for each text."""
+    by_text: dict[str, list[str]] = {}
+    for spellings, text in rows:
+        by_text.setdefault(text, []).extend(f"`{spelling}`" for spelling in spellings)
+    return ["", "| flags | |", "|---|---|"] + [
+        f"| {', '.join(spelled)} | {cell(text)} |" for text, spelled in by_text.items()
     ]
 
 

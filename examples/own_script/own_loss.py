@@ -1,4 +1,5 @@
-"""Pretrain with a loss and flags of one's own: cross entropy, and the square of log Z (z-loss)."""
+"""Pretrain with a loss and flags of one's own: cross entropy, less a share of the entropy of what
+is predicted (Pereyra et al. 2017)."""
 
 from functools import partial
 
@@ -6,21 +7,20 @@ from megatron.training import ModelType, get_args, pretrain
 
 
 def add_args(parser):
-    group = parser.add_argument_group("z-loss")
+    group = parser.add_argument_group("confidence penalty")
     group.add_argument(
-        "--z-loss-coeff", type=float, default=1e-4, help="weight of the mean of (log Z)^2"
+        "--entropy-coeff", type=float, default=0.1, help="weight of the mean entropy, in nats"
     )
 
 
 def loss_func(labels, loss_mask, logits):
-    logits = logits.float()
-    log_z = logits.logsumexp(-1)
-    losses = log_z - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    log_p = logits.float().log_softmax(-1)
+    losses = -log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     lm_loss = (losses * loss_mask).sum()
-    z_loss = (log_z.square() * loss_mask).sum()
+    entropy = -((log_p.exp() * log_p).sum(-1) * loss_mask).sum()
     tokens = loss_mask.sum()
-    report = {"lm loss": (lm_loss.detach(), tokens), "z loss": (z_loss.detach(), tokens)}
-    return lm_loss + get_args().z_loss_coeff * z_loss, tokens, report
+    report = {"lm loss": (lm_loss.detach(), tokens), "entropy": (entropy.detach(), tokens)}
+    return lm_loss - get_args().entropy_coeff * entropy, tokens, report
 
 
 def forward_step(data_iterator, model):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from megatron import launcher, log
+from megatron import explain, launcher, log
 from megatron.arguments import (
     Extension,
     OtherFlags,
@@ -141,6 +141,8 @@ def read(
         if launch.rank == 0:
             print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
+    if parsed.explain is not None:
+        raise SystemExit(explain.main(parsed.explain) if launch.rank == 0 else 0)
     line, problems = _checked(tree, flags, parsed, launch, datasets_provider)
     if wrong or problems:
         refuse([*wrong, *problems], launch)

@@ -352,6 +352,14 @@ class TransformerConfig:
         dump=False,
         help="label smoothing factor, in training; losses of subsets are without it",
     )
+    z_loss_coeff: float = arg(
+        0.0,
+        minimum=0,
+        excludes=("label_smoothing",),
+        dump=False,
+        help="coefficient of the z-loss of the output logits, the mean square of the logarithm of "
+        "the softmax's denominator, e.g. 1e-4; logged as output_z_loss, and no part of lm loss",
+    )
     apply_query_key_layer_scaling: bool = arg(
         False,
         no_effect="it changes no number (the softmax is always in fp32)",

@@ -23,6 +23,8 @@ def cross_entropy(
     smoothing: float = 0.0,
     right: Tensor | None = None,
     plain: Tensor | None = None,
+    z_loss: float = 0.0,
+    log_z: Tensor | None = None,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
 
@@ -36,11 +38,24 @@ def cross_entropy(
     `right` (bool [n]) is filled with whether the label's logit is the largest of its row, `plain`
     ([n], of the maths' dtype) with the loss without smoothing.
 
+    With `z_loss` (not with `smoothing`) backward adds the gradient of z_loss * logsumexp(row)^2,
+    which the loss itself is without. `log_z` ([n], of the maths' dtype), which that needs, is
+    filled with logsumexp(row).
+
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
+    assert not z_loss or (log_z is not None and not smoothing), (z_loss, smoothing)
     return _CrossEntropy.apply(
-        logits, labels, vocab_size, dtype or loss_dtype(logits), smoothing, right, plain
+        logits,
+        labels,
+        vocab_size,
+        dtype or loss_dtype(logits),
+        smoothing,
+        right,
+        plain,
+        z_loss,
+        log_z,
     )
 
 
@@ -70,6 +85,11 @@ def one_pass(logits: Tensor, dtype: torch.dtype) -> ModuleType | None:
     if native.runs(logits):
         return native
     return loss_ops if fused_ops(logits.device, logits.dtype) else None
+
+
+def with_z_loss(grads: Tensor, z_loss: float, log_z: Tensor | None) -> Tensor:
+    """Factors [n] of the probabilities in the gradient: `grads`, and 2 z_loss log_z times that."""
+    return grads if log_z is None or not z_loss else grads * (1.0 + 2.0 * z_loss * log_z)
 
 
 def overwrite(
@@ -104,7 +124,7 @@ def overwrite(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx,
         logits: Tensor,
         columns: Tensor,
@@ -113,8 +133,12 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         right: Tensor | None,
         plain: Tensor | None,
+        z_loss: float,
+        log_z: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(logits, columns)
+        ctx.z_loss = z_loss
+        ctx.log_z = log_z
         ctx.valid = valid
         ctx.dtype = dtype
         ctx.smoothing = smoothing
@@ -126,6 +150,8 @@ class _CrossEntropy(torch.autograd.Function):
             ctx.log_sums = (largest, logs)
             if plain is not None:
                 torch.add(logs, largest - target, out=plain)
+            if log_z is not None:
+                torch.add(logs, largest, out=log_z)
             if right is not None:
                 torch.ge(target, largest, out=right)
             return loss
@@ -136,6 +162,9 @@ class _CrossEntropy(torch.autograd.Function):
             loss[rows] = -target
             if plain is not None:
                 plain[rows] = -target
+            if log_z is not None:
+                log_z[rows] = logits[rows].gather(1, columns[rows, None]).squeeze(1).to(dtype)
+                log_z[rows] -= target
             if right is not None:
                 right[rows] = target >= log_probs.amax(-1)
             if smoothing:
@@ -147,7 +176,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         logits, columns = ctx.saved_tensors
         grad_loss = grad_loss.to(ctx.dtype)
-        label = (columns, grad_loss, grad_loss, 1.0 - ctx.smoothing, ctx.smoothing / ctx.valid)
+        grads = with_z_loss(grad_loss, ctx.z_loss, ctx.log_z)
+        label = (columns, grads, grad_loss, 1.0 - ctx.smoothing, ctx.smoothing / ctx.valid)
         ops = one_pass(logits, ctx.dtype) if ctx.log_sums is not None else None
         if ops is not None:
             ops.loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
@@ -155,4 +185,4 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             softmax = lambda chunk, rows: torch.softmax(chunk, -1, out=chunk)  # noqa: E731
             overwrite(logits, ctx.valid, ctx.dtype, *label, softmax)
-        return logits, *[None] * 6
+        return logits, *[None] * 8

@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing
 CORRECT = "token correct"  # bool: the label has the largest logit
 TOKEN_METRICS = (UNSMOOTHED_LOSS, CORRECT)
+LOG_Z = "token log Z"  # the logarithm of the softmax's denominator
 
 
 @dataclass(frozen=True)
 class TokenMetrics:
-    """The TOKEN_METRICS that are asked for, by `names`; the model that computes losses fills
-    `values`, [b, s] each, detached."""
+    """Those of the TOKEN_METRICS and LOG_Z that are asked for, by `names`; the model that computes
+    losses fills `values`, [b, s] each, detached."""
 
     names: Sequence[str]
     values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class GPTModel(nn.Module):
         self.max_positions = config.max_position_embeddings or config.seq_length
         self.positions = config.positions
         self.label_smoothing = config.label_smoothing
+        self.z_loss_coeff = config.z_loss_coeff
         table = stage_table(
             parameter_table(config, padded_vocab_size, vocab_size, scheme), layers, first, last
         )
@@ -206,15 +208,19 @@ class GPTModel(nn.Module):
     ) -> torch.Tensor:
         """Losses [b, s] of logits [s, b, padded vocabulary / tp], whose memory backward overwrites;
         fills `metrics`."""
-        # Label smoothing is for training; evaluations are without.
-        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
+        # Label smoothing and z-loss are for training; evaluations are without.
+        training = torch.is_grad_enabled()
+        smoothing = self.label_smoothing if training else 0.0
+        z_loss = self.z_loss_coeff if training else 0.0
         names = () if metrics is None else metrics.names
-        correct = unsmoothed = None
+        correct = unsmoothed = log_z = None
+        dtype = self.loss_dtype or torch.promote_types(logits.dtype, torch.float32)
         if CORRECT in names:
             correct = labels.new_empty(labels.numel(), dtype=torch.bool)
         if UNSMOOTHED_LOSS in names and smoothing:
-            dtype = self.loss_dtype or torch.promote_types(logits.dtype, torch.float32)
             unsmoothed = logits.new_empty(labels.numel(), dtype=dtype)
+        if LOG_Z in names or z_loss:
+            log_z = logits.new_empty(labels.numel(), dtype=dtype)
         losses = vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -224,11 +230,17 @@ class GPTModel(nn.Module):
             smoothing=smoothing,
             right=correct,
             plain=unsmoothed,
+            z_loss=z_loss,
+            log_z=log_z,
         )
         if metrics is None:
             return losses
         metrics.values[UNSMOOTHED_LOSS] = losses.detach()
-        for name, values in ((UNSMOOTHED_LOSS, unsmoothed), (CORRECT, correct)):
+        for name, values in (
+            (UNSMOOTHED_LOSS, unsmoothed),
+            (CORRECT, correct),
+            (LOG_Z, log_z),
+        ):
             if values is not None:
                 metrics.values[name] = values.view(logits.shape[:2]).t()
         return losses

@@ -15,12 +15,13 @@ from megatron.kernels.cross_entropy import (
     one_pass,
     overwrite,
     row_chunks,
+    with_z_loss,
 )
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
 
-def parallel_cross_entropy(
+def parallel_cross_entropy(  # noqa: PLR0913
     logits: Tensor,
     labels: Tensor,
     *,
@@ -30,6 +31,8 @@ def parallel_cross_entropy(
     smoothing: float = 0.0,
     right: Tensor | None = None,
     plain: Tensor | None = None,
+    z_loss: float = 0.0,
+    log_z: Tensor | None = None,
     reduce: Callable[[Tensor, Axis, str], Tensor] = all_reduce,
 ) -> Tensor:
     """As `kernels.cross_entropy`, for logits [n, v/tp]: column j holds id tp.rank * v/tp + j.
@@ -38,6 +41,7 @@ def parallel_cross_entropy(
     too) and once with the [2, n] stacked sums and target logits (with `smoothing` [3, n], the sums
     of the logits too).
     """
+    assert not z_loss or not smoothing, (z_loss, smoothing)
     vocab_start = tp.rank * logits.shape[1]
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     return _ParallelCrossEntropy.apply(
@@ -51,6 +55,8 @@ def parallel_cross_entropy(
         smoothing / vocab_size,
         right,
         plain,
+        z_loss,
+        log_z,
     )
 
 
@@ -68,6 +74,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         uniform: float,
         right: Tensor | None,
         plain: Tensor | None,
+        z_loss: float,
+        log_z: Tensor | None,
     ) -> Tensor:
         is_local = (targets >= 0) & (targets < valid)
         columns = torch.where(is_local, targets, 0)
@@ -105,10 +113,13 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             torch.ge(target, largest, out=right)
         if plain is not None:
             torch.sub(log_total, target, out=plain)
+        if log_z is not None:
+            log_z.copy_(log_total)
         ctx.save_for_backward(logits, columns, is_local, log_total)
         ctx.valid = valid
         ctx.smoothing = smoothing
         ctx.uniform = uniform
+        ctx.z_loss = z_loss
         if not smoothing:
             return log_total - target
         return log_total - (1.0 - smoothing) * target - uniform * rest[0]
@@ -118,7 +129,8 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         logits, columns, is_local, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
         hits = torch.where(is_local, grad_loss, 0)
-        label = (columns, grad_loss, hits, 1.0 - ctx.smoothing, ctx.uniform)
+        grads = with_z_loss(grad_loss, ctx.z_loss, log_total)
+        label = (columns, grads, hits, 1.0 - ctx.smoothing, ctx.uniform)
         ops = one_pass(logits, log_total.dtype)
         if ops is not None:
             none = torch.zeros_like(log_total)
@@ -127,4 +139,4 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         else:
             exp = lambda chunk, rows: chunk.sub_(log_total[rows, None]).exp_()  # noqa: E731
             overwrite(logits, ctx.valid, log_total.dtype, *label, exp)
-        return logits, *[None] * 9
+        return logits, *[None] * 11

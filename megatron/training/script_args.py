@@ -10,17 +10,32 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.config.command_line import CommandLine
+    from megatron.config.plan.plan import Plan
     from megatron.data.tokenizers.base import Tokenizer
     from megatron.timers import Timers
+    from megatron.training.run import Progress
+
+# How far the run is: these change while it trains.
+_COUNTERS = {
+    "curr_iteration": "iteration",
+    "consumed_train_samples": "consumed_train_samples",
+    "consumed_valid_samples": "consumed_valid_samples",
+    "skipped_train_samples": "skipped_train_samples",
+}
 
 
 class Arguments(argparse.Namespace):
-    """Arguments of the suite can be read, those of the script (`own`) be written too."""
+    """Arguments of the suite can be read, those of the script (`own`) be written too.
+
+    `iteration` (the one this run goes on from), `curr_iteration` (iterations done) and the numbers
+    of samples are those of `progress`, 0 before it is set.
+    """
 
     def __init__(self, values: Mapping[str, Any], own: Mapping[str, Any]):
-        super().__init__(**own)
-        vars(self).update(values)
-        vars(self)["_fixed"] = frozenset(values)
+        super().__init__(**{**values, **own})
+        vars(self)["_fixed"] = {*values, *_COUNTERS, "iteration"} - {*own}
+        vars(self)["iteration"] = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_fixed", ()):
@@ -29,6 +44,20 @@ class Arguments(argparse.Namespace):
                 "command line"
             )
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _COUNTERS:
+            return getattr(self.__dict__.get("_progress"), _COUNTERS[name], 0)
+        raise AttributeError(
+            f"get_args().{name}: there is no such argument; add it with extra_args_provider, or "
+            "take another one of docs/flags.md",
+            name=name,
+            obj=self,
+        )
+
+    def follow(self, progress: Progress) -> None:
+        """The run has been loaded, and moves `progress`."""
+        vars(self).update(_progress=progress, iteration=progress.iteration)
 
 
 class ScriptTimer:
@@ -64,19 +93,44 @@ class ScriptTimers:
 _run: dict[str, Any] = {}  # of this process
 
 
-def set_args(values: Mapping[str, Any], own: argparse.Namespace | None) -> None:
-    """Make these the arguments of the run: the suite's `values`, and those of the script."""
-    _run["args"] = Arguments(values, vars(own) if own else {})
+def begin(
+    line: CommandLine, plan: Plan, distributed_backend: str, tokenizer: Tokenizer, rank: int
+) -> None:
+    """Make these the arguments and the tokenizer of the run, of this rank.
 
+    A flag that was not given has its default, Megatron's flags that have no effect here too;
+    `params_dtype` is a torch.dtype.
+    """
+    import torch
 
-def set_tokenizer(tokenizer: Tokenizer) -> None:
-    """Make this the tokenizer of the run."""
+    from megatron.arguments import values_of
+    from megatron.config.command_line import other_flags
+    from megatron.training.logging import argument_dump
+
+    config = line.config
+    values = {flag.name: flag.default for flag in other_flags(type(config)).flags}
+    values |= line.foreign | values_of(config)
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+    values |= argument_dump.dumped_values(
+        config, plan, distributed_backend, line.foreign, rank=rank
+    )
+    values |= {
+        "padded_vocab_size": plan.padded_vocab_size,
+        "params_dtype": getattr(torch, config.precision.params_dtype),
+    }
+    values = {name: value for name, value in values.items() if name not in _COUNTERS}
+    _run["args"] = Arguments(values, vars(line.extra) if line.extra else {})
     _run["tokenizer"] = tokenizer
 
 
 def set_timers(timers: Timers) -> None:
     """Make these the timers of the run."""
     _run["timers"] = ScriptTimers(timers)
+
+
+def set_progress(progress: Progress) -> None:
+    """The run has been loaded, and moves `progress`."""
+    _of_run("args").follow(progress)
 
 
 def get_args() -> Arguments:

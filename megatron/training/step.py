@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import GradientEdge
 
-from megatron.model.gpt import GPTModel, TokenMetrics
+from megatron.model.gpt import LOG_Z, GPTModel, TokenMetrics
 from megatron.optimizer.optimizer import StepResult
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.random import DropoutSeeds
@@ -32,6 +32,7 @@ Losses = (
 # A chunk of the model before the last returns hidden states.
 ForwardStep = Callable[[Batch, GPTModel], Losses | torch.Tensor]
 LM_LOSS = "lm loss"  # a metric of this name is logged in place of the loss that is trained on
+OUTPUT_Z_LOSS = "output_z_loss"  # without its coefficient; `z_loss` is that of routers
 
 
 class NotFinite(ArithmeticError):
@@ -214,7 +215,10 @@ class MicroBatches:
             seed = run.config.training.seed
             seeds = DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)
         batch = make_batch(samples, run.rules, run.runtime.device, seeds)
-        if names := [name for counter in self.counters for name in counter.token_metrics]:
+        names = [name for counter in self.counters for name in counter.token_metrics]
+        if run.config.model.z_loss_coeff and self.backward_scale is not None:
+            names.append(LOG_Z)
+        if names:
             batch = replace(batch, token_metrics=TokenMetrics(names))
         if not run.config.model.num_experts:
             return batch
@@ -228,11 +232,26 @@ class MicroBatches:
         loss, tokens, *optional = output
         metrics = dict(optional[0]) if optional else {}
         self.sums.add_loss(loss, tokens, metrics.pop(LM_LOSS, None))
-        if optional:
+        if batch.token_metrics is not None and LOG_Z in batch.token_metrics.names:
+            metrics[OUTPUT_Z_LOSS] = _z_loss(batch, batch.token_metrics)
+        if metrics:
             self.sums.add_metrics(metrics)
         for counter, slots in zip(self.counters, self.sums.counters, strict=True):
             counter.add(slots, batch)
         return loss
+
+
+def _z_loss(batch: Batch, metrics: TokenMetrics) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """(sum, number of tokens) of the squares of log Z of a micro-batch's tokens that count."""
+    if LOG_Z not in metrics.values:
+        raise ValueError(
+            "--z-loss-coeff: the model computed no losses; forward_step must pass labels= and "
+            "**batch.extras to it, or omit the flag [extras-missing]"
+        )
+    squares = metrics.values[LOG_Z].double().square()
+    if batch.loss_mask is None:
+        return squares.sum(), squares.numel()
+    return (squares * batch.loss_mask).sum(), batch.loss_mask.sum()
 
 
 def _weights_cast_once(run: Run) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Every code of a message is documented, every documented code exists, and the texts are those of
+"""Every code of a message is explained, every explained code exists, and the texts are those of
 the golden file."""
 
 from __future__ import annotations
@@ -6,13 +6,16 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron import explain
 from tests import rewrite_messages
 from tests.core.config.checks import cases
-from tests.problems import CODE
+from tests.problems import CODE, assert_problem
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("megatron", "tools", "pretrain_gpt.py")
@@ -42,16 +45,37 @@ def codes_in_source() -> dict[str, set[str]]:
     return found
 
 
-def documented() -> list[str]:
-    """The codes of docs/troubleshooting.md, and of the section "Messages" of features."""
-    pages = [page.read_text("utf-8") for page in (ROOT / "docs" / "features").glob("*.md")]
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    text += "".join(page.partition("\n## Messages\n")[2] for page in pages)
-    return re.findall(r"^\| `([a-z0-9-]+)` \| .+ \| .+ \|$", text, re.MULTILINE)
+def explained() -> list[str]:
+    """The codes of megatron/codes.txt and of those of features."""
+    files = [ROOT / "megatron/codes.txt", *ROOT.glob("megatron/features/*/codes.txt")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    return re.findall(r"^([a-z0-9-]+) \| ", text, re.MULTILINE)
 
 
-def test_every_code_is_documented_once():
-    assert sorted(documented()) == sorted(codes_in_source())
+def test_every_code_is_explained_once():
+    assert sorted(explained()) == sorted(codes_in_source())
+    assert sorted(explain.codes()) == sorted(explained())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [["pretrain_gpt.py"], ["tools/generate.py"], ["tools/spikes.py"], ["-m", "megatron.console"]],
+    ids=lambda program: program[-1],
+)
+def test_every_program_explains_a_code(program):
+    """Also one of a feature, with the brackets that it has in a message."""
+    if program[0] == "-m":
+        program = ["-c", "from megatron import console; console.tools()"]
+    for code, exit_code in (("lr-warmup-too-long", 0), ("[crash-loop]", 0), ("lr-warmup-long", 2)):
+        command = [sys.executable, *program, "--explain", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == exit_code, done.stderr
+        if exit_code:
+            assert_problem(done.stderr.strip(), "code-unknown", "lr-warmup-too-long")
+        else:
+            known = explain.codes()[code.strip("[]")]
+            said = " ".join(done.stdout.split())
+            assert known.remedy.replace("`", "") in said and known.meaning.split("`")[0] in said
 
 
 def test_a_missing_entry_would_be_noticed():

@@ -162,6 +162,7 @@ def test_the_commands_of_an_installation_work_from_any_directory(python, tmp_pat
     assert not [
         name for name in names if name.split("/")[0] in ("tools", "tests", "docs", "examples")
     ]
+    assert {"megatron/codes.txt", "megatron/features/spikes/codes.txt"} <= names
     assert "megatron/py.typed" in names and any(name.endswith("licenses/LICENSE") for name in names)
     words = "-m venv --without-pip --system-site-packages".split()
     subprocess.run([python, *words, str(tmp_path / "venv")], check=True)

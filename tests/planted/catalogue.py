@@ -6,6 +6,7 @@ from tests.planted.bugs import Bug
 
 SEQUENCE = "tp4 sp, untied, masked documents"
 LAYOUTS = "tests/core/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
+Z_LOSS = "tests/core/parity/test_z_loss.py::test_a_layout_gives_the_numbers_of_one_process"
 MASKED = "cp2, untied, masked documents"
 SHARDS = "dp2, distributed optimizer"
 TWICE = "dp4, distributed optimizer in 2 instances, overlap"
@@ -154,6 +155,24 @@ BUGS = {
         "self.losses(logits, labels, token_metrics)",
         "self.losses(gather_alike(logits, self.ctx.tp, dim=-1), labels, token_metrics)",
         f"{LAYOUTS}[tp2]",
+    ),
+    "a z-loss of one rank's part of the vocabulary": Bug(
+        "megatron.parallel.cross_entropy._ParallelCrossEntropy.backward",
+        "with_z_loss(grad_loss, ctx.z_loss, log_total)",
+        "with_z_loss(grad_loss, ctx.z_loss, logits[:, :ctx.valid].logsumexp(1))",
+        f"{Z_LOSS}[tp2]",
+    ),
+    "log Z of one rank's part of the vocabulary in the log": Bug(
+        "megatron.parallel.cross_entropy._ParallelCrossEntropy.forward",
+        "log_z.copy_(log_total)",
+        "log_z.copy_(local)",
+        f"{Z_LOSS}[tp2]",
+    ),
+    "z-loss of tokens that do not count": Bug(
+        "megatron.training.step._z_loss",
+        "(squares * batch.loss_mask).sum(), batch.loss_mask.sum()",
+        "squares.sum(), squares.numel()",
+        "tests/core/parity/test_z_loss.py::test_a_step_is_that_of_torchs_logsumexp",
     ),
     "loss counted on every tensor-parallel rank": Bug(
         "megatron.training.step._sum_over_ranks",

@@ -208,7 +208,7 @@ def _known(model_type: str, model: ModelConfig, reason: str) -> str:
         )
     return (
         f"not verified here: {reason}\n{model_type} exports with these features are verified by "
-        "the tests of this suite (docs/families.md)"
+        "the tests of this suite (tools/convert/verified_exports.json)"
     )
 
 

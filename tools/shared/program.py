@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron import explain
 from megatron.arguments import Parsed, Parser, flags_of_group, parse
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.version import version_line
@@ -46,6 +47,8 @@ def read(
     if parsed.version:
         print(version_line(prog), flush=True)
         raise SystemExit(0)
+    if parsed.explain is not None:
+        raise SystemExit(explain.main(parsed.explain))
     problems = [*parsed.problems, *missing(parser, parsed), *out_of_range(parser, parsed)]
     if not any(flag.required and flag.name not in parsed.typed for flag in parser.flags):
         unread = tuple(flags[name].spelling for name in parsed.broken)
@@ -120,6 +123,8 @@ def run_command(
     if name == "--version":
         print(version_line(prog), flush=True)
         return 0
+    if name == "--explain":
+        return explain.main(argv[1:])
     if name and name not in ("-h", "--help"):
         close = difflib.get_close_matches(name, [*commands, "--help", "--version"], 1, 0.5)
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"

@@ -331,8 +331,9 @@ tokenizer_special_tokens:list= | use --tiktoken-special-tokens
 phase_transition_iterations:list= | the data order has no phases; use --continue-data-mix
 create_moe_param_group=False use_tutel=False topk=1 noisy_gate_policy=
   enable_expert_tensor_parallelism=False disable_moe_token_dropping=False | &moe
-kd=False load_teacher= hidden_size_teacher:int= num_layers_teacher:int= num_experts_teacher:list=
-  num_attention_heads_teacher:int= | only pretraining is done here; omit the flag
+kd=False mos=False teacher_forward=False load_teacher= hidden_size_teacher:int=
+  num_layers_teacher:int= num_experts_teacher:list= num_attention_heads_teacher:int=
+  | only pretraining is done here; omit the flag
 reset_iteration=False | use --finetune, which starts from iteration 0
 custom_token_counting=False | every sample has --seq-length tokens; omit the flag
 train_data_exact_num_epochs:int=
@@ -387,7 +388,9 @@ pretrained_checkpoint= | use --load DIR --finetune
 override_ckpt_iteration=
   | iterations are not renumbered; use --ckpt-step, or --finetune to start from iteration 0
 exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
-hybrid_layer_pattern= | &layers
+experimental_attention_variant= heterogeneous_layers_config_path= hybrid_layer_pattern= | &layers
+curriculum_learning_legacy=False data_efficiency_curriculum_learning=False
+  | every sample is read whole, in one order; omit the flag
 yaml_cfg= | write the flags into a text file and give @FILE
 sft=False perform_rl_step=False | only pretraining samples are made; omit the flag
 batch_size= | use --micro-batch-size (samples of one forward pass on one rank)
@@ -398,6 +401,8 @@ skip_train_iteration_range:list= | use --train-range-to-skip a b, whose numbers 
 train_iters_to_skip:list= | use --iterations-to-skip, which counts from 1 as the log does
 
 [note]
+dataloader_defer_npy_index_mmap=False | indices of samples are mapped when they are read
+per_dataset_sequences_path= | the sizes of data sets are read from their .idx files
 data_impl=infer!mmap | there is one data format, Megatron's .bin and .idx
 DDP_impl=local use_contiguous_buffers_in_local_ddp=True,--no-contiguous-buffers-in-local-ddp
   | gradients always live in flat buffers

@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.features.trace.compare import Figure, check_agreement, figures
 from megatron.features.trace.recorder import TraceError
 from megatron.features.trace.traced_rank import RankTrace, trace_rank, traced_config
 from megatron.parallel.simulated_group import Message
+from megatron.training import script_args
 from megatron.training.preflight import build_tokenizer
 from megatron.training.step import ForwardStep
 
@@ -39,7 +41,8 @@ def trace(
     """
     _check(line.config)
     tokenizer = build_tokenizer(line.config)
-    config = traced_config(line.config)
+    line = replace(line, config=traced_config(line.config))
+    config = line.config
     ranks = chosen_ranks(which, config, plan)
     lines = [
         f"trace of the step of iteration {plan.train_iters} on ranks "
@@ -50,6 +53,7 @@ def trace(
     # the last stage first: it knows the names of the metrics
     for rank in sorted(ranks, reverse=True):
         start = time.perf_counter()
+        script_args.begin(line, plan, "nccl", tokenizer, rank)
         one = trace_rank(config, plan, rank, tokenizer, forward_step, names)
         names = names or one.metric_names
         traces.insert(0, one)

@@ -22,6 +22,7 @@ from megatron.features.trace.recorder import Kept, StepRecorder, Timeline, Trace
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.simulated_group import Message, serve_meta, simulated_ranks
+from megatron.training import script_args
 from megatron.training.batch import MicroBatch
 from megatron.training.build import build_run
 from megatron.training.launch.initialize import Runtime
@@ -106,6 +107,7 @@ def trace_rank(
         runtime = Runtime(META, ctx, plan.world_size, rank)
         with contextlib.redirect_stdout(io.StringIO()):
             run = build_run(config, plan, runtime, recorder, tokenizer)
+            script_args.set_timers(run.timers)
         _use_fused_update(run.optimizer)
         _count_subsets(run)
         _name_kinds(run, recorder)

@@ -34,6 +34,8 @@ BLOCK = re.compile(r"(?:^<!-- (not run|file): ([^\n]+) -->\n)?^```(\w*)\n(.*?)^`
 ELSEWHERE = {
     "make quickstart": ".ci/run",
     "make test": ".ci/run",
+    "pip install .": "tests/house/test_front_door.py",
+    "examples/chat/run.sh": "tests/campaigns/examples/test_chat.py",
     ".venv/bin/pip install lagent==0.2.4": "requirements/files.txt",
     "examples/lagent/run.sh": "tests/campaigns/examples/test_lagent.py",
     "make parity": "tests/tools/test_compare_layouts.py",

@@ -60,6 +60,9 @@ LAUNCHER_FLAGS = {
     "--signal",
     "--gpus-per-task",
     "--max-restarts",
+    "--container-image",
+    "--container-mounts",
+    "--container-workdir",
 }
 
 

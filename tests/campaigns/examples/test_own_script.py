@@ -21,7 +21,7 @@ FLAGS = (
     "--eval-interval 4 --eval-iters 1"
 ).split()
 OWN = {
-    "own_loss": "--mock-data --vocab-size 100 --z-loss-coeff 0.01".split(),
+    "own_loss": "--mock-data --vocab-size 100 --entropy-coeff 0.1".split(),
     "own_dataset": "--tokenizer-type ByteTokenizer --texts docs --num-workers 1".split(),
 }
 
@@ -41,7 +41,7 @@ def run(script: str, folder: Path, *flags: str, ranks: int = 1) -> tuple[list[di
         timeout=170,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    kept = ("iteration", "split", "lm_loss", "grad_norm", "z loss", "consumed_samples")
+    kept = ("iteration", "split", "lm_loss", "grad_norm", "entropy", "consumed_samples")
     rows = [json.loads(line) for line in (folder / "m").read_text().splitlines()]
     with store.load(folder / "save").reader() as reader:
         tensors = {name: reader.read(name) for name in reader.names()}
@@ -70,12 +70,12 @@ def test_it_trains_resumes_and_runs_on_two_ranks(script, tmp_path):
 
 
 @pytest.mark.campaign
-def test_the_z_loss_is_trained_on(tmp_path):
-    weak, _ = run("own_loss", tmp_path / "weak", "--z-loss-coeff", "0")
-    strong, _ = run("own_loss", tmp_path / "strong", "--z-loss-coeff", "1")
-    assert weak[0]["lm_loss"] == strong[0]["lm_loss"] and weak[0]["z loss"] == strong[0]["z loss"]
-    of_steps = [[row["z loss"] for row in rows if row["z loss"]] for rows in (weak, strong)]
-    assert of_steps[1][-1] < 0.5 * of_steps[0][-1]
+def test_the_entropy_is_trained_on(tmp_path):
+    weak, _ = run("own_loss", tmp_path / "weak", "--entropy-coeff", "0")
+    strong, _ = run("own_loss", tmp_path / "strong", "--entropy-coeff", "0.9")
+    assert weak[0]["lm_loss"] == strong[0]["lm_loss"]
+    of_steps = [[row["entropy"] for row in rows if row["entropy"]] for rows in (weak, strong)]
+    assert of_steps[0][0] == of_steps[1][0] and of_steps[1][-1] > of_steps[0][-1] + 0.02
 
 
 @pytest.mark.parametrize("script", OWN)

@@ -85,6 +85,7 @@ OTHER: dict[str, Any] = dict(
     init_method_std=0.1,
     embed_grad_scale=0.1,
     label_smoothing=0.1,
+    z_loss_coeff=0.1,
     num_experts=4,
     moe_layer_freq="[0,1]",
     moe_ffn_hidden_size=16,

@@ -125,6 +125,34 @@ def test_smoothing_is_torchs():
     torch.testing.assert_close(grad, leaf.grad, rtol=1e-13, atol=1e-14)
 
 
+def plain_z_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, coeff: float):
+    """Log Z of each row, and the gradient of the weighted sum of losses with z-loss, in fp64 by
+    torch's autograd."""
+    leaf = logits.double().clone().requires_grad_()
+    log_z = leaf[:, :VOCAB].logsumexp(-1)
+    loss = F.cross_entropy(leaf[:, :VOCAB], labels, reduction="none") + coeff * log_z.square()
+    loss.backward(weights)
+    return log_z.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("coeff", [1e-2, 3.0])
+@pytest.mark.parametrize(
+    "dtype, unit", [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2.0**-8)]
+)
+def test_the_z_loss_is_in_the_gradient_alone(dtype, unit, coeff):
+    logits, labels, weights = inputs(dtype)
+    logits -= 3.0  # log Z of both signs
+    log_z = torch.zeros(ROWS, dtype=torch.promote_types(dtype, torch.float32))
+    loss, grad = run(logits, labels, weights, z_loss=coeff, log_z=log_z)
+    exact_log_z, exact_grad = plain_z_loss(logits, labels, weights, coeff)
+    assert exact_log_z.min() < 0 < exact_log_z.max()
+    assert torch.equal(loss, run(logits, labels, weights)[0])
+    torch.testing.assert_close(log_z.double(), exact_log_z, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        grad.double(), exact_grad, rtol=1.01 * unit, atol=2e-6 if unit > 1e-9 else 1e-13
+    )
+
+
 def test_which_labels_are_first():
     logits, labels, weights = inputs()
     labels[3] = logits[3, :VOCAB].argmax()
@@ -226,8 +254,8 @@ class Reduction:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("padding_part", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing):
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.5)])
+def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing, z_loss):
     logits, labels, weights = inputs(dtype)
     parts = list(logits.split(COLUMNS // size, dim=1))
     if padding_part:  # one more rank whose columns are all padding
@@ -236,7 +264,9 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     results = [None] * len(parts)
     labels[3] = logits[3, :VOCAB].double().argmax()
     right = [torch.zeros(ROWS, dtype=torch.bool) for _ in parts]
-    plain = [torch.zeros(ROWS, dtype=torch.promote_types(dtype, torch.float32)) for _ in parts]
+    wide = torch.promote_types(dtype, torch.float32)
+    plain = [torch.zeros(ROWS, dtype=wide) for _ in parts]
+    log_z = [torch.zeros(ROWS, dtype=wide) for _ in parts]
 
     def work(rank: int) -> None:
         results[rank] = run(
@@ -249,6 +279,8 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
             smoothing=smoothing,
             right=right[rank] if smoothing else None,
             plain=plain[rank] if smoothing else None,
+            z_loss=z_loss,
+            log_z=log_z[rank] if z_loss else None,
         )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]
@@ -257,6 +289,10 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing)
     for thread in threads:
         thread.join(30)
     loss, grad = formula(logits, labels, weights, smoothing)
+    if z_loss:
+        exact_log_z, grad = plain_z_loss(logits, labels, weights, z_loss)
+        for of_rank in log_z:
+            torch.testing.assert_close(of_rank.double(), exact_log_z, rtol=1e-6, atol=1e-6)
     if smoothing:
         assert (
             all(

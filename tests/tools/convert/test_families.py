@@ -3,7 +3,6 @@ the same from a checkpoint of 2 x 2 ranks. Writes the table in docs/families.md.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.inference.load_model import TrainedModel, open_trained_model
-from tests.tools.convert.exports_page import PAGE, exports_page
+from tests.forkrun import ROOT
 from tests.tools.convert.hf_models import (
     IDS,
     REMOTE,
@@ -23,7 +22,7 @@ from tests.tools.convert.hf_models import (
     rewrite_on_ranks,
     same_model,
 )
-from tools.convert.families import FAMILIES, VERIFIED
+from tools.convert.families import FAMILIES
 from tools.convert.huggingface import hf_export, hf_import
 from tools.convert.links import links_of
 from tools.convert.options import family_names
@@ -43,13 +42,15 @@ the original ones: from the imported checkpoint, and from a checkpoint written b
 parallelism 2; models with experts: 8 ranks, also expert parallelism 2). internlm, internlm2 and internlm3 are remote code, which
 transformers does not contain; the first two are compared with Llama models of the same weights in
 tests/tools/convert/test_huggingface.py, the third with its formulas in plain torch (float64; logits, gradients, round trip, TP 2
-PP 2) in tests/tools/convert/test_internlm3.py.
+PP 2) in tests/tools/convert/test_internlm3.py. Which exports with which features were compared:
+tools/convert/verified_exports.json (`python -m tests.tools.convert.test_verified_exports`).
 
 `pytest tests/tools/convert/test_families.py` writes this page.
 
 | family | class | parameters | logits | gradients |
 |---|---|---|---|---|
 """
+PAGE = ROOT / "docs/families.md"
 ROW = "| {} | {} | {:,} | < {:.0e} | < {:.0e} |\n"
 KNOWN = [name for name in FAMILIES if name not in REMOTE]
 OTHERS = [name for name in configs(transformers) if name not in KNOWN]
@@ -73,7 +74,7 @@ def table() -> Iterator[Table]:
     if found.keys() >= set(KNOWN):
         rows = "".join(row(name, *found[name]) for name in sorted(KNOWN))
         head = HEAD.format(version=transformers.__version__)
-        PAGE.write_text(head + rows + exports_page(json.loads(VERIFIED.read_text())))
+        PAGE.write_text(head + rows)
 
 
 def opened(folder: Path) -> TrainedModel:

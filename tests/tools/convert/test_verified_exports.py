@@ -1,6 +1,6 @@
 """Exports of every family, with all pairs of features that it can express, against transformers in
 float32. `python -m tests.tools.convert.test_verified_exports` writes what agrees to
-tools/convert/verified_exports.json and docs/families.md."""
+tools/convert/verified_exports.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ import torch
 
 from megatron.config.model import ModelConfig
 from tests.core.model.tiny import tiny_model
-from tests.tools.convert.exports_page import EXPORTS_HEAD, PAGE, exports_page
 from tests.tools.convert.hf_models import IDS, REMOTE, VOCAB, as_llama, configs, default_config
 from tools.convert.config_keys import Keys
 from tools.convert.families import FAMILIES, PLAIN, VERIFIED, config_for, features, read_config
@@ -242,14 +241,13 @@ def test_sinkhorn_is_the_unnormalized_top_k(name, tmp_path):
     assert gap(name, replace(base_of(name), **router), tmp_path / "hf") < TOLERANCE
 
 
-def test_the_table_is_that_of_the_page():
+def test_the_table_has_every_family():
     assert TABLE["transformers"] == transformers.__version__
     assert TABLE["families"].keys() == FAMILIES.keys()
-    assert PAGE.read_text(encoding="utf-8").endswith(exports_page(TABLE))
 
 
 def write() -> None:
-    """The table, one feature a line, and its page."""
+    """The table, one feature a line."""
     with tempfile.TemporaryDirectory() as scratch:
         families = {}
         for name in FAMILIES:
@@ -258,8 +256,6 @@ def write() -> None:
     table = {"transformers": transformers.__version__, "families": families}
     text = re.sub(r"\[[^][]*\]", lambda m: " ".join(m[0].split()), json.dumps(table, indent=1))
     VERIFIED.write_text(text + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8").partition(EXPORTS_HEAD)[0]
-    PAGE.write_text(page + exports_page(table), encoding="utf-8")
 
 
 if __name__ == "__main__":

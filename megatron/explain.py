@@ -1,0 +1,71 @@
+"""What the code at the end of a message means: --explain CODE, of every program.
+
+codes.txt, and that of each feature, has a line for each code: the code, what it means, what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron import small_files
+from megatron.problems import Problems
+
+FOLDER = Path(__file__).resolve().parent
+
+
+class Code(NamedTuple):
+    """A code's section, meaning and remedy."""
+
+    section: str
+    meaning: str
+    remedy: str
+
+
+def codes() -> dict[str, Code]:
+    """All codes in the order of their files."""
+    known: dict[str, Code] = {}
+    for file in (FOLDER / "codes.txt", *sorted(FOLDER.glob("features/*/codes.txt"))):
+        section = ""
+        for line in small_files.read_text(file).splitlines():
+            if line.startswith("["):
+                section = line.strip("[]")
+            elif line and not line.startswith("#"):
+                code, meaning, remedy = line.split(" | ")
+                known[code] = Code(section, meaning, remedy)
+    return known
+
+
+def explain(code: str) -> str:
+    """What --explain prints for a code, with or without its brackets. Raises Problems if no message
+    has it."""
+    name = code.strip("[]")
+    known = codes()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, 3, 0.5)
+        hint = (
+            f"did you mean {' or '.join(close)}?" if close else "messages end with it in brackets"
+        )
+        raise Problems([f"--explain {code}: no message has this code; {hint} [code-unknown]"])
+    found = known[name]
+    rows = [("meaning", found.meaning), ("what to do", found.remedy)]
+    lines = [f"{name}: {found.section}"]
+    for head, text in rows:
+        lines += textwrap.wrap(
+            f"  {head:<12}{text.replace('`', '')}", 98, subsequent_indent=" " * 14
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(words: Sequence[str]) -> int:
+    """What a program does for --explain and the words after it; its exit code."""
+    try:
+        print(explain(" ".join(words)), end="", flush=True)
+    except Problems as error:
+        print("".join(f"error: {line}\n" for line in error.lines), end="", file=sys.stderr)
+        return 2
+    return 0

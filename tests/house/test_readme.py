@@ -1,0 +1,64 @@
+"""What README.md says of the repository is so: its tree, its figures, the families."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def families(text: str) -> set[str]:
+    """Their names without case and signs, as ernie45."""
+    return set(re.sub(r"[^\w,]|_", "", text.lower()).split(","))
+
+
+def test_the_first_screen_has_what_it_is_and_the_picture():
+    lines = README.splitlines()
+    first = "\n".join(lines[:30])
+    assert len(lines) <= 130
+    assert all(row in first for row in ("| same numbers |", "| same run |", "| fast |"))
+    assert "docs/quickstart.png" in first and "make quickstart" in first
+
+
+def test_the_tree_has_every_folder():
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    folders = {path.partition("/")[0] + "/" for path in listed if "/" in path}
+    named = re.findall(r"^(?:  )?([\w/]+/|\w+\.py) ", section("Read the code"), re.M)
+    assert folders - {name for name in folders if name.startswith(".")} <= set(named)
+    assert all((ROOT / name).exists() or (ROOT / "megatron" / name).exists() for name in named)
+
+
+def test_the_files_to_read_first_have_about_the_lines_that_it_says():
+    said = re.findall(r"`([\w/]+\.py)` \((\d+)", section("Read the code"))
+    assert len(said) == 5
+    for name, lines in said:
+        counted = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        assert counted == pytest.approx(int(lines), rel=0.1), name
+
+
+def test_every_family_is_named():
+    table = json.loads((ROOT / "tools/convert/verified_exports.json").read_text("utf-8"))
+    known = {name.replace("_", "") for name in table["families"]}
+    named = re.search(r"figures\]\(\S+:\s+([^(]+)\.\n4\.", section("Four doors"))
+    assert named and families(named[1]) == known
+
+
+def test_predicted_times_are_those_of_the_page_of_gpus():
+    page = (ROOT / "examples/gpu/README.md").read_text(encoding="utf-8")
+    one, eight = re.findall(r"GiB \| ([\d.,]+)( million)? \|", page)[:2]
+    seconds = [
+        1e10 / (float(number.replace(",", "")) * (1e6 if million else 1))
+        for number, million in (one, eight)
+    ]
+    assert f"{seconds[0] / 3600:.1f} h for 10 billion tokens" in README
+    assert f"{seconds[1] / 60:.0f} min (" in README
