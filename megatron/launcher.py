@@ -243,6 +243,31 @@ def slurm_share(environ: Environ) -> tuple[int | None, int | None]:
     return cpus or None, memory << 20 or None
 
 
+def array_task(environ: Environ) -> tuple[int, int]:
+    """(number from 0, how many) of the task of a SLURM array that this process is.
+
+    Raises ValueError where the variables are missing, or are of an array whose numbers do not rise
+    by equal steps.
+    """
+    names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "STEP", "COUNT")]
+    texts = [environ.get(name, "") for name in names]
+    if not all(text.isdecimal() for text in texts[:3]):
+        raise ValueError(
+            f"{', '.join(names[:3])} in the environment: not numbers, so this is no task of a "
+            "SLURM array; start with sbatch --array=0-N [launcher-variables-incomplete]"
+        )
+    number, low, high, step = (int(text or 1) for text in texts[:4])
+    place, rest = divmod(number - low, max(step, 1))
+    count = (high - low) // max(step, 1) + 1
+    if rest or not 0 <= place < count or texts[4] not in ("", str(count)):
+        numbers = " ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
+        raise ValueError(
+            f"{numbers} in the environment: the numbers of the array do not rise by equal steps; "
+            "give --task I/N with the task's own I and N [launcher-variables-contradict]"
+        )
+    return place, count
+
+
 def info() -> LaunchInfo:
     """The place of this process; where the variables are wrong, that of a single process."""
     return read(os.environ)[0]

@@ -31,9 +31,12 @@ from megatron.data.chat.encode import ChatEncoder, template_for
 from megatron.data.chat.templates import ChatTemplate
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.packed.loss_mask import count_trained
+from megatron.data.parts.making import make, tidy
+from megatron.data.parts.part_set import PartSet
+from megatron.data.parts.plan import PART_BYTES, task_of, units
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
-from megatron.data.preprocess.readers import BLOCK_BYTES, Reader, input_files
+from megatron.data.preprocess.readers import BLOCK_BYTES, Block, Reader, input_files
 from megatron.data.preprocess.resumable_writer import BadRecords, Busy, Unfinished, is_finishing
 from megatron.data.preprocess.trial import SECONDS, try_first
 from megatron.data.preprocess.workers import encode_all
@@ -122,6 +125,17 @@ class RunConfig:
         minimum=1,
         help="seconds in which a record must be tokenized (1 more for each 100 KB of it), or the "
         "run ends and names it",
+    )
+    task: str | None = arg(
+        None,
+        metavar="I/N",
+        help="make the parts of task I of N (I from 0) that are not whole yet; slurm: I and N are "
+        "those of the SLURM array. The parts are in PREFIX_KEY_document.parts/",
+    )
+    part_bytes: int = arg(
+        PART_BYTES,
+        minimum=1,
+        help="with --task: size of the input of a part, as stored",
     )
     log_interval: int | None = arg(
         None,
@@ -225,6 +239,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         list(check_tokenizer.problems(config.tokenizer))
         + _chat_problems(config, parsed.typed, files)
         + _output_problems(config)
+        + _task_problems(config, parsed.typed, files)
         + out_of_range(parser, parsed)
     )
     texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
@@ -273,6 +288,31 @@ def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[
             "[flags-exclude-each-other]"
         )
     return found
+
+
+def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
+    run = config.run
+    if run.task is None:
+        return (
+            ["--part-bytes: only works with --task; add it [flag-needs-other-flag]"]
+            if "part_bytes" in typed
+            else []
+        )
+    problems = [
+        f"--input {file}: is no regular file, which --task needs [file-not-readable]"
+        for file in files
+        if not os.path.isfile(file)
+    ]
+    if run.partitions > 1 and not run.keep_sequential_samples:
+        problems.append(
+            f"--partitions {run.partitions}: with --task the documents stay in the order of the "
+            "input; remove it [flags-exclude-each-other]"
+        )
+    try:
+        task_of(run.task)
+    except ValueError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _refused(flag: str) -> str | None:
@@ -346,6 +386,12 @@ def _existing(config: Config) -> list[str]:
         for pair in _pairs(config)
         if os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))
     ]
+    if found and config.run.task:
+        return [
+            f"--output-prefix {config.write.output_prefix}: {found[0]}.bin and .idx exist and "
+            "would be read in place of the parts; remove them, or choose another prefix "
+            "[output-exists]"
+        ]
     if config.write.overwrite or not found:
         return []
     names = ", ".join(f"{pair}.bin and .idx" for pair in found)
@@ -368,6 +414,59 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     """Do the work; the summary line. Raises ValueError, Busy or OSError; what is done then is there
     for the next run."""
     started = time.time()
+    job, tokenizer = _prepared(config)
+    if config.run.task:
+        return _make_parts(config, files, stop, job, tokenizer)
+    parts = 1 if config.run.keep_sequential_samples else config.run.partitions
+    identity = _job_identity(config, tokenizer, job) | _sources(files) | {"--partitions": parts}
+    lasting = all(os.path.isfile(file) for file in files)
+    with contextlib.ExitStack() as stack:
+        work = Unfinished(
+            config.write.output_prefix,
+            _pairs(config),
+            job.dtype(tokenizer),
+            parts,
+            identity,
+            lasting,
+        )
+        stack.callback(work.close)
+        _say_what_was_there(work)
+        if not work.finishing and (problems := _existing(config)):
+            raise Problems(problems)  # names of another command's pairs, which it had begun to give
+        speed = Speed(config.run.log_interval, work.documents)
+        progress = Progress(sum(map(os.path.getsize, files)), resumed=work.documents > 0)
+        stack.callback(progress.clear)
+        before = sum(work.tokens)
+        if not work.finishing:
+            reader = _reader(config, job, files)
+            for number, (block, encoded) in enumerate(_encoded(config, job, reader, work, stop)):
+                if number == 0:
+                    print("Time to startup:", time.time() - started, flush=True)
+                _report(speed, progress, encoded, block.read)
+        for key, tokens in zip(job.keys, work.tokens, strict=True):
+            if not tokens:
+                what = (
+                    f'no text under "{key}"' if work.documents and not job.chat else "no documents"
+                )
+                raise ValueError(
+                    f"--input {' '.join(config.read.input)}: {what}, so there is nothing to write "
+                    "[input-without-text]"
+                )
+        described = _descriptions(job, tokenizer, work)
+        if job.chat and not work.finishing:
+            trained = described[0]["trained_tokens"]
+            print(
+                f"{trained} of {work.tokens[0]} tokens are trained (chat template {job.chat.name})"
+            )
+        with stop.held():
+            paths = work.finish(described)
+    return _summary(
+        work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started
+    )
+
+
+def _prepared(config: Config) -> tuple[Job, Tokenizer]:
+    """What to make of each document. Raises ValueError for a tokenizer that cannot."""
     read = config.read
     write = config.write
     job = Job(
@@ -380,76 +479,104 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     )
     tokenizer = tokenizer_of(job.tokenizer)
     _check_tokenizer(job, tokenizer)
-    if read.chat:
-        job = _chat_job(job, config, tokenizer)
-    parts = 1 if config.run.keep_sequential_samples else config.run.partitions
-    lasting = all(os.path.isfile(file) for file in files)
-    with contextlib.ExitStack() as stack:
-        work = Unfinished(
-            write.output_prefix,
-            _pairs(config),
-            job.dtype(tokenizer),
-            parts,
-            _job_identity(config, files, tokenizer, parts, job),
-            lasting,
+    return (_chat_job(job, config, tokenizer) if read.chat else job), tokenizer
+
+
+def _reader(
+    config: Config, job: Job, files: Sequence[str], span: tuple[int, int] | None = None
+) -> Reader:
+    needed, optional = job.columns
+    return Reader(files, needed, config.read.txt_lines, optional, span)
+
+
+def _encoded(
+    config: Config, job: Job, reader: Reader, work: Unfinished, stop: Stop
+) -> Iterator[tuple[Block, Encoded]]:
+    """Each block that has been written; what is done with it cannot be stopped half-way."""
+    bad = BadRecords(config.read.max_bad_records, work.bad)
+    results = encode_all(
+        job,
+        work.paths(),
+        reader.blocks(work.position, lambda file: print("Opening", file, flush=True)),
+        config.run.workers or host.cores(),
+        lambda block, encoded: work.take(block, encoded, bad),
+        work.first_line,
+        config.run.record_timeout,
+    )
+    with contextlib.closing(results):
+        for block, encoded in results:
+            with stop.held():  # a line that is half printed would swallow the one about the end
+                work.confirm(block)
+                yield block, encoded
+
+
+def _descriptions(job: Job, tokenizer: Tokenizer, work: Unfinished) -> list[dict[str, Any]]:
+    """What the .json of each pair says, without checksums."""
+    counts: dict[str, Any] = {
+        "append_eod": job.append_eod,
+        "documents": work.documents,
+        "bad_records": work.bad,
+        "blank_lines": work.blank,
+        "input_bytes": work.done,
+    }
+    if job.chat and not work.finishing:
+        counts["trained_tokens"] = sum(
+            count_trained(path, job.dtype(tokenizer)) for path in work.paths()[0]
         )
-        stack.callback(work.close)
-        _say_what_was_there(work)
-        if not work.finishing and (problems := _existing(config)):
-            raise Problems(problems)  # names of another command's pairs, which it had begun to give
-        bad = BadRecords(read.max_bad_records, work.bad)
-        speed = Speed(config.run.log_interval, work.documents)
-        progress = Progress(sum(map(os.path.getsize, files)), resumed=work.documents > 0)
+        counts["chat_template"] = {"name": job.chat.name, "sha256": job.chat.fingerprint}
+    identity = tokenizer.identity()
+    size = tokenizer.vocab_size
+    return [
+        description(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
+        for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)
+    ]
+
+
+def _make_parts(
+    config: Config, files: Sequence[str], stop: Stop, job: Job, tokenizer: Tokenizer
+) -> str:
+    """Make the parts of this task that are not whole yet; the summary line."""
+    started = time.time()
+    assert config.run.task  # it chose this function
+    task = task_of(config.run.task)
+    identity = _job_identity(config, tokenizer, job)
+    plan = units(files, config.run.part_bytes, config.read.txt_lines)
+    made_of = tuple(unit.made_of(identity) for unit in plan)
+    sets = [PartSet(pair, task.count, made_of, identity) for pair in _pairs(config)]
+    for each in sets:
+        each.write_plan(config.write.overwrite)
+    numbers = range(task.number, len(plan), task.count)
+    speed = Speed(config.run.log_interval)
+    progress = Progress(0)
+    tokens = 0
+    made = 0
+
+    def write(folder: str) -> None:
+        nonlocal tokens
+        unit = plan[number]
+        pairs = [f"{folder}/{key}" for key in range(len(sets))]
+        work = Unfinished(f"{folder}/part", pairs, job.dtype(tokenizer), 1, identity, False)
+        with contextlib.closing(work):
+            work.bad_path = f"{folder}/bad"
+            work.position = unit.position
+            reader = _reader(config, job, unit.files, unit.span)
+            for _, encoded in _encoded(config, job, reader, work, stop):
+                _report(speed, progress, encoded, 0, f"part {number} of {len(plan)}, ")
+            record = {"part": {**unit.sources(), "made_of": made_of[number]}}
+            with stop.held():
+                work.finish([{**each, **record} for each in _descriptions(job, tokenizer, work)])
+        tokens += sum(work.tokens)
+
+    with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
-        needed, optional = job.columns
-        reader = Reader(files, needed, read.txt_lines, optional)
-        before = sum(work.tokens)
-        if not work.finishing:
-            blocks = reader.blocks(work.position, lambda file: print("Opening", file, flush=True))
-            results = encode_all(
-                job,
-                work.paths(),
-                blocks,
-                config.run.workers or host.cores(),
-                lambda block, encoded: work.take(block, encoded, bad),
-                work.first_line,
-                config.run.record_timeout,
-            )
-            stack.callback(results.close)
-            for number, (block, encoded) in enumerate(results):
-                if number == 0:
-                    print("Time to startup:", time.time() - started, flush=True)
-                with stop.held():  # a line that is half printed would swallow the one about the end
-                    work.confirm(block)
-                    _report(speed, progress, encoded, block.read)
-        for key, tokens in zip(job.keys, work.tokens, strict=True):
-            if not tokens:
-                what = (
-                    f'no text under "{key}"' if work.documents and not job.chat else "no documents"
-                )
-                raise ValueError(
-                    f"--input {' '.join(read.input)}: {what}, so there is nothing to write "
-                    "[input-without-text]"
-                )
-        counts = {
-            "append_eod": job.append_eod,
-            "documents": work.documents,
-            "bad_records": work.bad,
-            "blank_lines": work.blank,
-            "input_bytes": work.done,
-        }
-        if job.chat and not work.finishing:
-            counts |= _chat_counts(job, job.chat, tokenizer, work)
-        identity = tokenizer.identity()
-        size = tokenizer.vocab_size
-        described = [
-            description(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
-            for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)
-        ]
-        with stop.held():
-            paths = work.finish(described)
-    return _summary(
-        work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started
+        for number in numbers:
+            made += make(sets, number, write)
+    tidy(sets)
+    seconds = time.time() - started
+    return (
+        f"Task {task.number} of {task.count}: wrote {made} of its {len(numbers)} parts, the others "
+        f"were whole; {speed.documents} documents, {tokens} tokens in {seconds:.1f} s "
+        f"({tokens / seconds:.0f} tokens/s): {' '.join(each.folder for each in sets)}"
     )
 
 
@@ -476,8 +603,10 @@ def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
     return replace(job, keys=("chat",), chat=template, chat_key=key)
 
 
-def _report(speed: Speed, progress: Progress, encoded: Encoded, read: int) -> None:
-    """A block is done; `read` bytes of the input files are behind us."""
+def _report(
+    speed: Speed, progress: Progress, encoded: Encoded, read: int, subject: str = ""
+) -> None:
+    """A block (of the `subject`) is done; `read` bytes of the input files are behind us."""
     lines = speed.add(encoded.documents, encoded.bytes)
     if lines:
         progress.clear()
@@ -485,7 +614,7 @@ def _report(speed: Speed, progress: Progress, encoded: Encoded, read: int) -> No
     if speed.interval is not None and not progress.terminal:
         return
     rate = (speed.documents - speed.before) / max(time.time() - speed.start, 1e-9)
-    progress.update(read, f"{speed.documents:,} documents, {rate:,.0f} documents/s")
+    progress.update(read, f"{subject}{speed.documents:,} documents, {rate:,.0f} documents/s")
 
 
 def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
@@ -502,29 +631,13 @@ def _check_tokenizer(job: Job, tokenizer: Tokenizer) -> None:
         )
 
 
-def _chat_counts(
-    job: Job, chat: ChatTemplate, tokenizer: Tokenizer, work: Unfinished
-) -> dict[str, Any]:
-    """What the pair's .json says of a chat data set; the trained tokens are printed, too."""
-    trained = sum(count_trained(path, job.dtype(tokenizer)) for path in work.paths()[0])
-    print(f"{trained} of {work.tokens[0]} tokens are trained (chat template {chat.name})")
-    return {
-        "trained_tokens": trained,
-        "chat_template": {"name": chat.name, "sha256": chat.fingerprint},
-    }
-
-
-def _job_identity(
-    config: Config, files: Sequence[str], tokenizer: Tokenizer, parts: int, job: Job
-) -> dict[str, object]:
-    """What decides every byte that is written; equal ones may resume each other's work."""
-    stats = [(os.path.abspath(file), os.stat(file)) for file in files]
+def _job_identity(config: Config, tokenizer: Tokenizer, job: Job) -> dict[str, Any]:
+    """What decides, with the input, every byte that is written; equal ones may resume each other's
+    work."""
     read = config.read
     write = config.write
     return {
         "format": 2,
-        "block": BLOCK_BYTES,
-        "--input": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
         "the tokenizer": vocabulary_of(tokenizer.identity()),
         "--json-keys": list(read.json_keys),
         "--txt-lines": read.txt_lines,
@@ -533,8 +646,16 @@ def _job_identity(
         else [],
         "--append-eod": write.append_eod,
         "--allow-special-tokens": write.allow_special_tokens,
-        "--partitions": parts,
         "--chat": [job.chat.fingerprint, job.chat_key] if job.chat else [],
+    }
+
+
+def _sources(files: Sequence[str]) -> dict[str, Any]:
+    """The input of one run, and where it is cut into blocks."""
+    stats = [(os.path.abspath(file), os.stat(file)) for file in files]
+    return {
+        "block": BLOCK_BYTES,
+        "--input": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
     }
 
 

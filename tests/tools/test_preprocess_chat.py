@@ -207,10 +207,10 @@ def test_a_kind_of_text_is_not_resumed_by_another_command(tmp_path):
         ["--input", __file__, "--output-prefix", f"{tmp_path}/x", *BYTES]
     )
     job = PREPROCESS.Job(config.tokenizer, ("text",))
-    plain = PREPROCESS._job_identity(config, [], ByteTokenizer(), 1, job)
+    plain = PREPROCESS._job_identity(config, ByteTokenizer(), job)
     chat = PREPROCESS.replace(job, chat=PREPROCESS.template_for(ByteTokenizer(), "zephyr", None))
-    assert plain.keys() == PREPROCESS._job_identity(config, [], ByteTokenizer(), 1, chat).keys()
-    assert plain != PREPROCESS._job_identity(config, [], ByteTokenizer(), 1, chat)
+    assert plain.keys() == PREPROCESS._job_identity(config, ByteTokenizer(), chat).keys()
+    assert plain != PREPROCESS._job_identity(config, ByteTokenizer(), chat)
 
 
 def shown(capsys, *words: object) -> str:

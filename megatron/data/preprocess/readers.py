@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import glob
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -95,7 +96,8 @@ class Block(NamedTuple):
 class Reader:
     """Cuts files into blocks, from a place on. `keys` are the columns of parquet files, `optional`
     more that may be missing, with None in each row; `txt_lines` takes each line of a .txt file for
-    a document, not the whole file."""
+    a document, not the whole file. With `span` the lines of the one file that begin in these bytes,
+    or these rows."""
 
     def __init__(
         self,
@@ -103,11 +105,13 @@ class Reader:
         keys: Sequence[str],
         txt_lines: bool = False,
         optional: Sequence[str] = (),
+        span: tuple[int, int] | None = None,
     ):
         self._files = files
         self._keys = keys
         self._txt_lines = txt_lines
         self._optional = optional
+        self._span = span
 
     def blocks(self, position: InputPosition, opened: Callable[[str], object]) -> Iterator[Block]:
         """All blocks in order; `opened` is called with each file's name. An empty file gives one
@@ -146,11 +150,14 @@ class Reader:
         if raw.peek(4)[:4] == PARQUET:
             yield from self._rows(raw, name, start)
             return
-        kind = "jsonl"
-        if name.removesuffix(suffix).endswith(".txt"):
-            kind = "lines" if self._txt_lines else "text"
+        kind = _kind_of_text(name.removesuffix(suffix), self._txt_lines)
         if not packed and raw.seekable():
-            yield from _plain(raw, kind, start)
+            size = os.fstat(raw.fileno()).st_size
+            if self._span:
+                start, size = (
+                    _line_end(raw, offset, size) if offset else 0 for offset in self._span
+                )
+            yield from _plain(raw, kind, start, size)
             return
         stream = unpacked(raw, packed)
         _skip(stream, start)
@@ -184,7 +191,8 @@ class Reader:
         size = os.fstat(raw.fileno()).st_size
         if not rows.count and not start:
             yield "rows", 0, 0, [[] for _ in (*self._keys, *self._optional)], size
-        for first, end, values in rows.blocks(start, RECORD_BYTES):
+        stop = self._span[1] if self._span else rows.count
+        for first, end, values in rows.blocks(start, RECORD_BYTES, stop):
             kind = "rows" if values is not None else "long"
             yield kind, first, end, values or b"", size * end // rows.count
 
@@ -200,6 +208,41 @@ def too_long(*_: object) -> NoReturn:
 def _kind_of(name: str) -> tuple[str, str]:
     with open(name, "rb") as raw:
         return _packed(raw.read(8), name)
+
+
+def _kind_of_text(name: str, txt_lines: bool) -> str:
+    """What the blocks of a file are whose name, without the suffix of a packed one, is this."""
+    if not name.endswith(".txt"):
+        return "jsonl"
+    return "lines" if txt_lines else "text"
+
+
+def spans(name: str, size: int, txt_lines: bool) -> tuple[bool, list[tuple[int, int]]]:
+    """A file cut into spans of about `size` bytes as stored: whether they are rows, and the bytes
+    or rows of each; none for a file that is read whole. Raises OSError, and ValueError for a file
+    that is damaged."""
+    with open(name, "rb") as raw:
+        packed, suffix = _packed(raw.peek(8), name)
+        total = os.fstat(raw.fileno()).st_size
+        if raw.peek(4)[:4] == PARQUET:
+            return True, _row_spans(ParquetRows(raw, ()).groups(), size / total)
+    if packed or _kind_of_text(name.removesuffix(suffix), txt_lines) == "text":
+        return False, []
+    count = -(-total // size)
+    return False, [(total * n // count, total * (n + 1) // count) for n in range(count)]
+
+
+def _row_spans(groups: Sequence[int], share: float) -> list[tuple[int, int]]:
+    """Row groups (their rows) put together until they have this share of all rows."""
+    cuts = [0]
+    end = 0
+    for rows in groups:
+        end += rows
+        if end - cuts[-1] >= share * sum(groups):
+            cuts.append(end)
+    if end > cuts[-1]:
+        cuts.append(end)
+    return list(itertools.pairwise(cuts))
 
 
 def _packed(magic: bytes, name: str) -> tuple[str, str]:
@@ -223,10 +266,9 @@ def _packed(magic: bytes, name: str) -> tuple[str, str]:
 
 
 def _plain(
-    raw: io.BufferedReader, kind: str, start: int
+    raw: io.BufferedReader, kind: str, start: int, size: int
 ) -> Iterator[tuple[str, int, int, Any, int]]:
-    """Blocks of a file that is not compressed, without their bytes."""
-    size = os.fstat(raw.fileno()).st_size
+    """Blocks of a file that is not compressed, up to byte `size`, without their bytes."""
     while start < size or start == size == 0:
         end = size if kind == "text" else _line_end(raw, start + BLOCK_BYTES, size)
         cut = end

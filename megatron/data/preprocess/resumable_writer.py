@@ -52,18 +52,22 @@ class BadRecords:
         self.count = count
         self._allowed = allowed
 
-    def add(self, file: str, line: int, problem: str) -> str:
-        """What the side file says of it; raises ValueError if it is one too many."""
+    def add(self, file: str, line: int, problem: str, after: int = 0) -> str:
+        """What the side file says of it; raises ValueError if it is one too many. `line` is counted
+        from byte `after` of the file on."""
         self.count += 1
+        position = f"line {line} after byte {after}" if after else f"line {line}"
         if self.count > self._allowed:
             raise ValueError(
-                f"{file}, line {line}: {problem}; fix it, or skip bad records with "
+                f"{file}, {position}: {problem}; fix it, or skip bad records with "
                 f"--max-bad-records (now {self._allowed}) [bad-record]"
             )
         if self.count <= SHOWN:
             suffix = "; further ones only in the side file" if self.count == SHOWN else ""
-            print(f"skipped {file}, line {line}: {problem}{suffix}", file=sys.stderr, flush=True)
-        return json.dumps({"file": file, "line": line, "what": problem}, ensure_ascii=False) + "\n"
+            print(f"skipped {file}, {position}: {problem}{suffix}", file=sys.stderr, flush=True)
+        start = {"after_byte": after} if after else {}
+        note = {"file": file, **start, "line": line, "what": problem}
+        return json.dumps(note, ensure_ascii=False) + "\n"
 
 
 class Busy(Exception):
@@ -158,14 +162,19 @@ class Unfinished:
         ]
 
     def first_line(self, block: Block) -> int:
-        """The number of the first line of a block, whose predecessors have their places."""
+        """The number of the first line of a block, whose predecessors have their places; 0 if it is
+        not known."""
         return self.position.line if self.position.file == block.file else 1
 
     def take(self, block: Block, encoded: Encoded, bad: BadRecords) -> Order:
         """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a
         bad line too many."""
         first_line = self.first_line(block)
-        lines = [bad.add(block.name, first_line + line, problem) for line, problem in encoded.bad]
+        after = 0 if first_line else block.start
+        lines = [
+            bad.add(block.name, (first_line or 1) + line, problem, after)
+            for line, problem in encoded.bad
+        ]
         assert self._bad_file is not None
         self._bad_size += self._bad_file.write("".join(lines).encode(errors="backslashreplace"))
         offsets = []
@@ -185,7 +194,8 @@ class Unfinished:
         self.empty += encoded.empty
         self.done += encoded.bytes
         self.bad = bad.count
-        self.position = InputPosition(block.file, max(block.end, 1), first_line + encoded.lines)
+        line = first_line + encoded.lines if first_line else 0
+        self.position = InputPosition(block.file, max(block.end, 1), line)
         self._behind[block.number] = self._state()
         return order
 

@@ -165,12 +165,19 @@ class ParquetRows:
         self._keys = (*keys, *optional)
         self.count = self._file.metadata.num_rows
 
-    def blocks(self, start: int, longest: int) -> Iterator[tuple[int, int, list[list[Any]] | None]]:
-        """Rows from number `start` on: number of the first and of the one after the last, and the
-        values of each key. As many as ROWS_BYTES hold, or one; of a row of more than `longest`
-        bytes None."""
+    def groups(self) -> list[int]:
+        """How many rows each row group has."""
+        metadata = self._file.metadata
+        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    def blocks(
+        self, start: int, longest: int, stop: int
+    ) -> Iterator[tuple[int, int, list[list[Any]] | None]]:
+        """Rows from number `start` on, of the row groups that begin before `stop`: number of the
+        first and of the one after the last, and the values of each key. As many as ROWS_BYTES hold,
+        or one; of a row of more than `longest` bytes None."""
         with self._explained():
-            for first, batch in self._batches(start):
+            for first, batch in self._batches(start, stop):
                 values = None
                 if batch.num_rows > 1 or batch.nbytes <= longest:
                     values = [
@@ -181,13 +188,15 @@ class ParquetRows:
                     ]
                 yield first, first + batch.num_rows, values
 
-    def _batches(self, start: int) -> Iterator[tuple[int, Any]]:
+    def _batches(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
         """Rows that need too much memory together are read one by one, from the first of their
         group on. Raises ValueError if one does."""
         after = 0
-        for group in range(self._file.num_row_groups):
+        for group, count in enumerate(self.groups()):
             before = after
-            after += self._file.metadata.row_group(group).num_rows
+            after += count
+            if before >= stop:
+                return
             rows = ROWS
             while start < after:
                 try:

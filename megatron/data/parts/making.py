@@ -1,0 +1,81 @@
+"""A part is made: under temporary names, then renamed, its record last. `plan` has the design."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+
+from megatron.data.parts.part_set import PartSet
+
+MAKING = ".making-"
+BAD_RECORDS = ".bad_records.jsonl"
+
+
+def make(sets: Sequence[PartSet], number: int, write: Callable[[str], None]) -> bool:
+    """Make part `number` of each set, unless it is whole: whether it was made.
+
+    `write(folder)` writes the pairs folder/0, folder/1, ..., one for each set, and folder/bad if
+    records were skipped, all of it durable. Raises what it raises, and OSError; then nothing is
+    left behind.
+    """
+    if is_whole(sets, number):
+        return False
+    folder = f"{sets[0].part(number)}{MAKING}{uuid.uuid4().hex}"
+    os.mkdir(folder)
+    try:
+        write(folder)
+        _publish(sets, number, folder)
+    except FileNotFoundError:  # another process has made the part and tidied up
+        if not is_whole(sets, number):
+            raise
+        return False
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def is_whole(sets: Sequence[PartSet], number: int) -> bool:
+    """Whether the part is whole in each set."""
+    return all(each.record(number) is not None for each in sets)
+
+
+def tidy(sets: Sequence[PartSet]) -> None:
+    """Remove what processes that were killed have left of parts that are whole, and parts beyond
+    the last. Raises OSError."""
+    folder = sets[0].folder
+    for name in os.listdir(folder):
+        number, making, _ = name.partition(MAKING)
+        if making and number.isdecimal():
+            if int(number) >= len(sets[0]) or is_whole(sets, int(number)):
+                shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
+    for each in sets:
+        for name in os.listdir(each.folder):
+            number = name.partition(".")[0]
+            if number.isdecimal() and int(number) >= len(each) and MAKING not in name:
+                os.unlink(f"{each.folder}/{name}")
+
+
+def _publish(sets: Sequence[PartSet], number: int, folder: str) -> None:
+    for key, each in enumerate(sets):
+        for end in ("bin", "idx"):
+            os.replace(f"{folder}/{key}.{end}", f"{each.part(number)}.{end}")
+    bad = f"{sets[0].part(number)}{BAD_RECORDS}"
+    if os.path.exists(f"{folder}/bad"):
+        os.replace(f"{folder}/bad", bad)
+    elif os.path.exists(bad):
+        os.unlink(bad)
+    for each in sets:  # a record must not outlast a power failure that its files did not
+        _sync(each.folder)
+    for key, each in enumerate(sets):
+        os.replace(f"{folder}/{key}.json", f"{each.part(number)}.json")
+        _sync(each.folder)
+
+
+def _sync(folder: str) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

@@ -1,0 +1,126 @@
+"""The parts of a pair that many tasks write: their names, and which of them are whole. `plan` has
+the design."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.checksums import table_sum
+from megatron.data.tokenizers import metadata
+from megatron.small_files import make_directories, read_json
+
+FOLDER = ".parts"
+FORMAT = 1
+
+
+def plan_path(prefix: str) -> str:
+    """The file that says of which parts the pair `prefix` consists."""
+    return f"{prefix}{FOLDER}/parts.json"
+
+
+@dataclass(frozen=True)
+class PartSet:
+    """The parts of the pair `prefix`. `tasks`: how many make them; `made_of`: for each part a hash
+    of what it is made of; `job`: what is the same for all parts."""
+
+    prefix: str
+    tasks: int
+    made_of: tuple[str, ...]
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.made_of)
+
+    @property
+    def folder(self) -> str:
+        """Where the parts are."""
+        return f"{self.prefix}{FOLDER}"
+
+    def part(self, number: int) -> str:
+        """The prefix of a part."""
+        return f"{self.folder}/{number:06d}"
+
+    def record(self, number: int) -> dict[str, Any] | None:
+        """What the .json of a part says; None unless the part is whole."""
+        part = self.part(number)
+        try:
+            note = metadata.note(part)
+            if note is None or note["part"]["made_of"] != self.made_of[number]:
+                return None
+            files = note[metadata.FILES]
+            sizes = [os.stat(f"{part}.{end}").st_size for end in ("bin", "idx")]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return note if sizes == [files["bin"]["bytes"], files["idx"]["bytes"]] else None
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """`record` of every part in order. Raises ValueError for the first that is not whole."""
+        for number in range(len(self)):
+            note = self.record(number)
+            if note is None:
+                raise ValueError(
+                    f"{self.prefix}: part {number} of 0 .. {len(self) - 1} is missing or not "
+                    f"whole; preprocess_data.py --task {number % self.tasks}/{self.tasks}, with "
+                    "the flags of the others, makes it [data-parts-missing]"
+                )
+            yield note
+
+    def write_plan(self, overwrite: bool = False) -> None:
+        """Write parts.json, unless it says the same already. Raises OSError; ValueError for the
+        parts of another command unless `overwrite`."""
+        make_directories(self.folder)
+        before = None
+        if os.path.exists(plan_path(self.prefix)) and not overwrite:
+            before = read_plan(self.prefix)
+            if before == self:
+                return
+        if before is not None and before.made_of != self.made_of:
+            differ = sorted(name for name in self.job if before.job.get(name) != self.job[name])
+            raise ValueError(
+                f"--output-prefix: {self.folder} has parts of another command "
+                f"({', '.join(differ) or '--input or --part-bytes'} differed); give --overwrite to "
+                "replace them, or another prefix [output-exists]"
+            )
+        table = {
+            "format": FORMAT,
+            "tasks": self.tasks,
+            "job": dict(self.job),
+            "made_of": list(self.made_of),
+        }
+        partial = f"{plan_path(self.prefix)}.{uuid.uuid4().hex}.tmp"
+        try:
+            with open(partial, "x", encoding="utf-8") as file:
+                json.dump({**table, "checksum": table_sum(table)}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, plan_path(self.prefix))
+        finally:
+            if os.path.exists(partial):
+                os.unlink(partial)
+
+
+def is_set(prefix: str) -> bool:
+    """Whether there are parts of this pair, and not the pair itself."""
+    return os.path.exists(plan_path(prefix)) and not os.path.exists(f"{prefix}.idx")
+
+
+def read_plan(prefix: str) -> PartSet:
+    """The parts of the pair `prefix`, whole or not. Raises ValueError for a parts.json that cannot
+    be understood."""
+    path = plan_path(prefix)
+    try:
+        table = read_json(path)
+        if table.pop("checksum") != table_sum(table) or table["format"] != FORMAT:
+            raise ValueError("its checksum or format differs")
+        return PartSet(prefix, table["tasks"], tuple(table["made_of"]), table["job"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: cannot be used ({type(error).__name__}: {error}); any task of "
+            "preprocess_data.py writes it again with --overwrite, and parts that are whole are "
+            "kept [data-file-damaged]"
+        ) from None
