@@ -63,13 +63,16 @@ class Muon:
         config: OptimizerConfig,
         shardings: Mapping[str, Sharding],
     ) -> MuonAndAdam:
-        """The optimizer of `groups`, whose `params` are main weights: whole local parts, also flat,
-        of the parameters `names`, which have these records."""
+        """The optimizer of `groups`, whose `params` are main weights: whole local parts or some of
+        their experts, also flat, of the parameters `names`, which have these records."""
         return MuonAndAdam(self, groups, config, shardings)
 
-    def kind(self, sharding: Sharding) -> Kind:
-        """How the weight is updated."""
+    def kind(self, sharding: Sharding, elements: int) -> Kind:
+        """How the weight is updated, of which this rank owns so many elements: of experts perhaps
+        not all."""
         shape = tuple(stop - start for start, stop in local_box(sharding, self._ctx))
+        if is_experts(sharding.name):
+            shape = (elements // math.prod(shape[1:]), *shape[1:])
         split = [(name, dim) for name, dim in sharding.splits if self._axis(name).size > 1]
         # experts are whole matrices: which ranks have which does not matter
         split = [(name, dim) for name, dim in split if name != "ep"]
@@ -139,7 +142,10 @@ class MuonAndAdam:
                 group["lr"] = group["weight_decay"] = 0.0
                 for param in group["params"]:
                     self.state[param] = {adam.MOMENTUM: torch.zeros_like(param)}
-                kinds = [muon.kind(shardings[name]) for name in group["names"]]
+                kinds = [
+                    muon.kind(shardings[name], param.numel())
+                    for name, param in zip(group["names"], group["params"], strict=True)
+                ]
                 batches = _batches(kinds, group["params"], muon)
                 self._batches += [(group, *batch) for batch in batches]
 

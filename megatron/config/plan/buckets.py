@@ -25,7 +25,8 @@ class Bucket:
     `partial`: axes over which all of its gradients are summed before the ranks that saw other
     tokens sum theirs. `cuts`: where in the flat buffer the range of each shard begins, and where
     the last ends. `experts`: are they split over expert-parallel ranks, so that fewer ranks hold
-    the same ones? `whole`: is the range of each shard whole parameters, or halves of gated ones?
+    the same ones? `whole`: is the range of each shard whole parameters, halves of gated ones, or
+    whole experts?
     """
 
     start: int
@@ -123,10 +124,11 @@ def lay_out(
     walk = partition.order if partition else range(len(sizes))
     pieces: Sequence[Pieces] = partition.pieces if partition else [()] * len(sizes)
     # What is summed over other ranks, or is whole on its owner, needs a bucket of its own: (of
-    # experts?, shared in equal ranges?, partial axes). The sort is stable, so within a kind the
-    # reverse order stays.
+    # experts?, shared in equal ranges?, apart?, partial axes). The sort is stable, so within a kind
+    # the reverse order stays.
+    apart = partition.apart if partition else frozenset()
     kinds = [
-        (any(experts[number : number + 1]), not pieces[number], axes)
+        (any(experts[number : number + 1]), not pieces[number], number in apart, axes)
         for number, axes in enumerate(partial)
     ]
     order = sorted(reversed(walk), key=lambda number: kinds[number])
@@ -138,7 +140,7 @@ def lay_out(
 
     def close() -> None:
         nonlocal begin, end
-        of_experts, equal, axes = kinds[members[0]]
+        of_experts, equal, _, axes = kinds[members[0]]
         parts = expert_shards if of_experts else shards
         if equal:
             end = begin + _round_up(end - begin, align * parts)

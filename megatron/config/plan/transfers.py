@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import NamedTuple
 
-from megatron.config.muon import at_a_time, is_qkv
+from megatron.config.muon import at_a_time, is_experts, is_qkv
 from megatron.config.plan.costs import IDS, Sizes
 from megatron.config.plan.plan import (
     BYTES,
@@ -406,6 +406,9 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         for spec, (start, stop) in zip(table, layout.spans(*shards), strict=True):
             if start < stop and by_muon(config, spec):
                 shape = spec.local_shape({"ep": axes["ep"]})
+                if is_experts(spec.name):
+                    one = math.prod(spec.local_shape(axes)[1:])
+                    shape = ((stop - start) // one, *shape[1:])
                 for axis in {axis for axis, _ in spec.splits} - {"ep"}:
                     alike[axis, is_qkv(spec.name), shape] += 1
         sent = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.config.muon import Matrices, matrices
+from megatron.config.muon import Matrices, is_experts, matrices
 from megatron.config.tree import Config
 
 SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
@@ -20,10 +21,12 @@ Pieces = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class Partition:
     """`order`: the parameters' numbers as they are walked; `pieces`: of each, by its number,
-    (elements, owner), or () where ranks share it in equal ranges."""
+    (elements, owner), or () where ranks share it in equal ranges. `apart`: those that share no
+    bucket with others, since a rank's pieces of a bucket must be one range."""
 
     order: tuple[int, ...]
     pieces: tuple[Pieces, ...]
+    apart: frozenset[int] = frozenset()
 
 
 class Shared(NamedTuple):
@@ -53,7 +56,8 @@ def assignment(config: Config) -> Assign | None:
 
 def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
     """Each weight that Muon updates to the rank that has least to compute so far, the most costly
-    first; the rest is shared in equal ranges.
+    first; the rest is shared in equal ranges. Before them weights of experts, which are many
+    matrices: rank after rank takes as many as make its share.
 
     Costs are those of matrix products, of which the orthogonalization consists.
     """
@@ -62,16 +66,31 @@ def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
     ]
     pieces: list[Pieces] = [()] * len(params)
     # by whether they are experts: rank 0 of those need not be rank 0 of the others
-    loads: dict[bool, list[int]] = {}
+    loads = {param.experts: [0] * param.shards for param in params}
+    experts = [
+        number for number, param in enumerate(params) if costs[number] and is_experts(param.name)
+    ]
+    total = sum(costs[number] for number in experts)
+    done = 0
+    for number in experts:
+        param = params[number]
+        cost = costs[number] // param.local_shape[0]
+        owners = []
+        for _ in range(param.local_shape[0]):
+            owners.append((2 * done + cost) * param.shards // (2 * total))
+            loads[param.experts][owners[-1]] += cost
+            done += cost
+        size = math.prod(param.local_shape[1:])
+        pieces[number] = tuple((n * size, owner) for owner, n in Counter(owners).items())
     for number in sorted(range(len(params)), key=lambda number: -costs[number]):
         param = params[number]
-        if not costs[number]:
+        if not costs[number] or pieces[number]:
             continue
-        load = loads.setdefault(param.experts, [0] * param.shards)
+        load = loads[param.experts]
         owner = load.index(min(load))
         load[owner] += costs[number]
         pieces[number] = ((math.prod(param.local_shape), owner),)
-    return Partition(tuple(range(len(params))), tuple(pieces))
+    return Partition(tuple(range(len(params))), tuple(pieces), frozenset(experts))
 
 
 def whole_parameters(

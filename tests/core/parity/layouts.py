@@ -402,6 +402,7 @@ CAMPAIGN = {
     "ep2, all-to-all, Muon, experts": muon(MOE, 2, (EP, "2", *A2A)),
     "tp2 sp, Muon, experts": muon(MOE, 2, (TP, "2", SP)),
     "etp1 tp2 sp, Muon, experts": muon(EP_MOE, 2, (ETP, "1", TP, "2", SP)),
+    "dp4, distributed optimizer, overlap, Muon, experts": muon(EP_MOE, 4, OVERLAP),
     "ep4 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
         EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
     ),

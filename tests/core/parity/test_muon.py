@@ -40,6 +40,7 @@ DENSE = {
 }
 EXPERTS = {
     "ep2, distributed optimizer": (2, (EP, "2", *A2A, *DISTRIBUTED)),
+    "dp4, distributed optimizer": (4, DISTRIBUTED),
     "etp1 ep2 tp2 sp, distributed optimizer": (
         2,
         (ETP, "1", EP, "2", *A2A, TP, "2", SP, *DISTRIBUTED),

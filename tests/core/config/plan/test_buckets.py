@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from megatron.config.muon import Matrices
 from megatron.config.plan.buckets import Layout, lay_out
-from megatron.config.plan.zero_partition import whole_parameters
+from megatron.config.plan.zero_partition import Shared, whole_matrices, whole_parameters
 
 PARTIAL = [(), (), (), ("tp",), ("ends",), ("tp", "ends")]
 
@@ -120,6 +121,67 @@ def test_whole_parameters_belong_to_one_rank_each(seed):
             and bucket.cuts[-1] == bucket.stop
             and list(bucket.cuts) == sorted(bucket.cuts)
         )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_matrices_belong_to_one_rank_each(seed):
+    """As Muon's are given out, in flat buckets of any size: each expert by itself, whether experts
+    are shared by as many ranks as the rest or by fewer."""
+    rng = random.Random(seed)
+    number = rng.choice([1, 2, 8, 9])
+    block = {
+        "self_attention.linear_qkv.weight": (12, 4),
+        "input_layernorm.weight": (rng.randint(1, 50),),
+        "mlp.experts.linear_fc1.weight": (number, 2, rng.randint(1, 9), 4),
+        "mlp.experts.linear_fc2.weight": (number, 4, rng.randint(1, 9)),
+    }
+    shapes = {
+        f"decoder.layers.{layer}.{name}": shape
+        for layer in range(rng.randint(1, 6))
+        for name, shape in block.items()
+    }
+    apart = bool(seed % 2)
+    ranks = {False: rng.choice([2, 4, 8])}
+    ranks[True] = ranks[False] // rng.choice([1, 2])
+    experts = [apart and ".experts." in name for name in shapes]
+    params = [
+        Shared(name, shape, shape, ranks[one], one)
+        for (name, shape), one in zip(shapes.items(), experts, strict=True)
+    ]
+    spans = {
+        False: lambda rank: layout.spans(rank, 0),
+        True: lambda rank: layout.spans(0, rank),
+    }
+    found = Matrices()
+    partition = whole_matrices(found, params)
+    layout = lay_out(
+        [math.prod(shape) for shape in shapes.values()],
+        [()] * len(shapes),
+        bucket_size=rng.choice([None, 1, 100, 10**6]),
+        shards=ranks[False],
+        itemsize=rng.choice([2, 4, 8]),
+        partition=partition,
+        experts=experts,
+        expert_shards=ranks[True],
+    )
+    loads: dict[bool, list[int]] = {one: [0] * n for one, n in ranks.items()}
+    costs = []
+    for place, (param, pieces) in enumerate(zip(params, partition.pieces, strict=True)):
+        assert bool(pieces) == (len(param.shape) > 1)
+        done = 0
+        one = math.prod(param.shape[1:]) if ".experts." in param.name else math.prod(param.shape)
+        for size, owner in pieces:
+            assert size > 0 and size % one == 0
+            assert spans[param.experts](owner)[place] == (done, done + size)
+            [stack] = found.stacks(param.name, param.shape)
+            costs.append(stack.cost // stack.number)
+            loads[param.experts][owner] += size // one * costs[-1]
+            done += size
+        assert done == (math.prod(param.shape) if pieces else 0)
+        for rank in {*range(ranks[param.experts])} - {owner for _, owner in pieces}:
+            assert not pieces or spans[param.experts](rank)[place] == (0, 0)
+    for load in loads.values():
+        assert max(load) <= sum(load) / len(load) + max(costs)
 
 
 def test_a_bucket_of_everything_and_buckets_of_one():
