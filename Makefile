@@ -21,7 +21,7 @@ REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part parity lint clean install dev peers pretrained data eval s3 serve wandb
+.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part parity lint docs clean install dev peers pretrained data eval s3 serve wandb
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +69,12 @@ lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PY) -m mypy
 	$(PY) -m mypy -m tools.benchmarks.faults.__main__ -m tools.benchmarks.quality
+
+docs: $(PY) requirements/docs.txt  ## the site in build/site: fails for a dead link or a page outside the navigation
+	@$(PIP) -r requirements/docs.txt
+	$(PY) .ci/site.py
+	NO_MKDOCS_2_WARNING=1 SITE_NAME="megatron-gpt-pretraining $$($(PY) -c 'from megatron.version import VERSION; print(VERSION)')" \
+		$(VENV)/bin/mkdocs build --strict
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 

@@ -55,7 +55,7 @@ def test_every_direct_requirement_is_pinned_once_and_torch_within_the_supported_
     ends = {name: requirement_lines(f"torch_{name}")["torch"] for name in ("oldest", "newest")}
     assert ends["oldest"].startswith("==2.11.") and ends["newest"].startswith("==2.14.")
     assert "triton" not in pins, "torch's builds for CUDA name the one that they need"
-    for name in ("runtime", "build", "dev", "peers"):
+    for name in ("runtime", "build", "dev", "docs", "peers"):
         for package, version in requirement_lines(name).items():
             assert package in pins or version.startswith("=="), (
                 f"{package} in {name}.txt has no tested version"
