@@ -7,9 +7,9 @@ Fixed beforehand: the quickstart's model (1 million parameters), text and tokeni
 optimizers is tuned over the same grid, with a seed of its own; while the best of either is at an
 end, the grids of both grow by a point there. Then the weight decay, at that rate. The best setting
 runs with further seeds. Goal: the mean loss of Adam's over these seeds, on all validation data.
-Muon's steps to it are interpolated (loss over log steps) between runs of half, three quarters and
-all of the steps, and of a quarter, an eighth ... while all are better than the goal, each with its
-whole schedule; the interval is a bootstrap over seeds.
+Muon's steps to it are interpolated (loss over log steps) between runs of all of the steps, half,
+and a quarter, an eighth ... while all seeds are better than the goal, each with its whole schedule;
+the interval is a bootstrap over seeds.
 
 Each finished run is a line of runs.jsonl in the folder: started again, it does what is missing.
 results.json has all runs and figures, quality.png the picture. One process with one thread.
@@ -48,7 +48,6 @@ OPTIMIZERS = {
 }
 RATES = tuple(0.004 * 2**power for power in range(4))
 WEIGHT_DECAYS = (0.1, 0.5)
-SHORTER = (0.75, 0.5)  # Muon's runs, in steps of Adam's
 TUNING_SEED = 1000
 DRAWS = 10_000
 
@@ -174,17 +173,15 @@ def tuned(loss: Loss, steps: int) -> tuple[list[float], dict[str, Trial]]:
 def measure(loss: Loss, steps: int, seeds: int) -> dict[str, Any]:
     """Tune, run the seeds, and compare."""
     rates, best = tuned(loss, steps)
-
-    def over_seeds(optimizer: str, length: int) -> list[float]:
-        trial = best[optimizer]._replace(steps=length)
-        return [loss(trial._replace(seed=seed)) for seed in range(1, seeds + 1)]
-
-    adam = over_seeds("adam", steps)
-    lengths = [steps, *(round(steps * part) for part in SHORTER)]
-    muon = {length: over_seeds("muon", length) for length in lengths}
-    while max(muon[min(muon)]) < statistics.mean(adam) and min(muon) > 1:
-        half = min(muon) // 2
-        muon[half] = over_seeds("muon", half)
+    adam: list[float] = []
+    muon: dict[int, list[float]] = {steps: [], steps // 2: []}
+    for seed in range(1, seeds + 1):
+        adam.append(loss(best["adam"]._replace(seed=seed)))
+        for length, losses in muon.items():
+            losses.append(loss(best["muon"]._replace(steps=length, seed=seed)))
+    while max(muon[least := min(muon)]) < statistics.mean(adam) and least > 1:
+        trial = best["muon"]._replace(steps=least // 2)
+        muon[least // 2] = [loss(trial._replace(seed=seed)) for seed in range(1, seeds + 1)]
     return {
         "steps": steps,
         "rates": rates,
