@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from megatron import interrupt
 
 if TYPE_CHECKING:
-    from megatron.config.command_line import CommandLine, ExtraArgsProvider
+    from megatron.config.command_line import CommandLine
+    from megatron.config.script import ExtraArgsProvider, Script
     from megatron.data.tokenizers.base import Tokenizer
     from megatron.training.launch.signals import SignalWatch
     from megatron.training.run import Services
-    from megatron.training.step import ForwardStep
 
 STARTED = time.time()
 
@@ -35,7 +35,7 @@ class ModelType(enum.Enum):
 
 def pretrain(
     train_valid_test_datasets_provider: Callable[..., Any] | None,
-    model_provider: None,
+    model_provider: Callable[..., Any] | None,
     model_type: Any,
     forward_step_func: Callable[..., Any],
     process_non_loss_data_func: None = None,
@@ -50,11 +50,11 @@ def pretrain(
 
     `train_valid_test_datasets_provider`: called with the numbers of samples needed, returns three
     torch data sets (`data.script_datasets`); None for the data of the command line.
-    `model_provider`: None, for the GPT of the command line. `forward_step_func`:
-    `training.script_step` says what it takes and returns. `extra_args_provider(parser)` adds flags
-    to the parser of argparse, `args_defaults` are other defaults by name. With `argv` a caller's
-    own command line: its streams and signals stay the caller's. `services`: what the loop calls, if
-    not the usual (`training.run.Services`).
+    `model_provider`: returns a model (`training.script_model`); None for the GPT of the command
+    line. `forward_step_func`: `training.script_step` says what it takes and returns.
+    `extra_args_provider(parser)` adds flags to the parser of argparse, `args_defaults` are other
+    defaults by name. With `argv` a caller's own command line: its streams and signals stay the
+    caller's. `services`: what the loop calls, if not the usual (`training.run.Services`).
 
     The program leaves with 2 if the command line is wrong. Raises TypeError for what there is not.
     """
@@ -65,20 +65,14 @@ def pretrain(
         parser.set_defaults(**args_defaults or {})
 
     def work(words: Sequence[str], watch: SignalWatch | None = None) -> None:
-        given = {
-            "model_provider": model_provider,
-            "process_non_loss_data_func": process_non_loss_data_func,
-            **others,
-        }
+        given = {"process_non_loss_data_func": process_non_loss_data_func, **others}
         _check_arguments(model_type, given)
-        run(
-            words,
-            forward_step_func,
-            add_arguments,
-            services,
-            watch,
-            train_valid_test_datasets_provider,
+        from megatron.config.script import Script
+
+        script = Script(
+            forward_step_func, add_arguments, train_valid_test_datasets_provider, model_provider
         )
+        run(words, script, services, watch)
 
     if argv is not None:
         return work(argv)
@@ -127,11 +121,9 @@ def _check_packages() -> None:
 
 def run(
     argv: Sequence[str],
-    forward_step: Callable[..., Any],
-    extra_args_provider: ExtraArgsProvider | None = None,
+    script: Script,
     services: Services | None = None,
     watch: SignalWatch | None = None,
-    datasets_provider: Callable[..., Any] | None = None,
 ) -> None:
     """Read and check the command line; then train, or print what would be done (--dry-run).
 
@@ -141,16 +133,14 @@ def run(
     from megatron import log, threads
     from megatron.config import command_line
     from megatron.features.registry import RunConfig
-    from megatron.training.script_step import as_batch_step
 
     usage = threads.usage()
-    line = command_line.read(argv, os.environ, extra_args_provider, RunConfig, datasets_provider)
+    line = command_line.read(argv, os.environ, script, RunConfig)
     log.show_details(not line.config.logging.is_short)
-    step = as_batch_step(forward_step)
     if line.config.training.dry_run:
         from megatron.analysis import dry_run
 
-        dry_run.report(line, step)
+        dry_run.report(line)
         return
     from megatron.training import preflight
     from megatron.training.checkpointing.save_services import save_services
@@ -161,20 +151,19 @@ def run(
     if watch:  # without it, the streams are the caller's
         tolerate_failing_streams()
     with save_services(line, services, watch) as made:
-        train(line, tokenizer, step, made, watch)
+        train(line, tokenizer, made, watch)
 
 
 def train(
     line: CommandLine,
     tokenizer: Tokenizer,
-    forward_step: ForwardStep,
     services: Services,
     watch: SignalWatch | None = None,
 ) -> None:
     """Connect the ranks; build model, optimizer and data; load a checkpoint; train."""
     from megatron.device import default_backend
     from megatron.log import detail_datetime
-    from megatron.training import build, build_data, loop, memory, script_args
+    from megatron.training import build, build_data, loop, memory, script_args, script_step
     from megatron.training.checkpointing import data_position, load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
@@ -195,7 +184,7 @@ def train(
     script_args.begin(line, plan, backend, tokenizer, line.rank)
     writers = open_writers(config, plan.world_size)
     runtime = initialize.initialize(config, rendezvous)
-    memory.check(config, plan, runtime)
+    memory.check(line, plan, runtime)
     preamble.print_opening(line, plan, runtime, backend)
     plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = initialize.build_timers(config, runtime)
@@ -203,10 +192,11 @@ def train(
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     lines.start(time.time() - STARTED, backend)
 
-    with memory.explained(config, plan, runtime):
+    with memory.explained(line, plan, runtime):
         with timers("model-and-optimizer-setup"):
-            run = build.build_run(config, plan, runtime, timers, tokenizer, services)
+            run = build.build_run(config, plan, runtime, timers, tokenizer, services, line.script)
             run.script_flags = line.extra_flags
+            lines.model_is_built(run.plan)
             loaded = load.load_checkpoint(run)
             script_args.set_progress(run.progress)
         lines.timers(["load-checkpoint"])
@@ -214,7 +204,7 @@ def train(
 
         with timers("train/valid/test-data-iterators-setup"):
             data = build_data.build_data(
-                config, plan, runtime, tokenizer, run.progress, line.datasets_provider
+                config, plan, runtime, tokenizer, run.progress, line.script.datasets_provider
             )
             data_position.check_data_order(run, data.order)
             skip_plan.start_skips(run, skips)
@@ -225,5 +215,5 @@ def train(
         if watch:
             gc.freeze()  # what was imported and built stays until the end
             gc.enable()
-        loop.train(run, data, forward_step, lines, STARTED)
+        loop.train(run, data, script_step.as_batch_step(line.script), lines, STARTED)
     initialize.finish(rendezvous)

@@ -105,7 +105,7 @@ def late_from(reading: int, *ranks: int, minutes: float = 1000.0) -> Services:
     return Services(clock=clock)
 
 
-def _kill_in(iteration: int) -> None:
+def kill_in(iteration: int) -> None:
     """Let this process die by SIGKILL in the n-th iteration that it begins, when the sums of the
     step are summed over the ranks."""
     count = itertools.count(1)
@@ -137,7 +137,7 @@ def _rank(
     """
     services = (hook() if hook else None) or Services()
     if kill_at is not None:
-        _kill_in(kill_at)
+        kill_in(kill_at)
     with (
         open(f"{output}.{rank}", "a") as file,
         contextlib.redirect_stdout(file),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron import launcher
 from megatron.config.command_line import CommandLine, refuse
 from megatron.config.plan import fit
@@ -15,16 +13,20 @@ from megatron.data.request import DataRequest
 from megatron.data.sources import source_of
 from megatron.training import preflight
 from megatron.training.feature import features_of
-
-if TYPE_CHECKING:
-    from megatron.training.step import ForwardStep
+from megatron.training.script_step import as_batch_step
 
 
-def report(line: CommandLine, forward_step: ForwardStep) -> None:
+def report(line: CommandLine) -> None:
     """Print all of it on rank 0. Exits as `preflight.check_dry` does; raises as they do."""
     if line.rank:
         return
     plan = plan_report.print_plan(line)
+    if line.script.model_provider:
+        print(
+            "model: what model_provider returns; a dry run does not call it, all figures are those "
+            "of the GPT of the flags",
+            flush=True,
+        )
     limit = line.config.training.device_memory
     fits, text = True, ""
     if limit is not None:
@@ -34,8 +36,9 @@ def report(line: CommandLine, forward_step: ForwardStep) -> None:
     print("\n".join(_data_lines(line, plan)), flush=True)
     print("\n".join(_kernel_lines(line)), flush=True)
     preflight.check_dry(line, plan)
+    step = as_batch_step(line.script)
     for feature in features_of(line.config):
-        for row in feature.dry_run(line, plan, forward_step):
+        for row in feature.dry_run(line, plan, step):
             print(row, flush=True)
     if not fits:
         refuse([f"--device-memory {limit:g}: {text} [not-enough-memory]"], launcher.info())
@@ -43,7 +46,7 @@ def report(line: CommandLine, forward_step: ForwardStep) -> None:
 
 def _data_lines(line: CommandLine, plan: Plan) -> list[str]:
     """The table of the data, if they are on this machine."""
-    if line.datasets_provider:
+    if line.script.datasets_provider:
         return ["data: what train_valid_test_datasets_provider returns; a dry run does not call it"]
     data = line.config.data
     targets = plan.targets

@@ -21,6 +21,7 @@ from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
 
 VERSION = 1
 ABSENT = "(absent)"
+OWN_MODEL = "own_model"  # in `data`: the class of a script's own model
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -43,9 +44,9 @@ class RunState:
 
     `skips`: the lines of `skips.jsonl` that count; `skipped`: the ranges [first, last] skipped so
     far. `layout`: world, tp, pp, dp ... at the save. `data`: fingerprint of the flags and files
-    that fix the data order. `rng` is empty while all randomness is a pure function of counters.
-    `features`: what each feature keeps, by its name. `hardware`: processor, device and kernels,
-    which with `versions` decide the last bits.
+    that fix the data order, and OWN_MODEL. `rng` is empty while all randomness is a pure function
+    of counters. `features`: what each feature keeps, by its name. `hardware`: processor, device and
+    kernels, which with `versions` decide the last bits.
     """
 
     iteration: int = 0

@@ -11,7 +11,7 @@ import functools
 import shlex
 import time
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -28,10 +28,10 @@ from megatron.arguments import (
 )
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url, staged
+from megatron.config.script import NO_SCRIPT, ExtraArgsProvider, Script
 from megatron.config.tree import Config
 from megatron.version import version_line
 
-ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 DESCRIPTION = """\
 Pretrain a GPT. @FILE reads flags from a file; flags on the command line override them.
 docs/flags.md has all of them, and those of other programs that are read or refused.
@@ -74,8 +74,8 @@ class CommandLine:
     `typed`: what the user gave, by field name; `foreign`: flags of another program that a feature
     has read; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run;
     `extra`: what `extra_args_provider` added, `extra_flags` as typed, one flag each;
-    `datasets_provider`: what a script reads its data with. Of --save, --load and --snapshot-dir in
-    an object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
+    `script`: the functions of a script of one's own. Of --save, --load and --snapshot-dir in an
+    object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
     staging directories.
     """
 
@@ -87,7 +87,7 @@ class CommandLine:
     rank: int
     extra: argparse.Namespace | None = None
     extra_flags: Sequence[str] = ()
-    datasets_provider: Callable[..., Any] | None = None
+    script: Script = NO_SCRIPT
     save_url: str | None = None
     load_url: str | None = None
     snapshot_url: str | None = None
@@ -118,18 +118,17 @@ def other_flags(tree: type[Config]) -> OtherFlags:
 def read(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    extra_args_provider: ExtraArgsProvider | None = None,
+    script: Script = NO_SCRIPT,
     tree: type[Config] = Config,
-    datasets_provider: Callable[..., Any] | None = None,
 ) -> CommandLine:
     """The checked command line of this process; `environ` says which rank of how many it is, `tree`
-    has the flags (`config.tree.with_features`). With `datasets_provider` flags need not name data,
-    and files that they name are the script's affair.
+    has the flags (`config.tree.with_features`). Where the `script` has its own data, flags need not
+    name any, and files that they name are the script's affair.
 
     Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with
     0.
     """
-    flags = parser(tree, extra_args_provider)
+    flags = parser(tree, script.extra_args_provider)
     parsed = parse(flags, argv)
     launch, wrong = launcher.read(environ)
     wrong += launcher.rendezvous_problems(environ)
@@ -143,7 +142,7 @@ def read(
         raise SystemExit(0)
     if parsed.explain is not None:
         raise SystemExit(explain.main(parsed.explain) if launch.rank == 0 else 0)
-    line, problems = _checked(tree, flags, parsed, launch, datasets_provider)
+    line, problems = _checked(tree, flags, parsed, launch, script)
     if wrong or problems:
         refuse([*wrong, *problems], launch)
     return line
@@ -178,7 +177,7 @@ def _checked(
     flags: Parser,
     parsed: Parsed,
     launch: launcher.LaunchInfo,
-    datasets_provider: Callable[..., Any] | None = None,
+    script: Script = NO_SCRIPT,
 ) -> tuple[CommandLine, list[str]]:
     from megatron.config.checks import rules as check
 
@@ -199,9 +198,10 @@ def _checked(
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or launch.world_size)
     judged, given = config, set(typed)
-    of_source: list[str] = []
-    if datasets_provider is not None:
-        judged, of_source = _with_own_data(config)
+    of_script = _of_own_model(config) if script.model_provider else []
+    if script.datasets_provider is not None:
+        judged, of_data = _with_own_data(config)
+        of_script += of_data
         given -= set(_SOURCES)
     # What an @FILE that cannot be read would have said is not missing.
     refused = [] if parsed.unread_file else check.problems(judged, world_size, given)
@@ -214,7 +214,7 @@ def _checked(
         *parsed.problems,
         *of_others,
         *saved.problems,
-        *of_source,
+        *of_script,
         *(text for text in refused if not text.startswith(unread) and text not in saved.problems),
     ]
     notes = [*parsed.notes, *accepted, *saved.notes]
@@ -234,9 +234,20 @@ def _checked(
         launch.rank,
         extra,
         words,
-        datasets_provider,
+        script,
         *urls,
     ), problems
+
+
+def _of_own_model(config: Config) -> list[str]:
+    """What is wrong where a script has its own model: a verdict on another one."""
+    limit = config.training.device_memory
+    if limit is None:
+        return []
+    return [
+        f"--device-memory {limit:g}: the plan counts the GPT of the flags, and the script's "
+        "model_provider may return another; omit it, or pass None as the provider [own-model]"
+    ]
 
 
 def _with_own_data(config: Config) -> tuple[Config, list[str]]:

@@ -30,8 +30,9 @@ def entry(label: str, text: str) -> str:
     )
 
 
-def summary(config: Config, plan: Plan, identity: str) -> list[str]:
-    """The lines that follow from flags and plan; `identity` names the tokenizer as it was built."""
+def summary(config: Config, plan: Plan, identity: str, own_model: bool = False) -> list[str]:
+    """The lines that follow from flags and plan; `identity` names the tokenizer as it was built.
+    Of a script's `own_model` nothing is known yet."""
     m = config.model
     groups = "" if m.query_groups == m.num_attention_heads else f" ({m.query_groups} key/value)"
     active = f", {plan.num_active:,} active" if m.num_experts else ""
@@ -41,14 +42,14 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
         if plan.padded_vocab_size == plan.vocab_size
         else f", padded to {plan.padded_vocab_size:,}"
     )
+    model = (
+        f"{plan.num_parameters:,} parameters{active}{padding}: "
+        f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.mlp_text}, "
+        f"{_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
+        f"{m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}"
+    )
     entries = [
-        entry(
-            "model",
-            f"{plan.num_parameters:,} parameters{active}{padding}: "
-            f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.mlp_text}, "
-            f"{_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
-            f"{m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}",
-        ),
+        entry("model", "what the script's model_provider returns" if own_model else model),
         entry("tokenizer", f"{identity}, vocabulary {plan.vocab_size:,}{padded}"),
         entry("batch", batch_text(config, plan)),
     ]
@@ -58,9 +59,9 @@ def summary(config: Config, plan: Plan, identity: str) -> list[str]:
         *entries,
         entry("training", training_text(config, plan)),
         entry("optimizer", optimizer_text(config)),
-        *_weights_by_rule(config, plan),
+        *([] if own_model else _weights_by_rule(config, plan)),
         entry("learning rate", schedule_text(config, plan)),
-        entry("memory", memory_text(config, plan)),
+        *([] if own_model else [entry("memory", memory_text(config, plan))]),
     ]
 
 

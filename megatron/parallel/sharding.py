@@ -16,6 +16,8 @@ from megatron import host, launcher
 from megatron.config.plan.parameters import ParameterSpec
 from megatron.parallel.context import ParallelContext
 
+GIVEN = "given"  # initial values of a parameter that came with them
+
 
 @dataclass(frozen=True)
 class Sharding:
@@ -27,7 +29,7 @@ class Sharding:
     same part and see other tokens (gradients are summed over them).
     partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
     over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones",
-    "constant").
+    "constant", GIVEN).
     real_rows: rows of dim 0 that are not padding, or None for all.
     """
 
@@ -191,6 +193,8 @@ def _drawing_threads() -> int:
 @torch.no_grad()
 def _fill(p: torch.nn.Parameter, ctx: ParallelContext, seed: int) -> None:
     sharding = sharding_of(p)
+    if sharding.init == GIVEN:
+        return
     if sharding.init == "ones":
         p.fill_(1.0)
     elif sharding.init == "constant":

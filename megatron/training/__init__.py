@@ -7,6 +7,7 @@ _HOME = {
     "megatron.log": ("print_rank_0", "print_rank_last"),
     "megatron.program": ("ModelType", "pretrain"),
     "megatron.training.script_args": ("get_args", "get_timers", "get_tokenizer"),
+    "megatron.training.script_model": ("GPTModel",),
 }
 
 

@@ -4,7 +4,7 @@ plan."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,7 @@ from megatron import device as devices
 from megatron import log
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.plan.zero_partition import assignment
+from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
@@ -54,8 +55,11 @@ def plan_run(config: Config, world_size: int, vocab_size: int) -> Plan:
     return plan
 
 
-def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
-    """The chunks of the model that this rank holds, their parameters initialized."""
+def build_model(
+    config: Config, plan: Plan, runtime: Runtime, script: Script = NO_SCRIPT
+) -> tuple[Chunks, Plan]:
+    """The chunks of the model that this rank holds, their parameters initialized; and the plan,
+    which is another one if the `script` has a model of its own."""
     t = config.training
     ctx = runtime.ctx
     log.detail("building GPT model ...")
@@ -66,15 +70,15 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
         if row.on:
             log.detail(f" > {row.operation}: {row.implementation} ({row.reason})")
     chunks = plan.layers_per_stage[ctx.pp.rank]
-    model = Chunks(
-        GPTModel(
-            config.model,
-            config.precision,
-            ctx,
-            plan.padded_vocab_size,
-            plan.vocab_size,
-            getattr(torch, config.precision.params_dtype),
-            runtime.device,
+    arguments: list[dict[str, Any]] = [
+        dict(
+            config=config.model,
+            precision=config.precision,
+            ctx=ctx,
+            padded_vocab_size=plan.padded_vocab_size,
+            vocab_size=plan.vocab_size,
+            dtype=getattr(torch, config.precision.params_dtype),
+            device=runtime.device,
             layers=layers,
             first=ctx.pp.rank == 0 and chunk == 0,
             last=ctx.pp.rank == ctx.pp.size - 1 and chunk == len(chunks) - 1,
@@ -83,7 +87,15 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
             scheme=scheme,
         )
         for chunk, layers in enumerate(chunks)
-    )
+    ]
+    if script.model_provider is None:
+        model = Chunks(GPTModel(**of_chunk) for of_chunk in arguments)
+    else:
+        from megatron.training import script_model
+
+        built = script_model.build(script.model_provider, config, ctx, runtime.device, arguments)
+        plan = script_model.plan_of(plan, built, config, ctx)
+        model = Chunks(built)
     init_parameters(model.parameters(), ctx, t.seed)
     if ctx.dp.rank == 0 and ctx.cp.rank == 0:
         size = sum(p.numel() for p in model.parameters())
@@ -93,8 +105,9 @@ def build_model(config: Config, plan: Plan, runtime: Runtime) -> Chunks:
                 f"({ctx.tp.rank}, {ctx.pp.rank}): {size}",
                 flush=True,
             )
-    _check_whole(model, config, plan, ctx)
-    return model
+    if not plan.own_model:
+        _check_whole(model, config, plan, ctx)
+    return model, plan
 
 
 def _recompute(t: TrainingConfig, layers: int) -> Recompute:
@@ -155,7 +168,8 @@ def build_buffers(config: Config, plan: Plan, ctx: ParallelContext, model: Chunk
         getattr(torch, config.precision.grad_dtype),
         bucket_size=bucket_size(config, plan, ctx.pp.rank),
         overlap_grad_reduce=p.overlap_grad_reduce,
-        overlap_param_gather=p.overlap_param_gather,
+        # a model of one's own may read a weight outside of the module that has it
+        overlap_param_gather=p.overlap_param_gather and not plan.own_model,
         assign=assignment(config),
         fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
     )
@@ -188,8 +202,9 @@ def build_run(
     timers: Timers,
     tokenizer: Tokenizer,
     services: Services | None = None,
+    script: Script = NO_SCRIPT,
 ) -> Run:
-    """Model, gradient buffers, optimizer and scheduler."""
+    """Model, gradient buffers, optimizer and scheduler. `script`: whose model it is."""
     ctx = runtime.ctx
     if ctx.world.size > 1 and runtime.device.type in devices.BACKENDS:
         from megatron.parallel.warm_up import make_communicators
@@ -199,7 +214,7 @@ def build_run(
         log.detail(
             f"> made {len(communicators)} communicators on rank 0: {', '.join(communicators)}"
         )
-    model = build_model(config, plan, runtime)
+    model, plan = build_model(config, plan, runtime, script)
     buffers = build_buffers(config, plan, ctx, model)
     optimizer = build_optimizer(config, ctx, buffers, timers)
     if config.training.torch_compile:

@@ -39,6 +39,10 @@ def build_hooks(
         from megatron.training.weight_check import WeightComparison
 
         hooks.append(WeightComparison(run))
+    if run.plan.own_model:
+        from megatron.training.script_model import OwnModelChecks
+
+        hooks.append(OwnModelChecks(run))
     hooks.append(IterationLog(lines))
     hooks += [skipping, evaluation, saving]
     control = config.checkpoint.control_file

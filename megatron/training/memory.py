@@ -15,6 +15,7 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 
 if TYPE_CHECKING:
+    from megatron.config.command_line import CommandLine
     from megatron.training.launch.initialize import Runtime
 
 
@@ -44,11 +45,15 @@ def problems_of_host(config: Config, plan: Plan, on_cpu: bool) -> Iterator[str]:
         )
 
 
-def check(config: Config, plan: Plan, runtime: Runtime) -> None:
+def check(line: CommandLine, plan: Plan, runtime: Runtime) -> None:
     """Raise ValueError if this rank's device (or, on CPUs, this host) has less memory than the
-    fullest rank needs by the plan; warn if less is free."""
+    fullest rank needs by the plan; warn if less is free. Nothing of a script's own model, which the
+    plan does not know."""
     from megatron import device as devices
 
+    if line.script.model_provider:
+        return
+    config = line.config
     on_cpu = runtime.device.type == "cpu"
     for problem in problems_of_host(config, plan, on_cpu):
         raise ValueError(problem)
@@ -67,15 +72,16 @@ def check(config: Config, plan: Plan, runtime: Runtime) -> None:
 
 
 @contextlib.contextmanager
-def explained(config: Config, plan: Plan, runtime: Runtime) -> Iterator[None]:
+def explained(line: CommandLine, plan: Plan, runtime: Runtime) -> Iterator[None]:
     """In this context memory that ran out is a ValueError of one line: where, what is held against
-    the plan, who else is on the device, and what would fit."""
+    the plan, who else is on the device, and what would fit. Not so with a script's own model, which
+    the plan does not know."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not _ran_out(error):
+        if line.script.model_provider or not _ran_out(error):
             raise
-        raise ValueError(_explanation(error, config, plan, runtime)) from None
+        raise ValueError(_explanation(error, line.config, plan, runtime)) from None
 
 
 def _ran_out(error: BaseException) -> bool:

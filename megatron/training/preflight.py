@@ -61,8 +61,8 @@ def check(line: CommandLine) -> Tokenizer:
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
     problems = [
         *_of_checkpoint(line, plan, tokenizer.identity()),
-        *([] if line.datasets_provider else _of_data(line.config, plan, tokenizer)),
-        *_of_memory(line.config, plan),
+        *([] if line.script.datasets_provider else _of_data(line.config, plan, tokenizer)),
+        *([] if line.script.model_provider else _of_memory(line.config, plan)),
     ]
     if problems:
         command_line.refuse(problems, launcher.info())
@@ -77,7 +77,8 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
         tokenizer = None
     problems = list(_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()))
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
-        problems += [] if line.datasets_provider else _of_data(line.config, plan, tokenizer)
+        if line.script.datasets_provider is None:
+            problems += _of_data(line.config, plan, tokenizer)
     if problems:
         command_line.refuse(problems, launcher.info())
 

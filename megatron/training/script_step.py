@@ -11,35 +11,55 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from megatron.config.script import Script
     from megatron.model.gpt import GPTModel
     from megatron.training.batch import Batch
     from megatron.training.step import ForwardStep, Losses
 
 
-def as_batch_step(forward_step: Callable[..., Any]) -> ForwardStep:
-    """`forward_step` as the step calls it, with (batch, model).
+def as_batch_step(script: Script) -> ForwardStep:
+    """Its `forward_step` as the step calls it, with (batch, model).
 
     One whose first parameter is named batch is returned as it is. Any other has Megatron's form: it
-    takes an iterator, which gives the micro-batch as a dictionary (`micro_batch`), and a model that
-    is called as Megatron's (`ScriptModel`), and returns (output, loss_func). On the last pipeline
+    takes an iterator, which gives the micro-batch as a dictionary (`micro_batch`), and a model, and
+    returns (output, loss_func). A GPT is called as Megatron's (`ScriptModel`), any other model as
+    it is. On the last pipeline
     stage `loss_func(output)` returns (mean loss, report) or (sum of losses, number of tokens,
     report). What a report calls "lm loss" is logged in place of the loss that is trained on.
     """
-    if next(iter(inspect.signature(forward_step).parameters), None) == "batch":
-        return forward_step
-    return functools.partial(_call, forward_step)
+    step = script.forward_step
+    assert step is not None
+    if next(iter(inspect.signature(step).parameters), None) != "batch":
+        step = functools.partial(_call, step)
+    return step if script.model_provider is None else functools.partial(_of_own_model, step)
+
+
+def _of_own_model(step: ForwardStep, batch: Batch, model: GPTModel) -> Losses | torch.Tensor:
+    """Modules that are not of the suite know dropout by `training`, and by torch's random numbers:
+    here they are a function of seed, iteration, micro-batch and data-parallel rank."""
+    import torch
+
+    seeds = batch.dropout_seeds  # None in evaluations
+    if model.training != (seeds is not None):
+        model.train(seeds is not None)
+    if seeds is not None:
+        torch.manual_seed(seeds.seed(-1, "torch"))
+    return step(batch, model)
 
 
 def _call(forward_step: Callable[..., Any], batch: Batch, model: GPTModel) -> Losses | torch.Tensor:
+    from megatron.model.gpt import GPTModel
+
     given = micro_batch(batch)
-    returned = forward_step(_once(given), ScriptModel(model, batch, given))
+    is_gpt = isinstance(model, GPTModel)
+    returned = forward_step(_once(given), ScriptModel(model, batch, given) if is_gpt else model)
     if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
         raise ValueError(
             "forward_step: returned no (output, loss_func); name its first parameter batch if it "
             "returns losses [forward-step-result]"
         )
     output, loss_func = returned
-    if model.output_layer is None:
+    if is_gpt and model.output_layer is None:
         return output
     return _losses(loss_func(output), batch)
 

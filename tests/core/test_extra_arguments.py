@@ -12,6 +12,7 @@ import pytest
 
 from megatron.arguments import Parsed, Parser, arg, build_parser, parse
 from megatron.config import command_line
+from megatron.config.script import Script
 from tests.core.config.checks.checked_flags import BASE
 from tests.problems import codes_of, raises
 
@@ -155,14 +156,15 @@ def test_the_program_reads_them(capsys):
         parser.set_defaults(hidden_dropout=0.0, norm_epsilon=1e-6)
 
     argv = [*BASE.split(), "--my-scale", "-1e-5", "--img-h", "3", "--norm-epsilon", "1e-4"]
-    line = command_line.read(argv, {}, provider)
+    script = Script(extra_args_provider=provider)
+    line = command_line.read(argv, {}, script)
     assert vars(line.extra) == {"my_scale": -1e-5, "img_h": 3}
     assert (line.config.model.hidden_dropout, line.config.model.norm_epsilon) == (0.0, 1e-4)
     assert line.foreign == {}
     with pytest.raises(SystemExit) as end:
-        command_line.read([*BASE.split(), "--my-scale", "x", "--lr", "y"], {}, provider)
+        command_line.read([*BASE.split(), "--my-scale", "x", "--lr", "y"], {}, script)
     said = capsys.readouterr().err.splitlines()
     assert end.value.code == 2 and codes_of(said) == ["value-malformed"] * 2
     with pytest.raises(SystemExit) as end:
-        command_line.read(["--help"], {}, provider)
+        command_line.read(["--help"], {}, script)
     assert end.value.code == 0 and "--my-scale MY_SCALE" in capsys.readouterr().out

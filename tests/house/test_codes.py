@@ -23,6 +23,7 @@ READ_BEFORE_TORCH = ("megatron/config/", "megatron/arguments.py", "megatron/laun
 # Codes that no command line of tests/core/config/checks/cases.txt provokes, and why.
 NO_COMMAND_LINE = {
     "extra-flag-taken": "comes from a script",
+    "own-model": "comes from a script",
     "batch-ramp-malformed": "the parser refuses such values before",
     "path-not-writable": "the superuser may write everywhere",
     "saved-flag-unknown": "needs a checkpoint of another release",

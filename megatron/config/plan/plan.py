@@ -66,6 +66,7 @@ class Plan:
     split: str | None
     layers_per_stage: Split  # [stage][chunk], global numbers
     num_idle: int = 0  # parameters of experts that are not selected for a token
+    own_model: str = ""  # the class, where a script's model is not the GPT of the flags
 
     @property
     def num_parameters(self) -> int:
@@ -83,7 +84,9 @@ class Plan:
         return sum(p.padding for p in self.parameters)
 
     def parameters_of(self, stage: int) -> list[ParameterSpec]:
-        """The parameters of a pipeline stage."""
+        """The parameters of a pipeline stage. A script's own model has one stage."""
+        if self.own_model:
+            return list(self.parameters)
         layers = {layer for chunk in self.layers_per_stage[stage] for layer in chunk}
         return stage_table(
             self.parameters, layers, stage == 0, stage == len(self.layers_per_stage) - 1

@@ -77,8 +77,13 @@ class EvalTasksConfig(Feature):
         open_tasks(self.eval_tasks)
 
     def hooks(self, loop: Loop) -> Iterator[Hook]:
-        """What scores them."""
+        """What scores them. Raises ValueError for a script's own model."""
         if self.eval_tasks and self.eval_tasks_interval:
+            if loop.run.plan.own_model:
+                raise ValueError(
+                    "--eval-tasks: needs the GPT of the flags, and the script's model_provider "
+                    "returned another model; omit it [own-model]"
+                )
             from megatron.features.eval_tasks.tasks import TaskScores, open_tasks
 
             tasks = open_tasks(self.eval_tasks)

@@ -42,8 +42,14 @@ class TraceConfig(Feature):
     )
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:
-        """The lines of the trace. Raises as `dry_run.trace`."""
+        """The lines of the trace. Raises as `dry_run.trace`, and ValueError for a script's own
+        model."""
         if self.trace:
+            if line.script.model_provider:
+                raise ValueError(
+                    "--trace: traces the GPT of the flags, and the script's model_provider may "
+                    "return another model; omit it [own-model]"
+                )
             from megatron.features.trace.dry_run import trace
 
             yield from trace(line, plan, forward_step, self.trace_ranks, self.trace_output)

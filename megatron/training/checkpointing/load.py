@@ -194,7 +194,7 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> Conf
     config = run.config
     state = checkpoint.state
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
-    saved = saved_config(checkpoint, type(config))
+    saved = saved_config(checkpoint, type(config), bool(run.plan.own_model))
     check_architecture(saved, config, strict=not c.finetune)
     assert c.load is not None
     wrong = (
@@ -262,6 +262,8 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; dtypes may differ, shapes may
     not."""
     stored = set(reader.names())
+    if run.plan.own_model and not reader.is_part:
+        _check_names(run, {name for name in stored if not name.startswith("optimizer.")}, reader)
     scales = run.fp8.tensors() if run.fp8 and with_optimizer else {}
     unknown = {
         name
@@ -289,6 +291,17 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
     if run.fp8:
         run.fp8.loaded()
+
+
+def _check_names(run: Run, stored: set[str], reader: Reader) -> None:
+    """Raise ForeignCheckpoint where a script's own model lacks a parameter that is `stored`."""
+    more = stored - {spec.name for spec in run.plan.parameters}
+    more -= set(run.fp8.tensors()) if run.fp8 else set()
+    if more:
+        raise ForeignCheckpoint(
+            f"{reader.directory} has {min(more)}, which the model of the script, "
+            f"{run.plan.own_model}, has not; it is of another model [own-model]"
+        )
 
 
 def read_into(

@@ -14,7 +14,7 @@ from megatron import log
 from megatron.checkpoint import slots, store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
-from megatron.checkpoint.state import RunState
+from megatron.checkpoint.state import OWN_MODEL, RunState
 from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import gather_objects
@@ -285,7 +285,11 @@ def state_of(run: Run) -> RunState:
         skipped_train_samples=progress.skipped_train_samples,
         scheduler=run.scheduler.state_dict(),
         optimizer=run.optimizer.counters(),
-        data={"order": progress.data_order, "tokenizer": run.tokenizer},
+        data={
+            "order": progress.data_order,
+            "tokenizer": run.tokenizer,
+            **({OWN_MODEL: run.plan.own_model} if run.plan.own_model else {}),
+        },
         skips=progress.skip_history.lines(),
         skipped=[list(one) for one in progress.skip_history.executed],
         features=dict(progress.features),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron import log
 from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store
-from megatron.checkpoint.state import differences
+from megatron.checkpoint.filesystem import ForeignCheckpoint
+from megatron.checkpoint.state import OWN_MODEL, differences
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture, saved_flags
 from megatron.config.tokenizer import TokenizerConfig
@@ -13,9 +14,18 @@ from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
 
 
-def saved_config(checkpoint: Checkpoint, tree: type[Config] = Config) -> Config:
+def saved_config(
+    checkpoint: Checkpoint, tree: type[Config] = Config, own_model: bool = False
+) -> Config:
     """The configuration a checkpoint was saved with, from its `args` file, with the flags of
-    `tree`. Raises Problems."""
+    `tree`. Raises Problems, and ForeignCheckpoint for one of a script's own model, unless the
+    reader has an `own_model` too."""
+    name = checkpoint.state.data.get(OWN_MODEL)
+    if name and not own_model:
+        raise ForeignCheckpoint(
+            f"{checkpoint.directory} is of {name}, a script's own model; only the script, with its "
+            "model_provider, can load it [own-model]"
+        )
     saved = saved_flags.read(checkpoint.directory / store.ARGS, tree)
     for text in saved.notes:
         log.warn_once(f"{checkpoint.directory / store.ARGS}: {text}")

@@ -3,7 +3,8 @@
 Convention: a multiply and an add are 2 operations; only GEMMs count; attention counts the
 FULL s x s square (as Megatron's 2024 formula and most papers do), although a causal kernel does
 about half of it; backward is twice forward; recompute is not part of the model's FLOPs. TFLOP/s
-printed under another convention cannot be compared.
+printed under another convention cannot be compared. Of a script's own model only parameters are
+counted: 2 operations forward of each, for a token.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
 class TransformerShape:
     """The sizes that matter: `gated` for swiglu or geglu, `vocab_size` as padded, `kv_channels` per
     head. With experts, over all layers: `active_width` of the MLPs that compute a token,
-    `router_outputs`."""
+    `router_outputs`. Of a script's own model all sizes but `seq_length` are 0, and
+    `own_parameters` are those that are trained."""
 
     num_layers: int
     hidden_size: int
@@ -33,6 +35,7 @@ class TransformerShape:
     seq_length: int
     active_width: int | None = None
     router_outputs: int = 0
+    own_parameters: int = 0
 
     @property
     def query_size(self) -> int:
@@ -48,6 +51,10 @@ class TransformerShape:
 def model_shape(config: Config, plan: Plan) -> TransformerShape:
     """The sizes that floating-point operations depend on."""
     m = config.model
+    if plan.own_model:
+        trained = sum(spec.size for spec in plan.parameters if spec.trained)
+        none = (0,) * 6
+        return TransformerShape(*none, False, 0, m.seq_length, own_parameters=trained)
     return TransformerShape(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -65,17 +72,19 @@ def model_shape(config: Config, plan: Plan) -> TransformerShape:
 
 @dataclass(frozen=True)
 class FlopCount:
-    """FORWARD operations per token of `num_layers` layers (first three) and of the output layer."""
+    """FORWARD operations per token of `num_layers` layers (first three) and of the output layer, or
+    of a script's `own` model."""
 
     attention_linear: int
     attention_core: int
     mlp: int
     logits: int
+    own: int = 0
 
     @property
     def forward(self) -> int:
         """Operations per token, forward."""
-        return self.attention_linear + self.attention_core + self.mlp + self.logits
+        return self.attention_linear + self.attention_core + self.mlp + self.logits + self.own
 
     @property
     def model(self) -> int:
@@ -93,6 +102,7 @@ def count_flops(shape: TransformerShape) -> FlopCount:
         attention_core=layers * 4 * shape.seq_length * shape.query_size,
         mlp=2 * h * (width * (3 if shape.gated else 2) + shape.router_outputs),
         logits=2 * h * shape.vocab_size,
+        own=2 * shape.own_parameters,
     )
 
 

@@ -62,7 +62,9 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     config = line.config
     lines = [
         _run_line(config, runtime),
-        *summary_lines.summary(config, plan, config.data.tokenizer),
+        *summary_lines.summary(
+            config, plan, config.data.tokenizer, line.script.model_provider is not None
+        ),
     ]
     lines += [entry("script", " ".join(line.extra_flags))] * bool(line.extra_flags)
     kernels = kernels_text(

@@ -15,6 +15,7 @@ import torch
 from megatron.checkpoint import store
 from megatron.config import command_line, saved_flags
 from megatron.config.plan.plan import make_plan
+from megatron.config.script import Script
 from megatron.features.registry import RunConfig
 from megatron.training import get_args, get_timers
 from megatron.training.logging.argument_dump import dump
@@ -120,7 +121,10 @@ def test_own_loss_with_an_own_flag_trains_and_resumes(tmp_path, layout):
 
 def test_the_table_of_arguments_has_them():
     line = command_line.read(
-        [*FLAGS, "--train-iters", "9", "--loss-factor", "3"], {}, add_flags, RunConfig
+        [*FLAGS, "--train-iters", "9", "--loss-factor", "3"],
+        {},
+        Script(extra_args_provider=add_flags),
+        RunConfig,
     )
     plan = make_plan(line.config, 1, 211)
     assert re.search(r"loss_factor \.+ 3\.0", dump(line.config, plan, "gloo", of_script=line.extra))

@@ -13,6 +13,7 @@ from tests.forkrun import ROOT
 
 PAGE = (ROOT / "docs/own_scripts.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `(\w+)` \| \d+ \| (works|no) \| (.+) \|$", PAGE, re.M)
+OF_TORCH = ("GPTModel",)  # a class of modules
 WORKING = {name: write for name, here, write in ROWS if here == "works"}
 
 
@@ -24,7 +25,9 @@ def test_the_table_has_40_names():
 def test_an_import_that_works_does(name):
     line = re.match(r"`(from megatron\.\S+ import (\w+))`", WORKING[name])
     assert line[2] == name
-    code = f"{line[1]}; import sys; assert {name} and 'torch' not in sys.modules"
+    code = f"{line[1]}; import sys; assert {name}"
+    if name not in OF_TORCH:
+        code += " and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

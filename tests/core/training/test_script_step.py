@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.config.script import Script
+from megatron.model.gpt import GPTModel
 from megatron.training import (
     ModelType,
     get_args,
@@ -173,12 +175,14 @@ def test_what_the_iterator_gives():
     assert (~mask[:, 0]).int().tolist() == seen
 
 
-class Model:
+class Model(GPTModel):
     """A last stage whose losses are its tokens."""
 
-    output_layer = 1
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.output_layer = torch.nn.Identity()
 
-    def __call__(self, tokens, *args, **kwargs):
+    def forward(self, tokens, *args, **kwargs):
         return tokens.double()
 
 
@@ -201,7 +205,7 @@ WRONG = {
 def test_a_wrong_step_is_named(wrong):
     code, step = WRONG[wrong]
     with raises(ValueError, code):
-        script_step.as_batch_step(step)(batch_of(torch.arange(8).view(2, 4)), Model())
+        script_step.as_batch_step(Script(step))(batch_of(torch.arange(8).view(2, 4)), Model())
 
 
 def test_a_wrong_call_of_pretrain_is_named():

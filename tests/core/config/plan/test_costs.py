@@ -96,7 +96,7 @@ def measured(rank: int, world: int, flags: dict, steps_of_rows: bool = True) -> 
     runtime = Runtime(
         torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank
     )
-    (model,) = build_model(config, plan, runtime)
+    (model,), _ = build_model(config, plan, runtime)
     ids = torch.randint(0, 500, (2, 65), generator=torch.Generator().manual_seed(1))
     tokens = ids[:, :-1].contiguous()
     labels = ids[:, 1:].contiguous()

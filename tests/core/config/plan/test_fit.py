@@ -14,6 +14,7 @@ from megatron import device, host, launcher, log
 from megatron.config import command_line
 from megatron.config.plan import fit
 from megatron.config.plan.plan import make_plan
+from megatron.config.script import NO_SCRIPT
 from megatron.features.registry import RunConfig
 from megatron.training import memory, preflight
 from tests.problems import assert_problem, codes_of, raises
@@ -164,6 +165,11 @@ def test_a_model_that_is_too_large_is_refused_before_torch(tmp_path, monkeypatch
     assert end.value.code == 2
 
 
+def line_of(config):
+    """Of the command line what the memory is judged by."""
+    return SimpleNamespace(config=config, script=NO_SCRIPT)
+
+
 @pytest.mark.parametrize(
     "free, total, code", [(90, 90, None), (20, 90, "little-memory"), (20, 20, "not-enough-memory")]
 )
@@ -177,9 +183,9 @@ def test_the_memory_of_a_device_counts(monkeypatch, free, total, code):
     runtime = SimpleNamespace(device=torch.device("cuda", 3))
     if code == "not-enough-memory":
         with raises(ValueError, code):
-            memory.check(config, plan, runtime)
+            memory.check(line_of(config), plan, runtime)
     else:
-        memory.check(config, plan, runtime)
+        memory.check(line_of(config), plan, runtime)
         assert codes_of(said) == [code] * bool(code)
 
 
@@ -203,7 +209,7 @@ def test_memory_that_ran_out_is_one_line(monkeypatch, kind):
     monkeypatch.setattr(device, "memory_report", lambda _: report)
     monkeypatch.setattr(host, "total_memory", lambda *_: 80 * GIB)
     runtime = SimpleNamespace(device=torch.device("cuda" if kind == "cuda" else "cpu"))
-    with pytest.raises(ValueError) as error, memory.explained(config, plan, runtime):
+    with pytest.raises(ValueError) as error, memory.explained(line_of(config), plan, runtime):
         raise ERRORS[kind]
     text = str(error.value)
     assert_problem(text, "out-of-memory")
@@ -216,5 +222,8 @@ def test_memory_that_ran_out_is_one_line(monkeypatch, kind):
 
 def test_other_errors_pass():
     config, plan = planned(LLAMA_8B, 8)
-    with pytest.raises(RuntimeError, match="^shape$"), memory.explained(config, plan, None):
+    with (
+        pytest.raises(RuntimeError, match="^shape$"),
+        memory.explained(line_of(config), plan, None),
+    ):
         raise RuntimeError("shape")

@@ -1,0 +1,300 @@
+"""A model of a script's own: what its model_provider returns, made ready to be trained as ours is.
+
+It may be the suite's GPT, also with modules replaced or added, or any module of torch. What is not
+the GPT of the flags (`Plan.own_model`) is trained in any data-parallel layout; everything that
+follows from the flags of the model alone refuses it or counts its parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from megatron.config.plan.parameters import ParameterSpec
+from megatron.config.plan.plan import Plan
+from megatron.config.tree import Config
+from megatron.model import gpt
+from megatron.parallel.collectives import all_reduce, gather_objects
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import GIVEN, Parameter, Sharding, sharding_of
+from megatron.training.hook import Hook
+from megatron.training.result import IterationResult
+from megatron.training.run import Run
+from megatron.training.script_args import get_args
+from megatron.training.weight_check import weight_hashes
+
+_chunk: dict[str, Any] = {}  # the arguments of the GPT that model_provider is called for
+# Arguments of Megatron's GPTModel that cannot say anything else than the flags.
+_PASSED_OVER = (
+    "config",
+    "transformer_layer_spec",
+    "parallel_output",
+    "scatter_embedding_sequence_parallel",
+    "vp_stage",
+    "pg_collection",
+)
+
+
+class GPTModel(gpt.GPTModel):
+    """The GPT of the flags, this rank's part of it, for a model_provider to return or to change.
+
+    It takes the arguments of Megatron's class, and refuses with a ValueError those that say
+    something else than the flags. Parameters have no values yet while model_provider runs.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        transformer_layer_spec: Any = None,
+        vocab_size: int | None = None,
+        max_sequence_length: int | None = None,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        **others: Any,
+    ) -> None:
+        if not _chunk:
+            raise RuntimeError("GPTModel: it can be made in model_provider alone")
+        _check_arguments(
+            vocab_size=vocab_size,
+            max_sequence_length=max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            **others,
+        )
+        super().__init__(**_chunk)
+        self._as_built = tuple(self.modules())
+
+    def is_as_built(self) -> bool:
+        """Has nobody derived a class from this one, or put other modules into it?"""
+        return type(self) is GPTModel and tuple(self.modules()) == self._as_built
+
+
+def _check_arguments(**given: Any) -> None:
+    """Raise ValueError for arguments of a GPT that say something else than the flags."""
+    m = _chunk["config"]
+    expected = {
+        "vocab_size": _chunk["padded_vocab_size"],
+        "max_sequence_length": m.max_position_embeddings or m.seq_length,
+        "pre_process": _chunk["first"],
+        "post_process": _chunk["last"],
+        "fp16_lm_cross_entropy": _chunk["precision"].fp16_lm_cross_entropy,
+        "share_embeddings_and_output_weights": m.tied,
+        "position_embedding_type": m.positions,
+        "rotary_percent": m.rotary_percent,
+        "rotary_base": m.rotary_base,
+    }
+    for name, value in given.items():
+        if value is None or name in _PASSED_OVER:
+            continue
+        if name not in expected and value is not False:
+            raise ValueError(f"GPTModel: {name} has no effect here; leave it out [model-argument]")
+        if name in expected and value != expected[name]:
+            raise ValueError(
+                f"GPTModel: {name} is {value}, by the flags {expected[name]}; change the flag, or "
+                "leave the argument out [model-argument]"
+            )
+
+
+def build(
+    provider: Callable[..., Any],
+    config: Config,
+    ctx: ParallelContext,
+    device: torch.device,
+    chunks: Sequence[dict[str, Any]],
+) -> list[nn.Module]:
+    """The models that `provider` returns for this rank, one for each of the `chunks`, which are the
+    arguments of our GPT for them; their parameters are on the device, and have a `sharding`.
+
+    The provider is called as Megatron calls it, with those of pre_process, post_process, vp_stage,
+    config (`get_args()`) and pg_collection (`ctx`) that it has a parameter for. torch's random
+    numbers begin with --seed, alike on every rank. Raises ValueError for what is no model.
+    """
+    models = []
+    for number, arguments in enumerate(chunks):
+        offered = {
+            "pre_process": arguments["first"],
+            "post_process": arguments["last"],
+            "vp_stage": number if len(chunks) > 1 else None,
+            "config": get_args(),
+            "pg_collection": ctx,
+        }
+        parameters = inspect.signature(provider).parameters.values()
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = offered if takes_all else offered.keys() & {p.name for p in parameters}
+        torch.manual_seed(config.training.seed)
+        _chunk.update(arguments)
+        try:
+            model = provider(**{name: offered[name] for name in names})
+        finally:
+            _chunk.clear()
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model_provider: returned {type(model).__name__}; return one torch.nn.Module "
+                "[model-provider-result]"
+            )
+        _place(model, device, arguments["dtype"])
+        _give_records(model, ctx)
+        models.append(model)
+    return models
+
+
+def _is_of_suite(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("megatron.")
+
+
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move what is not of the suite, as it came: numbers with a fraction get `dtype`."""
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if hasattr(p, "sharding"):
+                continue
+            if not p.is_floating_point():
+                raise ValueError(
+                    f"model_provider: parameter {name} of {type(module).__name__} is {p.dtype}, "
+                    "not trainable; make it a buffer [model-provider-result]"
+                )
+            p.data = p.data.to(device, dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if not _is_of_suite(module):
+                setattr(
+                    module, name, buffer.to(device, dtype if buffer.is_floating_point() else None)
+                )
+
+
+def _give_records(model: nn.Module, ctx: ParallelContext) -> None:
+    """Parameters without a record are whole on every rank, and keep the values they came with.
+    Megatron's mark `sequence_parallel` says that a tensor-parallel rank sees part of the tokens."""
+    for name, p in model.named_parameters():
+        if not hasattr(p, "sharding"):
+            marked = ctx.sequence_parallel and getattr(p, "sequence_parallel", False)
+            partial = ("tp",) if marked else ()
+            record = Sharding(name, tuple(p.shape), partial=partial, init=GIVEN)
+            cast(Parameter, p).sharding = record
+
+
+def plan_of(plan: Plan, models: Sequence[nn.Module], config: Config, ctx: ParallelContext) -> Plan:
+    """The plan of the models that were built: as it was where they are the GPT of the flags, else
+    with their own parameters. Raises ValueError for what works with the GPT of the flags alone, and
+    where ranks have other parameters."""
+    if all(isinstance(model, GPTModel) and model.is_as_built() for model in models):
+        return plan
+    (model, *_) = models
+    for flag, needs in _refused(model, config, ctx):
+        raise ValueError(
+            f"{flag}: needs {needs}, and the script's model_provider returned "
+            f"{type(model).__name__}, another model; omit it, or return GPTModel as it is "
+            "[own-model]"
+        )
+    _compare(model, ctx)
+    records = [(sharding_of(p), p.requires_grad) for p in model.parameters()]
+    table = tuple(
+        ParameterSpec(
+            s.name,
+            s.shape,
+            s.splits,
+            partial=s.partial,
+            real_rows=s.real_rows,
+            trained=trained,
+        )
+        for s, trained in records
+    )
+    return replace(plan, parameters=table, own_model=type(model).__name__)
+
+
+def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator[tuple[str, str]]:
+    """(flag, what it needs) of what a model of one's own cannot have."""
+    flags = "the GPT of the flags"
+    if ctx.pp.size > 1:
+        yield f"--pipeline-model-parallel-size {ctx.pp.size}", flags
+    if config.optimizer.optimizer == "muon":
+        yield "--optimizer muon", flags
+    if isinstance(model, gpt.GPTModel):
+        return
+    ours = "our GPTModel, also with changes"
+    if ctx.cp.size > 1:
+        yield f"--context-parallel-size {ctx.cp.size}", ours
+    split = any(sharding_of(p).splits for p in model.parameters())
+    if ctx.tp.size > 1 and not split:
+        yield f"--tensor-model-parallel-size {ctx.tp.size}", "layers that are split over ranks"
+    for flag, given in {
+        "--num-experts": config.model.num_experts,
+        "--torch-compile": config.training.torch_compile,
+        "--fp8-format": config.precision.fp8,
+        "--recompute-granularity": config.training.recompute,
+        "--packed-samples, --log-subsets": config.counts_subsets,
+    }.items():
+        if given:
+            yield flag, ours
+
+
+def _compare(model: nn.Module, ctx: ParallelContext) -> None:
+    """Raise ValueError where ranks have other parameters, or other values of those that came with
+    values. All ranks call this."""
+    given = [p for p in model.parameters() if sharding_of(p).init == GIVEN]
+    records = [(sharding_of(p).name, sharding_of(p).shape) for p in model.parameters()]
+    text = repr((records, weight_hashes(given)))
+    digests = gather_objects(hashlib.sha256(text.encode()).hexdigest(), ctx.world)
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ValueError(
+            f"model_provider: the model of rank {', '.join(others)} has other parameters or "
+            "initial values than that of rank 0; draw them from torch's random numbers, which "
+            "every rank begins alike [model-differs-between-ranks]"
+        )
+
+
+class OwnModelChecks(Hook):
+    """What training a model of a script's own takes for granted: that its buffers are constants,
+    which a resume makes anew, and, after the first step, that tensor-parallel ranks which hold the
+    same parameter have the same gradient of it."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._first = True
+        self._buffers = self._versions()
+
+    def _versions(self) -> list[tuple[str, int, int]]:
+        """Of each persistent buffer what changes when it is written or replaced."""
+        state = self._run.model[0].state_dict(keep_vars=True)
+        return [
+            (name, id(value), value._version)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        ]
+
+    def after_step(self, result: IterationResult) -> None:
+        changed = set(self._versions()) ^ set(self._buffers)
+        if changed:
+            raise ValueError(
+                f"model_provider: buffer {min(changed)[0]} of {self._run.plan.own_model} has "
+                "changed in a step, and checkpoints keep parameters alone; make it one with "
+                "requires_grad=False, or register it with persistent=False if it may be made anew "
+                "[model-buffer-changed]"
+            )
+        if self._first and self._run.runtime.ctx.tp.size > 1:
+            self._check_gradients()
+        self._first = False
+
+    def _check_gradients(self) -> None:
+        tp = self._run.runtime.ctx.tp
+        for p in self._run.buffers.params:
+            if p.sharding.init != GIVEN:
+                continue
+            own = p.main_grad.double()
+            mean = all_reduce(own, tp) / tp.size
+            apart = torch.stack([(own - mean).norm(), mean.norm()])
+            most, norm = all_reduce(apart, tp, "max").tolist()
+            if most > 1e-2 * norm:
+                raise ValueError(
+                    f"model_provider: the gradient of {p.sharding.name} differs between "
+                    "tensor-parallel ranks, which all hold it: it is used where the tensor is "
+                    "split. With --sequence-parallel mark it with sequence_parallel = True, and "
+                    "its gradient is summed; inside a split layer use none "
+                    "[replicated-gradient]"
+                )

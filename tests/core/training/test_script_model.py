@@ -1,0 +1,383 @@
+"""A model of a script's own trains as a plain loop of torch does, in data-parallel layouts, and as
+our GPT does where it computes the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megatron.checkpoint import store
+from megatron.config.plan.parameters import parameter_table
+from megatron.inference.load_model import open_trained_model
+from megatron.parallel.sharding import Sharding, draw_values
+from megatron.training import GPTModel, ModelType, get_args, pretrain, script_model
+from tests.core.parity.layouts import CP, DISTRIBUTED, PP, TP
+from tests.core.training.built_runs import config_of
+from tests.forkrun import RanksFailed, run_ranks
+from tests.problems import raises
+from tests.runs import NO_DROPOUT, SMALL, kill_in, same_tensors, with_flags
+
+ITERATIONS = 4
+FLAGS = with_flags(
+    [*SMALL, *NO_DROPOUT],
+    *f"--fp64 --train-iters {ITERATIONS} --lr-decay-style constant --lr-warmup-iters 0".split(),
+    *"--eval-iters 0 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0.5".split(),
+)
+
+
+class Texts(torch.utils.data.Dataset):
+    """Random ids, some without a loss; sample k is a function of k."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        random = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, 211, (33,), generator=random)
+        mask = (torch.rand(32, generator=random) < 0.8).float()
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask}
+
+
+class Nano(nn.Module):
+    """A bigram model with a residual MLP, tied weights, a frozen parameter and one without use."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(216, 24), nn.LayerNorm(24)
+        self.mlp = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24), nn.Dropout(0.2))
+        self.head = nn.Linear(24, 216, bias=False)
+        self.head.weight = self.tokens.weight
+        self.scale = nn.Parameter(torch.full((1,), 3.0), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.register_buffer("shift", torch.randn(24))
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.shift
+        return self.scale * self.head(self.norm(x + self.mlp(x)))
+
+
+def without_dropout():
+    model = Nano()
+    model.mlp[3].p = 0.0
+    return model
+
+
+def own_loss(labels, mask, logits):
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    loss, tokens = (losses * mask.flatten()).sum(), mask.sum()
+    return loss, tokens, {"lm loss": (loss.detach(), tokens)}
+
+
+def own_step(data_iterator, model):
+    tokens, labels, mask, *_ = next(data_iterator).values()
+    return model(tokens), functools.partial(own_loss, labels, mask)
+
+
+def gpt_loss(mask, losses):
+    loss, tokens = (losses * mask).sum(), mask.sum()
+    return loss, tokens, {"lm loss": (loss.detach(), tokens)}
+
+
+def gpt_step(data_iterator, model):
+    tokens, labels, mask, attention_mask, position_ids = next(data_iterator).values()
+    losses = model(tokens, position_ids, attention_mask, labels=labels)
+    return losses, functools.partial(gpt_loss, mask)
+
+
+class PlainMLP(nn.Module):
+    """Our MLP, in plain torch, with our initial values; of Megatron's marks it has the one for
+    --sequence-parallel."""
+
+    def __init__(self, layer: str):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        model = config_of().model
+        table = {spec.name: spec for spec in parameter_table(model, 216, 211)}
+        for linear, name in ((self.up, "linear_fc1"), (self.down, "linear_fc2")):
+            spec = table[f"decoder.layers.{layer}.mlp.{name}.weight"]
+            values = draw_values(
+                Sharding(spec.name, spec.shape, init=spec.init, std=spec.std), 1234
+            )
+            linear.weight.data = values
+            nn.init.zeros_(linear.bias)
+        for p in self.parameters():
+            p.sequence_parallel = True
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def gpt(pre_process, post_process):
+    return GPTModel(
+        config=get_args(),
+        transformer_layer_spec=None,
+        vocab_size=get_args().padded_vocab_size,
+        max_sequence_length=get_args().max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not get_args().untie_embeddings_and_output_weights,
+    )
+
+
+def changed(pre_process, post_process):
+    model = gpt(pre_process, post_process)
+    if "1" in model.decoder.layers:
+        model.decoder.layers["1"].mlp = PlainMLP("1")
+    return model
+
+
+class Unmarked(PlainMLP):
+    """A parameter that sees part of the tokens with --sequence-parallel, and no mark."""
+
+    def __init__(self, layer: str):
+        super().__init__(layer)
+        for p in self.parameters():
+            p.sequence_parallel = False
+
+
+def unmarked(pre_process, post_process):
+    model = gpt(pre_process, post_process)
+    model.decoder.layers["1"].mlp = Unmarked("1")
+    return model
+
+
+class Counting(Nano):
+    def forward(self, tokens):
+        self.shift += 1
+        return super().forward(tokens)
+
+
+def of_each_rank(pg_collection):
+    torch.manual_seed(pg_collection.world.rank)
+    return Nano()
+
+
+PROVIDERS = {
+    "ours": (None, gpt_step),
+    "gpt": (gpt, gpt_step),
+    "changed": (changed, gpt_step),
+    "unmarked": (unmarked, gpt_step),
+    "nano": (without_dropout, own_step),
+    "dropout": (lambda **offered: Nano(), own_step),
+    "counting": (Counting, own_step),
+    "of each rank": (of_each_rank, own_step),
+    "nothing": (lambda pre_process: None, own_step),
+}
+
+
+def _rank(
+    rank: int, world: int, folder: Path, name: str, argv: list[str], kill_at: int | None
+) -> None:
+    provider, step = PROVIDERS[name]
+    if kill_at:
+        kill_in(kill_at)
+    with open(folder / f"log.{rank}", "a") as log, contextlib.redirect_stdout(log):
+        data = lambda sizes: (Texts(), None, None)  # noqa: E731
+        pretrain(data, provider, ModelType.encoder_or_decoder, step, argv=argv)
+
+
+def run(
+    folder: Path, name: str, *flags: str, world: int = 1, kill_at: int | None = None
+) -> tuple[list[dict], dict]:
+    """The last rows of each iteration, and the tensors of the last checkpoint. With `kill_at` the run is
+    killed in that iteration."""
+    folder.mkdir(exist_ok=True)
+    files = ["--save", folder / "save", "--load", folder / "save", "--metrics-file", folder / "m"]
+    argv = with_flags(FLAGS, *map(str, files), *flags)
+    killed = (
+        pytest.raises(RanksFailed, match="exit code -9") if kill_at else contextlib.nullcontext()
+    )
+    with killed:
+        run_ranks(world, _rank, folder, name, argv, kill_at, seconds=100.0)
+    kept = ("iteration", "lm_loss", "grad_norm")
+    rows = [json.loads(row) for row in (folder / "m").read_text().splitlines()]
+    with store.load(folder / "save").reader() as reader:
+        tensors = {name: reader.read(name) for name in reader.names()}
+    by_iteration = {row["iteration"]: {key: row.get(key) for key in kept} for row in rows}
+    return list(by_iteration.values()), tensors
+
+
+def by_plain_torch() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """(loss, gradient norm) of each step, and the weights, by torch's own loop."""
+    torch.manual_seed(1234)
+    model, data = without_dropout().double(), Texts()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1}]
+    groups.append({"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=0.003, betas=(0.9, 0.95), eps=1e-8)
+    steps = []
+    for step in range(ITERATIONS):
+        batch = [data[8 * step + k] for k in range(8)]
+        tokens, labels, mask = (torch.stack([s[k] for s in batch]) for k in batch[0])
+        loss, count, _ = own_loss(labels, mask.double(), model(tokens))
+        optimizer.zero_grad()
+        (loss / count).backward()
+        norm = nn.utils.clip_grad_norm_(trained, 0.5)
+        model.unused.grad = torch.zeros(5).double()  # as the suite, with a moment for it too
+        optimizer.step()
+        steps.append(((loss / count).item(), norm.item()))
+    return steps, {name: p.detach() for name, p in model.named_parameters()}
+
+
+LAYOUTS = {
+    "one": (1, []),
+    "data": (2, []),
+    "sharded": (2, DISTRIBUTED),
+    "overlapped": (2, [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]),
+    "tensor": (2, [TP, "2"]),
+    "sequence": (2, [TP, "2", "--sequence-parallel"]),
+    "context": (2, [CP, "2"]),
+    "pipeline": (2, [PP, "2"]),
+}
+
+
+@pytest.mark.parametrize("layout", ["one", "data", "sharded", "overlapped"])
+def test_a_module_of_torch_trains_as_in_a_plain_loop(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    rows, tensors = run(tmp_path / "own", "nano", *flags, world=world)
+    steps, weights = by_plain_torch()
+    assert [row["lm_loss"] for row in rows] == pytest.approx([loss for loss, _ in steps], rel=1e-10)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(
+        [norm for _, norm in steps], rel=1e-10
+    )
+    assert {name for name in tensors if not name.startswith("optimizer.")} == weights.keys()
+    for name, values in weights.items():
+        torch.testing.assert_close(tensors[name], values, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one",
+        "sharded",
+        "sequence",
+        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("tensor", "context")),
+    ],
+)
+def test_a_layer_of_plain_torch_in_our_gpt_trains_as_ours(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    ours, theirs = run(tmp_path / "ours", "ours")
+    rows, tensors = run(tmp_path / "own", "changed", *flags, world=world)
+    for row, wanted in zip(rows, ours, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-10)
+    for name, values in theirs.items():
+        name = name.replace("layers.1.mlp.linear_fc1", "layers.1.mlp.up")
+        name = name.replace("layers.1.mlp.linear_fc2", "layers.1.mlp.down")
+        rows_of = 211 if values.shape[0] == 216 else None  # padding
+        if not name.startswith("optimizer."):
+            torch.testing.assert_close(
+                tensors[name][:rows_of], values[:rows_of], rtol=1e-9, atol=1e-12
+            )
+
+
+@pytest.mark.parametrize("layout", ["one", pytest.param("pipeline", marks=pytest.mark.campaign)])
+def test_our_gpt_as_it_is_changes_nothing(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    wanted, tensors = run(tmp_path / "ours", "ours", *flags, world=world)
+    rows, again = run(tmp_path / "own", "gpt", *flags, world=world)
+    assert rows == wanted
+    same_tensors(tensors, again)
+    assert open_trained_model(tmp_path / "own" / "save").iteration == ITERATIONS
+
+
+@pytest.mark.parametrize("layout", ["one", "sharded"])
+def test_a_killed_run_resumes_bit_for_bit_with_its_dropout(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    flags = [*flags, "--save-interval", "2"]
+    wanted, tensors = run(tmp_path / "whole", "dropout", *flags, world=world)
+    run(tmp_path / "two", "dropout", *flags, world=world, kill_at=4)
+    rows, again = run(tmp_path / "two", "dropout", *flags, world=world)
+    assert rows == wanted
+    same_tensors(tensors, again)
+    plain, _ = run(tmp_path / "plain", "nano", *flags, world=world)
+    assert plain[0]["lm_loss"] != rows[0]["lm_loss"]
+
+
+def test_evaluations_are_without_dropout(tmp_path):
+    class Step:
+        training: list[bool] = []
+
+    def step(data_iterator, model):
+        Step.training.append(model.training)
+        return own_step(data_iterator, model)
+
+    flags = "--train-iters 2 --eval-interval 1 --eval-iters 1 --mock-data".split()
+    pretrain(None, Nano, ModelType.encoder_or_decoder, step, argv=with_flags(FLAGS, *flags))
+    assert Step.training == 2 * [*4 * [True], *4 * [False]] + 8 * [False]
+
+
+REFUSED = {
+    "pipeline": ("nano", [PP, "2"], 2, "--pipeline-model-parallel-size"),
+    "pipeline of a changed GPT": ("changed", [PP, "2"], 2, "--pipeline-model-parallel-size"),
+    "context": ("nano", [CP, "2"], 2, "--context-parallel-size"),
+    "tensor": ("nano", [TP, "2"], 2, "--tensor-model-parallel-size"),
+    "recompute": ("nano", ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], 1, "--recompute-granularity"),
+    "muon": ("changed", ["--optimizer", "muon", "--muon-momentum", "0.95"], 1, "--optimizer muon"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_our_gpt_refuses_another_model(tmp_path, case):
+    name, flags, world, said = REFUSED[case]
+    with pytest.raises((RanksFailed, ValueError), match=rf"{said}.*\[own-model\]"):
+        run(tmp_path / "own", name, *flags, world=world)
+    assert not (tmp_path / "own" / "m").read_text()
+
+
+@pytest.mark.parametrize(
+    "name, flags, world, code",
+    [
+        ("nothing", [], 1, "model-provider-result"),
+        ("counting", [], 1, "model-buffer-changed"),
+        ("of each rank", [], 2, "model-differs-between-ranks"),
+        ("unmarked", [TP, "2", "--sequence-parallel"], 2, "replicated-gradient"),
+    ],
+)
+def test_a_wrong_model_is_named(tmp_path, name, flags, world, code):
+    with pytest.raises((RanksFailed, ValueError), match=rf"model_provider: .*\[{code}\]"):
+        run(tmp_path / "own", name, *flags, world=world)
+    assert not (tmp_path / "own" / "m").read_text()
+
+
+def test_checkpoints_of_another_model_are_refused(tmp_path):
+    run(tmp_path / "own", "changed")
+    for read in (
+        lambda: open_trained_model(tmp_path / "own" / "save"),
+        lambda: run(tmp_path / "own", "ours", "--train-iters", "5"),
+        lambda: run(tmp_path / "own", "nano", "--train-iters", "5"),
+    ):
+        with pytest.raises(Exception, match=r"\[(own-model|checkpoint-tensor-missing)\]"):
+            read()
+
+
+def test_a_dry_run_says_what_it_counts(tmp_path, capsys):
+    model = ("--dry-run", "--mock-data", *FLAGS)
+    pretrain(None, Nano, ModelType.encoder_or_decoder, own_step, argv=model)
+    assert "model_provider" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        argv = [*model, "--device-memory", "80"]
+        pretrain(None, Nano, ModelType.encoder_or_decoder, own_step, argv=argv)
+    assert "[own-model]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"vocab_size": 999}, {"post_process": False}, {"rotary_percent": 0.5}, {"mtp_block_spec": 1}],
+)
+def test_arguments_of_the_gpt_must_be_those_of_the_flags(arguments):
+    def provider():
+        return GPTModel(**arguments)
+
+    argv = [*FLAGS, "--mock-data"]
+    with raises(ValueError, "model-argument", *arguments):
+        pretrain(None, provider, ModelType.encoder_or_decoder, gpt_step, argv=argv)
+    with pytest.raises(RuntimeError, match="model_provider"):
+        script_model.GPTModel()
