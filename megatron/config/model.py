@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from megatron.arguments import Needs, arg
 from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
+from megatron.config.mup import MupConfig
 
 
 def _norm(word: str) -> str:
@@ -23,7 +24,7 @@ _NO_BIASES = Needs(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(MupConfig):
     """Embeddings, attention, norms and dense MLPs."""
 
     num_layers: int = arg(
@@ -207,7 +208,7 @@ class TransformerConfig:
     embedding_multiplier: float = arg(
         1.0,
         above=0,
-        trained=True,
+        trained="embedding_factors",
         dump=False,
         help="factor on the output of the word embedding (Granite, Gemma)",
     )
@@ -223,10 +224,15 @@ class TransformerConfig:
         above=0,
         trained="attention_scale",
         dump=False,
-        help="factor on attention scores (default: 1 / square root of the head width)",
+        help="factor on attention scores (default: 1 / square root of the head width; with "
+        "--use-mup 1 / head width)",
     )
     logits_scaling: float = arg(
-        1.0, above=0, trained=True, dump=False, help="the logits are divided by this (Granite)"
+        1.0,
+        above=0,
+        trained="logits_divisor",
+        dump=False,
+        help="the logits are divided by this (Granite)",
     )
     qk_layernorm: bool = arg(
         False, trained=True, help="normalize each head of queries and keys", dump=False
@@ -385,7 +391,34 @@ class TransformerConfig:
     @property
     def attention_scale(self) -> float:
         """Factor on attention scores."""
+        if self.use_mup and not self.softmax_scale:
+            base = math.sqrt(self.mup_base_head_dim or 1.0)
+            return base / self.head_dim**self.mup_attn_scale_power
         return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def mup_width(self) -> float:
+        """muP's m, the width relative to the base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def embedding_factors(self) -> tuple[float, float]:
+        """On the word embedding, and (1 without them) on learned positions."""
+        learned = self.positions == "learned_absolute"
+        both = self.mup_embedding_mult
+        return self.embedding_multiplier * both, both if learned else 1.0
+
+    @property
+    def word_factor(self) -> float:
+        """That on the word embedding."""
+        return self.embedding_factors[0]
+
+    @property
+    def logits_divisor(self) -> float:
+        """What the logits are divided by."""
+        if self.mup_output_mult != 1.0:
+            return self.logits_scaling / self.mup_output_mult
+        return self.logits_scaling * self.mup_width
 
     @property
     def attention_options(self) -> dict[str, Any]:

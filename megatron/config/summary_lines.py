@@ -145,9 +145,22 @@ def optimizer_text(config: Config) -> str:
             f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} "
             f"({o.weight_decay_incr_style})"
         )
+    if config.model.use_mup:
+        decay += f", {_mup_text(config)}"
     return f"{name}, {decay}, " + (
         f"gradient clipping {o.clip_grad:g}" if o.clip_grad else "no gradient clipping"
     )
+
+
+def _mup_text(config: Config) -> str:
+    """The width relative to that of the tuned learning rate, and what follows."""
+    m = config.model.mup_width
+    scaled = {
+        "sgd": f"learning rate of embeddings, norms and biases x {m:g}",
+        "adam": f"learning rate and eps of matrices / {m:g}",
+        "muon": f"Adam's learning rate and eps of matrices / {m:g}",
+    }[config.optimizer.optimizer]
+    return f"muP of width {m:g} x {config.model.mup_base_hidden_size}: {scaled}"
 
 
 def _muon_text(config: Config) -> str:

@@ -40,7 +40,7 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
         positions = params.optional("position_embeddings.weight")
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
-        self.multiplier = config.embedding_multiplier
+        self.word_factor, self.position_factor = config.embedding_factors
         self.dropout = config.hidden_dropout
         self.fp32 = config.fp32_residual_connection
         self.ctx = ctx
@@ -54,11 +54,13 @@ class Embedding(nn.Module):
         """tokens [b, s], position_ids [b or 1, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h],
         sequence parallel)."""
         x = self.word_embeddings(tokens)
-        if self.multiplier != 1.0:
-            x = x * self.multiplier
+        if self.word_factor != 1.0:
+            x = x * self.word_factor
         shard = self.ctx.tp.rank if self.ctx.sequence_parallel else 0
         if self.position_embeddings is not None:
             positions = self.position_embeddings(tokens.shape[1], position_ids)
+            if self.position_factor != 1.0:
+                positions = positions * self.position_factor
             x = x + (my_slice(positions, self.ctx.tp) if self.ctx.sequence_parallel else positions)
         if self.fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))

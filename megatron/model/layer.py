@@ -250,7 +250,7 @@ class Decoder(nn.Module):
         self.final_layernorm = (
             Norm(config, params.scope("final_layernorm"), kernels) if last else None
         )
-        self.logits_scaling = config.logits_scaling
+        self.logits_divisor = config.logits_divisor
 
     def _autocast(self) -> AbstractContextManager[Any]:
         """Of Transformer Engine, where it computes: inside, its GEMMs may be FP8."""
@@ -280,4 +280,4 @@ class Decoder(nn.Module):
             return x
         x = self.final_layernorm(x)
         # dividing the output layer's input divides the logits
-        return x if self.logits_scaling == 1.0 else x / self.logits_scaling
+        return x if self.logits_divisor == 1.0 else x / self.logits_divisor

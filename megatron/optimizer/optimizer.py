@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron.config.muon import updates
+from megatron.config.mup import Multipliers
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads
 from megatron.optimizer.param_groups import build_param_groups
@@ -55,7 +56,8 @@ class MixedPrecisionOptimizer:
     from the main weight's; with --use-precision-aware-optimizer then only a piece at a time.
 
     `params` may as well be flat views of parts of parameters (`GradBuffers.owned`): all that is
-    read of them is `main_grad`, and of `sharding` the name and global shape. Empty ones stand for
+    read of them is `main_grad`, and of `sharding` the name and global shape. `multipliers` of these
+    two scale a weight's learning rate and Adam's epsilon. Empty ones stand for
     parameters that others update: every rank has the same groups.
 
     Other ranks: `counts(param)` says whether this rank's copy counts in norms and zero counts;
@@ -65,12 +67,13 @@ class MixedPrecisionOptimizer:
     same step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         params: Sequence[torch.Tensor],
         config: OptimizerConfig,
         *,
         muon: Muon | None = None,
+        multipliers: Callable[[str, Sequence[int]], Multipliers] | None = None,
         grad_scaler: GradScaler | None = None,
         embed_grad_scale: float = 1.0,
         log_num_zeros_in_grad: bool = False,
@@ -88,7 +91,7 @@ class MixedPrecisionOptimizer:
         self._reduce_sum = reduce_sum
         self._reduce_max = reduce_max
         self._span = span
-        groups = build_param_groups(params, config, updates if muon else None)
+        groups = build_param_groups(params, config, updates if muon else None, multipliers)
         assert groups, "no parameters"
         self._device = groups[0]["params"][0].device
         # of a sharded parameter this rank may have nothing; the group stays

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
+from megatron.config.mup import DECOUPLED_LR_NAMES, Multipliers
 from megatron.config.optimizer import OptimizerConfig
 from megatron.parallel.sharding import sharding_of
-
-DECOUPLED_LR_NAMES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def has_weight_decay(
@@ -37,16 +36,18 @@ def build_param_groups(
     params: Iterable[torch.Tensor],
     config: OptimizerConfig,
     is_muon: Callable[[str, Sequence[int]], bool] | None = None,
+    multipliers: Callable[[str, Sequence[int]], Multipliers] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of `params` in Megatron's order: decayed, not decayed, then the same two with the
     decoupled learning rate. What Muon updates (`is_muon`) comes first.
 
     Each parameter must carry `.sharding` with the global `.name` and `.shape`. A group is a dict of
-    `params`, `names` (same order), `muon`, `wd_mult` (1.0 or 0.0), `lr_mult` (1.0) and, with
+    `params`, `names` (same order), `muon`, `wd_mult` (1.0 or 0.0), `lr_mult` (1.0, or
+    that of `multipliers(name, shape)`, which may also give it an `eps` of its own) and, with
     --decoupled-lr (for the word embedding and the output layer), `max_lr` and perhaps `min_lr`.
     Empty groups are omitted. Raises ValueError on a name given twice.
     """
-    groups: dict[tuple[bool, bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[bool, bool, bool, Multipliers], dict[str, Any]] = {}
     names: set[str] = set()
     for param in params:
         name = sharding_of(param).name
@@ -61,15 +62,19 @@ def build_param_groups(
             name, shape, config.apply_wd_to_qk_layernorm, config.apply_wd_to_all
         )
         muon = is_muon is not None and is_muon(name, shape)
-        group = groups.get((decoupled, decayed, muon))
+        own = Multipliers() if multipliers is None else multipliers(name, shape)
+        group = groups.get((decoupled, decayed, muon, own))
         if group is None:
             group = {"params": [], "names": [], "muon": muon}
-            group |= {"wd_mult": 1.0 if decayed else 0.0, "lr_mult": 1.0}
+            group |= {"wd_mult": 1.0 if decayed else 0.0, "lr_mult": own.lr}
+            if own.eps != 1.0:
+                group["eps"] = config.adam_eps * own.eps
             if decoupled:
                 group["max_lr"] = config.decoupled_lr
                 if config.decoupled_min_lr is not None:
                     group["min_lr"] = config.decoupled_min_lr
-            groups[decoupled, decayed, muon] = group
+            groups[decoupled, decayed, muon, own] = group
         group["params"].append(param)
         group["names"].append(name)
-    return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1], not key[2]))]
+    order = sorted(groups, key=lambda key: (key[0], not key[1], not key[2], key[3]))
+    return [groups[key] for key in order]

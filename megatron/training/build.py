@@ -4,12 +4,15 @@ plan."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron import device as devices
 from megatron import log
+from megatron.config.muon import updates
+from megatron.config.mup import Multipliers, multipliers
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.plan.zero_partition import assignment
 from megatron.config.script import NO_SCRIPT, Script
@@ -185,6 +188,7 @@ def build_optimizer(
         buffers.owned,
         config.optimizer,
         grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
+        multipliers=_multipliers(config),
         muon=Muon(config.muon, config.model, ctx) if config.optimizer.optimizer == "muon" else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
@@ -193,6 +197,18 @@ def build_optimizer(
         reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
         span=lambda name: timers(name, 1),
     )
+
+
+def _multipliers(config: Config) -> Callable[[str, Sequence[int]], Multipliers] | None:
+    """muP's, of learning rates and Adam's epsilon."""
+    if not config.model.use_mup:
+        return None
+    o = config.optimizer
+
+    def by_muon(name: str, shape: Sequence[int]) -> bool:
+        return o.optimizer == "muon" and updates(name, shape)
+
+    return multipliers(config.model.mup_width, o.optimizer, o.decoupled_lr is not None, by_muon)
 
 
 def build_run(

@@ -128,7 +128,7 @@ class Run:
             consumed_samples=progress.consumed_train_samples,
             skipped_samples=progress.skipped_train_samples,
             skipped_iterations=progress.skip_history.total,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
+            learning_rate=self.scheduler.get_lr(),
             loss_scale=self.optimizer.loss_scale,
             adam_beta2=self.optimizer.adam_beta2,
         )

@@ -7,6 +7,7 @@ from tests.planted.bugs import Bug
 SEQUENCE = "tp4 sp, untied, masked documents"
 LAYOUTS = "tests/core/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
 Z_LOSS = "tests/core/parity/test_z_loss.py::test_a_layout_gives_the_numbers_of_one_process"
+MUP = "tests/core/optimizer/test_mup.py::test_steps_are_those_of_a_plain_model_and_adam"
 MASKED = "cp2, untied, masked documents"
 SHARDS = "dp2, distributed optimizer"
 TWICE = "dp4, distributed optimizer in 2 instances, overlap"
@@ -884,6 +885,31 @@ BUGS = {
         "grad.is_contiguous()",
         "True",
         "tests/core/optimizer/test_clip_grads.py::test_the_norm_of_strided_gradients",
+    ),
+    # muP.
+    "muP without its factor on the logits": Bug(
+        "megatron.config.model.TransformerConfig.logits_divisor",
+        "self.logits_scaling * self.mup_width",
+        "self.logits_scaling",
+        f"{MUP}[tied]",
+    ),
+    "muP without the smaller epsilon": Bug(
+        "megatron.config.mup.multipliers.of",
+        "Multipliers(1.0 if own_lr else 1.0 / m, 1.0 / m)",
+        "Multipliers(1.0 if own_lr else 1.0 / m)",
+        f"{MUP}[tied]",
+    ),
+    "muP's learning rate on embeddings too": Bug(
+        "megatron.config.mup.multipliers.of",
+        "not name.startswith('embedding.')",
+        "True",
+        f"{MUP}[tied]",
+    ),
+    "muP's learning rate on top of a decoupled one": Bug(
+        "megatron.config.mup.multipliers.of",
+        "1.0 if own_lr else 1.0 / m",
+        "1.0 / m",
+        f"{MUP}[decoupled]",
     ),
     # Loss spikes: what one step does.
     "a skipped update that is multiplied by zero instead": Bug(

@@ -44,6 +44,8 @@ _PROPERTIES = {
     "add_mlp_bias": "mlp_bias",
     "moe_ffn_hidden_size": "expert_ffn",
     "softmax_scale": "attention_scale",
+    "embedding_multiplier": "word_factor",
+    "logits_scaling": "logits_divisor",
 }
 
 

@@ -63,7 +63,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "retro_add_retriever": _OFF,
     "softmax_type": (None, "vanilla"),
     "spec": (None,),
-    "use_mup": _OFF,
     "window_size": (None,),
 }
 # Other names of arguments that are flags here, and where they are used.
@@ -119,8 +118,7 @@ moe_router_quantile_balancing_ema moe_routing_trace_* moe_single_grouped_bias
 moe_single_grouped_weight moe_upcycling_granularity moe_use_grouped_tensor
 moe_use_legacy_grouped_gemm moe_use_upcycling mos mscale mscale_all_dim mtp_detach_heads mtp_hsm
 mtp_hybrid_override_pattern mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer
-multiprocessing_context muon_* muonadamw_* muonclip_* mup_attn_scale_power mup_base_head_dim
-mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult nccl_all_reduce_for_prefill
+multiprocessing_context muon_* muonadamw_* muonclip_* mup_width_mult nccl_all_reduce_for_prefill
 no_load_lr_state null_tokenizer_* num_attention_heads_teacher num_channels num_classes
 num_experts_teacher num_floating_point_operations_so_far num_layers_at_end_in_bf16
 num_layers_at_start_in_bf16 num_layers_teacher num_speculative_tokens object_storage_cache_path

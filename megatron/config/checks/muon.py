@@ -20,6 +20,11 @@ def rule(f: Facts) -> Iterator[str]:
             f"{f.say('muon_tp_mode')}: would orthogonalize each rank's part by itself, another "
             "model for every tensor-parallel size; omit it [muon-blockwise]"
         )
+    if f["use_mup"] and f["muon_scale_mode"] == "spectral":
+        yield (
+            "--muon-scale-mode spectral: Muon's updates would grow with the width, against "
+            "--use-mup; use unit_rms_norm [mup-muon-spectral]"
+        )
     kind = f["muon_coefficient_type"]
     steps = len(COEFFICIENTS[kind])
     if f.ok("muon_num_ns_steps") and f["muon_num_ns_steps"] % steps:

@@ -91,18 +91,19 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
     """Megatron's initial values of matrices: (role, layer) -> (init, std).
 
     Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out,
-    router. The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth;
+    router. The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth,
+    and with muP all but the first three std / sqrt(relative width);
     another suite's scheme is another function of the same form, of the layer too where its std
     depends on it."""
-    scaled = model.init_method_std / math.sqrt(2.0 * model.num_layers)
+    hidden = model.init_method_std / math.sqrt(model.mup_width)
 
     def draw(role: str, layer: int) -> Draw:
         if model.init_method_xavier_uniform:
             return "xavier_uniform", 0.0
-        return "normal", scaled if role in (
-            "attention_output",
-            "mlp_out",
-        ) else model.init_method_std
+        if role in ("word_embedding", "position_embedding", "output_layer"):
+            return "normal", model.init_method_std
+        ends = role in ("attention_output", "mlp_out")
+        return "normal", hidden / math.sqrt(2.0 * model.num_layers) if ends else hidden
 
     return draw
 

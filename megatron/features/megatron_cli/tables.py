@@ -354,7 +354,6 @@ force_ds_sequence_parallel=False | use --context-parallel-size
 pp_partition_method= | &ends
 data_parallel_sharding_strategy=no_shard!optim_grads_params outer_dp_sharding_strategy=no_shard
   use_megatron_fsdp=False use_torch_fsdp2=False | &sharding
-use_mup=False | muP is not supported; set --init-method-std and --lr yourself
 embedding_init_method_std=
   | the embedding has the standard deviation of all matrices; use --init-method-std
 embed_layernorm=False attention_output_gate=False use_gated_attention=False
@@ -428,7 +427,7 @@ PREFIXES: tuple[tuple[str, str, str], ...] = (
     ("refused", "--mamba- --hybrid- --heterogeneous- --linear- --dsa- --csa- --kda-", "&layers"),
     ("refused", "--mhc- --hyper-connection- --engram-", "&layers"),
     ("refused", "--mtp-", "only the next token is predicted; omit the flag"),
-    ("refused", "--mup-", "muP is not supported; set --init-method-std and --lr yourself"),
+    ("refused", "--mup-", "the relative width is --hidden-size / --mup-base-hidden-size; omit it"),
     (
         "refused",
         "--curriculum- --data-efficiency- --random-ltd --compression-",

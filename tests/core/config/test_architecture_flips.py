@@ -39,6 +39,7 @@ LLAMA = dict(
 EXPERTS = dict(add_bias_linear=False, num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=8)
 DENSE: dict[str, dict[str, Any]] = {
     "gpt": dict(bias_gelu_fusion=False),
+    "muP": dict(bias_gelu_fusion=False, use_mup=True, mup_base_hidden_size=8),
     "llama": LLAMA,
     "olmo": LLAMA
     | dict(no_pre_layernorm=True, post_self_attn_layernorm=True, post_mlp_layernorm=True),
@@ -62,6 +63,11 @@ MOE: dict[str, dict[str, Any]] = {
 OTHER: dict[str, Any] = dict(
     num_layers=1,
     hidden_size=32,
+    mup_base_hidden_size=4,
+    mup_embedding_mult=2.0,
+    mup_output_mult=0.7,
+    mup_base_head_dim=2.0,
+    mup_attn_scale_power=0.7,
     ffn_hidden_size=32,
     ffn_multiple_of=64,
     num_attention_heads=2,
@@ -103,6 +109,7 @@ OTHER: dict[str, Any] = dict(
 # Flags without which no run accepts another one.
 NEEDED: dict[str, dict[str, Any]] = {
     "ffn_multiple_of": {"ffn_hidden_size": None},
+    "use_mup": {"mup_base_hidden_size": None},
     "moe_router_num_groups": {"moe_router_group_topk": 1},
 }
 BF16 = {"fp32_residual_connection": {"bf16": True}}
