@@ -39,7 +39,6 @@ TEMPLATES = {
     "tokenizer": r"> building (?P<type>\w+) tokenizer \.\.\.",
     "padded vocab": r" > padded vocab \(size: (?P<size>\d+)\) with (?P<dummies>\d+) dummy tokens "
     r"\(new size: (?P<padded>\d+)\)",
-    "tensorboard": r"> setting tensorboard \.\.\.",
     "distributed": r"> initializing torch distributed \.\.\.",
     "tensor parallel": r"> initialized tensor model parallel with size (?P<size>\d+)",
     "pipeline parallel": r"> initialized pipeline model parallel with size (?P<size>\d+)",
@@ -133,7 +132,6 @@ TEMPLATES = {
     "exit in evaluation": r"Exiting during evaluation, timelimit reached",
 }
 LAST = {
-    "tensorboard",
     "iteration",
     "timers",
     "timer",

@@ -17,7 +17,7 @@ from tests.runs import SMALL, Finished, late_from, stop_in, train, with_flags, w
 
 # 11.1, as a single process prints it on a first run that --load finds nothing for.
 START = """world size, parameter type, arguments, argument, end of arguments, micro-batches, tokenizer, padded vocab,
-tensorboard, distributed, tensor parallel, pipeline parallel, seeds, kernels, kernel, time to initialize, after
+distributed, tensor parallel, pipeline parallel, seeds, kernels, kernel, time to initialize, after
 initialization, building model, parameters, decay style, no tracker, from random, timers, timer, after model, building
 datasets, target sizes, target train, target validation, target test, building GPT datasets, split matrix, index
 reader, extract, sequences, documents, build indices, build index, samples, epochs, build indices, build index,
@@ -98,8 +98,6 @@ def first(tmp_path_factory) -> Finished:
     folder = tmp_path_factory.mktemp("one") / "run"
     return job(
         folder,
-        "--tensorboard-dir",
-        str(folder.parent / "board"),
         "--log-throughput",
         "--log-params-norm",
         "--log-num-zeros-in-grad",
@@ -112,8 +110,6 @@ def two(tmp_path_factory) -> Finished:
     folder = tmp_path_factory.mktemp("two") / "run"
     return job(
         folder,
-        "--tensorboard-dir",
-        str(folder.parent / "board"),
         "--fp16",
         "--train-range-to-skip",
         "3",

@@ -112,7 +112,7 @@ def test_tensorboard_with_everything(text, tmp_path):
 
 def test_tensorboard_with_defaults(text, tmp_path):
     board = tmp_path / "board"
-    run(
+    done = run(
         text,
         tmp_path / "run",
         "--tensorboard-dir",
@@ -121,6 +121,11 @@ def test_tensorboard_with_defaults(text, tmp_path):
         "2",
         "--no-log-loss-scale-to-tensorboard",
     )
+    after, line, before = (
+        done.log.index(f"{words} ...\n")
+        for words in ("tokenizer", "> setting tensorboard", "torch distributed")
+    )
+    assert after < line < before
     found = events(board)
     expected = {
         f"{tag}{suffix}"

@@ -15,7 +15,7 @@ from megatron.features.trace.compare import check_agreement, figures, sent
 from megatron.features.trace.recorder import TraceError
 from megatron.model.mlp import MLP
 from megatron.parallel import collectives, ddp, pipeline
-from megatron.training import step
+from megatron.training import get_args, step
 from tests.features.trace.tracing import Traced
 from tests.load_tool import load_tool
 from tests.runs import NO_DROPOUT, SMALL, plot, with_flags
@@ -335,3 +335,16 @@ def test_ranks_by_name(word, found):
 def test_peers_share_a_group_with_rank_0():
     traced = Traced(with_flags(FLAGS, TP, "2", PP, "2"), 8)
     assert dry_run.chosen_ranks(("peers",), traced.config, traced.plan) == {0, 1, 2}
+
+
+def test_a_script_is_traced_with_its_flags(capsys):
+    def doubled(batch, model):
+        losses, *rest = plot().forward_step(batch, model)
+        return losses * get_args().loss_factor, *rest
+
+    def add_flags(parser):
+        parser.add_argument("--loss-factor", type=float, default=1.0)
+
+    argv = [*SHORT, "--dry-run", "--trace", "--loss-factor", "2"]
+    plot().main(argv, forward_step=doubled, extra_args_provider=add_flags)
+    assert "FLOPs" in capsys.readouterr().out

@@ -243,7 +243,7 @@ def test_sinkhorn_is_the_unnormalized_top_k(name, tmp_path):
 
 def test_the_table_has_every_family():
     assert TABLE["transformers"] == transformers.__version__
-    assert TABLE["families"].keys() == FAMILIES.keys()
+    assert TABLE["families"].keys() >= FAMILIES.keys()
 
 
 def write() -> None:
