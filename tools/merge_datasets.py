@@ -40,6 +40,7 @@ from megatron.data.indexed_dataset import (
     idx_path,
 )
 from megatron.data.pair_checksums import describe_with_sums, verify_tokens
+from megatron.data.parts import part_set
 from megatron.data.tokenizers.joined_metadata import common_maker, joined_counts
 from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import run_program
@@ -50,7 +51,7 @@ CHUNK = 64 << 20  # bytes copied at a time
 
 def inputs(words: Sequence[str], output: str) -> list[str]:
     """The prefixes to join. Raises ValueError or FileNotFoundError for what cannot be joined."""
-    prefixes = [prefix for word in words for prefix in expand(word)]
+    prefixes = [part for word in words for prefix in expand(word) for part in _parts(prefix)]
     same = [
         prefix
         for prefix in prefixes
@@ -69,6 +70,14 @@ def inputs(words: Sequence[str], output: str) -> list[str]:
                 "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
             )
     return prefixes
+
+
+def _parts(prefix: str) -> list[str]:
+    """The parts of a set, all of which must be whole; a pair is itself."""
+    if not part_set.is_set(prefix):
+        return [prefix]
+    IndexedDataset(prefix)  # raises ValueError for a part that is missing
+    return part_set.read_plan(prefix).parts()
 
 
 def check_space(prefixes: Sequence[str], folder: str) -> None:

@@ -130,7 +130,8 @@ class RunConfig:
         None,
         metavar="I/N",
         help="make the parts of task I of N (I from 0) that are not whole yet; slurm: I and N are "
-        "those of the SLURM array. The parts are in PREFIX_KEY_document.parts/",
+        "those of the SLURM array. The parts, in PREFIX_KEY_document.parts/, are read as "
+        "PREFIX_KEY_document",
     )
     part_bytes: int = arg(
         PART_BYTES,

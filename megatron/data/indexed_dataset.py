@@ -1,5 +1,5 @@
-"""The `.bin` / `.idx` pair of a tokenized corpus, read in pieces; data/preprocess/dataset_writer.py
-writes it."""
+"""The `.bin` / `.idx` pair of a tokenized corpus, or a set of parts in its place, read in pieces;
+data/preprocess/dataset_writer.py writes it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import os
 import struct
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 
 import numpy as np
 
 from megatron import log
 from megatron.data import pair_checksums
 from megatron.data.file_access import check_mapped, map_file, open_to_read, read_at
+from megatron.data.parts import part_set
+from megatron.data.parts.joined import Joined
 from megatron.data.sample_lookup import Piece, check_document
 
 LOGGER = "megatron.core.datasets.indexed_dataset"
@@ -78,26 +81,49 @@ class IndexedDataset:
         self.path_prefix = os.fspath(path_prefix)
         self.idx_file = idx_path(self.path_prefix)
         self.bin_file = bin_path(self.path_prefix)
-        for path in (self.idx_file, self.bin_file):
+        parts = part_set.is_set(self.path_prefix)
+        for path in () if parts else (self.idx_file, self.bin_file):
             if not os.path.exists(path):
                 raise _missing(self.path_prefix, path)
         if announce:
             log.info(LOGGER, f"Load the _IndexReader from {self.idx_file}")
-        mapped = map_file(self.idx_file)
-        index = memoryview(mapped)
-        self.dtype, sequences, entries = self._read_header(index)
-        assert isinstance(mapped, mmap.mmap)  # else it would be empty, without a header
-        self._index = mapped
-        self._read_arrays(index, sequences, entries)
-        self._bin = open_to_read(self.bin_file)
-        weakref.finalize(self, os.close, self._bin)
-        self.bin_bytes = os.fstat(self._bin).st_size
+        self._index: mmap.mmap | None = None  # of a pair
+        self._check_index: Callable[[], None]  # raises ValueError if the index was cut short
+        self._bytes_at: Callable[[int, int], bytes]  # of the .bin: first byte, how many
+        if parts:
+            self._open_parts()
+        else:
+            self._open_pair()
         self._check_ends()
         if announce:
             for arrays in ("sequence lengths", "sequence pointers", "document indices"):
                 log.info(LOGGER, f"\tExtract the {arrays}")
             log.info(LOGGER, f"> total number of sequences: {len(self)}")
             log.info(LOGGER, f"> total number of documents: {self.num_documents}")
+
+    def _open_pair(self) -> None:
+        mapped = map_file(self.idx_file)
+        index = memoryview(mapped)
+        self.dtype, sequences, entries = self._read_header(index)
+        assert isinstance(mapped, mmap.mmap)  # else it would be empty, without a header
+        self._index = mapped
+        self._check_index = functools.partial(check_mapped, self.idx_file, mapped)
+        self._read_arrays(index, sequences, entries)
+        opened = open_to_read(self.bin_file)
+        weakref.finalize(self, os.close, opened)
+        self.bin_bytes = os.fstat(opened).st_size
+        self._bytes_at = functools.partial(read_at, opened, self.bin_file)
+
+    def _open_parts(self) -> None:
+        joined = Joined(self.path_prefix, IndexedDataset)
+        weakref.finalize(self, joined.close)
+        self.dtype = joined.dtype
+        self._check_index = joined.arrays.check_files
+        self.sequence_lengths = joined.arrays["sequence_lengths"]
+        self.sequence_pointers = joined.arrays["sequence_pointers"]
+        self.document_indices = joined.arrays["document_indices"]
+        self.bin_bytes = joined.bin_bytes
+        self._bytes_at = joined.read
 
     def _read_header(self, index: memoryview) -> tuple[np.dtype, int, int]:
         if len(index) < HEADER.size:
@@ -169,6 +195,11 @@ class IndexedDataset:
     def order_sha256(self) -> str:
         """The sha256 of the header and all lengths, which is all that the sample order is made of.
         Raises ValueError if the index differs from its recorded checksum."""
+        if self._index is None:  # the parts were compared when they were joined
+            head = (MAGIC, VERSION, CODES[self.dtype], len(self), len(self.document_indices))
+            digest = hashlib.sha256(HEADER.pack(*head))
+            digest.update(np.ascontiguousarray(self.sequence_lengths).data)
+            return digest.hexdigest()
         index = memoryview(self._index)
         return pair_checksums.verify_index(self.path_prefix, index) or pair_checksums.order_sha256(
             index
@@ -281,7 +312,7 @@ class IndexedDataset:
         """
         if not 0 <= index < len(self.sequence_lengths):
             raise IndexError(f"{self.path_prefix}: sequence {index} of {len(self)}")
-        check_mapped(self.idx_file, self._index)
+        self._check_index()
         available = int(self.sequence_lengths[index])
         if length is None:
             length = available - offset
@@ -297,8 +328,7 @@ class IndexedDataset:
 
     def _read(self, start: int, length: int) -> np.ndarray:
         """`length` tokens from byte `start` of the token file on."""
-        data = read_at(self._bin, self.bin_file, start, length * self.dtype.itemsize)
-        return np.frombuffer(data, self.dtype)
+        return np.frombuffer(self._bytes_at(start, length * self.dtype.itemsize), self.dtype)
 
     def gather(self, sequences: np.ndarray, offset: int, end: int) -> np.ndarray:
         """Sequences one after the other, int64: of the first the tokens from `offset` on, of the
@@ -306,7 +336,7 @@ class IndexedDataset:
 
         What one sample is made of, so it is read often: as few steps as do it.
         """
-        check_mapped(self.idx_file, self._index)
+        self._check_index()
         size = self.dtype.itemsize
         starts = self.sequence_pointers[sequences].tolist()
         lengths = self.sequence_lengths[sequences].tolist()
@@ -320,7 +350,7 @@ class IndexedDataset:
                     self.idx_file,
                     f"one of its sequences {sequences.tolist()} is outside {self.bin_file}",
                 )
-            parts.append(read_at(self._bin, self.bin_file, start, length * size))
+            parts.append(self._bytes_at(start, length * size))
         return np.frombuffer(b"".join(parts), self.dtype).astype(np.int64)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -368,5 +398,7 @@ class IndexedDataset:
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether both files of the pair are there."""
+        """Whether both files of the pair are there, or a set of parts."""
+        if part_set.is_set(path_prefix):
+            return True
         return os.path.exists(idx_path(path_prefix)) and os.path.exists(bin_path(path_prefix))

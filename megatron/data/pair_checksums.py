@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checksums import ALGORITHM, block_sums, file_sum, sum_of_file
+from megatron.data.parts import part_set
 from megatron.data.tokenizers import metadata
 
 FILES = metadata.FILES
@@ -102,8 +103,10 @@ def verify_index(prefix: str, index: bytes | memoryview) -> str | None:
 
 
 def verify_tokens(prefix: str) -> bool:
-    """Compare a .bin with its checksum, reading all of it; False if none is recorded. Raises
-    ValueError if they differ, and OSError."""
+    """Compare a .bin, or those of a set of parts, with its checksum, reading all of it; False if
+    none is recorded. Raises ValueError if they differ, and OSError."""
+    if part_set.is_set(prefix):
+        return all([verify_tokens(part) for part in part_set.read_plan(prefix).parts()])
     files = recorded(prefix)
     if files is not None and files["bin"]["sum"] != sum_of_file(f"{prefix}.bin"):
         raise _differs(f"{prefix}.bin", prefix)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.parts import making, part_set
 from megatron.data.parts.plan import Unit, task_of, units
 from megatron.data.preprocess import readers
@@ -164,6 +165,8 @@ def test_all_parts_are_what_one_machine_writes(tmp_path: Path, kind: str) -> Non
                 for prefix in (output, tmp_path / "out" / f"one{pair}")
             )
             assert merged == once
+            read = IndexedDataset(str(folder).removesuffix(".parts")).identity
+            assert read == IndexedDataset(tmp_path / "out" / f"one{pair}").identity
 
 
 def test_units_do_not_depend_on_tasks_and_small_files_are_together(tmp_path: Path) -> None:

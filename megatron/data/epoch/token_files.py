@@ -25,6 +25,7 @@ from megatron.data.indexed_dataset import (
     bin_path,
     idx_path,
 )
+from megatron.data.parts import part_set
 
 THREADS = 8  # that read indexes side by side: a cold start waits for the disk
 BLOCK_BYTES = 16384  # of an index read at once
@@ -162,6 +163,8 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
     """The numbers of one pair. Raises FileNotFoundError or ValueError as IndexedDataset does, and
     ValueError for sequences that do not lie one behind the other, as far as the ends of the parts
     show it."""
+    if part_set.is_set(prefix):
+        raise _odd(prefix, "is a set of parts")
     try:
         file = open_to_read(idx_path(prefix))
     except ValueError:

@@ -10,7 +10,7 @@ from megatron.config.data import DataConfig
 from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS
 from megatron.data.build import Blends, Splits, read_blends
-from megatron.data.indexed_dataset import idx_path
+from megatron.data.indexed_dataset import IndexedDataset, idx_path
 from megatron.data.packed.documents import Documents
 from megatron.data.packed.folders import subset_names, subset_of, token_files
 from megatron.data.packed.loss_mask import tokens_of
@@ -119,7 +119,7 @@ def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:
     one."""
     sets: dict[str, list[str]] = {}
     for word in words:
-        if os.path.isdir(word) and not os.path.exists(idx_path(word)):
+        if os.path.isdir(word) and not IndexedDataset.exists(word):
             for path in token_files(word):
                 sets.setdefault(os.path.dirname(path), []).append(path)
         else:
@@ -140,7 +140,7 @@ def open_files(
     subsets: list[str] = []
     files: list[tuple[str, SampleFile]] = []
     for word in words:
-        if os.path.isdir(word) and not os.path.exists(idx_path(word)):
+        if os.path.isdir(word) and not IndexedDataset.exists(word):
             names = subset_names(word)
             subsets += names
             named_files = [(subset_of(path, word, names), path) for path in token_files(word)]

@@ -11,11 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checksums import table_sum
-from megatron.data.tokenizers import metadata
 from megatron.small_files import make_directories, read_json
 
 FOLDER = ".parts"
 FORMAT = 1
+# what the .json of a pair counts
+COUNTS = (
+    "documents",
+    "bad_records",
+    "blank_lines",
+    "input_bytes",
+    "tokens",
+    "text_bytes",
+    "trained_tokens",
+)
 
 
 def plan_path(prefix: str) -> str:
@@ -45,16 +54,22 @@ class PartSet:
         """The prefix of a part."""
         return f"{self.folder}/{number:06d}"
 
+    def parts(self) -> list[str]:
+        """The prefixes of all parts in order."""
+        return [self.part(number) for number in range(len(self))]
+
     def record(self, number: int) -> dict[str, Any] | None:
         """What the .json of a part says; None unless the part is whole."""
         part = self.part(number)
         try:
-            note = metadata.note(part)
-            if note is None or note["part"]["made_of"] != self.made_of[number]:
+            note = read_json(f"{part}.json")
+            if note.pop("checksum") != table_sum(note):
                 return None
-            files = note[metadata.FILES]
+            if note["part"]["made_of"] != self.made_of[number]:
+                return None
+            files = note["files"]
             sizes = [os.stat(f"{part}.{end}").st_size for end in ("bin", "idx")]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return note if sizes == [files["bin"]["bytes"], files["idx"]["bytes"]] else None
 
@@ -104,9 +119,28 @@ class PartSet:
                 os.unlink(partial)
 
 
+def joined_note(prefix: str) -> dict[str, Any]:
+    """What the .json of the pair would say, without checksums: that of the first part, and the
+    counts of all of them together. Raises ValueError for a set that is not whole."""
+    joined: dict[str, Any] = {}
+    for note in read_plan(prefix).records():
+        for name, value in note.items():
+            if name in COUNTS:
+                joined[name] = joined.get(name, 0) + value
+            elif name not in ("part", "files"):
+                joined[name] = value
+    return joined
+
+
 def is_set(prefix: str) -> bool:
     """Whether there are parts of this pair, and not the pair itself."""
     return os.path.exists(plan_path(prefix)) and not os.path.exists(f"{prefix}.idx")
+
+
+def set_of(folder: str) -> str | None:
+    """The pair whose parts are in this folder, or above it; None for any other folder."""
+    prefix, inside, _ = f"{folder}/".rpartition(f"{FOLDER}/")
+    return prefix if inside and os.path.exists(plan_path(prefix)) else None
 
 
 def read_plan(prefix: str) -> PartSet:

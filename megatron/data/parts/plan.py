@@ -1,4 +1,4 @@
-"""A corpus that many tasks tokenize in parts, which are what one machine would write.
+"""A corpus that many tasks tokenize in parts, which are read as if one machine had written them.
 
 **Unit.** The input files are cut into units: a function of their names, sizes and --part-bytes, not
 of the number of tasks. Lines (JSON Lines, .txt with --txt-lines) are cut at byte offsets: a line
@@ -18,8 +18,9 @@ over flags, vocabulary, format, and path, size and time of the input files, so a
 is not made again by whatever task, and one of another command is. Two processes that make one part
 write the same bytes, each in a folder of its own: whose renames come last does not matter.
 
-**Order.** All parts in order are what one machine writes: token files one behind the other, indices
-joined. A set has no closing step.
+**Read.** All parts in order are what one machine writes: token files one behind the other, indices
+joined. A set has no closing step: where PREFIX.parts/ exists and PREFIX.idx does not,
+`IndexedDataset` reads the parts as PREFIX (`joined`).
 
 **Engine.** What runs the tasks needs `units` (a list of picklable jobs) and `making.make`, which
 may be called for any unit, anywhere, any number of times.

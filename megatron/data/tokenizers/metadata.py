@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checksums import table_sum
+from megatron.data.parts import part_set
 from megatron.small_files import read_json
 
 NULL = "NullTokenizer"
@@ -93,11 +94,11 @@ def _check_seal(table: Mapping[str, Any]) -> None:
 
 def note(path_prefix: str, verify: bool = True) -> dict[str, Any] | None:
     """Everything in the pair's file: `tokenizer` (missing where only checksums are known), counts,
-    `files`. None without the file; raises ValueError as `maker` does, and (with `verify`) if its
-    content differs from its own checksum."""
+    `files`; of a set of parts what theirs say together. None without the file; raises ValueError as
+    `maker` does, and (with `verify`) if its content differs from its own checksum."""
     path = json_path(path_prefix)
     if not os.path.exists(path):
-        return None
+        return part_set.joined_note(path_prefix) if part_set.is_set(path_prefix) else None
     try:
         record = read_json(path)
         if not isinstance(record, dict):

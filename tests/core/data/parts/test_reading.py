@@ -1,0 +1,255 @@
+"""A set of parts is read as the pair that one machine would have written, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.blend.paths import expand
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.pair_checksums import describe_with_sums
+from megatron.data.parts.part_set import PartSet
+from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from megatron.data.tokenizers import metadata
+from tests import problems
+from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
+
+MAKER = {"class": "ByteTokenizer", "fingerprint": "f"}
+LENGTHS = np.random.default_rng(1).integers(1, 60, 90).tolist()
+
+
+def cut_in_parts(source: str, target: Path, ends: Sequence[int], tasks: int = 3) -> str:
+    """The documents of a pair as a set whose parts end at these documents."""
+    corpus = IndexedDataset(source)
+    made_of = tuple(f"{number:032x}" for number in range(len(ends)))
+    parts = PartSet(str(target), tasks, made_of, {"format": 2})
+    parts.write_plan()
+    first = 0
+    for number, end in enumerate(ends):
+        part = parts.part(number)
+        tokens = 0
+        with IndexedDatasetBuilder(part, corpus.dtype) as builder:
+            for document in range(first, end):
+                sequences = [corpus[n] for n in corpus.sequences_of(document)]
+                ids = np.concatenate([np.zeros(0, corpus.dtype), *sequences])
+                builder.add_document(ids, [len(each) for each in sequences])
+                tokens += len(ids)
+        note = {
+            "tokenizer": MAKER,
+            "documents": end - first,
+            "tokens": tokens,
+            "text_bytes": 3 * tokens,
+            "part": {"made_of": made_of[number]},
+        }
+        Path(f"{part}.json").write_text(describe_with_sums(note, f"{part}.bin", f"{part}.idx"))
+        first = end
+    return str(target)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    return write_corpus(tmp_path / "pair", LENGTHS, seed=1, vocab=250)
+
+
+@pytest.fixture
+def parts(tmp_path: Path, pair: str) -> str:
+    """The second part, and the last, have no documents."""
+    return cut_in_parts(pair, tmp_path / "set", [1, 1, 40, 41, 90, 90])
+
+
+def test_samples_and_their_order_are_those_of_the_pair(pair: str, parts: str) -> None:
+    both = [
+        build_datasets(
+            data_flags(data_path=[prefix], split="8,1,1"),
+            sizes=(150, 20, 20),
+            sequence_length=32,
+            seed=5,
+            vocab_size=256,
+        )
+        for prefix in (pair, parts)
+    ]
+    for one, other in zip(*both, strict=True):
+        assert one.order() == other.order() and len(one) == len(other) > 0
+        for number in range(len(one)):
+            assert np.array_equal(one[number], other[number])
+            for a, b in zip(one.pieces_of(number), other.pieces_of(number), strict=True):
+                assert (a.prefix, b.prefix) == (pair, parts)
+                assert (a.document, a.offset, a.length) == (b.document, b.offset, b.length)
+                assert (a.first_byte, a.end_byte) == (b.first_byte, b.end_byte)
+
+
+def test_every_way_to_read_it(pair: str, parts: str) -> None:
+    one = IndexedDataset(pair)
+    other = pickle.loads(pickle.dumps(IndexedDataset(parts)))
+    other.check()
+    assert one.identity == other.identity and one.order_sha256 == other.order_sha256
+    assert one.id_range(None) == other.id_range(None) and one.bin_bytes == other.bin_bytes
+    assert one.num_documents == other.num_documents == 90
+    order = np.random.default_rng(2).permutation(len(one))
+    assert np.array_equal(one.gather(order, 1, 1), other.gather(order, 1, 1))
+    assert all(np.array_equal(one[number], other[number]) for number in range(len(one)))
+    # bytes of several parts at once
+    assert np.array_equal(one._read(0, 500), other._read(0, 500))
+
+
+def test_sequences_of_documents(tmp_path: Path) -> None:
+    """Documents with no sequence, and with several."""
+    with IndexedDatasetBuilder(tmp_path / "pair", np.int32) as builder:
+        for count in (0, 3, 1, 0, 2, 0):
+            builder.add_document(np.arange(4 * count), [4] * count)
+    one = IndexedDataset(tmp_path / "pair")
+    other = IndexedDataset(cut_in_parts(str(tmp_path / "pair"), tmp_path / "set", [2, 4, 6]))
+    assert one.identity == other.identity
+    assert np.array_equal(one.document_indices, other.document_indices)
+
+
+def test_a_blend_and_packed_samples(tmp_path: Path, pair: str, parts: str) -> None:
+    second = write_corpus(tmp_path / "second", [50] * 20, seed=2, vocab=250)
+    for flags in (
+        {"data_path": ["1", "{}", "3", second], "split": "1,0,0"},
+        {"train_data_path": ["{}"], "packed_samples": True},
+    ):
+        rows = []
+        for prefix in (pair, parts):
+            given = {
+                name: [word.format(prefix) for word in value] if isinstance(value, list) else value
+                for name, value in flags.items()
+            }
+            train = build_datasets(
+                data_flags(**given),
+                sizes=(60, 0, 0),
+                sequence_length=16,
+                seed=5,
+                micro_batch_size=2,
+                global_batch_size=4,
+            )[0]
+            rows.append([np.asarray(train[number]) for number in range(len(train))])
+        for one, other in zip(*rows, strict=True):  # of packed rows without the subset, a file name
+            assert (
+                np.array_equal(one[:3], other[:3]) if one.ndim > 1 else np.array_equal(one, other)
+            )
+
+
+def test_the_plan_of_a_dry_run_is_that_of_the_pair(pair: str, parts: str) -> None:
+    both = [
+        [
+            (row.split, row.documents, row.tokens, row.samples)
+            for row in planned_rows(data_flags(data_path=[prefix], split="8,1,1"), (9, 1, 1), 32)
+        ]
+        for prefix in (pair, parts)
+    ]
+    assert both[0] == both[1]
+
+
+def test_data_order_epoch_says_that_it_needs_a_pair(parts: str) -> None:
+    data = data_flags(data_path=[parts], data_order="epoch", split="1,0,0")
+    with problems.raises(ValueError, "data-not-contiguous", parts):
+        build_datasets(data, sizes=(9, 0, 0), sequence_length=32, seed=5)
+
+
+@pytest.mark.parametrize("end", ["bin", "idx", "json"])
+def test_a_set_that_is_not_whole_names_the_first_part_and_its_task(parts: str, end: str) -> None:
+    os.unlink(f"{parts}.parts/000005.{end}")
+    os.unlink(f"{parts}.parts/000004.{end}")
+    with problems.raises(ValueError, "data-parts-missing", parts, "part 4", "--task 1/3"):
+        IndexedDataset(parts)
+    with problems.raises(ValueError, "data-parts-missing", parts, "part 4", "--task 1/3"):
+        metadata.note(parts)
+
+
+def test_a_part_that_is_not_of_this_set_is_missing(tmp_path: Path, pair: str, parts: str) -> None:
+    note = metadata.note(f"{parts}.parts/000002")
+    note["part"]["made_of"] = "e" * 32
+    Path(f"{parts}.parts/000002.json").write_text(metadata.sealed(note))
+    with problems.raises(ValueError, "data-parts-missing", "part 2", "--task 2/3"):
+        IndexedDataset(parts)
+    plan = json.loads(Path(f"{parts}.parts/parts.json").read_text())
+    plan["made_of"].pop()
+    Path(f"{parts}.parts/parts.json").write_text(json.dumps(plan))
+    with problems.raises(ValueError, "data-file-damaged", "parts.json"):
+        IndexedDataset(parts)
+
+
+def test_a_damaged_index_of_a_part_is_named_when_it_is_joined(parts: str) -> None:
+    path = Path(f"{parts}.parts/000004.idx")
+    data = bytearray(path.read_bytes())
+    data[40] ^= 1
+    path.write_bytes(data)
+    with problems.raises(ValueError, "data-file-damaged", path):
+        IndexedDataset(parts)
+
+
+def test_the_joined_index_is_kept_and_follows_the_parts(
+    tmp_path: Path, pair: str, parts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = IndexedDataset(parts).identity
+    for number in range(6):  # no index of a part is read again
+        path = Path(f"{parts}.parts/{number:06d}.idx")
+        if number:
+            path.write_bytes(bytes(path.stat().st_size))
+    assert IndexedDataset(parts).identity == before
+    other = write_corpus(tmp_path / "other", LENGTHS[::-1], seed=1, vocab=250)
+    cut_in_parts(other, tmp_path / "set", [1, 1, 40, 41, 90, 90])
+    assert IndexedDataset(parts).identity == IndexedDataset(other).identity != before
+    monkeypatch.setattr(IndexCache, "writable", lambda self: False)
+    third = cut_in_parts(pair, tmp_path / "third", [30, 90])
+    assert IndexedDataset(third).identity == before and not os.path.exists(f"{third}.parts/cache")
+
+
+def test_a_part_cut_short_while_it_is_read_is_one_message(pair: str, parts: str) -> None:
+    corpus = IndexedDataset(parts)
+    os.truncate(f"{parts}.parts/000004.bin", 10)
+    with problems.raises(ValueError, "file-changed-while-read", "000004.bin"):
+        _ = corpus[len(corpus) - 1]
+
+
+def test_a_set_is_one_data_set_wherever_it_is_named(tmp_path: Path, pair: str, parts: str) -> None:
+    assert expand(parts) == expand(f"{parts}.parts") == expand(f"{tmp_path}/s*") == [parts]
+    assert expand(str(tmp_path)) == [pair, parts]
+    for path in Path(f"{parts}.parts").glob("0*"):
+        path.unlink()  # no part is whole: opening it says so
+    assert expand(str(tmp_path)) == [pair, parts]
+    os.link(f"{pair}.idx", f"{parts}.idx")  # the pair that was merged of it goes before
+    os.link(f"{pair}.bin", f"{parts}.bin")
+    assert expand(str(tmp_path)) == [pair, parts] and len(IndexedDataset(parts)) == len(LENGTHS)
+
+
+def test_what_the_parts_say_together(parts: str) -> None:
+    total = sum(LENGTHS)
+    expected = {"tokenizer": MAKER, "documents": 90, "tokens": total, "text_bytes": 3 * total}
+    assert metadata.note(parts) == expected and metadata.text_size(parts) == (total, 3 * total)
+    with problems.raises(ValueError, "data-of-another-tokenizer", parts):
+        metadata.check(parts, {"class": "GPT2BPETokenizer", "files": []})
+
+
+def test_more_parts_than_files_may_be_open(
+    tmp_path: Path, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.parts.joined.MOST_OPEN", 3)
+    corpus = IndexedDataset(cut_in_parts(pair, tmp_path / "set", list(range(9, 91, 9))))
+    one = IndexedDataset(pair)
+    open_before = len(os.listdir("/proc/self/fd"))
+    for number in [*range(90), *reversed(range(90))]:
+        assert np.array_equal(corpus[number], one[number])
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 3
+
+
+@pytest.mark.campaign
+def test_a_thousand_parts_are_opened_in_a_quarter_of_a_millisecond_each(tmp_path: Path) -> None:
+    pair = write_corpus(tmp_path / "pair", [20] * 3000, seed=1, vocab=250)
+    parts = cut_in_parts(pair, tmp_path / "set", list(range(3, 3001, 3)))
+    assert IndexedDataset(parts).identity == IndexedDataset(pair).identity
+    spent = []
+    for _ in range(3):
+        before = time.process_time()
+        IndexedDataset(parts)
+        spent.append(time.process_time() - before)
+    assert min(spent) < 0.25
