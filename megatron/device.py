@@ -148,6 +148,19 @@ def default_backend(requested: str) -> str:
     return BACKENDS.get(device_type(requested), "gloo")
 
 
+def chosen_backend(flag: str | None, device: torch.device) -> str:
+    """What torch.distributed is to use between such devices: --distributed-backend, if it is given.
+    Raises ValueError for one of another maker's devices."""
+    own = BACKENDS.get(device.type, "gloo")
+    backend = "xccl" if flag == "ccl" else flag or own  # ccl: the name before torch had it
+    if backend not in ("gloo", own):
+        raise ValueError(
+            f"--distributed-backend {flag}: does not work between devices of kind {device.type}; "
+            "omit it [nccl-on-cpu]"
+        )
+    return backend
+
+
 def set_max_connections(ordered: bool) -> bool:
     """One hardware queue, unless the user chose otherwise, where kernels and collectives must start
     in the order of their calls (`ordered`): a tensor- or context-parallel collective that overlaps

@@ -136,6 +136,11 @@ class HFExport:
         from tools.convert.verification import check_comparable, verified
 
         target = target_of(self.target)
+        tokenizer = {
+            name: value
+            for name in ("tokenizer_type", "tokenizer_model")
+            if (value := getattr(self, name))
+        }
         report = hf_export(
             self.source,
             target,
@@ -143,11 +148,7 @@ class HFExport:
             family=self.family,
             vocab_size=self.vocab_size,
             chat_template=self.chat_template,
-            tokenizer={
-                name: value
-                for name in ("tokenizer_type", "tokenizer_model")
-                if (value := getattr(self, name))
-            },
+            tokenizer=tokenizer,
             shard_bytes=self.max_shard_size,
             check=None
             if self.unverified
@@ -156,7 +157,15 @@ class HFExport:
         if self.unverified:
             return report
         with opened_folder(self.target) as made:
-            return verified(report, self.source, made, target, self.ckpt_step, export=True)
+            return verified(
+                report,
+                self.source,
+                made,
+                target,
+                self.ckpt_step,
+                export=True,
+                tokenizer=tokenizer,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

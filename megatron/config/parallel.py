@@ -183,8 +183,9 @@ class ParallelConfig:
         dump=False,
         help="approximate number of gradient buckets, instead of --ddp-bucket-size",
     )
-    distributed_backend: Literal["nccl", "gloo"] | None = arg(
-        None, help="process group backend (default: nccl on CUDA, gloo on CPU)"
+    distributed_backend: Literal["nccl", "gloo", "xccl", "ccl"] | None = arg(
+        None,
+        help="process group backend (default: nccl on CUDA, xccl on XPU, gloo on CPU); ccl is xccl",
     )
     distributed_timeout_minutes: int = arg(10, minimum=1, help="timeout of collectives, in minutes")
     hang_timeout_seconds: float | None = arg(

@@ -14,7 +14,7 @@ import torch
 
 from megatron import device
 from tests.forkrun import run_ranks
-from tests.problems import assert_problem
+from tests.problems import assert_problem, raises
 from tests.runs import SMALL, plot, with_flags
 
 CPU = torch.device("cpu")
@@ -104,6 +104,27 @@ def test_backend_with_cuda(cuda):
         "nccl",
     ]
     assert cuda == []  # CUDA was not started
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind", "backend"),
+    [
+        (None, "cuda", "nccl"),
+        (None, "cpu", "gloo"),
+        ("gloo", "cuda", "gloo"),
+        ("nccl", "cuda", "nccl"),
+        ("ccl", "xpu", "xccl"),
+        ("xccl", "xpu", "xccl"),
+    ],
+)
+def test_the_backend_of_a_run(flag, kind, backend):
+    assert device.chosen_backend(flag, torch.device(kind)) == backend
+
+
+@pytest.mark.parametrize(("flag", "kind"), [("nccl", "cpu"), ("ccl", "cuda"), ("nccl", "xpu")])
+def test_a_backend_of_other_devices_is_refused(flag, kind):
+    with raises(ValueError, "nccl-on-cpu", "--distributed-backend"):
+        device.chosen_backend(flag, torch.device(kind))
 
 
 def test_intel_gpus(xpu):

@@ -11,9 +11,10 @@ import contextlib
 import importlib
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -220,9 +221,10 @@ def verified(
     step: int | None = None,
     *,
     export: bool = False,
+    tokenizer: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """`report` of a conversion that wrote `made`, with a line on what the comparison found or why
-    there was none.
+    there was none. `tokenizer`: the flags of it that were given for an export.
 
     Raises ConversionError if the models differ, and for an `export` that neither is compared nor
     one that the tests compared; `made` is removed then.
@@ -256,7 +258,9 @@ def verified(
             f"{report}\nverified: every block computes what transformers' does, to "
             f"{TOLERANCE} of the largest value"
         )
-        return f"{lines}\n{_tokenizers_compared(ours, theirs, step)}" if export else lines
+        if export:
+            lines += f"\n{_tokenizers_compared(ours, theirs, step, tokenizer)}"
+        return lines
     remove_folder(made)
     raise ConversionError(
         f"{text}\n{made}: removed, since the two models do not compute the same; --unverified "
@@ -264,11 +268,13 @@ def verified(
     )
 
 
-def _tokenizers_compared(ours: Path, theirs: Path | RemoteFolder, step: int | None) -> str:
+def _tokenizers_compared(
+    ours: Path, theirs: Path | RemoteFolder, step: int | None, flags: Mapping[str, Any]
+) -> str:
     """A line on whether AutoTokenizer of the folder `theirs` gives the ids of our tokenizer."""
     folder = theirs.path if isinstance(theirs, RemoteFolder) else theirs
     try:
-        with Ours(ours, step) as source:
+        with Ours(ours, step, flags) as source:
             tokenizer = source.tokenizer()
         loaded = _transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

@@ -24,10 +24,12 @@ def rule(f: Facts) -> Iterator[str]:
             f"--world-size {f['world_size']}: only for --dry-run; the launcher (torchrun, srun) "
             "sets the real one [world-size-only-for-dry-run]"
         )
-    if f["distributed_backend"] == "nccl" and f["device"] == "cpu" and f.world_size > 1:
+    backend = f["distributed_backend"]
+    if backend not in (None, "gloo") and f["device"] == "cpu" and f.world_size > 1:
+        devices = "CUDA" if backend == "nccl" else "Intel"
         yield (
-            "--distributed-backend nccl: works between CUDA devices, not with --device cpu; use "
-            "gloo [nccl-on-cpu]"
+            f"--distributed-backend {backend}: works between {devices} devices, not with --device "
+            "cpu; use gloo [nccl-on-cpu]"
         )
     yield from ddp.problems(f.config.parallel, f.world_size)
 

@@ -52,9 +52,10 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             "--sequence-parallel: no effect with --tensor-model-parallel-size 1 "
             "[flag-has-no-effect]"
         )
-    if facts["distributed_backend"] == "nccl" and facts["device"] == "cpu":
+    if facts["distributed_backend"] not in (None, "gloo") and facts["device"] == "cpu":
         lines.append(
-            "--distributed-backend nccl: no effect with one rank on the CPU [flag-has-no-effect]"
+            f"--distributed-backend {facts['distributed_backend']}: no effect with one rank on the "
+            "CPU [flag-has-no-effect]"
         )
     if facts["control_file"] is not None and facts["save"] is None:
         lines.append(

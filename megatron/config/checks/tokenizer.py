@@ -51,6 +51,8 @@ def unknown_type(kind: str | None) -> str:
             "[tokenizer-unknown]"
         )
     by_lower = {name.lower(): name for name in TOKENIZER_FILES}
+    # what BigScience and BigCode call one that is a tokenizer.json
+    by_lower |= dict.fromkeys(("pretrainedfromhf", "tokenizerfromfile"), "HuggingFaceTokenizer")
     close = difflib.get_close_matches(kind.lower(), by_lower, 1, 0.35)
     hint = f"did you mean {by_lower[close[0]]}? Known: {kinds}" if close else f"use one of {kinds}"
     return f"--tokenizer-type {kind}: there is no such tokenizer; {hint} [tokenizer-unknown]"

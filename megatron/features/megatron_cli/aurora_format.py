@@ -83,7 +83,7 @@ def aurora_line(
             f"[LM]TFLOPs={lm_teraflops:.2f}",
             f"[DS]TFLOPs={ds_teraflops:.2f}",
         ]
-    return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log] - " + " | ".join(parts) + " |"
+    return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log:661] - " + " | ".join(parts) + " |"
 
 
 class AuroraLines(LineFormat):

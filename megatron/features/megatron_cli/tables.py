@@ -210,6 +210,7 @@ abort_on_unmet_fused_kernel_constraints=False use_te_activation_func=False
   use_transformer_engine_op_fuser=False te_rng_tracker=False overlap_moe_expert_parallel_comm=False
   moe_permute_fusion=False moe_router_fusion=False moe_shared_expert_overlap=False
   | &one
+export_force_local_attention=False export_te_mcore_model=False | &one
 moe_deepep_num_sms:int= moe_enable_deepep=False moe_flex_dispatcher_backend=deepep
   moe_flex_dispatcher_num_sms:int= moe_hybridep_num_sms:int=
   moe_hybridep_num_sms_preprocessing=108

@@ -66,7 +66,7 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
         devices.sum_bf16_in_fp32()
     log.detail("> initializing torch distributed ...")
     if world_size > 1 and not dist.is_initialized():
-        backend = parallel.distributed_backend or devices.default_backend(training.device)
+        backend = devices.chosen_backend(parallel.distributed_backend, device)
         rendezvous = rendezvous or connect(config)
         assert rendezvous is not None  # it is None for one process alone
         rendezvous.use_interface()

@@ -3,11 +3,12 @@ environment, as its reader would.
 
 Four things differ from what a reader types. `make` is a stand-in that makes `.venv` out of the
 packages of this interpreter. Numbers of iterations above 10 are divided by 40, an evaluation takes
-one batch, a batch two samples, and nothing is warmed up (SCALE). /tmp is a folder of the clone, and
-port 8000 a free one. Servers in the background end with the page.
+one batch, a batch two samples, and nothing is warmed up (SCALE; not on a page that shows what a
+trained model says). /tmp is a folder of the clone, and port 8000 a free one. Servers in the
+background end with the page.
 
-A block without a language after a shell block is what that prints: its lines, but for their numbers,
-have to be printed. `text` is a picture or a formula. An HTML comment right before a block says what
+A block without a language after a shell or Python block is what that prints: its lines, but for
+their numbers, have to be printed. `text` is a picture or a formula. An HTML comment right before a block says what
 else it is: `<!-- not run: GPU -->`, or `<!-- file: NAME -->`.
 """
 
@@ -105,12 +106,13 @@ def unseen(page: str) -> list[str]:
     return indented + [b.text for b in blocks(page) if b.language not in known and not b.note]
 
 
-def make_environment(folder: Path) -> None:
-    """What `make install` leaves in the clone: .venv, with the packages of this interpreter."""
+def make_environment(folder: Path, *, scaled: bool = True) -> None:
+    """What `make install` leaves in the clone: .venv, with the packages of this interpreter;
+    `scaled`: with SCALE."""
     venv.create(folder / ".venv", with_pip=False)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
     (packages / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
-    (packages / "sitecustomize.py").write_text(SCALE)
+    (packages / "sitecustomize.py").write_text(SCALE * scaled)
     torchrun = folder / ".venv/bin/torchrun"
     torchrun.write_text(
         f"#!{folder}/.venv/bin/python\nfrom torch.distributed.run import main\nmain()\n"

@@ -197,6 +197,7 @@ def talk(page: str, folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Shall I" in done.stdout and "bits per byte" in done.stdout
+    assert "NullTokenizer" not in done.stdout  # the export's ids are compared with the one named
     config = json.loads((folder / "exported/config.json").read_text())
     assert [config[f"{name}_token_id"] for name in ("bos", "eos")] == [1, 2]
     transformers = pytest.importorskip("transformers")

@@ -61,7 +61,7 @@ def test_lines_of_save_and_load(text, tmp_path):
 
 
 AURORA = re.compile(
-    r"\[(?P<time>[-\d]+ [:.\d]+)\]\[INFO\]\[training_log\] - iteration= *(?P<n>\d+)/ "
+    r"\[(?P<time>[-\d]+ [:.\d]+)\]\[INFO\]\[training_log:661\] - iteration= *(?P<n>\d+)/ "
     r"*(?P<of>\d+) \| "
     r"consumed_samples= *(?P<samples>\d+) \| consumed_tokens= *(?P<tokens>\d+) \| "
     r"elapsed_time_per_iteration_ms=(?P<ms>[\d.]+) \| learning_rate=(?P<lr>\S+) \| "
@@ -77,7 +77,9 @@ AURORA = re.compile(
 def test_the_line_of_aurora(text, tmp_path):
     skip = ("--log-format", "aurora", "--train-range-to-skip", "2", "2")
     done = run(text, tmp_path, *skip, world=2)
-    found = [AURORA.fullmatch(line) for line in done.log.splitlines() if "[training_log]" in line]
+    found = [
+        AURORA.fullmatch(line) for line in done.log.splitlines() if "[training_log:661]" in line
+    ]
     assert len(found) == 6 and all(found) and "\n iteration " not in done.log
     for match, row in zip(found, done.rows, strict=True):
         assert (int(match["n"]), int(match["of"]), int(match["batch"])) == (

@@ -177,7 +177,9 @@ def test_the_learning_rates_of_the_seed(text, tmp_path, ranges):
         "3.77488e-08",
     ]
     assert re.findall(r"consumed_samples= *(\d+)", done.log) == ["768", "1536", "2304", "3072"]
-    assert ["lm loss=" in line for line in done.log.splitlines() if "[training_log]" in line] == [
+    assert [
+        "lm loss=" in line for line in done.log.splitlines() if "[training_log:661]" in line
+    ] == [
         True,
         not ranges,
         not ranges,
