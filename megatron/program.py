@@ -188,7 +188,7 @@ def train(
     preamble.print_opening(line, plan, runtime, backend)
     plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = initialize.build_timers(config, runtime)
-    script_args.set_timers(timers)
+    script_args.connected(timers, runtime.ctx)
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
     lines.start(time.time() - STARTED, backend)
 

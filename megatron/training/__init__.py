@@ -8,6 +8,18 @@ _HOME = {
     "megatron.program": ("ModelType", "pretrain"),
     "megatron.training.script_args": ("get_args", "get_timers", "get_tokenizer"),
     "megatron.training.script_model": ("GPTModel",),
+    "megatron.training.script_names": (
+        "StragglerDetector",
+        "average_losses_across_data_parallel_group",
+        "core_transformer_config_from_args",
+        "get_batch_on_this_cp_rank",
+        "get_batch_on_this_tp_rank",
+        "get_gpt_layer_local_spec",
+        "get_gpt_layer_with_transformer_engine_spec",
+        "get_ltor_masks_and_position_ids",
+        "mpu",
+        "tensor_parallel",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
     from megatron.data.tokenizers.base import Tokenizer
+    from megatron.parallel.context import ParallelContext
     from megatron.timers import Timers
     from megatron.training.run import Progress
 
@@ -123,9 +124,10 @@ def begin(
     _run["tokenizer"] = tokenizer
 
 
-def set_timers(timers: Timers) -> None:
-    """Make these the timers of the run."""
+def connected(timers: Timers, ctx: ParallelContext) -> None:
+    """Make these the timers and the ranks of the run."""
     _run["timers"] = ScriptTimers(timers)
+    _run["context"] = ctx
 
 
 def set_progress(progress: Progress) -> None:
@@ -136,6 +138,11 @@ def set_progress(progress: Progress) -> None:
 def get_args() -> Arguments:
     """The arguments of the run. Raises RuntimeError before it has begun."""
     return _of_run("args")
+
+
+def context() -> ParallelContext:
+    """The ranks of the run. Raises RuntimeError before they are connected."""
+    return _of_run("context")
 
 
 def get_tokenizer() -> Tokenizer:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megatron.training.step import ForwardStep, Losses
 
 
+current: dict[str, Any] = {}  # the micro-batch that a script's forward_step is called with
+
+
 def as_batch_step(script: Script) -> ForwardStep:
     """Its `forward_step` as the step calls it, with (batch, model).
 
@@ -51,6 +54,7 @@ def _call(forward_step: Callable[..., Any], batch: Batch, model: GPTModel) -> Lo
     from megatron.model.gpt import GPTModel
 
     given = micro_batch(batch)
+    current.update(given)
     is_gpt = isinstance(model, GPTModel)
     returned = forward_step(_once(given), ScriptModel(model, batch, given) if is_gpt else model)
     if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):

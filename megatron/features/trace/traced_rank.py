@@ -107,7 +107,7 @@ def trace_rank(
         runtime = Runtime(META, ctx, plan.world_size, rank)
         with contextlib.redirect_stdout(io.StringIO()):
             run = build_run(config, plan, runtime, recorder, tokenizer)
-            script_args.set_timers(run.timers)
+            script_args.connected(run.timers, ctx)
         _use_fused_update(run.optimizer)
         _count_subsets(run)
         _name_kinds(run, recorder)
