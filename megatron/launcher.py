@@ -114,8 +114,10 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     """This process's rank and world size, and problems of the variables (then it is a single
     process)."""
     given = [_given(launcher, environ) for launcher in _LAUNCHERS]
-    given = [one for one in given if one.rank or one.world_size]
-    values = [pair for one in given for pair in (one.rank, one.world_size) if pair]
+    given = [variables for variables in given if variables.rank or variables.world_size]
+    values = [
+        pair for variables in given for pair in (variables.rank, variables.world_size) if pair
+    ]
     problems = [
         f"{name}={text} in the environment: not a whole number; unset it, or use a launcher "
         "[launcher-variable-malformed]"
@@ -124,11 +126,11 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     ]
     if problems or not given:
         return LaunchInfo(), problems
-    whole = [one for one in given if isinstance(one, _Whole)]
+    whole = [variables for variables in given if isinstance(variables, _Whole)]
     problems = _doubts(given, whole)
     known = whole or given
-    rank = next((one.rank for one in known if one.rank), None)
-    size = next((one.world_size for one in known if one.world_size), None)
+    rank = next((variables.rank for variables in known if variables.rank), None)
+    size = next((variables.world_size for variables in known if variables.world_size), None)
     if problems or not rank or not size:
         return LaunchInfo(), problems
     if int(rank[1]) >= int(size[1]):
@@ -136,7 +138,7 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
             f"{_text(rank)} in the environment: must be less than {_text(size)}; unset both, "
             "or use a launcher [launcher-variables-contradict]"
         ]
-    return _place(int(rank[1]), int(size[1]), given, environ), []
+    return _launch_info(int(rank[1]), int(size[1]), given, environ), []
 
 
 def _given(launcher: _Launcher, environ: Environ) -> _Given:
@@ -156,8 +158,8 @@ def _text(pair: tuple[str, str]) -> str:
 
 def _doubts(given: list[_Given], whole: list[_Whole]) -> list[str]:
     """Why the variables do not give rank and world size, or contradict each other."""
-    ranks = [one.rank for one in given if one.rank]
-    sizes = [one.world_size for one in given if one.world_size]
+    ranks = [variables.rank for variables in given if variables.rank]
+    sizes = [variables.world_size for variables in given if variables.world_size]
     if not ranks:
         return (
             [
@@ -178,34 +180,36 @@ def _doubts(given: list[_Given], whole: list[_Whole]) -> list[str]:
         return []
     rank = whole[0].rank
     size = whole[0].world_size
-    for one in given:
-        partial = given.index(one) < given.index(whole[0])
-        if partial and one.rank and int(one.rank[1]) != int(rank[1]):
+    for variables in given:
+        partial = given.index(variables) < given.index(whole[0])
+        if partial and variables.rank and int(variables.rank[1]) != int(rank[1]):
             return [
-                f"{_text(one.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
-                f"unset {one.rank[0]} [launcher-variables-contradict]"
+                f"{_text(variables.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
+                f"unset {variables.rank[0]} [launcher-variables-contradict]"
             ]
-        if partial and one.world_size and int(one.world_size[1]) != int(size[1]):
+        if partial and variables.world_size and int(variables.world_size[1]) != int(size[1]):
             return [
-                f"{_text(one.world_size)} contradicts {_text(size)} ({whole[0].launcher.name}); "
-                f"unset {one.world_size[0]} [launcher-variables-contradict]"
+                f"{_text(variables.world_size)} contradicts {_text(size)} "
+                f"({whole[0].launcher.name}); unset {variables.world_size[0]} "
+                "[launcher-variables-contradict]"
             ]
-        if isinstance(one, _Whole) and int(size[1]) == 1 < int(one.world_size[1]):
+        if isinstance(variables, _Whole) and int(size[1]) == 1 < int(variables.world_size[1]):
             return [
-                f"{_text(size)} ({whole[0].launcher.name}) inside {_text(one.world_size)} "
-                f"({one.launcher.name}): every process would be a run of one rank; use one "
+                f"{_text(size)} ({whole[0].launcher.name}) inside {_text(variables.world_size)} "
+                f"({variables.launcher.name}): every process would be a run of one rank; use one "
                 "launcher for all ranks (unset the variables of the other) "
                 "[launcher-variables-contradict]"
             ]
     return []
 
 
-def _place(rank: int, size: int, given: list[_Given], environ: Environ) -> LaunchInfo:
+def _launch_info(rank: int, size: int, given: list[_Given], environ: Environ) -> LaunchInfo:
     """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
     same = [
-        one.launcher
-        for one in given
-        if not isinstance(one, _Whole) or (int(one.rank[1]), int(one.world_size[1])) == (rank, size)
+        variables.launcher
+        for variables in given
+        if not isinstance(variables, _Whole)
+        or (int(variables.rank[1]), int(variables.world_size[1])) == (rank, size)
     ]
     local_rank = _number(same, "local_rank", environ)
     local_size = _number(same, "local_world_size", environ)
@@ -214,7 +218,7 @@ def _place(rank: int, size: int, given: list[_Given], environ: Environ) -> Launc
     if size == 1:
         local_rank = local_rank or 0
         local_size = 1
-    node = next((found[1] for launcher in same if (found := _first(launcher.node, environ))), None)
+    node = next((pair[1] for launcher in same if (pair := _first(launcher.node, environ))), None)
     return LaunchInfo(rank, size, local_rank, local_size, node)
 
 
@@ -286,9 +290,9 @@ def world_size() -> int:
 def rank_in_same_run(environ: Environ) -> int | None:
     """The rank of a process with these variables, if it belongs to the run and the attempt of this
     process; else None."""
-    there = read(environ)[0]
+    other = read(environ)[0]
     same = all(environ.get(name) == os.environ.get(name) for name in _RUN)
-    return there.rank if same and there.world_size == world_size() > 1 else None
+    return other.rank if same and other.world_size == world_size() > 1 else None
 
 
 def under_torchrun() -> bool:
@@ -331,8 +335,8 @@ def remove_log_folder() -> None:
     around = file.parents[:4] if file else []  # of the rank, attempt, run and torchrun process
     if around and around[-1].name.startswith("torchelastic_"):
         with suppress(OSError):  # not empty: the last rank removes it
-            for one in around:
-                one.rmdir()
+            for folder in around:
+                folder.rmdir()
 
 
 def rendezvous_problems(environ: Environ) -> list[str]:
@@ -357,22 +361,22 @@ def rendezvous(environ: Environ) -> tuple[str, int]:
     which srun was typed; the port is derived from the job's number. Raises ValueError where nothing
     gives them.
     """
-    here = read(environ)[0]
-    address = environ.get("MASTER_ADDR") or _first_host(environ, here)
+    launch = read(environ)[0]
+    address = environ.get("MASTER_ADDR") or _first_host(environ, launch)
     port = environ.get("MASTER_PORT") or _job_port(environ)
     if address and port:
         return address, int(port)
     values = {"MASTER_ADDR": address, "MASTER_PORT": port}
     missing = [name for name, value in values.items() if not value]
     raise ValueError(
-        f"{' and '.join(missing)} not set: {here.world_size} ranks need the address of rank 0's "
+        f"{' and '.join(missing)} not set: {launch.world_size} ranks need the address of rank 0's "
         f"node and a free port there; export {'them' if len(missing) > 1 else 'it'} before the "
         "launcher, or start with torchrun [rendezvous-address-missing]"
     )
 
 
-def _first_host(environ: Environ, here: LaunchInfo) -> str | None:
-    if here.local_world_size == here.world_size:
+def _first_host(environ: Environ, launch: LaunchInfo) -> str | None:
+    if launch.local_world_size == launch.world_size:
         return "127.0.0.1"
     nodes = environ.get("SLURM_STEP_NODELIST" if _by_srun(environ) else "SLURM_JOB_NODELIST")
     return first_of_nodelist(nodes) if nodes else None
@@ -383,7 +387,7 @@ def _by_srun(environ: Environ) -> bool:
     *others, own = (_given(launcher, environ) for launcher in _LAUNCHERS[1:])
     if own.rank is None:
         return False
-    return all(not one.rank or one.rank[1] == own.rank[1] for one in others)
+    return all(not variables.rank or variables.rank[1] == own.rank[1] for variables in others)
 
 
 def _job_port(environ: Environ) -> str | None:

@@ -50,7 +50,7 @@ from tools.shared.run_options import RunOptions
 
 HEAD = 16  # tokens of a piece that are shown as text
 THREADS = 4  # that check pairs side by side
-FORMATS = [one for feature in FEATURES for one in feature.sample_formats]
+FORMATS = [known for feature in FEATURES for known in feature.sample_formats]
 IDS_READ = 1 << 18  # tokens of a file whose ids are looked at, without --all-tokens
 
 
@@ -122,7 +122,7 @@ def check_pair(
     prefix: str, vocab_size: int | None, all_tokens: bool, write_checksums: bool = False
 ) -> dict[str, Any]:
     """What is known of a pair; `problem` says what is wrong with it, if anything is."""
-    found: dict[str, Any] = {"prefix": prefix}
+    report: dict[str, Any] = {"prefix": prefix}
     try:
         corpus = IndexedDataset(prefix)
         if write_checksums:
@@ -133,7 +133,7 @@ def check_pair(
         empty = int(
             (np.diff(corpus.document_indices) == 0).sum() + (corpus.sequence_lengths == 0).sum()
         )
-        found |= {
+        report |= {
             "documents": corpus.num_documents,
             "sequences": len(corpus),
             "tokens": tokens,
@@ -149,8 +149,8 @@ def check_pair(
             )
         note = provenance.note(prefix) or {}
         if "trained_tokens" in note:
-            found |= _loss_mask(corpus, note["trained_tokens"], all_tokens)
-            low, high = found["smallest_id"], found["largest_id"]
+            report |= _loss_mask(corpus, note["trained_tokens"], all_tokens)
+            low, high = report["smallest_id"], report["largest_id"]
         if low < 0 or (vocab_size is not None and high >= vocab_size):
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
             raise ValueError(
@@ -159,7 +159,7 @@ def check_pair(
             )
         if tokens == 0:
             raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
-        found["tokenizer"] = _tokenizer(prefix, found)
+        report["tokenizer"] = _tokenizer(prefix, report)
         unused = corpus.bin_bytes - tokens * corpus.dtype.itemsize
         if unused:
             raise ValueError(
@@ -167,10 +167,10 @@ def check_pair(
                 f"{'in no sequence' if unused > 0 else 'in two'}; if that is not meant, make the "
                 "pair again with tools/preprocess_data.py"
             )
-        found["checksums"] = pair_checksums.verify_tokens(prefix)
+        report["checksums"] = pair_checksums.verify_tokens(prefix)
     except (ValueError, OSError) as error:
-        found["problem"] = str(error)
-    return found
+        report["problem"] = str(error)
+    return report
 
 
 def _loss_mask(corpus: IndexedDataset, said: int, all_tokens: bool) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _loss_mask(corpus: IndexedDataset, said: int, all_tokens: bool) -> dict[str,
 
 
 def check_samples(
-    one: SampleFormat,
+    sample_format: SampleFormat,
     path: str,
     vocab_size: int | None,
     all_tokens: bool,
@@ -208,16 +208,16 @@ def check_samples(
 ) -> dict[str, Any]:
     """The same of a .bin of a feature's format; samples are read until they have 262144 tokens, or
     all of them."""
-    found: dict[str, Any] = {"prefix": path}
+    report: dict[str, Any] = {"prefix": path}
     try:
         if write_checksums:
             raise ValueError(f"{path}: --write-checksums is for .bin/.idx pairs; omit it")
-        samples = one.open(path)
+        samples = sample_format.open(path)
         low, high = samples.id_range(None if all_tokens else IDS_READ)
-        found |= {
+        report |= {
             "documents": len(samples.lengths),
             "tokens": int(samples.lengths.sum()),
-            "dtype": one.content,
+            "dtype": sample_format.content,
             "bin_bytes": samples.bin_bytes,
             "empty_documents": int((samples.lengths == 0).sum()),
             "smallest_id": low,
@@ -230,8 +230,8 @@ def check_samples(
                 "the vocabulary it was tokenized with"
             )
     except (ValueError, OSError) as error:
-        found["problem"] = str(error)
-    return found
+        report["problem"] = str(error)
+    return report
 
 
 def _named(made_by: dict[str, Any] | None) -> str:
@@ -243,7 +243,7 @@ def _named(made_by: dict[str, Any] | None) -> str:
     )
 
 
-def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
+def _tokenizer(prefix: str, report: dict[str, Any]) -> dict[str, Any] | None:
     """Who made the pair, as PREFIX.json says. Raises ValueError if that is not of this pair."""
     said = provenance.note(prefix)
     if said is None:
@@ -251,16 +251,16 @@ def _tokenizer(prefix: str, found: dict[str, Any]) -> dict[str, Any] | None:
     path = provenance.json_path(prefix)
     made_by = said.get("tokenizer")
     for what in ("tokens", "documents"):
-        if said.get(what, found[what]) != found[what]:
+        if said.get(what, report[what]) != report[what]:
             raise ValueError(
-                f"{path}: says {said[what]} {what}, the pair has {found[what]}; it is of another "
+                f"{path}: says {said[what]} {what}, the pair has {report[what]}; it is of another "
                 "pair: copy all three files again, or make them again with tools/preprocess_data.py"
             )
     size = (made_by or {}).get("vocab_size")
-    if made_by and size is not None and found["largest_id"] >= size:
+    if made_by and size is not None and report["largest_id"] >= size:
         raise ValueError(
             f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds "
-            f"{found['largest_id']}; it is of another pair, or the pair was made by another "
+            f"{report['largest_id']}; it is of another pair, or the pair was made by another "
             "vocabulary"
         )
     return made_by
@@ -274,14 +274,16 @@ def _of_first(pair: dict[str, Any], options: CheckOptions) -> str:
 
 def _checker(path: str) -> Callable[..., dict[str, Any]]:
     """What checks this path."""
-    formats = (one for one in FORMATS if os.path.exists(path + one.index))
-    return next((partial(check_samples, one) for one in formats), check_pair)
+    formats = (
+        sample_format for sample_format in FORMATS if os.path.exists(path + sample_format.index)
+    )
+    return next((partial(check_samples, sample_format) for sample_format in formats), check_pair)
 
 
 def check(options: CheckOptions) -> int:
     """`check`: a line for each pair and one for all."""
     with ThreadPoolExecutor(THREADS) as pool:
-        found = list(
+        reports = list(
             pool.map(
                 lambda name: _checker(name)(
                     name, options.vocab_size, options.all_tokens, options.write_checksums
@@ -289,15 +291,15 @@ def check(options: CheckOptions) -> int:
                 options.prefixes,
             )
         )
-    bad = [pair for pair in found if "problem" in pair]
+    bad = [pair for pair in reports if "problem" in pair]
     try:
-        joined_metadata.common_maker([pair["prefix"] for pair in found if pair not in bad])
+        joined_metadata.common_maker([pair["prefix"] for pair in reports if pair not in bad])
     except ValueError as error:
         print(f"warning: {error}", file=sys.stderr)
     if options.json:
-        print(json.dumps({"pairs": found, "problems": len(bad)}))
+        print(json.dumps({"pairs": reports, "problems": len(bad)}))
         return int(bool(bad))
-    for pair in found:
+    for pair in reports:
         if "problem" not in pair:
             empty = f", {pair['empty_documents']} of them empty" if pair["empty_documents"] else ""
             if "trained_tokens" in pair:
@@ -309,8 +311,8 @@ def check(options: CheckOptions) -> int:
                 f"{_named(pair['tokenizer'])}"
                 f"{'' if pair.get('checksums') else ', no checksums'}"
             )
-    tokens = sum(pair.get("tokens", 0) for pair in found)
-    pairs = f"{len(found)} pair{'s' * (len(found) != 1)}"
+    tokens = sum(pair.get("tokens", 0) for pair in reports)
+    pairs = f"{len(reports)} pair{'s' * (len(reports) != 1)}"
     print(f"{pairs}, {tokens} tokens, {len(bad)} with a problem", flush=True)
     for pair in bad:
         print(f"error: {pair['problem']}", file=sys.stderr)
@@ -360,7 +362,7 @@ def show(options: ShowOptions) -> int:
                 "documents, numbered from 0"
             )
         last = min(options.document + options.count, len(samples.lengths))
-        found = [
+        documents = [
             describe_document(samples, number, tokenizer)
             for number in range(options.document, last)
         ]
@@ -368,15 +370,16 @@ def show(options: ShowOptions) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps({"documents": found}))
+        print(json.dumps({"documents": documents}))
         return 0
-    for one in found:
+    for document in documents:
         print(
-            f"document {one['document']}: {one['tokens']} tokens, {one['trained_tokens']} trained"
+            f"document {document['document']}: {document['tokens']} tokens, "
+            f"{document['trained_tokens']} trained"
         )
         texts = (
             f"{before}{part['text']}{after}" if part["trained"] else part["text"]
-            for part in one["parts"]
+            for part in document["parts"]
         )
         print("".join(texts))
     return 0
@@ -388,13 +391,13 @@ def show(options: ShowOptions) -> int:
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     """A sample's hash and pieces; a `text` is the beginning of its piece."""
     tokens = reading.tokens(sample)
-    found = []
-    at = 0
+    pieces = []
+    position = 0
     for piece in reading.dataset.pieces_of(sample):
-        head = tokens[at : at + min(HEAD, piece.length)].tolist()
-        at += piece.length
+        head = tokens[position : position + min(HEAD, piece.length)].tolist()
+        position += piece.length
         known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
-        found.append(
+        pieces.append(
             {
                 "dataset": piece.prefix,
                 "document": piece.document,
@@ -405,7 +408,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
                 "ids": head,
             }
         )
-    return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": found}
+    return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": pieces}
 
 
 def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:
@@ -423,7 +426,7 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
         )
         total = (total + sample_hash(sample, int(row["hash"], 16))) & MASK
         rows.append(row)
-    found = {
+    report = {
         "iteration": iteration,
         "first_sample": reading.first_sample(iteration),
         "samples": plan.global_batch_size(iteration),
@@ -434,13 +437,13 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
     }
     path = ledger or values_of(reading.config).get("data_ledger")
     if path and (ledger or os.path.exists(path)):
-        found["ledger"] = compare(path, found, reading.config.model.seq_length)
-    return found
+        report["ledger"] = compare(path, report, reading.config.model.seq_length)
+    return report
 
 
-def compare(path: str, found: dict[str, Any], sequence_length: int) -> dict[str, Any]:
+def compare(path: str, report: dict[str, Any], sequence_length: int) -> dict[str, Any]:
     """What a ledger says of the iteration, and whether it is the same."""
-    length, records = read_ledger(path, range(found["iteration"], found["iteration"] + 1))
+    length, records = read_ledger(path, range(report["iteration"], report["iteration"] + 1))
     if length != sequence_length:
         raise ValueError(
             f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
@@ -449,11 +452,11 @@ def compare(path: str, found: dict[str, Any], sequence_length: int) -> dict[str,
     if not len(records):
         return {"file": path, "recorded": False}
     _, first, count, flag, value = records[0].tolist()
-    place = (first, count) == (found["first_sample"], found["samples"])
+    same_samples = (first, count) == (report["first_sample"], report["samples"])
     agrees = (
-        place
-        and (flag == SKIPPED) == found["skipped"]
-        and (bool(flag) or f"{value:016x}" == found["hash"])
+        same_samples
+        and (flag == SKIPPED) == report["skipped"]
+        and (bool(flag) or f"{value:016x}" == report["hash"])
     )
     return {
         "file": path,
@@ -466,14 +469,14 @@ def compare(path: str, found: dict[str, Any], sequence_length: int) -> dict[str,
     }
 
 
-def show_iteration(found: dict[str, Any]) -> None:
+def show_iteration(report: dict[str, Any]) -> None:
     """For a reader."""
     print(
-        f"iteration {found['iteration']}: {found['samples']} samples from sample "
-        f"{found['first_sample']} on, {found['data_parallel_size']} data-parallel ranks, hash "
-        f"{found['hash']}{', skipped: not read' if found['skipped'] else ''}"
+        f"iteration {report['iteration']}: {report['samples']} samples from sample "
+        f"{report['first_sample']} on, {report['data_parallel_size']} data-parallel ranks, hash "
+        f"{report['hash']}{', skipped: not read' if report['skipped'] else ''}"
     )
-    ledger = found.get("ledger")
+    ledger = report.get("ledger")
     if ledger:
         says = (
             "does not have it"
@@ -486,13 +489,13 @@ def show_iteration(found: dict[str, Any]) -> None:
             )
         )
         print(f"the ledger {ledger['file']} {says}")
-    for row in found["batch"]:
+    for row in report["batch"]:
         print(
             f"sample {row['sample']}: rank {row['dp_rank']}, micro-batch {row['micro_batch']}, "
             f"hash {row['hash']}"
         )
         for piece in row["pieces"]:
-            place = (
+            span = (
                 ""
                 if piece["bytes"] is None
                 else f", bytes {piece['bytes'][0]} .. {piece['bytes'][1]}"
@@ -504,7 +507,7 @@ def show_iteration(found: dict[str, Any]) -> None:
             )
             print(
                 f"  {piece['dataset']} document {piece['document']}, tokens {piece['offset']} .. "
-                f"{piece['offset'] + piece['tokens']}{place}: {text}"
+                f"{piece['offset'] + piece['tokens']}{span}: {text}"
             )
 
 
@@ -555,17 +558,17 @@ def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str,
                 }
 
 
-def show_found(found: dict[str, Any]) -> None:
+def show_samples(report: dict[str, Any]) -> None:
     """For a reader."""
     print(
-        f"{found['dataset']} document {found['document']}: in {len(found['shown'])} samples of "
+        f"{report['dataset']} document {report['document']}: in {len(report['shown'])} samples of "
         "the run"
     )
-    for one in found["shown"]:
+    for sample in report["shown"]:
         print(
-            f"iteration {one['iteration']}: {one['tokens']} tokens in sample {one['sample']}, "
-            f"rank {one['dp_rank']}, micro-batch "
-            f"{one['micro_batch']}{', skipped: not read' if one['skipped'] else ''}"
+            f"iteration {sample['iteration']}: {sample['tokens']} tokens in sample "
+            f"{sample['sample']}, rank {sample['dp_rank']}, micro-batch "
+            f"{sample['micro_batch']}{', skipped: not read' if sample['skipped'] else ''}"
         )
 
 
@@ -575,17 +578,17 @@ def look(options: AtOptions | FindOptions) -> int:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
             reading = open_run(options.run, options.flags, iteration, options.world_size)
-            found = (
+            report = (
                 describe_iteration(reading, options.iteration, options.data_ledger)
                 if isinstance(options, AtOptions)
                 else find_document(reading, options.document, options.prefix)
             )
         if options.json:
-            print(json.dumps(found))
+            print(json.dumps(report))
         else:
-            (show_found if iteration is None else show_iteration)(found)
+            (show_samples if iteration is None else show_iteration)(report)
         sys.stdout.flush()
-        return int(not found.get("ledger", {}).get("agrees", True))
+        return int(not report.get("ledger", {}).get("agrees", True))
     except Problems as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
     except (ValueError, OSError) as error:

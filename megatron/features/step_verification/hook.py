@@ -74,16 +74,16 @@ class StepVerification(Hook):
         """As `training.step.train_step`. Raises GradientsDiffer, on all ranks alike."""
         if iteration % self._interval:
             return self._step(run, forward_step, samples, iteration, requests)
-        mine = list(itertools.islice(samples, run.plan.num_microbatches(iteration)))
+        own_batches = list(itertools.islice(samples, run.plan.num_microbatches(iteration)))
         ctx = run.runtime.ctx
-        replicas = gather_objects((mine, ctx.dp_cp.rank), ctx.dp)
+        replicas = gather_objects((own_batches, ctx.dp_cp.rank), ctx.dp)
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
             run.buffers.reduce_instead = lambda: self._compare(iteration, replicas, before)
-            result = self._step(run, forward_step, iter(mine), iteration, requests)
+            result = self._step(run, forward_step, iter(own_batches), iteration, requests)
         except _Repeat as repeat:
             run.buffers.reduce_instead = functools.partial(self._check, iteration, repeat)
-            result = self._step(run, forward_step, iter(mine), iteration, requests)
+            result = self._step(run, forward_step, iter(own_batches), iteration, requests)
         finally:
             run.buffers.reduce_instead = None
         self._compare_results(iteration, result)
@@ -118,18 +118,21 @@ class StepVerification(Hook):
         ctx = run.runtime.ctx
         own = self._hash()
         process = str(this_process())
-        found = gather_objects(Reading(own, before, ctx.dp.ranks, process), ctx.world)
-        if all(_shifted(found, rank, -1).other == one.own for rank, one in enumerate(found)):
+        readings = gather_objects(Reading(own, before, ctx.dp.ranks, process), ctx.world)
+        if all(
+            _shifted(readings, rank, -1).other == reading.own
+            for rank, reading in enumerate(readings)
+        ):
             self._sum_twice(iteration, own)
             return
         third = gather_objects(self._pass(iteration, *self._of(replicas, 2)), ctx.world)
-        wrong = _wrong(found, third)
+        wrong = _wrong(readings, third)
         text = (
             f"iteration {iteration}: two computations of the same gradients differ; "
-            f"{_named(found, third, wrong)}"
+            f"{_named(readings, third, wrong)}"
         )
         if wrong:
-            raise self._repeated(_Repeat(text, _majority(found, third, ctx.world.rank)))
+            raise self._repeated(_Repeat(text, _majority(readings, third, ctx.world.rank)))
         raise _error(text)
 
     def _repeated(self, repeat: _Repeat) -> Exception:
@@ -145,29 +148,29 @@ class StepVerification(Hook):
         world = self._run.runtime.ctx.world
         from megatron.features.step_verification.repeated_sums import reduce_twice
 
-        mine = reduce_twice(self._run.buffers, _digest)
-        known = earlier is None or earlier.knows(mine)
-        found = gather_objects((mine, known, str(this_process())), world)
-        sums = [one for one, _, _ in found]
-        twice = [rank for rank, one in enumerate(sums) if any(a != b for a, b, _ in one)]
+        own_sums = reduce_twice(self._run.buffers, _digest)
+        known = earlier is None or earlier.knows(own_sums)
+        gathered = gather_objects((own_sums, known, str(this_process())), world)
+        sums = [repeated for repeated, _, _ in gathered]
+        twice = [rank for rank, repeated in enumerate(sums) if any(a != b for a, b, _ in repeated)]
         wrong = twice or _odd_replicas(sums)
-        unknown = [rank for rank, (_, known, _) in enumerate(found) if not known]
+        unknown = [rank for rank, (_, known, _) in enumerate(gathered) if not known]
         if not wrong and not unknown:
             return
         of_whom = "of the same gradients" if twice else "of replicas"
         text = (
             f"iteration {iteration}: two sums {of_whom} differ; "
-            f"{', '.join(found[rank][2] for rank in wrong)}, or a rank that sends to it"
+            f"{', '.join(gathered[rank][2] for rank in wrong)}, or a rank that sends to it"
         )
         if twice and earlier is None:
-            raise self._repeated(_Repeat(text, own, mine))
+            raise self._repeated(_Repeat(text, own, own_sums))
         raise _error(f"{earlier}, also when it is repeated" if earlier else text)
 
     def _check(self, iteration: int, repeat: _Repeat) -> None:
         """The step was repeated: every rank must have the majority's gradients now, and sums."""
         own = self._hash()
-        again = gather_objects(own == repeat.right, self._run.runtime.ctx.world)
-        if not all(again):
+        agreeing = gather_objects(own == repeat.right, self._run.runtime.ctx.world)
+        if not all(agreeing):
             raise _error(f"{repeat}, also when it repeats them")
         self._sum_twice(iteration, own, repeat)
         log.print_rank_0(f"WARNING: {repeat}. The majority's gradients are used")
@@ -177,11 +180,11 @@ class StepVerification(Hook):
         WeightsDiffer."""
         run = self._run
         run.buffers.wait_for_weights()
-        mine = repr((result.loss, result.grad_norm, result.num_zeros))
-        found = gather_objects((mine, str(this_process())), run.runtime.ctx.world)
-        odd = _minority([value for value, _ in found])
+        own_result = repr((result.loss, result.grad_norm, result.num_zeros))
+        results = gather_objects((own_result, str(this_process())), run.runtime.ctx.world)
+        odd = _minority([value for value, _ in results])
         if odd:
-            names = ", ".join(found[rank][1] for rank in odd)
+            names = ", ".join(results[rank][1] for rank in odd)
             raise _error(
                 f"iteration {iteration}: loss, gradient norm or zeros are not the same on all "
                 f"ranks: {names}"
@@ -201,7 +204,7 @@ class _Repeat(Exception):
     def knows(self, sums: Sequence[RepeatedSum]) -> bool:
         """Are these sums among those of before?"""
         return not self._sums or all(
-            one.second in before[:2] for one, before in zip(sums, self._sums, strict=True)
+            repeated.second in before[:2] for repeated, before in zip(sums, self._sums, strict=True)
         )
 
 
@@ -217,20 +220,20 @@ def _digest(sums: torch.Tensor) -> tuple[int, int]:
 
 
 def _minority(values: Sequence[object]) -> list[int]:
-    """The places of those that differ from more than half of all; all of them without such a
+    """The indices of those that differ from more than half of all; all of them without such a
     majority; [] if they are equal."""
     usual, count = Counter(values).most_common(1)[0]
     if count == len(values):
         return []
     decided = 2 * count > len(values)
-    return [place for place, value in enumerate(values) if value != usual or not decided]
+    return [index for index, value in enumerate(values) if value != usual or not decided]
 
 
 def _odd_replicas(sums: Sequence[Sequence[RepeatedSum]]) -> list[int]:
     """The ranks whose sums are not those of most ranks that must have the same."""
     wrong = set()
-    for one in sums:
-        for number, (_, _, same) in enumerate(one):
+    for sums_of_rank in sums:
+        for number, (_, _, same) in enumerate(sums_of_rank):
             if same:
                 wrong |= {same[n] for n in _minority([sums[r][number].second for r in same])}
     return sorted(wrong)
@@ -240,26 +243,26 @@ def _nothing() -> None:
     """In place of a comparison: the pass only computes."""
 
 
-def _shifted(found: Sequence[Reading], rank: int, shift: int) -> Reading:
+def _shifted(readings: Sequence[Reading], rank: int, shift: int) -> Reading:
     """What the rank so many replicas after `rank` computed."""
-    ranks = found[rank].replicas
-    return found[ranks[(ranks.index(rank) + shift) % len(ranks)]]
+    ranks = readings[rank].replicas
+    return readings[ranks[(ranks.index(rank) + shift) % len(ranks)]]
 
 
-def _votes(found: Sequence[Reading], third: Sequence[str], rank: int) -> list[tuple[int, str]]:
+def _votes(readings: Sequence[Reading], third: Sequence[str], rank: int) -> list[tuple[int, str]]:
     """(rank that computed, hash) of the three computations of the samples of `rank`."""
-    ranks = found[rank].replicas
-    place = ranks.index(rank)
-    before = ranks[place - 1]
-    twice = ranks[(place - 2) % len(ranks)]
-    return [(rank, found[rank].own), (before, found[before].other), (twice, third[twice])]
+    ranks = readings[rank].replicas
+    index = ranks.index(rank)
+    before = ranks[index - 1]
+    twice = ranks[(index - 2) % len(ranks)]
+    return [(rank, readings[rank].own), (before, readings[before].other), (twice, third[twice])]
 
 
-def _majority(found: Sequence[Reading], third: Sequence[str], rank: int) -> str | None:
+def _majority(readings: Sequence[Reading], third: Sequence[str], rank: int) -> str | None:
     """The hash of the samples of `rank` that two ranks computed (of one replica alone: twice), None
     without one: a rank that repeats its own result proves nothing."""
-    votes = _votes(found, third, rank)
-    if len(found[rank].replicas) == 1:
+    votes = _votes(readings, third, rank)
+    if len(readings[rank].replicas) == 1:
         value, count = Counter(value for _, value in votes).most_common(1)[0]
         return value if count > 1 else None
     ranks = {value: {by for by, other in votes if other == value} for _, value in votes}
@@ -267,27 +270,27 @@ def _majority(found: Sequence[Reading], third: Sequence[str], rank: int) -> str 
     return agreed[0] if agreed else None
 
 
-def _wrong(found: Sequence[Reading], third: Sequence[str]) -> list[int]:
+def _wrong(readings: Sequence[Reading], third: Sequence[str]) -> list[int]:
     """The ranks that are not of a majority; [] where one is missing."""
     wrong = set()
-    for rank in range(len(found)):
-        usual = _majority(found, third, rank)
+    for rank in range(len(readings)):
+        usual = _majority(readings, third, rank)
         if usual is None:
             return []
-        wrong |= {by for by, value in _votes(found, third, rank) if value != usual}
+        wrong |= {by for by, value in _votes(readings, third, rank) if value != usual}
     return sorted(wrong)
 
 
-def _named(found: Sequence[Reading], third: Sequence[str], wrong: Sequence[int]) -> str:
+def _named(readings: Sequence[Reading], third: Sequence[str], wrong: Sequence[int]) -> str:
     if wrong:
         verb = "differs" if len(wrong) == 1 else "differ"
-        names = ", ".join(found[rank].process for rank in wrong)
+        names = ", ".join(readings[rank].process for rank in wrong)
         return f"{names} {verb} from the majority of three"
     undecided = {
         by
-        for rank in range(len(found))
-        if _majority(found, third, rank) is None
-        for by, _ in _votes(found, third, rank)
+        for rank in range(len(readings))
+        if _majority(readings, third, rank) is None
+        for by, _ in _votes(readings, third, rank)
     }
-    names = ", ".join(found[rank].process for rank in sorted(undecided))
+    names = ", ".join(readings[rank].process for rank in sorted(undecided))
     return f"a third computation does not decide which is right; suspected: {names}"

@@ -69,7 +69,7 @@ enable_qkv_fusion mlp_layer_fusion *_init_std init_type moe_* device first last 
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StoredTensor:
     """A tensor on each tensor rank."""
 
     parts: Sequence[StoredPart]
@@ -95,7 +95,7 @@ class _Merge:
 
     model: ModelConfig
     name: str
-    places: Sequence[_Place]
+    places: Sequence[_StoredTensor]
     embed_split_hidden: bool
 
     def __call__(self) -> torch.Tensor:
@@ -121,7 +121,7 @@ class _Merge:
         return parts[0][0]
 
 
-def _order(places: Mapping[str, _Place], source: Path) -> str:
+def _order(places: Mapping[str, _StoredTensor], source: Path) -> str:
     """Which of w2 and w3 is the up matrix: a key of MLP_ORDERS. Raises ConversionError where shapes
     do not show it."""
     shapes = {
@@ -129,13 +129,13 @@ def _order(places: Mapping[str, _Place], source: Path) -> str:
         for name in ("w1", "w2", "w3")
         if f"blocks.0.mlp.{name}.weight" in places
     }
-    found = [key for key, (up, _) in MLP_ORDERS.items() if shapes.get(up) == shapes["w1"]]
-    if len(found) != 1:
+    fitting = [key for key, (up, _) in MLP_ORDERS.items() if shapes.get(up) == shapes["w1"]]
+    if len(fitting) != 1:
         raise ConversionError(
             f"{source}: the shapes of blocks.0.mlp.w2 and w3 do not show which is the up matrix; "
             "give --mlp-weights"
         )
-    return found[0]
+    return fitting[0]
 
 
 def _sources(name: str, order: str) -> list[str]:
@@ -155,7 +155,7 @@ def _sources(name: str, order: str) -> list[str]:
         "mlp.linear_fc1": ["mlp.w1", f"mlp.{up}"],
         "mlp.linear_fc2": [f"mlp.{down}"],
     }
-    return [f"blocks.{layer}.{one}.{kind}" for one in names[stem]]
+    return [f"blocks.{layer}.{theirs}.{kind}" for theirs in names[stem]]
 
 
 def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
@@ -178,12 +178,12 @@ def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
         )
     config = unpickler.read(source / MODEL_CONFIG).values
     opened = unpickler.read_all(files)
-    found: Ranks = {}
+    ranks: Ranks = {}
     for t in range(tp):
         offset = 0
         for p in range(pp):
             file = opened[t, p]
-            found[t, p] = {}
+            ranks[t, p] = {}
             layers = set()
             for path, (_, shape) in file.headers().items():
                 name = path.removeprefix("model.")
@@ -194,23 +194,23 @@ def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
                     name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
                 if name in ("embedding.weight", "embedding.word_embeddings.weight"):
                     name = "embedding"
-                found[t, p][name] = StoredPart(file, path, shape)
+                ranks[t, p][name] = StoredPart(file, path, shape)
             offset += len(layers)
-    return config, found
+    return config, ranks
 
 
-def _by_name(ranks: Ranks) -> dict[str, _Place]:
+def _by_name(ranks: Ranks) -> dict[str, _StoredTensor]:
     """Each tensor with its parts on the tensor ranks."""
-    found: dict[str, list[StoredPart]] = {}
+    parts_by_name: dict[str, list[StoredPart]] = {}
     for parts in ranks.values():
         for name, part in parts.items():
-            found.setdefault(name, []).append(part)
-    return {name: _Place(parts) for name, parts in found.items()}
+            parts_by_name.setdefault(name, []).append(part)
+    return {name: _StoredTensor(parts) for name, parts in parts_by_name.items()}
 
 
 def _model(
     config: Mapping[str, Any],
-    places: Mapping[str, _Place],
+    places: Mapping[str, _StoredTensor],
     where: Path,
     positions: int,
     ignored: Collection[str],
@@ -304,10 +304,10 @@ def internlm_import(
             if lost:
                 problems.append(f"{source}: {lost[0]} is missing")
                 continue
-            there = [places[name] for name in names]
-            problems += _misfits(spec.name, spec.shape, there, names, tp, split, source)
-            merges[spec.name] = _Merge(model, spec.name, there, split)
-            weights.append(PendingTensor(spec.name, there[0].dtype, spec.shape, merges[spec.name]))
+            stored = [places[name] for name in names]
+            problems += _misfits(spec.name, spec.shape, stored, names, tp, split, source)
+            merges[spec.name] = _Merge(model, spec.name, stored, split)
+            weights.append(PendingTensor(spec.name, stored[0].dtype, spec.shape, merges[spec.name]))
         problems += [
             f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)
         ]
@@ -319,21 +319,23 @@ def internlm_import(
             state = run_state(source, unpickler, run, model, shards)
             weights += [
                 PendingTensor(
-                    f"optimizer.{kind}.{one.name}",
+                    f"optimizer.{kind}.{tensor.name}",
                     torch.float32,
-                    one.shape,
+                    tensor.shape,
                     replace(
-                        merges[one.name],
-                        places=[_Place(parts[name]) for name in _sources(one.name, order)],
+                        merges[tensor.name],
+                        places=[
+                            _StoredTensor(parts[name]) for name in _sources(tensor.name, order)
+                        ],
                     ),
                 )
                 for kind, parts in shards.parts.items()
-                for one in list(weights)
-                if kind != "fp32_param" or one.dtype != torch.float32
+                for tensor in list(weights)
+                if kind != "fp32_param" or tensor.dtype != torch.float32
             ]
         flags: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
         if run:
-            flags = {one.name: getattr(run.data, one.name) for one in fields(TokenizerConfig)}
+            flags = {field.name: getattr(run.data, field.name) for field in fields(TokenizerConfig)}
         if tokenizer:
             flags = {
                 "tokenizer_type": "Llama2Tokenizer",
@@ -363,7 +365,7 @@ def _kept(state: RunState | None, source: Path) -> str:
 def _misfits(
     name: str,
     shape: Sequence[int],
-    places: Sequence[_Place],
+    places: Sequence[_StoredTensor],
     names: Sequence[str],
     tp: int,
     split_hidden: bool,
@@ -380,13 +382,13 @@ def _misfits(
         dim = 1 if by_columns else 0
         whole[dim] //= tp
     lines = []
-    for place, theirs in zip(places, names, strict=True):
-        if len(place.parts) != tp and not (alone and len(place.parts) == 1):
-            lines.append(f"{source}: {theirs} is on {len(place.parts)} of {tp} tensor ranks")
+    for stored, theirs in zip(places, names, strict=True):
+        if len(stored.parts) != tp and not (alone and len(stored.parts) == 1):
+            lines.append(f"{source}: {theirs} is on {len(stored.parts)} of {tp} tensor ranks")
         hint = "; is --mlp-weights the other one?" if ".mlp.w" in theirs else ""
         lines += [
-            f"{source}: {theirs} has shape {list(found)}, should be {whole}{hint}"
-            for found in place.shapes
-            if list(found) != whole
+            f"{source}: {theirs} has shape {list(shape_stored)}, should be {whole}{hint}"
+            for shape_stored in stored.shapes
+            if list(shape_stored) != whole
         ]
     return lines

@@ -40,7 +40,7 @@ def docs(args: DocsOptions) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.doc is not None:
-        print(json.dumps(shown)) if args.json else inspect_data.show_found(shown)
+        print(json.dumps(shown)) if args.json else inspect_data.show_samples(shown)
     elif args.json:
         print(json.dumps(without_nan([dataclasses.asdict(one) for one in found]), indent=1))
     else:

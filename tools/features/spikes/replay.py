@@ -142,24 +142,26 @@ def replay_iteration(
     read = places(reading, iteration)
     check_replayable(reading)
     samples = [reading.dataset[place.sample] for place in read]
-    theirs = [mean_loss(each) for each in other.losses(samples)] if other else [None] * len(read)
+    losses_at_other = (
+        [mean_loss(of_tokens) for of_tokens in other.losses(samples)]
+        if other
+        else [None] * len(read)
+    )
     return [
-        (Replayed(iteration, place, mean_loss(each), loss), each)
-        for place, each, loss in zip(read, state.losses(samples), theirs, strict=True)
+        (Replayed(iteration, place, mean_loss(of_tokens), loss), of_tokens)
+        for place, of_tokens, loss in zip(read, state.losses(samples), losses_at_other, strict=True)
     ]
 
 
-def verdict(one: Replayed, other: Scale | None, iteration: int) -> str:
+def verdict(sample: Replayed, other: Scale | None, iteration: int) -> str:
     """What a sample that stands out at the checkpoint is, by its loss at the other one, of
     `iteration`."""
-    if other is None or one.other is None:
+    if other is None or sample.other is None:
         return "stands out here; --other-ckpt shows whether that is the data alone"
-    z = other.z(one.other)
-    if other.stands_out(one.other):
-        return f"data: at iteration {iteration} it stands out too ({one.other:.2f}, {z:.1f} sigma)"
-    return (
-        f"data x state: at iteration {iteration} it is as others ({one.other:.2f}, {z:.1f} sigma)"
-    )
+    loss = f"{sample.other:.2f}, {other.z(sample.other):.1f} sigma"
+    if other.stands_out(sample.other):
+        return f"data: at iteration {iteration} it stands out too ({loss})"
+    return f"data x state: at iteration {iteration} it is as others ({loss})"
 
 
 def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
@@ -225,7 +227,7 @@ def _replayed(
     """Every sample of the range and of its neighbours, and those of the range with the highest
     losses. Prints one line per iteration, or per sample, as they come."""
     progress = Progress(len(wanted) + len(around))
-    found: list[Replayed] = []
+    replayed: list[Replayed] = []
     highest: list[Row] = []
     measures = usual(reading, around) if args.json else []
     if not args.json:
@@ -241,11 +243,11 @@ def _replayed(
         )
     for iteration in [*wanted, *([] if args.json else around)]:
         rows = replay_iteration(reading, iteration, state, other)
-        found += [row for row, _ in rows]
+        replayed += [row for row, _ in rows]
         progress.step()
         if iteration not in wanted:
             continue
-        highest = sorted(highest + rows, key=lambda one: -height(one[0].loss))[: args.top]
+        highest = sorted(highest + rows, key=lambda row: -height(row[0].loss))[: args.top]
         if args.json:
             for row in rows:
                 print(
@@ -253,7 +255,7 @@ def _replayed(
                 )
         else:
             print(_line(iteration, [row for row, _ in rows]), flush=True)
-    return found, highest
+    return replayed, highest
 
 
 def _line(iteration: int, rows: Sequence[Replayed]) -> str:
@@ -270,12 +272,12 @@ def _pieces(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Su
 
 
 def _as_json(reading: Reading, row: Row, measures: Sequence[Measures]) -> dict[str, Any]:
-    one = row[0]
+    replayed = row[0]
     return {
-        "iteration": one.iteration,
-        **dataclasses.asdict(one.place),
-        "loss": one.loss,
-        "other": one.other,
+        "iteration": replayed.iteration,
+        **dataclasses.asdict(replayed.place),
+        "loss": replayed.loss,
+        "other": replayed.other,
         "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)],
     }
 
@@ -290,10 +292,14 @@ def _show(
     other: State | None,
 ) -> None:
     """Which samples stand out, for a reader."""
-    scale = scale_of([one.loss for one in samples])
-    there = scale_of([one.other for one in samples if one.other is not None]) if other else None
-    inside = [one for one in samples if one.iteration in wanted]
-    out = sum(scale.stands_out(one.loss) for one in inside)
+    scale = scale_of([sample.loss for sample in samples])
+    scale_at_other = (
+        scale_of([sample.other for sample in samples if sample.other is not None])
+        if other
+        else None
+    )
+    inside = [sample for sample in samples if sample.iteration in wanted]
+    out = sum(scale.stands_out(sample.loss) for sample in inside)
     print(
         f"usual is {scale.median:.2f} +- {scale.sigma:.2f} ({len(samples)} samples, "
         f"{len(samples) - len(inside)} of them of neighbouring iterations); {out} of "
@@ -301,15 +307,16 @@ def _show(
     )
     measures = usual(reading, around) if out else []
     for row in highest:
-        one = row[0]
-        if not scale.stands_out(one.loss):
+        sample = row[0]
+        if not scale.stands_out(sample.loss):
             break
         worst = max(_pieces(reading, row, measures), key=lambda piece: height(piece.loss))
-        conclusion = verdict(one, there, other.trained.iteration if other else 0)
+        conclusion = verdict(sample, scale_at_other, other.trained.iteration if other else 0)
         print(
-            f"{one.loss:6.2f}  {scale.z(one.loss):.1f} sigma: sample {one.place.sample} of "
-            f"iteration {one.iteration} (rank {one.place.dp_rank}, micro-batch "
-            f"{one.place.micro_batch})\n        {conclusion}\n"
+            f"{sample.loss:6.2f}  {scale.z(sample.loss):.1f} sigma: sample "
+            f"{sample.place.sample} of iteration {sample.iteration} (rank "
+            f"{sample.place.dp_rank}, micro-batch {sample.place.micro_batch})\n"
+            f"        {conclusion}\n"
             f"        worst in it: {worst.line()}: {worst.loss:.2f} nats per token; "
             f"{worst.reason}\n"
             f"        {json.dumps(worst.head, ensure_ascii=False)}"
