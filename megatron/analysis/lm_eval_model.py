@@ -118,15 +118,15 @@ class MegatronGPT(TemplateLM):
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
         **given: Any,
     ) -> list[tuple[float, bool]]:
-        found = (
+        pending = (
             Window((context + target)[-(self.max_length + 1) :][:-1], target)
             for _, context, target in requests
         )
         answers = []
-        for (texts, _, _), one in zip(
-            requests, score(self._model, found, self.batch_size), strict=True
+        for (texts, _, _), scored in zip(
+            requests, score(self._model, pending, self.batch_size), strict=True
         ):
-            answers.append((-float(one.losses.sum(dtype="f8")), bool(one.greedy.all())))
+            answers.append((-float(scored.losses.sum(dtype="f8")), bool(scored.greedy.all())))
             self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
@@ -136,32 +136,34 @@ class MegatronGPT(TemplateLM):
         for request in requests:
             (text,) = request.args
             ids = self.tok_encode(text)
-            found = windows(ids, self.prefix_token_id, self.max_length, self.max_length)
-            scores = score(self._model, found, self.batch_size)
-            answers.append(-sum(float(one.losses.sum(dtype="f8")) for one in scores))
+            pending = windows(ids, self.prefix_token_id, self.max_length, self.max_length)
+            scores = score(self._model, pending, self.batch_size)
+            answers.append(-sum(float(scored.losses.sum(dtype="f8")) for scored in scores))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
         return answers
 
     def generate_until(self, requests: Sequence[Any], **given: Any) -> list[str]:
         """The continuation of each context, up to its first stop string. Raises ValueError if the
         model has no positions left for a context."""
-        asked = [self._request(*one.args) for one in requests]
-        found: list[list[int]] = [[] for _ in asked]
-        streams = [TextStream(one.prompt, self._tokens.detokenize, stop) for one, stop in asked]
+        asked = [self._request(*request.args) for request in requests]
+        generated: list[list[int]] = [[] for _ in asked]
+        streams = [
+            TextStream(request.prompt, self._tokens.detokenize, stop) for request, stop in asked
+        ]
         if self._engine is None:
             # the cache takes a model over, so that it needs one of its own
             self._engine = Engine(self._load().model, self.batch_size, self.max_length)
-        for number, generation, token in self._engine.run(one for one, _ in asked):
+        for number, generation, token in self._engine.run(request for request, _ in asked):
             if token is None:
                 continue
-            found[number].append(token.id)
+            generated[number].append(token.id)
             streams[number].push(token.id)
             if streams[number].stopped:
                 self._engine.stop(generation)
         answers = []
-        for one, ids, (_, stop) in zip(requests, found, asked, strict=True):
+        for request, ids, (_, stop) in zip(requests, generated, asked, strict=True):
             answers.append(before(self._tokens.detokenize(ids), stop))
-            self.cache_hook.add_partial("generate_until", one.args, answers[-1])
+            self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
     def _request(self, context: str, given: dict[str, Any]) -> tuple[Request, list[str]]:
@@ -222,12 +224,12 @@ def read_tasks(file: str) -> dict[str, Any]:
 
 def task_scores(model: MegatronGPT, tasks: dict[str, Any]) -> dict[str, float]:
     """The scores of such tasks, by task/metric."""
-    found = lm_eval.evaluate(
+    evaluated = lm_eval.evaluate(
         model, {"tasks": tasks, "groups": {}}, bootstrap_iters=0, log_samples=False
     )
     return {
         f"{task}/{metric.removesuffix(',none')}": float(value)
-        for task, values in found["results"].items()
+        for task, values in evaluated["results"].items()
         for metric, value in values.items()
         if isinstance(value, float) and "_stderr" not in metric
     }

@@ -83,19 +83,19 @@ def windows(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterat
 
 
 @torch.inference_mode()
-def score(model: GPTModel, found: Iterable[Window], batch_size: int) -> Iterator[Score]:
+def score(model: GPTModel, pending: Iterable[Window], batch_size: int) -> Iterator[Score]:
     """The score of each window, in order; `batch_size` windows of similar length go through the
     model at once."""
-    rest = iter(found)
-    while some := list(itertools.islice(rest, TOGETHER * batch_size)):
-        order = sorted(range(len(some)), key=lambda number: -len(some[number].inputs))
+    rest = iter(pending)
+    while taken := list(itertools.islice(rest, TOGETHER * batch_size)):
+        order = sorted(range(len(taken)), key=lambda number: -len(taken[number].inputs))
         scores: dict[int, Score] = {}
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
-            batch = _score_batch(model, [some[number] for number in numbers])
-            for number, one in zip(numbers, batch, strict=True):
-                scores[number] = one
-        yield from (scores[number] for number in range(len(some)))
+            batch = _score_batch(model, [taken[number] for number in numbers])
+            for number, scored in zip(numbers, batch, strict=True):
+                scores[number] = scored
+        yield from (scores[number] for number in range(len(taken)))
 
 
 def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
@@ -114,11 +114,11 @@ def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
     losses = model(tokens.to(device), labels=labels.to(device), token_metrics=metrics)
     losses = losses.float().cpu().numpy()
     greedy = metrics.values[CORRECT].cpu().numpy()
-    found = []
+    scores = []
     for row, window in enumerate(batch):
         part = slice(len(window.inputs) - len(window.targets), len(window.inputs))
-        found.append(Score(losses[row, part], greedy[row, part]))
-    return found
+        scores.append(Score(losses[row, part], greedy[row, part]))
+    return scores
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,12 @@ def score_texts(
     rest = iter(texts)
     while some := list(itertools.islice(rest, how.batch_size * TOGETHER)):
         parts = [(text, *first_and_rest(tokenizer, tokenizer.tokenize(text))) for text in some]
-        found = [list(windows(ids, prefix, how.length, how.stride)) for _, prefix, ids in parts]
-        scores = score(model, itertools.chain.from_iterable(found), how.batch_size)
-        for (text, _, ids), mine in zip(parts, found, strict=True):
-            nats = _nats(itertools.islice(scores, len(mine)))
+        windows_of_parts = [
+            list(windows(ids, prefix, how.length, how.stride)) for _, prefix, ids in parts
+        ]
+        scores = score(model, itertools.chain.from_iterable(windows_of_parts), how.batch_size)
+        for (text, _, ids), windows_of_part in zip(parts, windows_of_parts, strict=True):
+            nats = _nats(itertools.islice(scores, len(windows_of_part)))
             if ids:
                 yield TextScore(1, len(ids), len(text.encode("utf-8")), nats)
 
@@ -165,12 +167,12 @@ def _score_joined(
             ids += [*of_text, tokenizer.eod]
             documents += 1
             text_bytes += len(text.encode("utf-8"))
-    found = windows(ids, tokenizer.eod, how.length, how.stride)
-    return TextScore(documents, len(ids), text_bytes, _nats(score(model, found, how.batch_size)))
+    pending = windows(ids, tokenizer.eod, how.length, how.stride)
+    return TextScore(documents, len(ids), text_bytes, _nats(score(model, pending, how.batch_size)))
 
 
 def _nats(scores: Iterable[Score]) -> float:
-    return math.fsum(float(one.losses.sum(dtype=np.float64)) for one in scores)
+    return math.fsum(float(score.losses.sum(dtype=np.float64)) for score in scores)
 
 
 def first_and_rest(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, Sequence[int]]:

@@ -69,10 +69,10 @@ def read_run(*paths: str, first: int = 1, readers: Sequence[Reader] = ()) -> Run
     if not records:
         raise ValueError(f"{paths[0]}: no iteration from --first {first} on")
     evaluations = (
-        one
+        evaluation
         for log in logs
-        for one in log.evaluations
-        if first <= one.iteration <= records[-1].iteration
+        for evaluation in log.evaluations
+        if first <= evaluation.iteration <= records[-1].iteration
     )
     return Run(paths[0], records, joins, _splits(evaluations))
 
@@ -81,14 +81,14 @@ def _read(path: str, readers: Sequence[Reader]) -> Log:
     """The first file of `path` with iterations."""
     if Path(path).is_dir():
         logs = _logs_in(Path(path), readers)
-        found = next((log for log in logs if log.records), Log([], []))
+        run_log = next((log for log in logs if log.records), Log([], []))
         where = "holds no metrics file (metrics.jsonl), no log and no scalars with losses"
     else:
-        found = next(_of_readers(path, readers), None) or _read_file(path)
+        run_log = next(_of_readers(path, readers), None) or _read_file(path)
         where = "no iteration line of a training log is in it ('iteration N/M | ...')"
-    if not found.records:
+    if not run_log.records:
         raise ValueError(f"{path}: {where} [log-without-losses]")
-    return found
+    return run_log
 
 
 def _logs_in(folder: Path, readers: Sequence[Reader]) -> Iterator[Log]:
@@ -106,8 +106,8 @@ def _logs_in(folder: Path, readers: Sequence[Reader]) -> Iterator[Log]:
 
 
 def _of_readers(path: str, readers: Sequence[Reader]) -> Iterator[Log]:
-    found = (reader(path) for reader in readers)
-    return (read_points(points) for points in found if points is not None)
+    readings = (reader(path) for reader in readers)
+    return (read_points(points) for points in readings if points is not None)
 
 
 def _read_file(path: str) -> Log:
@@ -144,7 +144,9 @@ def _joined(records: Iterable[Record]) -> tuple[list[Record], list[int]]:
 
 def _splits(evaluations: Iterable[Evaluation]) -> dict[str, Curve]:
     """The curve of each split, `test` last; the last of several losses counts."""
-    latest = {(one.split, one.iteration): one.loss for one in evaluations}
+    latest = {
+        (evaluation.split, evaluation.iteration): evaluation.loss for evaluation in evaluations
+    }
     splits: dict[str, Curve] = {}
     for split, iteration in sorted(latest, key=lambda key: (key[0] == "test", key)):
         steps, losses = splits.setdefault(split, ([], []))
@@ -158,15 +160,15 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     omitted."""
     if window <= 1:
         return list(values)
-    found = []
-    for at, value in enumerate(values):
+    means = []
+    for index, value in enumerate(values):
         near = [
-            one
-            for one in values[max(0, at - (window - 1) // 2) : at + window // 2 + 1]
-            if math.isfinite(one)
+            number
+            for number in values[max(0, index - (window - 1) // 2) : index + window // 2 + 1]
+            if math.isfinite(number)
         ]
-        found.append(sum(near) / len(near) if near and math.isfinite(value) else value)
-    return found
+        means.append(sum(near) / len(near) if near and math.isfinite(value) else value)
+    return means
 
 
 def checkpoints(directory: str | None) -> list[int]:

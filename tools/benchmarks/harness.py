@@ -131,7 +131,7 @@ class Benchmark:
     def parameters(self) -> dict[str, Any]:
         """Defaults by name; a tuple has several values, each of which gives cases."""
         _, *rest = inspect.signature(self.cases).parameters.values()
-        return {one.name: one.default for one in rest}
+        return {parameter.name: parameter.default for parameter in rest}
 
 
 REGISTRY: dict[str, Benchmark] = {}
@@ -215,8 +215,8 @@ class Running:
                 if self.here and side.tree == ROOT
                 else Worker(name, job, environment_of(self.setting, side.threads or self.threads))
             )
-        for one in self._workers:
-            one.receive()
+        for process in self._workers:
+            process.receive()
         if side.prepare:
             self._workers[0].ask(*side.prepare)
         agreed = self._all("warm_up")[0]
@@ -224,13 +224,13 @@ class Running:
         return agreed
 
     def _all(self, command: str) -> list[Any]:
-        for one in self._workers:
-            one.send(command)
-        return [one.receive() for one in self._workers]
+        for process in self._workers:
+            process.send(command)
+        return [process.receive() for process in self._workers]
 
     def _each(self, method: str) -> None:
-        for one in self._workers:
-            getattr(one, method)()
+        for process in self._workers:
+            getattr(process, method)()
 
     def turns(self, count: int) -> None:
         """The work of the case so many times; the seconds of the slowest rank."""
@@ -243,7 +243,7 @@ class Running:
     def end(self) -> None:
         """Take the facts and end the processes."""
         self._each("resume")
-        self.facts = {"peak GB": sum(one.peak_bytes() for one in self._workers) / 1e9}
+        self.facts = {"peak GB": sum(worker.peak_bytes() for worker in self._workers) / 1e9}
         self.facts |= self._all("facts")[0]
         self.kill()
 
@@ -288,11 +288,11 @@ def run_case(
             for done in range(rounds):
                 for number in range(len(running)):
                     running[(done + number) % len(running)].turns(1)
-            for one in running:
-                one.end()
+            for runner in running:
+                runner.end()
     finally:
-        for one in running:
-            one.kill()
+        for runner in running:
+            runner.kill()
     return figures(case, running)
 
 
@@ -300,24 +300,24 @@ def fastest_setting(side: Side, threads: int | None) -> str:
     """That of its settings with which one turn takes the least time."""
     seconds = {}
     for setting in side.settings if len(side.settings) > 1 else ():
-        one = Running(side, setting, False, threads)
+        runner = Running(side, setting, False, threads)
         try:
-            one.start()
-            one.turns(1)
-            seconds[setting] = one.seconds[0]
+            runner.start()
+            runner.turns(1)
+            seconds[setting] = runner.seconds[0]
         finally:
-            one.kill()
+            runner.kill()
     return min(seconds, key=seconds.__getitem__, default=side.settings[0])
 
 
 def figures(case: Case, running: Sequence[Running]) -> dict[str, Any]:
     """Seconds, rates and facts of each side, and how many times as long as ours the others take."""
     sides = {}
-    for one in running:
-        median = statistics.median(one.seconds)
-        sides[one.side.name] = {"seconds": one.seconds, "median": median, **one.facts}
-        sides[one.side.name]["rate"] = case.amount / median
-        sides[one.side.name] |= {"setting": one.setting} if one.setting else {}
+    for runner in running:
+        median = statistics.median(runner.seconds)
+        sides[runner.side.name] = {"seconds": runner.seconds, "median": median, **runner.facts}
+        sides[runner.side.name]["rate"] = case.amount / median
+        sides[runner.side.name] |= {"setting": runner.setting} if runner.setting else {}
     ours, *others = running
     ratios = {}
     for other in others:

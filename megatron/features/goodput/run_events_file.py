@@ -42,41 +42,41 @@ def newest_events(path: Path) -> list[dict[str, Any]]:
 
 def parse_events(text: str) -> list[dict[str, Any]]:
     """The events of a text; incomplete lines are omitted, as are events without their values."""
-    found = []
+    events = []
     for line in text.splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue  # a process was killed while it wrote
         if isinstance(event, dict) and _is_event(event):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
-def _is_event(found: Mapping[str, Any]) -> bool:
-    name = found.get("event")
+def _is_event(event: Mapping[str, Any]) -> bool:
+    name = event.get("event")
     if not isinstance(name, str) or name not in _NUMBERS:
         return False
-    numbers: list[Any] = [found.get(key) for key in ("time", *_NUMBERS[name])]
-    texts = [found.get(key) for key in _TEXTS.get(name, ())]
+    numbers: list[Any] = [event.get(key) for key in ("time", *_NUMBERS[name])]
+    texts = [event.get(key) for key in _TEXTS.get(name, ())]
     return (
-        all(type(one) in (int, float) and abs(one) <= _LARGEST for one in numbers)
-        and all(isinstance(one, str) for one in texts)
-        and found.get("seconds", 0) >= 0
-        and (name != "stall" or found["seconds"] >= found["usual"] >= 0)
-        and (name != "steps" or found["first"] <= found["last"])
+        all(type(value) in (int, float) and abs(value) <= _LARGEST for value in numbers)
+        and all(isinstance(value, str) for value in texts)
+        and event.get("seconds", 0) >= 0
+        and (name != "stall" or event["seconds"] >= event["usual"] >= 0)
+        and (name != "steps" or event["first"] <= event["last"])
     )
 
 
 def attempts_of(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The events of each attempt: a list begins with a start."""
-    found: list[list[Mapping[str, Any]]] = []
+    attempts: list[list[Mapping[str, Any]]] = []
     for event in events:
         if event["event"] == "start":
-            found.append([])
-        if found:
-            found[-1].append(event)
-    return found
+            attempts.append([])
+        if attempts:
+            attempts[-1].append(event)
+    return attempts
 
 
 def failure_of(attempt: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -113,14 +113,14 @@ def crash_loop(events: Sequence[Mapping[str, Any]], starter: str, limit: int) ->
     automatic restarts), failed in the same iteration on the same rank. None otherwise."""
     newest = attempts_of(events)[-limit:]
     # without the cause and the iteration, nobody knows whether it would come again
-    failures = [failure_of(one) or {} for one in newest]
-    failures = [{} if one.get("recovered") else one for one in failures]
+    failures = [failure_of(attempt) or {} for attempt in newest]
+    failures = [{} if failure.get("recovered") else failure for failure in failures]
     kinds = {(failure.get("iteration"), failure.get("rank")) for failure in failures}
     if (
         not 0 < limit == len(newest)
         or len(kinds) > 1
         or not all(failures)
-        or any(one[0].get("starter") != starter for one in newest)
+        or any(attempt[0].get("starter") != starter for attempt in newest)
     ):
         return None
     last = failures[-1]

@@ -93,8 +93,8 @@ class RollbackBuffer(Hook):
             memory = self.snapshots.pop(0).tensors
         else:
             memory = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
-        for mine, tensor in zip(memory, tensors, strict=True):
-            mine.copy_(tensor)
+        for copy, tensor in zip(memory, tensors, strict=True):
+            copy.copy_(tensor)
         run.progress.features[NAME] = self._policy.state_dict()
         self.snapshots.append(Snapshot(run.progress.iteration, save.state_of(run).dump(), memory))
 
@@ -105,9 +105,10 @@ class RollbackBuffer(Hook):
         run = self._run
         progress = self._run.progress
         checkpoints = self._checkpoints()
-        there = [*checkpoints, *(one.iteration for one in self.snapshots)]
+        restorable = [*checkpoints, *(snapshot.iteration for snapshot in self.snapshots)]
         back = max(
-            (n for n in there if n < request.start), default=min(there, default=request.first)
+            (n for n in restorable if n < request.start),
+            default=min(restorable, default=request.first),
         )
         if back >= request.first:
             raise Refusal(
@@ -120,7 +121,7 @@ class RollbackBuffer(Hook):
                 EXIT_CODE,
             )
         request = replace(request, start=max(request.start, back + 1))
-        left = progress.iteration
+        newest = progress.iteration
         rewinds = [*self._policy.rewinds, request]
         order = run.progress.data_order
         where = self._take_back(back, checkpoints)
@@ -128,13 +129,13 @@ class RollbackBuffer(Hook):
         self._policy.rewinds = rewinds
         run.progress.data_order = order
         first = progress.iteration + 1
-        again = (
+        repeated = (
             f"{first} to {request.start - 1} are trained again, " if first < request.start else ""
         )
         log.print_rank_0(
-            f"rewind from iteration {left} to {progress.iteration} ({where}), attempt "
+            f"rewind from iteration {newest} to {progress.iteration} ({where}), attempt "
             f"{request.attempt} for the spike at {request.first}: iterations "
-            f"{again}{request.start} to {request.end} are skipped"
+            f"{repeated}{request.start} to {request.end} are skipped"
         )
         record_skip(
             run,
@@ -143,7 +144,9 @@ class RollbackBuffer(Hook):
             "spike",
             f"--spike-action rewind, attempt {request.attempt}",
         )
-        self.snapshots = [one for one in self.snapshots if one.iteration <= progress.iteration]
+        self.snapshots = [
+            snapshot for snapshot in self.snapshots if snapshot.iteration <= progress.iteration
+        ]
         self.maybe_snapshot()
 
     def _take_back(self, iteration: int, checkpoints: dict[int, list[Candidate]]) -> str:
@@ -151,17 +154,17 @@ class RollbackBuffer(Hook):
         run = self._run
         for snapshot in self.snapshots:
             if snapshot.iteration == iteration:
-                for tensor, mine in zip(_tensors(run), snapshot.tensors, strict=True):
-                    tensor.copy_(mine)
+                for tensor, copy in zip(_tensors(run), snapshot.tensors, strict=True):
+                    tensor.copy_(copy)
                 load.restore_counters(run, RunState.parse(snapshot.state, "a snapshot in memory"))
                 if run.fp8:
                     run.fp8.loaded()
                 return "a snapshot in memory"
         tries = [
-            one
+            candidate
             for n in sorted(checkpoints, reverse=True)
             if n <= iteration
-            for one in checkpoints[n]
+            for candidate in checkpoints[n]
         ]
         load.load_own(run, tries)
         return "a checkpoint"
@@ -169,14 +172,14 @@ class RollbackBuffer(Hook):
     def _checkpoints(self) -> dict[int, list[Candidate]]:
         """Checkpoints by iteration that are this run's own: it saved them, or they led to what it
         loaded."""
-        found: dict[int, list[Candidate]] = {}
+        own: dict[int, list[Candidate]] = {}
         if self._run.runtime.rank == 0:
             try:
-                for n, one in self._listed():
-                    found.setdefault(n, []).append(one)
+                for n, candidate in self._listed():
+                    own.setdefault(n, []).append(candidate)
             except CheckpointError as error:
                 log.print_rank_0(f"WARNING: {error}")
-        return gather_objects(found, self._run.runtime.ctx.world)[0]
+        return gather_objects(own, self._run.runtime.ctx.world)[0]
 
     def _listed(self) -> Iterator[tuple[int, Candidate]]:
         c = self._run.config.checkpoint

@@ -242,21 +242,21 @@ class StepRecorder(TorchDispatchMode, Timers):
 
     def unnamed(self) -> list[Kept]:
         """Memory made while building that is of no kind, largest first."""
-        found = [
+        pieces = [
             Kept(piece.nbytes, piece.operation, piece.place)
             for piece in self._pieces.values()
             if piece.kind == "build"
         ]
-        return sorted(found, reverse=True)
+        return sorted(pieces, reverse=True)
 
     def kept(self) -> list[Kept]:
         """Memory made in the step that is still there, largest first."""
-        found = [
+        pieces = [
             Kept(piece.nbytes, piece.operation, piece.place)
             for piece in self._pieces.values()
             if piece.in_step
         ]
-        return sorted(found, reverse=True)
+        return sorted(pieces, reverse=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict | None = None
@@ -320,23 +320,24 @@ class StepRecorder(TorchDispatchMode, Timers):
 
     def _check_arrived(self, name: str, inputs: list[torch.Tensor]) -> None:
         for storage, (first, end) in map(_span, inputs):
-            for one in self._started.values():
-                if one.storage == storage and first < one.span[1] and one.span[0] < end:
+            for transfer in self._started.values():
+                start, stop = transfer.span
+                if transfer.storage == storage and first < stop and start < end:
                     raise TraceError(
-                        f"{_place()}: {name} takes what the {one.operation} of {one.place} writes, "
-                        "and nothing has waited for it: call wait() of its handle first "
-                        "[trace-missing-wait]"
+                        f"{_place()}: {name} takes what the {transfer.operation} of "
+                        f"{transfer.place} writes, and nothing has waited for it: call wait() of "
+                        "its handle first [trace-missing-wait]"
                     )
 
     def check_waited(self) -> None:
         """Raise TraceError for a collective or message of the step that nothing waited for. Weights
         may arrive in the next step's forward pass (--overlap-param-gather)."""
-        for one in self._started.values():
-            if one.phase == WEIGHTS:
+        for transfer in self._started.values():
+            if transfer.phase == WEIGHTS:
                 continue
             raise TraceError(
-                f"{one.place}: nothing waits for this {one.operation} in the step: call wait() of "
-                "its handle [trace-missing-wait]"
+                f"{transfer.place}: nothing waits for this {transfer.operation} in the "
+                "step: call wait() of its handle [trace-missing-wait]"
             )
 
     def _read(self, name: str, inputs: list[torch.Tensor], args: Sequence[Any]) -> Any:
@@ -423,17 +424,17 @@ def _span(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = first + sum((size - 1) * stride for size, stride in steps)
-    item = tensor.element_size()
-    end = (last + 1) * item if tensor.numel() else first * item
-    return tensor.untyped_storage()._cdata, (first * item, end)
+    element_bytes = tensor.element_size()
+    end = (last + 1) * element_bytes if tensor.numel() else first * element_bytes
+    return tensor.untyped_storage()._cdata, (first * element_bytes, end)
 
 
 def _shares(copies: int, counts: torch.Tensor) -> torch.Tensor:
     """Numbers of the shape of `counts` that are as equal as `copies`, their sum, allows."""
     each, more = divmod(copies, counts.numel())
-    found = torch.full((counts.numel(),), each, dtype=counts.dtype)
-    found[:more] += 1
-    return found.view(counts.shape)
+    shares = torch.full((counts.numel(),), each, dtype=counts.dtype)
+    shares[:more] += 1
+    return shares.view(counts.shape)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

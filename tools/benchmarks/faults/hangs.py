@@ -166,7 +166,7 @@ def run(cell: Cell, folder: Path) -> Outcome:
     pids: list[int] = []
 
     def watch(processes: Sequence[subprocess.Popen]) -> None:
-        pids[:] = [one.pid for one in processes]
+        pids[:] = [process.pid for process in processes]
         if not reported and reports((folder / "err").read_text(errors="replace")):
             reported.append(time.time())
 
@@ -189,7 +189,7 @@ def is_culprit(cell: Cell, named: tuple[str, ...], pids: Sequence[int], pid: flo
     phases = {PLACES[cell.place][2]}
     if cell.kind == "network cut":  # both wait in the next collective
         culprits[str(1 - cell.culprit)] = str(pids[1 - cell.culprit])
-        phases |= {"collective", *(f"{one.partition(',')[0]}, collective" for one in phases)}
+        phases |= {"collective", *(f"{phase.partition(',')[0]}, collective" for phase in phases)}
     return culprits.get(rank) == process and host == socket.gethostname() and phase in phases
 
 
@@ -225,7 +225,7 @@ def check(args: argparse.Namespace, home: Path) -> bool:
         print(
             f"{cell} {cell.limit:4d} s  {'right' if outcome.is_right else 'WRONG':6s} "
             f"{outcome.to_report:5.1f} s {outcome.to_end:4.1f} s  "
-            f"{' '.join(map(str, outcome.codes))}{''.join(f'  {one}' for one in problems)}",
+            f"{' '.join(map(str, outcome.codes))}{''.join(f'  {problem}' for problem in problems)}",
             flush=True,
         )
         if problems and args.keep:

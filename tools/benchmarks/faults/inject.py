@@ -78,7 +78,7 @@ def write(folder: Path, faults: Sequence[Fault]) -> None:
 def injected(folder: Path) -> list[dict[str, Any]]:
     """Process and time of each fault that has come so far."""
     number = len(list(folder.glob("injected.*")))
-    return [json.loads((folder / f"injected.{one}").read_text()) for one in range(number)]
+    return [json.loads((folder / f"injected.{index}").read_text()) for index in range(number)]
 
 
 class Injector:
@@ -213,7 +213,7 @@ def _bucket(right: Callable) -> Callable:
 
 def _around(injector: Injector, place: str, axis: str, right: Callable) -> Callable:
     def changed(*args: Any, **kwargs: object) -> Any:
-        is_here = not axis or any(getattr(one, "name", "") == axis for one in args)
+        is_here = not axis or any(getattr(argument, "name", "") == axis for argument in args)
         fault = injector.due(place) if is_here else None
         kind = fault.kind if fault else ""
         if kind and kind not in ("NaN", "object store lies"):
@@ -233,7 +233,7 @@ def main() -> None:
     sys.path[0] = str(ROOT)
     from megatron import launcher
 
-    faults = [Fault(**one) for one in json.loads(Path("faults.json").read_text())]
+    faults = [Fault(**fault) for fault in json.loads(Path("faults.json").read_text())]
     install(faults, launcher.info().rank, Path.cwd())
     sys.argv[0] = SCRIPT
     runpy.run_path(SCRIPT, run_name="__main__")

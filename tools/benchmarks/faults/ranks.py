@@ -82,15 +82,15 @@ def attempt(
     processes = start(launch, folder, network)
     latest = time.monotonic() + patience
     try:
-        while any(one.poll() is None for one in processes) or living(folder):
+        while any(process.poll() is None for process in processes) or living(folder):
             watch(processes)
-            if any(one.poll() for one in processes):
+            if any(process.poll() for process in processes):
                 latest = min(latest, time.monotonic() + grace)
                 grace = float("inf")
             if time.monotonic() > latest:
-                return [one.poll() or 1 for one in processes], False
+                return [process.poll() or 1 for process in processes], False
             time.sleep(0.05)
-        return [one.wait() for one in processes], True
+        return [process.wait() for process in processes], True
     finally:
         end(folder, processes)
         if network:
@@ -113,13 +113,13 @@ def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     address = "127.0.0.1"
     if launch.cut_off is not None:
         address = Network.ADDRESSES[launch.cut_off == 0]
-    place = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     world = launch.world
     local, size = (rank, world) if launch.cut_off is None else (0, 1)
     if launch.launcher == "env":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return place | dict(zip(names, map(str, (rank, world, local, size)), strict=True))
-    return place | {
+        return meeting | dict(zip(names, map(str, (rank, world, local, size)), strict=True))
+    return meeting | {
         "SLURM_PROCID": str(rank),
         "SLURM_STEP_NUM_TASKS": str(world),
         "SLURM_LOCALID": str(local),
@@ -154,14 +154,14 @@ def surroundings() -> dict[str, str]:
 def living(folder: Path) -> list[int]:
     """Processes that work in `folder`, zombies aside."""
     folder = folder.resolve()
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         try:
             if process.name.isdigit() and os.readlink(process / "cwd") == str(folder):
-                found.append(int(process.name))
+                pids.append(int(process.name))
         except OSError:
             continue
-    return found
+    return pids
 
 
 def kill(pid: int) -> None:
@@ -184,23 +184,23 @@ def shared_files() -> set[str]:
     """Shared memory in /dev/shm that can be of ranks and that no living process has mapped. Other
     programs make and map such files at the same time, too. Semaphores are not counted: Python
     removes their names as soon as they are made, and a SIGKILL in between leaves 32 bytes."""
-    found = {one for one in os.listdir("/dev/shm") if one.startswith(("torch", "psm_"))}
+    files = {file for file in os.listdir("/dev/shm") if file.startswith(("torch", "psm_"))}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             maps = (process / "maps").read_text()
         except OSError:
             continue
-        found -= {one for one in found if f"/dev/shm/{one}" in maps}
-    return found
+        files -= {file for file in files if f"/dev/shm/{file}" in maps}
+    return files
 
 
 def left_behind(before: set[str], seconds: float = 10) -> list[str]:
     """Files of `shared_files` that came since `before` and that nobody removes: Python's resource
     tracker removes those of a killed process a moment after its end."""
     until = time.monotonic() + seconds
-    while (left := shared_files() - before) and time.monotonic() < until:
+    while (remaining := shared_files() - before) and time.monotonic() < until:
         time.sleep(0.2)
-    return sorted(left)
+    return sorted(remaining)
 
 
 def checkpoint(folder: Path, iteration: int, name: str = "saved") -> dict[str, bytes]:

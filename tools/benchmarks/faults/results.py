@@ -145,7 +145,7 @@ def starts_of(folder: Path) -> list[int]:
     """The iteration that each attempt so far has loaded."""
     path = folder / "saved" / NAME
     events = read_events(path) if path.exists() else []
-    return [one["iteration"] for one in events if one["event"] == "start"]
+    return [event["iteration"] for event in events if event["event"] == "start"]
 
 
 def attempt(case: Case, folder: Path) -> tuple[bool, list[str]]:
@@ -157,7 +157,11 @@ def attempt(case: Case, folder: Path) -> tuple[bool, list[str]]:
         nonlocal handled
         for fault in case.faults[handled : len(inject.injected(folder))]:
             handled += 1
-            agents = {one.pid for one in processes} if case.launcher.startswith("torch") else set()
+            agents = (
+                {process.pid for process in processes}
+                if case.launcher.startswith("torch")
+                else set()
+            )
             if fault.kind == ALL:
                 for pid in set(ranks.living(folder)) - agents:
                     ranks.kill(pid)
@@ -212,7 +216,7 @@ def run(case: Case, folder: Path) -> tuple[list[str], int]:
 def check_ledger(case: Case, path: Path, starts: int) -> list[str]:
     """What the ledger does not have."""
     attempts = attempts_of(read_events(path))
-    ended = [any(event["event"] == "end" for event in one) for one in attempts]
+    ended = [any(event["event"] == "end" for event in events) for events in attempts]
     problems = []
     if not ended or not ended[-1]:
         problems.append("the ledger has no end")
@@ -220,10 +224,10 @@ def check_ledger(case: Case, path: Path, starts: int) -> list[str]:
         problems.append(f"the ledger has {len(attempts)} attempts of {starts}")
     # of an attempt of which every process was killed, the next start says so
     pairs = zip(attempts[:-1], ended, strict=False)
-    failures = [failure_of(one) for one, has_end in pairs if not has_end]
+    failures = [failure_of(events) for events, has_end in pairs if not has_end]
     if None in failures:
         problems.append("an attempt has neither an end nor a failure in the ledger")
-    unexplained = sum(bool(one and one.get("recovered")) for one in failures)
+    unexplained = sum(bool(failure and failure.get("recovered")) for failure in failures)
     if unexplained > sum(fault.kind == ALL for fault in case.faults):
         problems.append(f"{unexplained} attempts had nobody to report their failure")
     return problems
@@ -240,7 +244,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace, home: Path) -> bool:
     """Print a line per run and the counts; True if all runs are as they must be."""
-    kinds = [one for one in args.kinds if one != CUT or ranks.can_cut_networks()]
+    kinds = [kind for kind in args.kinds if kind != CUT or ranks.can_cut_networks()]
     bad = 0
     counts: collections.Counter[str] = collections.Counter()
     expected: dict[str, dict[str, bytes]] = {}

@@ -43,14 +43,14 @@ def probe(session: Session) -> dict[str, Any]:
 
 def pytest_words(session: Session, name: str, *words: object) -> list[object]:
     """The command of GPU tests; on a CPU their bodies run there."""
-    found = ["-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "-m", "gpu", *words]
-    found += [f"--junitxml={session.folder / name}.xml"]
+    command = ["-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "-m", "gpu", *words]
+    command += [f"--junitxml={session.folder / name}.xml"]
     processes = min(4, (os.cpu_count() or 1) // 4)
     if session.small:
-        found += ["-p", "gpu_tests_on_cpu"]
+        command += ["-p", "gpu_tests_on_cpu"]
     elif processes > 1 and importlib.util.find_spec("xdist"):
-        found += ["-p", "xdist.plugin", "-n", processes]
-    return found
+        command += ["-p", "xdist.plugin", "-n", processes]
+    return command
 
 
 def tests(session: Session, name: str, *words: object) -> dict[str, Any]:
@@ -164,24 +164,24 @@ def bench(session: Session) -> dict[str, Any]:
     """Step 4: the training step of each contestant, in one process while that goes well."""
     file = session.folder / "cells.jsonl"
     rows: list[dict[str, Any]] = []
-    left = [f"{who}@{size}" for who in CONTESTANTS for size in SIZES[session.device]]
+    remaining = [f"{who}@{size}" for who in CONTESTANTS for size in SIZES[session.device]]
     steps = 2 if session.small else 6
     attempt = 0
     read = 0  # lines of the file
-    while left:
+    while remaining:
         attempt += 1
-        words = [HERE / "one_process.py", session.device, session.folder, steps, *left]
+        words = [HERE / "one_process.py", session.device, session.folder, steps, *remaining]
         process = session.run(**{f"bench{attempt}": words})[f"bench{attempt}"]
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         new = [json.loads(line) for line in lines[read:]]
         read = len(lines)
-        after = left[len(new) :]
+        after = remaining[len(new) :]
         if process.code is None:
             new += [{"cell": cell, "error": "not measured: out of time"} for cell in after]
         elif after and (process.code != NEXT_PROCESS or not new):
             new.append({"cell": after[0], "error": f"its process died: {process.ending}"})
         rows += new
-        left = left[len(new) :]
+        remaining = remaining[len(new) :]
     compare_losses(rows)
     problems = [f"{short(row['cell'])}: {row['error']}" for row in rows if "error" in row]
     if problems:
@@ -198,9 +198,9 @@ def compare_losses(rows: list[dict[str, Any]]) -> None:
             continue
         if name == "ours":
             expected[size] = row["losses"]
-        for one, right in zip(row["losses"], expected.get(size, ()), strict=False):
-            if not abs(one - right) <= TOLERANCE["bf16"] * abs(right):
-                row["error"] = f"loss {one:.4f} where that of ours is {right:.4f}"
+        for loss, right in zip(row["losses"], expected.get(size, ()), strict=False):
+            if not abs(loss - right) <= TOLERANCE["bf16"] * abs(right):
+                row["error"] = f"loss {loss:.4f} where that of ours is {right:.4f}"
 
 
 def short(cell: str) -> str:

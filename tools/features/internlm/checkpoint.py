@@ -10,7 +10,7 @@ user must say. Models of the first kind (model_type INTERNLM) only.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,14 @@ class _Merge:
 
     model: ModelConfig
     name: str
+    shape: tuple[int, ...]
     places: Sequence[_StoredTensor]
     embed_split_hidden: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Theirs."""
+        return self.places[0].dtype
 
     def __call__(self) -> torch.Tensor:
         parts = [place.read() for place in self.places]
@@ -265,6 +271,54 @@ def _model(
     )
 
 
+def _merges(
+    source: Path,
+    model: ModelConfig,
+    rows: int,
+    places: Mapping[str, _StoredTensor],
+    order: str,
+    tp: int,
+    split_hidden: bool,
+) -> dict[str, _Merge]:
+    """How each of our tensors is made of theirs. Raises ConversionError for what is missing, of
+    another shape, or no part of this model."""
+    merges: dict[str, _Merge] = {}
+    used = set()
+    problems = []
+    for spec in parameter_table(model, rows, rows):
+        names = _sources(spec.name, order)
+        used |= set(names)
+        lost = [name for name in names if name not in places]
+        if lost:
+            problems.append(f"{source}: {lost[0]} is missing")
+            continue
+        stored = [places[name] for name in names]
+        problems += _misfits(spec.name, spec.shape, stored, names, tp, split_hidden, source)
+        merges[spec.name] = _Merge(model, spec.name, spec.shape, stored, split_hidden)
+    problems += [
+        f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)
+    ]
+    if problems:
+        raise ConversionError("\n".join(problems[:20]))
+    return merges
+
+
+def _optimizer_tensors(
+    kind: str,
+    parts: Mapping[str, list[StoredPart]],
+    merges: Mapping[str, _Merge],
+    order: str,
+) -> Iterator[PendingTensor]:
+    """Those of one kind, merged like the weights. A weight that is fp32 itself has no other."""
+    for name, merge in merges.items():
+        if kind == "fp32_param" and merge.dtype == torch.float32:
+            continue
+        stored = [_StoredTensor(parts[theirs]) for theirs in _sources(name, order)]
+        yield PendingTensor(
+            f"optimizer.{kind}.{name}", torch.float32, merge.shape, replace(merge, places=stored)
+        )
+
+
 def internlm_import(
     source: Path,
     target: Path,
@@ -293,45 +347,18 @@ def internlm_import(
         order = order or _order(places, source)
         rows = config["vocab_size"]
         split = bool(config.get("embed_split_hidden"))
-        weights = []
-        merges: dict[str, _Merge] = {}
-        used = set()
-        problems = []
-        for spec in parameter_table(model, rows, rows):
-            names = _sources(spec.name, order)
-            used |= set(names)
-            lost = [name for name in names if name not in places]
-            if lost:
-                problems.append(f"{source}: {lost[0]} is missing")
-                continue
-            stored = [places[name] for name in names]
-            problems += _misfits(spec.name, spec.shape, stored, names, tp, split, source)
-            merges[spec.name] = _Merge(model, spec.name, stored, split)
-            weights.append(PendingTensor(spec.name, stored[0].dtype, spec.shape, merges[spec.name]))
-        problems += [
-            f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)
+        merges = _merges(source, model, rows, places, order, tp, split)
+        weights = [
+            PendingTensor(name, merge.dtype, merge.shape, merge) for name, merge in merges.items()
         ]
-        if problems:
-            raise ConversionError("\n".join(problems[:20]))
         state = None
         if run:
             shards = optimizer_parts(source, unpickler, ranks)
             state = run_state(source, unpickler, run, model, shards)
             weights += [
-                PendingTensor(
-                    f"optimizer.{kind}.{tensor.name}",
-                    torch.float32,
-                    tensor.shape,
-                    replace(
-                        merges[tensor.name],
-                        places=[
-                            _StoredTensor(parts[name]) for name in _sources(tensor.name, order)
-                        ],
-                    ),
-                )
+                tensor
                 for kind, parts in shards.parts.items()
-                for tensor in list(weights)
-                if kind != "fp32_param" or tensor.dtype != torch.float32
+                for tensor in _optimizer_tensors(kind, parts, merges, order)
             ]
         flags: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
         if run:

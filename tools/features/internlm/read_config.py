@@ -148,20 +148,20 @@ class _Reader:
         if work is None:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
         try:
-            found = work(node)
+            result = work(node)
         except ConfigError:
             raise
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
             reason = f"no {error}" if isinstance(error, LookupError) else error
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r}: {reason}") from error
         if (
-            isinstance(found, str | list | tuple)
-            and len(found) > MAX_TEXT
-            or (isinstance(found, int) and abs(found) > MAX_NUMBER)
-            or isinstance(found, complex)
+            isinstance(result, str | list | tuple)
+            and len(result) > MAX_TEXT
+            or (isinstance(result, int) and abs(result) > MAX_NUMBER)
+            or isinstance(result, complex)
         ):
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is too large")
-        return found
+        return result
 
     def _constant(self, node: ast.Constant) -> Any:
         if not isinstance(node.value, _SCALARS):
@@ -195,7 +195,7 @@ class _Reader:
         return _UNARY[type(node.op)](self.value(node.operand))
 
     def _sequence(self, node: ast.List | ast.Tuple) -> Any:
-        values = [self.value(one) for one in node.elts]
+        values = [self.value(element) for element in node.elts]
         return values if isinstance(node, ast.List) else tuple(values)
 
     def _dict(self, node: ast.Dict) -> dict[Any, Any]:
@@ -203,7 +203,8 @@ class _Reader:
         if len(keys) < len(node.keys):
             raise self.refuse(node, "** within {} is not allowed")
         return {
-            self.value(key): self.value(one) for key, one in zip(keys, node.values, strict=True)
+            self.value(key): self.value(element)
+            for key, element in zip(keys, node.values, strict=True)
         }
 
     def _subscript(self, node: ast.Subscript) -> Any:
@@ -225,8 +226,8 @@ class _Reader:
 
     def _call(self, node: ast.Call) -> Any:
         called = ast.unparse(node.func) if isinstance(node.func, ast.Name | ast.Attribute) else ""
-        if any(isinstance(one, ast.Starred) for one in node.args) or any(
-            one.arg is None for one in node.keywords
+        if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
+            argument.arg is None for argument in node.keywords
         ):
             raise self.refuse(node, f"* and ** in {ast.unparse(node)[:60]!r} are not allowed")
         function = node.func
@@ -240,8 +241,8 @@ class _Reader:
         )
         if called not in _CALLS and called not in ("os.environ.get", "os.getenv") and not joiner:
             raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
-        values = [self.value(one) for one in node.args]
-        named = {one.arg: self.value(one.value) for one in node.keywords}
+        values = [self.value(argument) for argument in node.args]
+        named = {argument.arg: self.value(argument.value) for argument in node.keywords}
         if called == "dict" and not values:
             return named
         if named or called == "dict":
@@ -255,12 +256,12 @@ class _Reader:
 
     def _joined(self, node: ast.JoinedStr) -> str:
         parts = []
-        for one in node.values:
-            if isinstance(one, ast.FormattedValue):
-                if one.conversion != -1 or one.format_spec is not None:
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                if part.conversion != -1 or part.format_spec is not None:
                     raise self.refuse(node, "formats within f-strings are not allowed")
-                one = one.value
-            value = self.value(one)
+                part = part.value
+            value = self.value(part)
             if not isinstance(value, _SCALARS):
                 raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
             parts.append(str(value))

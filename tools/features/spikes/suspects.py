@@ -46,10 +46,10 @@ class Suspect:
 
     def line(self) -> str:
         """Which it is and its position."""
-        place = "" if self.bytes is None else f", bytes {self.bytes[0]} .. {self.bytes[1]}"
+        span = "" if self.bytes is None else f", bytes {self.bytes[0]} .. {self.bytes[1]}"
         return (
             f"{self.dataset} document {self.document}, tokens {self.offset} .. "
-            f"{self.offset + self.tokens}{place}"
+            f"{self.offset + self.tokens}{span}"
         )
 
 
@@ -68,33 +68,33 @@ def places(
     ):
         if value is not None and not 0 <= value < count:
             raise ValueError(f"{flag} {value}: iteration {iteration} has 0 to {count - 1}")
-    found = [BatchRow(*one) for one in reading.batch(iteration, reading.samplers())]
+    rows = [BatchRow(*row) for row in reading.batch(iteration, reading.samplers())]
     return [
-        one
-        for one in found
-        if micro_batch in (None, one.micro_batch) and dp_rank in (None, one.dp_rank)
+        row
+        for row in rows
+        if micro_batch in (None, row.micro_batch) and dp_rank in (None, row.dp_rank)
     ]
 
 
 def neighbours(reading: Reading, first: int, last: int) -> list[int]:
     """Iterations around a range, as many as give enough samples to compare with."""
-    found: list[int] = []
+    chosen: list[int] = []
     before = first - 1
     after = last + 1
     count = sum(reading.plan.global_batch_size(n) for n in range(first, last + 1))
     while count < ENOUGH and (before >= 1 or after <= reading.plan.train_iters):
         for n in (before, after):
             if 1 <= n <= reading.plan.train_iters and count < ENOUGH:
-                found.append(n)
+                chosen.append(n)
                 count += reading.plan.global_batch_size(n)
         before = before - 1
         after = after + 1
-    return sorted(found)
+    return sorted(chosen)
 
 
 def usual(reading: Reading, iterations: Sequence[int]) -> list[text_anomalies.Measures]:
     """The measures of all that these iterations read, to compare with."""
-    samples = (place.sample for iteration in iterations for place in places(reading, iteration))
+    samples = (row.sample for iteration in iterations for row in places(reading, iteration))
     return [
         text_anomalies.measure(ids, _text(reading, ids))
         for sample in samples
@@ -106,10 +106,10 @@ def _cut(
     reading: Reading, sample: int, tokens: np.ndarray
 ) -> Iterator[tuple[Piece, int, np.ndarray]]:
     """The pieces of a sample, each with its place in it and its ids."""
-    at = 0
+    position = 0
     for piece in reading.dataset.pieces_of(sample):
-        yield piece, at, tokens[at : at + piece.length]
-        at += piece.length
+        yield piece, position, tokens[position : position + piece.length]
+        position += piece.length
 
 
 def suspects(
@@ -120,21 +120,23 @@ def suspects(
 ) -> list[Suspect]:
     """The pieces of documents in these samples, in their order, compared with each other and with
     `others`; `losses` gives those of the tokens 1 .. of each sample."""
-    samples = [reading.tokens(place.sample) for place in read]
+    samples = [reading.tokens(row.sample) for row in read]
     of_tokens = losses(samples) if losses else iter([None] * len(read))
-    found = []
+    pieces = []
     measures = []
-    for place, tokens, each in zip(read, samples, of_tokens, strict=True):
-        for piece, at, ids in _cut(reading, place.sample, tokens):
+    for row, tokens, each in zip(read, samples, of_tokens, strict=True):
+        for piece, position, ids in _cut(reading, row.sample, tokens):
             # a token's loss stands before it
-            mine = None if each is None else each[max(0, at - 1) : at - 1 + piece.length]
+            own_losses = (
+                None if each is None else each[max(0, position - 1) : position - 1 + piece.length]
+            )
             text = _text(reading, ids)
             measures.append(text_anomalies.measure(ids, text))
             head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
-            found.append((piece, place, head, mine))
+            pieces.append((piece, row, head, own_losses))
     return [
-        _suspect(one, *rest)
-        for one, rest in zip(text_anomalies.rank(measures, others), found, strict=True)
+        _suspect(suspicion, *rest)
+        for suspicion, rest in zip(text_anomalies.rank(measures, others), pieces, strict=True)
     ]
 
 
@@ -144,24 +146,24 @@ def _text(reading: Reading, ids: np.ndarray) -> str | None:
 
 
 def _suspect(
-    found: text_anomalies.Suspicion,
+    suspicion: text_anomalies.Suspicion,
     piece: Piece,
-    place: BatchRow,
+    row: BatchRow,
     head: str,
     losses: np.ndarray | None,
 ) -> Suspect:
     begin, end = piece.first_byte, piece.end_byte
     return Suspect(
-        found.score,
-        found.reason,
+        suspicion.score,
+        suspicion.reason,
         piece.prefix,
         piece.document,
         piece.offset,
         piece.length,
         None if begin is None or end is None else (begin, end),
-        place.sample,
-        place.dp_rank,
-        place.micro_batch,
+        row.sample,
+        row.dp_rank,
+        row.micro_batch,
         head,
         mean_loss(losses) if losses is not None and (losses != MASKED).any() else None,
     )
