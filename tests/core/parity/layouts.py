@@ -161,6 +161,10 @@ MUON = (
     *("--optimizer", "muon", "--muon-momentum", "0.95", "--muon-use-nesterov"),
     *("--muon-extra-scale-factor", "0.2"),
 )
+# Runs that are stopped and resumed: the step after which they stop, and the last. Two steps behind a
+# resume: the first shows what was read of weights, samples and masks, the second of the optimizer.
+STOP, LAST = 2, 4
+STOPPED = ("--exit-interval", str(STOP))
 # Columns of the metrics that a resume in the same layout repeats exactly.
 EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
@@ -178,8 +182,9 @@ class Case(NamedTuple):
 
 
 def muon(model: tuple[str, ...], world: int, layout: tuple[str, ...]) -> Case:
-    """A case with Muon, of 20 steps."""
-    return Case((*model, *MUON), world, layout, steps=20)
+    """A case with Muon. The fifth step still shows a wrong momentum of the first four: what a
+    rank does otherwise than one process is in the loss of the next step."""
+    return Case((*model, *MUON), world, layout, steps=5)
 
 
 CASES = {
@@ -534,5 +539,5 @@ def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]
 
 
 def saved(folder: Path) -> tuple[str, ...]:
-    """Flags that save every fourth step where `Finished` looks for it."""
-    return ("--save", str(folder / "save"), "--save-interval", "4")
+    """Flags that save every STOP steps where `Finished` looks for it."""
+    return ("--save", str(folder / "save"), "--save-interval", str(STOP))

@@ -34,6 +34,7 @@ from tests.core.parity.layouts import (
     FULL,
     GATHER,
     GPT2,
+    LAST,
     LAYOUT,
     LAYOUTS,
     MOE,
@@ -41,6 +42,8 @@ from tests.core.parity.layouts import (
     PP,
     SELECTIVE,
     SP,
+    STOP,
+    STOPPED,
     SWEEP,
     TP,
     UNTIED,
@@ -393,13 +396,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout, hook, data, tmp_p
 )
 def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
     """With dropout, stopped in the middle: bit for bit the run that was not."""
-    flags = with_flags(argv(data, model, 8, *layout), *DROPOUT)
+    flags = with_flags(argv(data, model, LAST, *layout), *DROPOUT)
     straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], 2)
-    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], 2)
+    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), *STOPPED], 2)
     resumed = train(
         tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], 2
     )
-    assert resumed.resumes[-1] == 4
+    assert resumed.resumes[-1] == STOP
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
 
@@ -408,12 +411,10 @@ def test_a_resume_in_the_same_layout_is_exact(model, layout, data, tmp_path):
 def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
     """Saved at TP 2, where the vocabulary has other padding: gone on with at TP 1, TP 4, and TP 2 x
     DP 2."""
-    case = Case(GPT2, 1, (), steps=8)
+    case = Case(GPT2, 1, (), steps=LAST)
     flags = argv(data, case.model, case.steps, case.precision)
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    train(
-        tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", TP, "2", SP], 2
-    )
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *STOPPED, TP, "2", SP], 2)
     padded = "embedding.word_embeddings.weight"
     read = open_trained_model(
         str(tmp_path / "two/save"), device="cpu"
@@ -454,9 +455,9 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
 def test_experts_saved_in_one_layout_resume_in_another(
     model, before, written_by, layouts, data, tmp_path
 ):
-    flags = argv(data, model, 8, "--fp64")
+    flags = argv(data, model, LAST, "--fp64")
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    stopped = (*saved(tmp_path / "two"), "--exit-interval", "4", *before)
+    stopped = (*saved(tmp_path / "two"), *STOPPED, *before)
     train(tmp_path / "two", [*flags, *stopped], int(written_by[0]))
     go_on(one, flags, tmp_path / "two/save", written_by, layouts)
 
@@ -465,10 +466,10 @@ def test_experts_saved_in_one_layout_resume_in_another(
 def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data, tmp_path):
     """Saved at CP 2: read by one process that generates, gone on with at CP 1, CP 4, TP 2, and DP 2
     x CP 2."""
-    case = Case(UNTIED, 1, (), steps=8)
+    case = Case(UNTIED, 1, (), steps=LAST)
     flags = argv(data, case.model, case.steps, case.precision)
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
-    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", CP, "2"], 2)
+    train(tmp_path / "two", [*flags, *saved(tmp_path / "two"), *STOPPED, CP, "2"], 2)
     model = open_trained_model(str(tmp_path / "two/save"), device="cpu").model
     with torch.no_grad():
         assert model.ctx.cp.size == 1 and model(torch.arange(31).view(1, 31)).isfinite().all()
@@ -479,14 +480,14 @@ def test_a_resume_with_another_split_of_the_sequence_gives_the_same_numbers(data
 def go_on(
     one: Finished, flags: list[str], checkpoint: Path, written_by: str, layouts: tuple
 ) -> None:
-    """Assert that in each of the layouts a checkpoint of the fourth step trains on as one process
+    """Assert that in each of the layouts a checkpoint of step STOP trains on as one process
     did."""
     for world, layout in layouts:
         folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
         run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
         assert f"checkpoint was written by {written_by}" in run.first_rank_log
-        rest = one.rows[4:]
-        assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
+        rest = one.rows[STOP:]
+        assert [row["iteration"] for row in run.rows] == [*range(STOP + 1, LAST + 1)]
         for row, expected in zip(run.rows, rest, strict=True):
             assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
             assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
@@ -514,17 +515,17 @@ def go_on(
 )
 def test_a_resume_with_other_stages_gives_the_same_numbers(before, after, data, tmp_path):
     """... and a checkpoint of stages opens as a model; of tied ends one copy is written."""
-    flags = argv(data, DEEP, 8, "--fp64")
+    flags = argv(data, DEEP, LAST, "--fp64")
     one = train(tmp_path / "one", [*flags, *saved(tmp_path / "one")])
     train(
         tmp_path / "two",
-        [*flags, *saved(tmp_path / "two"), "--exit-interval", "4", *before],
+        [*flags, *saved(tmp_path / "two"), *STOPPED, *before],
         2 if before else 1,
     )
     parts = [
         dict(
             open_trained_model(
-                str(tmp_path / name / "save"), 4, device="cpu"
+                str(tmp_path / name / "save"), STOP, device="cpu"
             ).model.named_parameters()
         )
         for name in ("one", "two")
@@ -537,8 +538,8 @@ def test_a_resume_with_other_stages_gives_the_same_numbers(before, after, data, 
         run = train(
             folder, [*flags, *layout, *saved(folder), "--load", str(tmp_path / "two/save")], world
         )
-        assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
-        for row, expected in zip(run.rows, one.rows[4:], strict=True):
+        assert [row["iteration"] for row in run.rows] == [*range(STOP + 1, LAST + 1)]
+        for row, expected in zip(run.rows, one.rows[STOP:], strict=True):
             assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
             assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
         tensors = run.tensors()

@@ -16,19 +16,20 @@ from tests.core.parity.layouts import (
     ETP,
     EXACT,
     INSTANCES,
+    LAST,
     LLAMA,
     MUON,
     OVERLAP,
     PP,
     SP,
+    STOP,
     TP,
     argv,
     saved,
 )
 from tests.runs import Finished, same_tensors, train, write_text
 
-STEPS = 8
-KILLED = 6  # in this step; the fourth was saved
+KILLED = STOP + 2  # in this step; step STOP was saved
 DENSE = {
     "one": (1, ()),
     "tp2 sp": (2, (TP, "2", SP)),
@@ -65,7 +66,7 @@ def killed_and_resumed(
 ) -> None:
     """In the same layout bit by bit, weights and state; then in the next one of `layouts` to
     1e-10."""
-    flags = argv(data, (*model, *MUON), STEPS, "--fp64")
+    flags = argv(data, (*model, *MUON), LAST, "--fp64")
 
     def run(where: str, into: str, *more: str, kill_at: int | None = None) -> Finished:
         world, layout = layouts[where]
@@ -78,12 +79,12 @@ def killed_and_resumed(
     names = list(layouts)
     other = run(names[(names.index(name) + 1) % len(names)], "other", *checkpoint)
     resumed = run(name, "killed", *checkpoint)
-    assert resumed.resumes[-1] == 4
-    assert resumed.series(*EXACT)[-4:] == straight.series(*EXACT)[-4:]
+    assert resumed.resumes[-1] == STOP
+    assert resumed.series(*EXACT)[STOP:] == straight.series(*EXACT)[STOP:]
     tensors = straight.tensors()
     assert any(name.startswith("optimizer.momentum_buffer.") for name in tensors)
     same_tensors(resumed.tensors(), tensors)
-    for row, expected in zip(other.rows, straight.rows[4:], strict=True):
+    for row, expected in zip(other.rows, straight.rows[STOP:], strict=True):
         for key in ("lm_loss", "grad_norm"):
             assert row[key] == pytest.approx(expected[key], rel=1e-10)
     elsewhere = other.tensors()

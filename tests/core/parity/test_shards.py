@@ -18,10 +18,13 @@ from tests.core.parity.layouts import (
     EXACT,
     GPT2,
     INSTANCES,
+    LAST,
     LLAMA,
     OVERLAP,
     PP,
     SP,
+    STOP,
+    STOPPED,
     TP,
     UNTIED,
     WHOLE,
@@ -44,7 +47,10 @@ def data(tmp_path_factory) -> str:
         (2, OVERLAP),
         pytest.param((4, (*OVERLAP, *INSTANCES, "--bf16")), marks=pytest.mark.campaign),
         pytest.param((2, (*OVERLAP, *WHOLE, "--bf16")), marks=pytest.mark.campaign),
-        pytest.param((4, (TP, "2", SP, *DISTRIBUTED, "--fp16")), marks=pytest.mark.campaign),
+        pytest.param(
+            (4, (TP, "2", SP, *DISTRIBUTED, "--fp16", "--initial-loss-scale", "1024")),
+            marks=pytest.mark.campaign,
+        ),
         pytest.param((2, (*EXPERTS, ETP, "1", TP, "2", SP, *OVERLAP)), marks=pytest.mark.campaign),
     ],
     ids=lambda x: " ".join(x[1]),
@@ -53,13 +59,13 @@ def test_a_resume_of_shards_is_exact(layout, data, tmp_path):
     """The distributed optimizer with dropout, stopped in the middle: bit for bit the run that was
     not."""
     world, more = layout
-    flags = with_flags(argv(data, UNTIED, 8, *more), *DROPOUT)
+    flags = with_flags(argv(data, UNTIED, LAST, *more), *DROPOUT)
     straight = train(tmp_path / "a", [*flags, *saved(tmp_path / "a")], world)
-    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--exit-interval", "4"], world)
+    train(tmp_path / "b", [*flags, *saved(tmp_path / "b"), *STOPPED], world)
     resumed = train(
         tmp_path / "b", [*flags, *saved(tmp_path / "b"), "--load", str(tmp_path / "b/save")], world
     )
-    assert resumed.resumes[-1] == 4
+    assert resumed.resumes[-1] == STOP
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
 
@@ -82,19 +88,19 @@ SHARDED = {
 def unsharded(data, tmp_path_factory) -> Finished:
     """The run of one process that was not stopped."""
     folder = tmp_path_factory.mktemp("one")
-    return train(folder, [*argv(data, GPT2, 8, "--fp64"), *saved(folder)])
+    return train(folder, [*argv(data, GPT2, LAST, "--fp64"), *saved(folder)])
 
 
 @pytest.fixture(scope="module")
 def stopped(data, tmp_path_factory) -> Callable[[str], Path]:
-    """The checkpoint of a run in one of these layouts that stopped after four steps."""
+    """The checkpoint of a run in one of these layouts that stopped after STOP steps."""
 
     @functools.cache
     def checkpoint(name: str) -> Path:
         world, layout = SHARDED[name]
         folder = tmp_path_factory.mktemp("stopped")
-        flags = [*argv(data, GPT2, 8, "--fp64"), *layout, *saved(folder)]
-        return train(folder, [*flags, "--exit-interval", "4"], world).save
+        flags = [*argv(data, GPT2, LAST, "--fp64"), *layout, *saved(folder)]
+        return train(folder, [*flags, *STOPPED], world).save
 
     return checkpoint
 
@@ -125,10 +131,10 @@ def test_shards_are_read_in_every_other_layout(path, data, unsharded, stopped, t
     of one process."""
     before, after = path
     world, layout = SHARDED[after]
-    flags = [*argv(data, GPT2, 8, "--fp64"), *layout, *saved(tmp_path / "run")]
+    flags = [*argv(data, GPT2, LAST, "--fp64"), *layout, *saved(tmp_path / "run")]
     run = train(tmp_path / "run", [*flags, "--load", str(stopped(before))], world)
-    assert [row["iteration"] for row in run.rows] == [5, 6, 7, 8]
-    for row, expected in zip(run.rows, unsharded.rows[4:], strict=True):
+    assert [row["iteration"] for row in run.rows] == [*range(STOP + 1, LAST + 1)]
+    for row, expected in zip(run.rows, unsharded.rows[STOP:], strict=True):
         assert row["lm_loss"] == pytest.approx(expected["lm_loss"], rel=1e-10)
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
     tensors = run.tensors()
