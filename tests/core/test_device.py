@@ -64,7 +64,7 @@ def xpu(monkeypatch, no_cuda) -> list:
 
 def test_a_machine_without_cuda(no_cuda):
     assert device.choose_device("auto", 3) == device.choose_device("cpu", 0) == CPU
-    with pytest.raises(ValueError, match="--device cuda: no CUDA device found; use --device cpu"):
+    with pytest.raises(ValueError, match="--device cuda: .*--device cpu"):
         device.choose_device("cuda", 0)
 
 

@@ -85,9 +85,7 @@ def test_cyclic_ranks_end_an_epoch_together():
 
 
 def test_cyclic_refuses_another_layout():
-    with pytest.raises(
-        ValueError, match="--dataloader-type cyclic: 6 consumed samples do not end at a multiple"
-    ):
+    with pytest.raises(ValueError, match=r"--dataloader-type cyclic: 6\b"):
         CyclicSampler(40, 2, 0, 2).micro_batch(6)
 
 

@@ -81,7 +81,7 @@ def test_another_source_is_a_class_and_a_row_of_the_table(monkeypatch):
     assert data_order_fingerprint(train, valid)["train"]["kind"] == "Counting"
     assert subset_names(train) == ["counting"]
     assert Samples(train, vocab_size=8)[4].tokens.tolist() == [4, 5, 6, 7]
-    with pytest.raises(ValueError, match=r"counting.bin: token 7 of document 0 is the id 7"):
+    with pytest.raises(ValueError, match=r"counting.bin: token 7 of document 0 .*\b7\b"):
         Samples(train, vocab_size=7)[4]
     with raises(ValueError, "value-out-of-range", "--document 1"):
         train.samples_showing("counting", 1)

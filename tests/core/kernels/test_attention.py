@@ -311,7 +311,7 @@ def test_sdpa_is_refused_where_it_would_need_an_s_by_s_tensor(dtype, dropout, ma
 
 def test_requests_that_make_no_sense_are_refused():
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="'fast' is unknown: use one of"):
+    with pytest.raises(ValueError, match="'fast'"):
         attention(q, k, v, scale=SCALE, implementation="fast")
     with pytest.raises(ValueError, match="needs dropout_seed"):
         attention(q, k, v, scale=SCALE, dropout_p=0.1)

@@ -520,9 +520,7 @@ def test_gradients_may_go_straight_into_a_buffer(flags):
 
 @pytest.mark.parametrize("flags", [{}, LLAMA], ids=["gpt2", "llama"])
 def test_too_long_a_sequence_is_refused(flags):
-    with pytest.raises(
-        ValueError, match="17 tokens is longer than the 16 positions of --max-position-embeddings"
-    ):
+    with pytest.raises(ValueError, match=r"\b17 .*\b16 .*--max-position-embeddings"):
         tiny_model(**flags)(tokens(1, 17)[0])
 
 

@@ -72,5 +72,5 @@ def test_decoupled_learning_rate_goes_to_embedding_and_output(make_params):
 
 def test_a_name_given_twice_is_refused(make_params):
     params = make_params()
-    with pytest.raises(ValueError, match=r"output_layer\.weight was given to the optimizer twice"):
+    with pytest.raises(ValueError, match=r"output_layer\.weight"):
         build_param_groups([*params, params[-1]], OptimizerConfig())

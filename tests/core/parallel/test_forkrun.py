@@ -101,7 +101,7 @@ def test_sys_exit_in_a_rank_is_a_failure_that_says_so():
 
 def test_the_time_limit_kills_every_rank(tmp_path):
     began = time.monotonic()
-    with pytest.raises(RanksFailed, match="no answer from rank (0, )?1 of 2 after 1 s"):
+    with pytest.raises(RanksFailed, match=r"rank (0, )?1 of 2 .*\b1 s"):
         run_ranks(2, rank_one_sleeps, str(tmp_path), seconds=1.0, join=False)
     assert time.monotonic() - began < 30
     for file in tmp_path.iterdir():

@@ -278,7 +278,7 @@ def test_micro_batches_that_do_not_fit(forward_only):
 
 
 def test_virtual_stages_need_stages():
-    with pytest.raises(ValueError, match="2 virtual stages on the only stage"):
+    with pytest.raises(ValueError, match="^2 virtual stages"):
         schedule(1, 4, 2)
 
 

@@ -456,7 +456,7 @@ def test_every_key_of_the_demos_is_documented(tmp_path):
 def test_an_internlm_config_that_repeats_itself_is_refused(tmp_path):
     lines = ["a = [1, 1]", *["a = [a, a]"] * 30]
     (tmp_path / "config.py").write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="line 16: has more than 100000 values"):
+    with pytest.raises(ConfigError, match=r"line 16: .*\b100000\b"):
         read_config(tmp_path / "config.py")
 
 

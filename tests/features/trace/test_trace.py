@@ -271,7 +271,7 @@ def test_a_message_that_nobody_receives(monkeypatch):
     traced = Traced(with_flags(SHORT, PP, "2"), 2)
     check_agreement([traced.rank(0), traced.rank(1)])
     monkeypatch.setattr(pipeline.P2PLinks, "send", twice)
-    with pytest.raises(TraceError, match="rank 1 sends and rank 0 receives"):
+    with pytest.raises(TraceError, match=r"rank 1\b.* rank 0\b"):
         check_agreement([traced.rank(0), traced.rank(1)])
 
 

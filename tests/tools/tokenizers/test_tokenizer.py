@@ -270,7 +270,7 @@ class TestGPT2BPETokenizer:
 
     def test_half_a_surrogate_pair_is_refused(self, tiny: list[str]) -> None:
         for engine in ("tiktoken", None):
-            with pytest.raises(ValueError, match=r"character 2 of the text is U\+D800"):
+            with pytest.raises(ValueError, match=r"character 2 .*U\+D800"):
                 GPT2BPETokenizer(*tiny, engine=engine).tokenize("ab\ud800")
 
     @pytest.mark.parametrize(
@@ -561,7 +561,7 @@ class TestTikTokenizer:
     ) -> None:
         path = write_tiktoken(tmp_path / "v.json")
         sizes = dict(tokenizer_model=path, vocab_size=263, tiktoken_num_special_tokens=7)
-        with pytest.raises(ValueError, match="tiktoken gives up on this text"):
+        with pytest.raises(ValueError, match="^tiktoken "):
             build_tokenizer("TikTokenizer", **sizes).tokenize(" " * 1_000_001 + "x")
 
     def test_too_few_pieces(self, tmp_path: Path) -> None:

@@ -220,9 +220,7 @@ def test_stages_cover_the_model(untied):
 
 def test_an_uneven_split_names_itself():
     spec = ParameterSpec("decoder.layers.0.mlp.linear_fc1.weight", (10, 4), (("tp", 0),))
-    with pytest.raises(
-        ValueError, match=r"linear_fc1.weight: dim 0 of size 10 does not split over tp 4"
-    ):
+    with pytest.raises(ValueError, match=r"linear_fc1.weight: dim 0 .*\b10 .*tp 4"):
         spec.local_shape({"tp": 4})
 
 

@@ -191,7 +191,7 @@ def test_ranks_that_see_different_checkpoints_do_not_train(straight, tmp_path):
     argv = [*BASE, "--data-path", data, "--save", str(tmp_path / "save"), "--load", str(whole.save)]
     with pytest.raises(
         RanksFailed,
-        match=r"checkpoints of iteration 8.*\[checkpoint-differs-between-ranks\]",
+        match=r"\[checkpoint-differs-between-ranks\]",
     ):
         train(tmp_path, argv, 2, hook=another_checkpoint_on_rank_1)
 

@@ -69,5 +69,5 @@ def test_the_precision_is_that_of_the_weights():
 
 def test_a_device_that_is_not_here(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: no CUDA device found"):
+    with pytest.raises(ValueError, match="--device cuda"):
         kernel_report.kernel_lines(config_from(Config, {"device": "cuda"}))
