@@ -73,13 +73,13 @@ class Options(ModelOptions):
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
-        found = []
+        problems = []
         if self.seq_length and self.stride and self.stride > self.seq_length:
-            found.append(
+            problems.append(
                 f"--stride {self.stride}: must not be above --seq-length {self.seq_length}"
             )
         files = [problem.replace("--input ", "FILE: ", 1) for problem in input_files(self.texts)[1]]
-        return super().problems() + found + files
+        return super().problems() + problems + files
 
 
 def run(options: Options) -> dict[str, object]:
@@ -111,22 +111,22 @@ def run(options: Options) -> dict[str, object]:
     scores = []
     total = TextScore()
     progress = Progress(0)
-    for one in score_texts(trained.model, trained.tokenizer, texts, how):
-        scores.append(one)
-        total += one
+    for score in score_texts(trained.model, trained.tokenizer, texts, how):
+        scores.append(score)
+        total += score
         progress.update(0, f"{total.documents:,} documents, {total.tokens:,} tokens")
     progress.clear()
     if not total.tokens:
         raise ValueError(f"{' '.join(options.texts)}: no text to evaluate")
-    found: dict[str, object] = {
+    result: dict[str, object] = {
         "iteration": trained.iteration,
         "seq_length": length,
         "stride": stride,
     }
-    found |= _numbers(total)
+    result |= _numbers(total)
     if not options.join_documents:
-        found["per_document"] = [_numbers(one) for one in scores]
-    return found
+        result["per_document"] = [_numbers(score) for score in scores]
+    return result
 
 
 def _numbers(score: object) -> dict[str, object]:
@@ -136,15 +136,15 @@ def _numbers(score: object) -> dict[str, object]:
 
 def report(options: Options) -> None:
     """Evaluate, and print the result. Raises as `run`."""
-    found = run(options)
+    result = run(options)
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
         print(
-            f"{found['documents']} documents, {found['tokens']} tokens, {found['text_bytes']} "
-            f"bytes, windows of {found['seq_length']} tokens, stride {found['stride']}\n"
-            f"loss {found['loss']:.6f} | perplexity {found['perplexity']:.4f} | bits per byte "
-            f"{found['bits_per_byte']:.6f}"
+            f"{result['documents']} documents, {result['tokens']} tokens, {result['text_bytes']} "
+            f"bytes, windows of {result['seq_length']} tokens, stride {result['stride']}\n"
+            f"loss {result['loss']:.6f} | perplexity {result['perplexity']:.4f} | bits per byte "
+            f"{result['bits_per_byte']:.6f}"
         )
 
 

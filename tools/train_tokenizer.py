@@ -81,44 +81,44 @@ def problems(options: Options) -> list[str]:
     """What is wrong with the options, one line each; no text is read."""
     from megatron.data.preprocess.readers import input_files
 
-    found = []
+    wrong = []
     names = options.special_tokens
     least = BYTES + len(names)
     if options.vocab_size < least:
-        found.append(
+        wrong.append(
             f"--vocab-size {options.vocab_size}: must be at least {least} (256 bytes and "
             f"{len(names)} special tokens)"
         )
-    found += [
+    wrong += [
         f"--special-tokens {name!r}: is given twice"
         for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
-    found += [
+    wrong += [
         f"--special-tokens {name!r}: give at least two characters, none of them white space"
         for name in names
         if len(name) < 2 or len(name.split()) != 1
     ]
     if options.format == "gpt2" and END_OF_DOCUMENT not in names:
-        found.append(
+        wrong.append(
             f"--special-tokens {' '.join(names)}: GPT2BPETokenizer ends documents with "
             f"{END_OF_DOCUMENT}; add it, or use --format huggingface"
         )
     folder = Path(options.output_dir)
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        found.append(
+        wrong.append(
             f"--output-dir {folder}: {above} is not a directory that can be written to; choose "
             "another"
         )
     elif not options.overwrite:
-        found += [
+        wrong += [
             f"--output-dir {folder}: {path.name} is already there; add --overwrite to replace it, "
             "or choose another directory"
             for path in options.outputs()
             if path.exists()
         ]
-    return found or input_files(options.input)[1]
+    return wrong or input_files(options.input)[1]
 
 
 class Texts:

@@ -235,7 +235,7 @@ def _add_rate(record: Record, seq_length: int | None, world_size: int) -> None:
 def read_metrics(lines: Iterable[str], path: str) -> Log:
     """A --metrics-file. Raises ValueError that names the file and the line; a torn last line is
     omitted, as is an evaluation without its values."""
-    found = Log([], [])
+    metrics = Log([], [])
     previous = None
     for number, line in enumerate(lines, 1):
         if previous is not None:
@@ -245,12 +245,12 @@ def read_metrics(lines: Iterable[str], path: str) -> Log:
         try:
             row = parse_json(line)
             if "split" in row:
-                found.evaluations.extend(_evaluation(row))
+                metrics.evaluations.extend(_evaluation(row))
             else:
-                found.records.append(_row(row))
+                metrics.records.append(_row(row))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             previous = f"{type(error).__name__}: {error}"
-    return found
+    return metrics
 
 
 def _number(row: Mapping[str, Any], name: str) -> float | None:
@@ -295,24 +295,24 @@ def _evaluation(row: Mapping[str, Any]) -> list[Evaluation]:
 def read_points(points: Iterable[tuple[str, int, float]]) -> Log:
     """What a feature wrote (`Feature.read_points`). An iteration without a loss was skipped; where
     none has one, there are no records."""
-    found = Log([], [])
+    written = Log([], [])
     known = []
     for name, iteration, value in points:
         if name.partition("-")[0] in ("validation", "test"):
-            found.evaluations.append(Evaluation(iteration, name, value))
+            written.evaluations.append(Evaluation(iteration, name, value))
         else:
             known.append((iteration, name, value))
     for iteration, group in groupby(known, key=lambda point: point[0]):
         numbers = {name: value for _, name, value in group}
         numbers["skipped"] = float("loss" not in numbers)
-        found.records.append(_record({"iteration": str(iteration)}, numbers))
-    return found if any(record.trained for record in found.records) else Log([], [])
+        written.records.append(_record({"iteration": str(iteration)}, numbers))
+    return written if any(record.trained for record in written.records) else Log([], [])
 
 
 def without_nan(value: object) -> object:
     """JSON has no NaN: such numbers are written as strings."""
     if isinstance(value, dict):
-        return {key: without_nan(one) for key, one in value.items()}
+        return {key: without_nan(element) for key, element in value.items()}
     if isinstance(value, list):
-        return [without_nan(one) for one in value]
+        return [without_nan(element) for element in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -74,27 +74,27 @@ def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
     """Draw the memory of traced ranks over the operations of a step, by kind, one above the other,
     into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
     matplotlib = load_matplotlib(f"--output {path}")
-    most = max(sum(point) for one in ranks for point in zip(*one.bytes.values(), strict=True))
+    most = max(sum(point) for rank in ranks for point in zip(*rank.bytes.values(), strict=True))
     kinds = [
         kind
-        for kind in dict.fromkeys(kind for one in ranks for kind in one.bytes)
-        if any(max(one.bytes.get(kind, [0])) > VISIBLE * most for one in ranks)
+        for kind in dict.fromkeys(kind for rank in ranks for kind in rank.bytes)
+        if any(max(rank.bytes.get(kind, [0])) > VISIBLE * most for rank in ranks)
     ]
     colors = dict(zip(kinds, _colors(len(kinds)), strict=True))
     size = (10, 0.8 + 2.4 * len(ranks))
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(ranks), 1, sharey=True, squeeze=False)[:, 0]
-    for one, axes in zip(ranks, grid, strict=True):
-        points = len(next(iter(one.bytes.values())))
+    for rank, axes in zip(ranks, grid, strict=True):
+        points = len(next(iter(rank.bytes.values())))
         axes.stackplot(
-            [one.operations * point for point in range(points)],
-            [one.bytes.get(kind, [0] * points) for kind in kinds],
+            [rank.operations * point for point in range(points)],
+            [rank.bytes.get(kind, [0] * points) for kind in kinds],
             colors=colors.values(),
             linewidth=0,
             step="post",
         )
-        axes.set_title(f"rank {one.rank}, pipeline stage {one.stage}", fontsize=10, loc="left")
-        axes.set_xlim(0, one.operations * max(1, points - 1))
+        axes.set_title(f"rank {rank.rank}, pipeline stage {rank.stage}", fontsize=10, loc="left")
+        axes.set_xlim(0, rank.operations * max(1, points - 1))
         axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(unit="B"))
         axes.spines[["top", "right"]].set_visible(False)
     grid[-1].set_xlabel("operations of the step")

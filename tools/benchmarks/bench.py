@@ -93,33 +93,33 @@ def checkout(text: str) -> Path:
 
 def read_words(words: Sequence[str]) -> list[tuple[Benchmark, dict[str, list[str]]]]:
     """The benchmarks that are asked for, with their parameters. Raises ValueError."""
-    found: list[tuple[Benchmark, dict[str, list[str]]]] = []
+    asked: list[tuple[Benchmark, dict[str, list[str]]]] = []
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             if name not in REGISTRY:
                 raise ValueError(f"{name!r} is none of {', '.join(REGISTRY)}")
-            found.append((REGISTRY[name], {}))
-        elif not found or name not in found[-1][0].parameters:
-            known = ", ".join(found[-1][0].parameters) if found else "none: give a benchmark first"
+            asked.append((REGISTRY[name], {}))
+        elif not asked or name not in asked[-1][0].parameters:
+            known = ", ".join(asked[-1][0].parameters) if asked else "none: give a benchmark first"
             raise ValueError(f"{word!r}: the parameters are {known}")
         else:
-            found[-1][1].setdefault(name, []).append(value)
-    return found
+            asked[-1][1].setdefault(name, []).append(value)
+    return asked
 
 
-def cases_of(one: Benchmark, given: dict[str, list[str]], setup: Setup) -> Iterator[Case]:
+def cases_of(benchmark: Benchmark, given: dict[str, list[str]], setup: Setup) -> Iterator[Case]:
     """The cases of every combination of its parameters. Raises ValueError for a value that is
     none."""
     values: dict[str, Sequence[Any]] = {}
-    for name, default in one.parameters.items():
+    for name, default in benchmark.parameters.items():
         usual = default if isinstance(default, tuple) else (default,)
         kind = type(usual[0])
         values[name] = [kind(text) for text in given[name]] if name in given else usual
         if setup.small and name not in given:
             values[name] = usual[:1]
     for chosen in itertools.product(*values.values()):
-        yield from one.cases(setup, **dict(zip(values, chosen, strict=True)))
+        yield from benchmark.cases(setup, **dict(zip(values, chosen, strict=True)))
 
 
 def machine() -> dict[str, Any]:
@@ -157,12 +157,12 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 def list_benchmarks() -> None:
     """Print the registry."""
-    for one in REGISTRY.values():
+    for benchmark in REGISTRY.values():
         shown = (
             f"{name}={' or '.join(map(str, value)) if isinstance(value, tuple) else value}"
-            for name, value in one.parameters.items()
+            for name, value in benchmark.parameters.items()
         )
-        print(textwrap.fill(f"{one.name}: {one.about}", 100, subsequent_indent="  "))
+        print(textwrap.fill(f"{benchmark.name}: {benchmark.about}", 100, subsequent_indent="  "))
         print(textwrap.fill("; ".join(shown), 100, initial_indent="    ", subsequent_indent="    "))
 
 
@@ -180,19 +180,19 @@ def main(argv: Sequence[str] | None = None, here: bool = False) -> int:
         print(f"{tree.name}: commit {commit_of(tree)}")
     results = []
     try:
-        for one, given in read_words(options.words):
+        for benchmark, given in read_words(options.words):
             with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
                 setup = Setup(
                     Path(folder), options.small, options.peer, options.against, options.device
                 )
-                for case in cases_of(one, given, setup):
-                    print(f"\n{one.name}: {case.name}", flush=True)
+                for case in cases_of(benchmark, given, setup):
+                    print(f"\n{benchmark.name}: {case.name}", flush=True)
                     try:
                         result = run_case(case, options.rounds, here, options.threads)
                     except OutOfMemory as error:
                         print(f"  out of memory: {error}", flush=True)
                         continue
-                    results.append({"benchmark": one.name, **result})
+                    results.append({"benchmark": benchmark.name, **result})
                     print("\n".join(lines_of(result)), flush=True)
     except (Disagreement, WorkerFailed) as error:
         print(f"error: {error}", file=sys.stderr)

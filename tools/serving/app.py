@@ -177,7 +177,7 @@ def _check_count(served: Served, n: object, prompt: object = None) -> None:
 def _completion_prompts(body: CompletionBody, served: Served) -> list[list[int]]:
     """The token ids of each prompt. Raises ApiError."""
     tokenizer = served.chat.tokenizer
-    found = []
+    prompts = []
     for prompt in body.prompts:
         if isinstance(prompt, str):
             try:
@@ -191,10 +191,10 @@ def _completion_prompts(body: CompletionBody, served: Served) -> list[list[int]]
             prompt = [tokenizer.eod]
         if not prompt:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
-        found.append(prompt)
-    if not found:
+        prompts.append(prompt)
+    if not prompts:
         raise ApiError(400, "prompt: must not be empty", param="prompt")
-    return found
+    return prompts
 
 
 async def _answer(

@@ -28,7 +28,7 @@ def read(
     *,
     prog: str,
     description: str,
-    check: Callable[[Options], list[str]] = lambda found: [],
+    check: Callable[[Options], list[str]] = lambda given: [],
 ) -> Options:
     """The options that a command line gives. `check` returns what is wrong with values that can be
     read.
@@ -52,14 +52,14 @@ def read(
     problems = [*parsed.problems, *missing(parser, parsed), *out_of_range(parser, parsed)]
     if not any(flag.required and flag.name not in parsed.typed for flag in parser.flags):
         unread = tuple(flags[name].spelling for name in parsed.broken)
-        found = options(**parsed.typed)
-        problems += [problem for problem in check(found) if not problem.startswith(unread)]
+        given = options(**parsed.typed)
+        problems += [problem for problem in check(given) if not problem.startswith(unread)]
     if problems:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         raise SystemExit(2)
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
-    return found
+    return given
 
 
 def out_of_range(parser: Parser, parsed: Parsed) -> list[str]:
@@ -83,9 +83,9 @@ def run_program(
 ) -> int:
     """Read the command line and `run` the program; its exit code: 0, or 1 with one line on stderr
     where it could not be done. Raises SystemExit as `read` does."""
-    found = read(options, argv, prog=prog, description=description, check=check)
+    given = read(options, argv, prog=prog, description=description, check=check)
     try:
-        run(found)
+        run(given)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -100,7 +100,7 @@ class Command:
     summary: str
     options: type
     run: Callable[[Any], int]
-    check: Callable[[Any], list[str]] = lambda found: []
+    check: Callable[[Any], list[str]] = lambda given: []
 
 
 def run_command(

@@ -42,16 +42,16 @@ class Reading:
     def samplers(self) -> list[Sampler]:
         """The sampler of each data-parallel rank."""
         d = self.config.data
-        place = (len(self.dataset), self.config.training.micro_batch_size)
+        sizes = (len(self.dataset), self.config.training.micro_batch_size)
         ranks = range(self.plan.data_parallel_size)
         if d.packed_samples:
-            return [PackedSampler(*place, rank, len(ranks)) for rank in ranks]
+            return [PackedSampler(*sizes, rank, len(ranks)) for rank in ranks]
         if d.dataloader_type == "cyclic":
             # torch, which takes longer to load than all the rest
             from megatron.data.cyclic_sampler import CyclicSampler
 
-            return [CyclicSampler(*place, rank, len(ranks), d.data_sharding) for rank in ranks]
-        return [SequentialSampler(*place, rank, len(ranks)) for rank in ranks]
+            return [CyclicSampler(*sizes, rank, len(ranks), d.data_sharding) for rank in ranks]
+        return [SequentialSampler(*sizes, rank, len(ranks)) for rank in ranks]
 
     def tokens(self, sample: int) -> np.ndarray:
         """The token ids of a sample; of packed samples, of that row."""
@@ -138,9 +138,9 @@ def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges
     """What a run has skipped up to a checkpoint, and from there on will skip by flags and
     records."""
     lines, _ = skip_log.read(folder.parent)
-    lines = lines or [one for one in state["skips"] if isinstance(one, str)]
+    lines = lines or [line for line in state["skips"] if isinstance(line, str)]
     records = skip_log.parse(lines, str(folder))
-    to_come = typed.joined(place for one in records for place in one.parts.ranges).ranges
+    to_come = typed.joined(span for record in records for span in record.parts.ranges).ranges
     done = state["iteration"]
     past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
     return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)

@@ -98,16 +98,16 @@ def read_goodput(path: str) -> Goodput:
 def failure_lines(path: str) -> list[str]:
     """Of each attempt that failed: time, iteration, rank, host, exit code and reason, separated by
     tabs. Raises ValueError as `read_goodput`."""
-    failures = [found for events in _attempts(path) if (found := failure_of(events))]
+    failures = [failure for events in _attempts(path) if (failure := failure_of(events))]
     return [
         "\t".join(
             [
-                _time(one["time"]),
-                *(str(one[key]) for key in ("iteration", "rank")),
-                *(" ".join(str(one[key]).split()) for key in ("host", "code", "reason")),
+                _time(failure["time"]),
+                *(str(failure[key]) for key in ("iteration", "rank")),
+                *(" ".join(str(failure[key]).split()) for key in ("host", "code", "reason")),
             ]
         )
-        for one in failures
+        for failure in failures
     ]
 
 
@@ -143,9 +143,9 @@ def account(name: str, attempts: Sequence[Sequence[Event]]) -> Goodput:
         start = events[0]
         if spans:
             before = attempts[number - 1]
-            again = bool(start.get("starter")) and before[0].get("starter") == start["starter"]
-            _add(spans, "restart" if again else "waiting", start["process_start"])
-        resumes_at = [one[0]["iteration"] for one in attempts[number + 1 :]]
+            restarted = bool(start.get("starter")) and before[0].get("starter") == start["starter"]
+            _add(spans, "restart" if restarted else "waiting", start["process_start"])
+        resumes_at = [later[0]["iteration"] for later in attempts[number + 1 :]]
         spans += _of_attempt(events, min(resumes_at, default=None), spans)
         steps += [event for event in events if event["event"] == "steps"]
         failure = failure_of(events)
@@ -181,26 +181,30 @@ def _of_attempt(
     """The spans of an attempt; a later one resumed at `resumed_at`, None if there is none."""
     first = events[0]
     begins = first["process_start"]
-    found: list[Span] = [Span("start-up", begins, max(begins, first["time"]))]
+    spans: list[Span] = [Span("start-up", begins, max(begins, first["time"]))]
     for number, event in enumerate(events[1:], 1):
         kind = event["event"]
         if kind == "steps":
-            later = [one["iteration"] for one in events[number:] if one["event"] == "rollback"]
+            later = [
+                following["iteration"]
+                for following in events[number:]
+                if following["event"] == "rollback"
+            ]
             kept = min([event["last"], *later, *([] if resumed_at is None else [resumed_at])])
             share = (kept + 1 - event["first"]) / (event["last"] + 1 - event["first"])
             begin = event["time"] - event["seconds"]
-            _add(found, "other", begin)
-            _add(found, "productive", begin + event["seconds"] * min(1.0, max(0.0, share)))
-            _add(found, "recomputed", event["time"])
+            _add(spans, "other", begin)
+            _add(spans, "productive", begin + event["seconds"] * min(1.0, max(0.0, share)))
+            _add(spans, "recomputed", event["time"])
         elif kind == "stall":  # the usual time is in the steps that follow
-            _add(found, "other", event["time"] - event["seconds"])
-            _add(found, "stalled", event["time"] - event["usual"])
+            _add(spans, "other", event["time"] - event["seconds"])
+            _add(spans, "stalled", event["time"] - event["usual"])
         elif kind in ("save", "evaluation"):
-            _add(found, "other", event["time"] - event["seconds"])
-            _add(found, kind, event["time"])
+            _add(spans, "other", event["time"] - event["seconds"])
+            _add(spans, kind, event["time"])
         else:
-            _add(found, "detection" if kind == "failure" else "other", event["time"])
-    return found
+            _add(spans, "detection" if kind == "failure" else "other", event["time"])
+    return spans
 
 
 def _add(spans: list[Span], kind: str, until: float) -> None:

@@ -47,11 +47,11 @@ def find_events(records: Sequence[Record]) -> list[Event]:
     detector = SpikeDetector()
     findings = [detector.check(_loss(r), r.grad_norm) for r in seen]
     groups: list[list[int]] = []
-    for place, finding in enumerate(findings):
-        if finding.spike and groups and place - groups[-1][-1] <= TOGETHER:
-            groups[-1].append(place)
+    for index, finding in enumerate(findings):
+        if finding.spike and groups and index - groups[-1][-1] <= TOGETHER:
+            groups[-1].append(index)
         elif finding.spike:
-            groups.append([place])
+            groups.append([index])
     before = [0, *(group[-1] + 1 for group in groups)]
     return [
         _event(seen, findings, group, start, interval)
@@ -65,15 +65,15 @@ def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
     to compare with."""
     interval = log_interval(records)
     detector = SpikeDetector()
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     warming_up = False
     for record in _looked_at(records):
         if not detector.ready:
-            first = found.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
-            found.append((first, record.iteration))
+            first = spans.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
+            spans.append((first, record.iteration))
         warming_up = not detector.ready
         detector.check(_loss(record), record.grad_norm)
-    return found
+    return spans
 
 
 def _looked_at(records: Sequence[Record]) -> list[Record]:
@@ -95,12 +95,12 @@ def _event(
     free: int,
     interval: int,
 ) -> Event:
-    """The event of the records at places `group`; records before `free` belong to another."""
+    """The event of the records at the indices `group`; records before `free` belong to another."""
     first = group[0]
     last = group[-1]
-    marked = [place for place in range(max(free, first - TOGETHER), first) if findings[place].kind]
+    marked = [index for index in range(max(free, first - TOGETHER), first) if findings[index].kind]
     peak = max(
-        group, key=lambda place: (findings[place].kind == "non-finite", findings[place].loss_z)
+        group, key=lambda index: (findings[index].kind == "non-finite", findings[index].loss_z)
     )
     start = seen[min([*marked, first])].iteration - 2 * interval + 1
     return Event(
@@ -119,7 +119,7 @@ def _event(
 def _kind(
     seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], peak: int
 ) -> str:
-    if any(findings[place].kind == "non-finite" for place in group):
+    if any(findings[index].kind == "non-finite" for index in group):
         return "non-finite"
     first = group[0]
     worst = seen[peak].iteration

@@ -54,13 +54,13 @@ def trace(
     for rank in sorted(ranks, reverse=True):
         start = time.perf_counter()
         script_args.begin(line, plan, "nccl", tokenizer, rank)
-        one = trace_rank(config, plan, rank, tokenizer, forward_step, names)
-        names = names or one.metric_names
-        traces.insert(0, one)
+        traced = trace_rank(config, plan, rank, tokenizer, forward_step, names)
+        names = names or traced.metric_names
+        traces.insert(0, traced)
         lines.append(f"  rank {rank}: traced in {time.perf_counter() - start:.1f} s")
     check_agreement(traces)
-    for one in traces:
-        lines += rank_lines(one, figures(config, plan, one))
+    for traced in traces:
+        lines += rank_lines(traced, figures(config, plan, traced))
     if len(traces) > 1:
         lines.append("  collectives and messages of these ranks fit each other")
     if output is not None:
@@ -98,18 +98,18 @@ def chosen_ranks(words: Sequence[str], config: Config, plan: Plan) -> set[int]:
             (stage if not p.use_tp_pp_dp_mapping else world) - inside,
         ],
     }
-    found: set[int] = set()
+    chosen: set[int] = set()
     for word in words:
         if word in named:
-            found.update(named[word])
+            chosen.update(named[word])
         elif word.isdecimal() and int(word) < world:
-            found.add(int(word))
+            chosen.add(int(word))
         else:
             raise ValueError(
                 f"--trace-ranks {word}: give first, last, all-stages, peers, or numbers below the "
                 f"{world} ranks of the plan [trace-ranks-not-valid]"
             )
-    return found
+    return chosen
 
 
 def rank_lines(trace: RankTrace, compared: Sequence[Figure]) -> list[str]:

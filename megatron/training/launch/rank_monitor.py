@@ -703,12 +703,12 @@ class MonitorClient(Progress):
         elif kind == "where":
             self._wire.send("at", **self._state())
         elif kind == "inspect":
-            known = {ProcessId(**one): text for one, text in message["processes"]}
+            known = {ProcessId(**process): text for process, text in message["processes"]}
             answers = hang.inspect(known, message["missing"])
             self._wire.send("inspected", answers=[(asdict(p), a) for p, a in answers.items()])
         elif kind == "kill":
-            for one, text in message["processes"]:
-                hang.kill(ProcessId(**one), text)
+            for process, text in message["processes"]:
+                hang.kill(ProcessId(**process), text)
         elif kind == "answer":
             self._locations = message["processes"]
             self._answered.set()
@@ -727,7 +727,7 @@ class MonitorClient(Progress):
         phase = self._phase
         frames = self._main_frames()
         state = hang.describe(str(phase), frames)
-        leaves = self._reported or any(one.f_code.co_name == "leave_with" for one in frames)
+        leaves = self._reported or any(frame.f_code.co_name == "leave_with" for frame in frames)
         if leaves or waits is not None:
             state |= {"at": None, "stack": ""}
         return state | {
@@ -741,5 +741,5 @@ class MonitorClient(Progress):
 
     def _waits(self) -> str | None:
         """The collective in which a thread of this rank waits for others; None if none does."""
-        found = map(hang.waiting_in, sys._current_frames().values())
-        return next((text for text in found if text is not None), None)
+        waiting = map(hang.waiting_in, sys._current_frames().values())
+        return next((text for text in waiting if text is not None), None)

@@ -111,19 +111,19 @@ def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
             for kind, path in _BUFFERS.items():
                 part = StoredPart(file, path, model[name].shape, start)
                 parts[kind].setdefault(name, []).append(part)
-    found = {
+    counts = {
         _scalar(file, _ADAM + "step") for file in opened if _BUFFERS["exp_avg"] in file.headers()
     }
-    updates = next(iter(found)) if len(found) == 1 else None
+    updates = next(iter(counts)) if len(counts) == 1 else None
     if updates is None or updates != int(updates) or updates < 0:
         raise ConversionError(
-            f"{source}: the optimizer's number of updates is {found}, should be one number; "
+            f"{source}: the optimizer's number of updates is {counts}, should be one number; "
             f"{_REMEDY}"
         )
     names = ("_scale", "_growth_step", "_hysteresis_step")
     scaler = {name: _scalar(opened[0], f"grad_scaler.{name}") for name in names}
     return Shards(
-        parts, int(updates), {name: one for name, one in scaler.items() if one is not None}
+        parts, int(updates), {name: number for name, number in scaler.items() if number is not None}
     )
 
 
@@ -167,11 +167,11 @@ def _length(file: TorchFile) -> int:
             f"{file.path}: {several[0]}: several groups of parameters, or another optimizer than "
             f"Adam, are not read; {_REMEDY}"
         )
-    found = {headers.get(path) for path in _BUFFERS.values()}
-    if found == {None}:
+    layouts = {headers.get(path) for path in _BUFFERS.values()}
+    if layouts == {None}:
         return 0
-    dtype, shape = found.pop() or (None, ())
-    if found or dtype != torch.float32 or len(shape) != 1:
+    dtype, shape = layouts.pop() or (None, ())
+    if layouts or dtype != torch.float32 or len(shape) != 1:
         raise ConversionError(
             f"{file.path}: its buffers are not three flat ones of one length in float32; {_REMEDY}"
         )
@@ -239,7 +239,10 @@ def run_state(
     """Counters of the run. `run`: its flags; what InternLM does not save follows from them."""
     differ = architecture.differences(model, run.model)
     if differ:
-        lines = "; ".join(f"{one.name} is {one.saved}, --args has {one.now}" for one in differ)
+        lines = "; ".join(
+            f"{difference.name} is {difference.saved}, --args has {difference.now}"
+            for difference in differ
+        )
         raise ConversionError(f"{source}: {lines}; give the flags of this run")
     context = unpickler.read(source / CONTEXT).values
     for name in ("batch_count", "step_count"):

@@ -57,11 +57,11 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     args = Args()
     sections = {}
     for name in SECTIONS:
-        found = values.get(name, {})
-        if not isinstance(found, Mapping):
-            args.problems.append(f"{name} = {found!r}: must be a dict")
-            found = {}
-        sections[name] = Section(name, found, args)
+        given = values.get(name, {})
+        if not isinstance(given, Mapping):
+            args.problems.append(f"{name} = {given!r}: must be a dict")
+            given = {}
+        sections[name] = Section(name, given, args)
     for name in ("model", "data", "adam", "lr_scheduler"):
         if name not in values:
             args.problems.append(f"{name}: is missing; a config has this dict")
@@ -245,7 +245,7 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         if not isinstance(value, Mapping):
             return max(1, value)
         inner = Section(f"parallel.{key}", value, args)
-        found = max(1, inner.integer("size", 1, -1))
+        count = max(1, inner.integer("size", 1, -1))
         if key == "tensor":
             mode = inner.text("mode", "mtp")
             if mode == "msp":
@@ -262,7 +262,7 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         )
         inner.ignore("overlap", "memory_pool", why="has no counterpart")
         inner.done()
-        return found
+        return count
 
     sequence: list[bool] = [True] if parallel.switch("sequence_parallel", False) else []
     tensor = size("tensor")

@@ -32,7 +32,7 @@ def docs(args: DocsOptions) -> int:
             if args.doc is not None:
                 shown = inspect_data.find_document(reading, args.doc, args.prefix)
             else:
-                found, state = _ranked(reading, args)
+                ranked, state = _ranked(reading, args)
     except Problems as error:
         print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
         return 2
@@ -42,24 +42,26 @@ def docs(args: DocsOptions) -> int:
     if args.doc is not None:
         print(json.dumps(shown)) if args.json else inspect_data.show_samples(shown)
     elif args.json:
-        print(json.dumps(without_nan([dataclasses.asdict(one) for one in found]), indent=1))
+        print(
+            json.dumps(without_nan([dataclasses.asdict(suspect) for suspect in ranked]), indent=1)
+        )
     else:
         print(
-            f"iteration {args.iteration} reads {len(found)} pieces of documents"
+            f"iteration {args.iteration} reads {len(ranked)} pieces of documents"
             + (f"; losses in nats per token at {state}" if state else "")
         )
-        for one in found[: args.top]:
+        for suspect in ranked[: args.top]:
             first = (
-                f"{one.score:5.1f}"
+                f"{suspect.score:5.1f}"
                 if not state
                 else "  -  "
-                if one.loss is None
-                else f"{one.loss:5.2f}"
+                if suspect.loss is None
+                else f"{suspect.loss:5.2f}"
             )
             print(
-                f"{first}  {one.line()} (sample {one.sample}, rank {one.dp_rank}, micro-batch "
-                f"{one.micro_batch}): {one.reason}\n       "
-                f"{json.dumps(one.head, ensure_ascii=False)}"
+                f"{first}  {suspect.line()} (sample {suspect.sample}, rank {suspect.dp_rank}, "
+                f"micro-batch {suspect.micro_batch}): {suspect.reason}\n       "
+                f"{json.dumps(suspect.head, ensure_ascii=False)}"
             )
     return 0
 
@@ -71,11 +73,11 @@ def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     read = places(reading, iteration, args.microbatch, args.dp_rank)
     others = usual(reading, neighbours(reading, iteration, iteration))
     if args.run is None or args.order == "suspicion":
-        return sorted(suspects(reading, read, others), key=lambda one: -one.score), ""
+        return sorted(suspects(reading, read, others), key=lambda suspect: -suspect.score), ""
     # torch, which takes longer to load than all the rest
     from tools.features.spikes.replay import check_replayable, state_before
 
     check_replayable(reading)
     state = state_before(args.run, iteration, args.ckpt_step)
-    found = suspects(reading, read, others, state.losses)
-    return sorted(found, key=lambda one: -height(one.loss)), state.directory
+    ranked = suspects(reading, read, others, state.losses)
+    return sorted(ranked, key=lambda suspect: -height(suspect.loss)), state.directory
