@@ -179,7 +179,6 @@ def run_page(page: list[Block], tree: Path) -> tuple[int, list[str]]:
         "LANG": "C.UTF-8",
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tree.parent / "wheels"),
-        "PYTHONPYCACHEPREFIX": str(tree.parent / "pycache"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
     }
     done = subprocess.run(
