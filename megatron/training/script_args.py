@@ -33,13 +33,16 @@ class Arguments(argparse.Namespace):
     of samples are those of `progress`, 0 before it is set.
     """
 
+    __slots__ = ("_fixed", "_progress")  # not among the arguments, which scripts print
+    _fixed: frozenset[str]
+    _progress: Progress
+
     def __init__(self, values: Mapping[str, Any], own: Mapping[str, Any]):
-        super().__init__(**{**values, **own})
-        vars(self)["_fixed"] = {*values, *_COUNTERS, "iteration"} - {*own}
-        vars(self)["iteration"] = 0
+        super().__init__(**{"iteration": 0, **values, **own})
+        self._fixed = frozenset({*values, *_COUNTERS, "iteration"} - {*own})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__.get("_fixed", ()):
+        if name in getattr(self, "_fixed", ()):
             raise AttributeError(
                 f"get_args().{name}: model and plan were made from it before; give it on the "
                 "command line"
@@ -48,7 +51,7 @@ class Arguments(argparse.Namespace):
 
     def __getattr__(self, name: str) -> Any:
         if name in _COUNTERS:
-            return getattr(self.__dict__.get("_progress"), _COUNTERS[name], 0)
+            return getattr(getattr(self, "_progress", None), _COUNTERS[name], 0)
         raise AttributeError(
             f"get_args().{name}: there is no such argument; add it with extra_args_provider, or "
             "take another one of docs/flags.md",
@@ -58,7 +61,9 @@ class Arguments(argparse.Namespace):
 
     def follow(self, progress: Progress) -> None:
         """The run has been loaded, and moves `progress`."""
-        vars(self).update(_progress=progress, iteration=progress.iteration)
+        self._progress = progress
+        if "iteration" in self._fixed:
+            vars(self)["iteration"] = progress.iteration
 
 
 class ScriptTimer:

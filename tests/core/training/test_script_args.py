@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from megatron.config.script import Script
 from megatron.features.registry import RunConfig
 from megatron.training import get_args, get_timers
 from megatron.training.logging.argument_dump import dump
+from megatron.training.run import Progress
 from megatron.training.script_args import Arguments
 from tests.forkrun import run_ranks
 from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, with_flags
@@ -118,6 +121,10 @@ def test_arguments_of_the_suite_cannot_be_assigned():
         with pytest.raises(AttributeError, match=name):
             setattr(args, name, 64)
     assert args.consumed_train_samples == 0
+    args.follow(Progress(iteration=3, consumed_train_samples=24))
+    for same in (args, pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
+        assert (same.iteration, same.consumed_train_samples) == (3, 24)
+        assert vars(same) == {"iteration": 3, "hidden_size": 32, "loss_factor": 2.0, "other": 2.0}
     with pytest.raises(AttributeError, match="fim_rate"):
         _ = args.fim_rate
 
