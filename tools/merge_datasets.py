@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Join .bin/.idx pairs into one: the documents of all inputs, in the order given.
+"""Join .bin/.idx pairs, or the parts of a set, into one pair: the documents of all inputs, in the
+order given.
 
     python tools/merge_datasets.py --input PREFIX_OR_DIRECTORY_OR_PATTERN ... --output-prefix PREFIX
 
@@ -21,12 +22,16 @@ if __name__ == "__main__":
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron import host
 from megatron.arguments import arg
 from megatron.data.blend.paths import PARTIAL, expand
 from megatron.data.indexed_dataset import (
@@ -46,11 +51,14 @@ from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import run_program
 from tools.shared.progress import Progress
 
-CHUNK = 64 << 20  # bytes copied at a time
+CHUNK = 8 << 20  # bytes that a thread copies at a time
+MOST_THREADS = 16
+PIECE = 256 << 20  # bytes that a thread is given
 
 
-def inputs(words: Sequence[str], output: str) -> list[str]:
-    """The prefixes to join. Raises ValueError or FileNotFoundError for what cannot be joined."""
+def inputs(words: Sequence[str], output: str, threads: int) -> list[str]:
+    """The prefixes to join, compared with their checksums. Raises ValueError or FileNotFoundError
+    for what cannot be joined."""
     prefixes = [part for word in words for prefix in expand(word) for part in _parts(prefix)]
     same = [
         prefix
@@ -63,12 +71,14 @@ def inputs(words: Sequence[str], output: str) -> list[str]:
     for prefix in prefixes:
         other = IndexedDataset(prefix)
         other.check()
-        verify_tokens(prefix)  # or the damage would get a checksum of its own
         if other.dtype != first.dtype:
             raise ValueError(
                 f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; "
                 "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
             )
+    with ThreadPoolExecutor(threads) as pool:  # or damage would get a checksum of its own
+        for _ in pool.map(verify_tokens, prefixes):
+            pass
     return prefixes
 
 
@@ -110,50 +120,77 @@ def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
     yield begin, end - begin
 
 
-def copy(
-    source: int,
-    target: int,
-    start: int,
-    count: int,
-    progress: Callable[[int], None] = lambda copied: None,
-) -> None:
-    """Append `count` bytes of one file to another; `progress` is called with how many are done.
-    Holes stay holes."""
-    at = start
-    stop = start + count
-    while at < stop:
+@dataclass(frozen=True)
+class Span:
+    """`count` bytes of the file `source` from byte `start` on, and the byte where they go."""
+
+    source: str
+    start: int
+    count: int
+    target: int
+
+    def copy(self, target: int) -> int:
+        """Copy them to an open file, whose holes stay holes; how many they are. Raises ValueError
+        if there are fewer, and OSError."""
+        source = os.open(self.source, os.O_RDONLY)
         try:
-            data = min(stop, os.lseek(source, at, os.SEEK_DATA))
-        except OSError:  # nothing but a hole to the end of the file
-            data = stop
-        os.ftruncate(target, os.lseek(target, data - at, os.SEEK_END))
-        at = data
-        end = min(stop, os.lseek(source, at, os.SEEK_HOLE)) if at < stop else at
-        while at < end:
-            block = os.pread(source, min(CHUNK, end - at), at)
-            if not block:
-                raise ValueError(
-                    "an input ended while it was read; leave data alone while they are merged"
-                )
-            view = memoryview(block)
-            at += len(block)
-            while view:
-                view = view[os.write(target, view) :]
-            progress(at - start)
+            at = self.start
+            stop = at + self.count
+            while at < stop:
+                at = min(stop, _seek(source, at, os.SEEK_DATA, stop))
+                end = min(stop, _seek(source, at, os.SEEK_HOLE, stop)) if at < stop else at
+                while at < end:
+                    block = os.pread(source, min(CHUNK, end - at), at)
+                    if not block:
+                        raise ValueError(
+                            "an input ended while it was read; leave data alone while they are "
+                            "merged"
+                        )
+                    view = memoryview(block)
+                    while view:
+                        written = os.pwrite(target, view, self.target + at - self.start)
+                        at += written
+                        view = view[written:]
+        finally:
+            os.close(source)
+        return self.count
 
 
-def write_bin(prefixes: Sequence[str], path: str, progress: Progress) -> None:
-    """The tokens of all sequences."""
+def _seek(file: int, at: int, whence: int, stop: int) -> int:
+    """The next data or hole from byte `at` on; `stop` where nothing but a hole is left."""
+    try:
+        return os.lseek(file, at, whence)
+    except OSError:
+        return stop
+
+
+def layout(prefixes: Sequence[str]) -> Iterator[Span]:
+    """Where all bytes of all sequences go, one behind the other."""
+    target = 0
+    for prefix in prefixes:
+        for start, count in spans(IndexedDataset(prefix)):
+            for first in range(0, count, PIECE):
+                size = min(PIECE, count - first)
+                yield Span(bin_path(prefix), start + first, size, target)
+                target += size
+
+
+def write_bin(prefixes: Sequence[str], path: str, progress: Progress, threads: int) -> None:
+    """The tokens of all sequences, each to its place, by so many threads."""
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        for prefix in prefixes:
-            source = os.open(bin_path(prefix), os.O_RDONLY)
-            try:
-                for start, count in spans(IndexedDataset(prefix)):
-                    copy(source, target, start, count, progress.update)
-                    progress.shift += count
-            finally:
-                os.close(source)
+        end = 0
+        copying: deque[Future[int]] = deque()  # few: there may be a span for each sequence
+        with ThreadPoolExecutor(threads) as pool:
+            for span in layout(prefixes):
+                end = span.target + span.count
+                copying.append(pool.submit(span.copy, target))
+                if len(copying) > 4 * threads:
+                    progress.shift += copying.popleft().result()
+                    progress.update(0)
+            for copied in copying:
+                progress.shift += copied.result()
+        os.ftruncate(target, end)  # the last bytes may be a hole
         os.fsync(target)
     finally:
         os.close(target)
@@ -197,11 +234,10 @@ def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
         yield array[first : first + BLOCK]
 
 
-def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
-    """Write the pair; (tokens, sequences, documents). Raises ValueError for pairs of two
-    tokenizers."""
-    made_by = common_maker(prefixes)
-    joined = joined_counts(prefixes)
+def merge(
+    prefixes: Sequence[str], output: str, threads: int, note: Mapping[str, Any]
+) -> tuple[int, int, int]:
+    """Write the pair, whose .json says `note`; (tokens, sequences, documents)."""
     partial = f"{output}{PARTIAL}{uuid.uuid4().hex}"
     try:
         progress = Progress(
@@ -211,15 +247,14 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
                 for path in (bin_path, idx_path)
             )
         )
-        write_bin(prefixes, bin_path(partial), progress)
+        write_bin(prefixes, bin_path(partial), progress, threads)
         counts = write_idx(prefixes, idx_path(partial), progress)
         progress.clear()
         # The old index goes first: a reader meets the old pair, no index, or the new pair, never a
         # mixture.
         Path(idx_path(output)).unlink(missing_ok=True)
         Path(json_path(output)).unlink(missing_ok=True)
-        note = {"tokenizer": made_by, **joined} if made_by else {}
-        text = describe_with_sums(note, bin_path(partial), idx_path(partial))
+        text = describe_with_sums(note, bin_path(partial), idx_path(partial), threads)
         Path(json_path(output)).write_text(text, encoding="utf-8")
         os.replace(bin_path(partial), bin_path(output))
         os.replace(idx_path(partial), idx_path(output))
@@ -230,6 +265,16 @@ def merge(prefixes: Sequence[str], output: str) -> tuple[int, int, int]:
     return counts
 
 
+def note_of(options: Options, prefixes: Sequence[str]) -> dict[str, Any]:
+    """What the .json says beside checksums; of one set of parts all that one machine would have
+    written. Raises ValueError for pairs of two tokenizers."""
+    sets = [prefix for word in options.input for prefix in expand(word)]
+    if len(sets) == 1 and part_set.is_set(sets[0]):
+        return part_set.joined_note(sets[0])
+    made_by = common_maker(prefixes)
+    return {"tokenizer": made_by, **joined_counts(prefixes)} if made_by else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The command line."""
@@ -238,6 +283,11 @@ class Options:
         metavar="PATH", help="what to join: prefixes, directories or patterns"
     )
     output_prefix: str = arg(metavar="PREFIX", help="prefix of the .bin and .idx to write")
+    threads: int | None = arg(
+        None,
+        minimum=1,
+        help=f"threads that copy (default: one per CPU core, at most {MOST_THREADS})",
+    )
     overwrite: bool = arg(False, help="replace the .bin and .idx of --output-prefix if they exist")
 
     def problems(self) -> list[str]:
@@ -259,9 +309,10 @@ def run(options: Options) -> str:
         raise FileNotFoundError(
             f"--output-prefix {output}: there is no directory {folder}; make it first"
         )
-    prefixes = inputs(options.input, output)
+    threads = options.threads or min(host.cores(), MOST_THREADS)
+    prefixes = inputs(options.input, output, threads)
     check_space(prefixes, folder)
-    tokens, sequences, documents = merge(prefixes, output)
+    tokens, sequences, documents = merge(prefixes, output, threads, note_of(options, prefixes))
     return (
         f"{output}: {len(prefixes)} data sets, {documents:,} documents, {sequences:,} sequences, "
         f"{tokens:,} tokens"

@@ -42,11 +42,12 @@ def _order_of(path: str) -> str:
     return digest.hexdigest()
 
 
-def sums_of(bin_file: str, idx_file: str) -> dict[str, Any]:
-    """The sizes and checksums of the two files, read once each. Raises OSError."""
+def sums_of(bin_file: str, idx_file: str, threads: int = 1) -> dict[str, Any]:
+    """The sizes and checksums of the two files, read once each, the first by so many threads.
+    Raises OSError."""
     return {
         "algorithm": ALGORITHM,
-        "bin": {"bytes": os.path.getsize(bin_file), "sum": sum_of_file(bin_file)},
+        "bin": {"bytes": os.path.getsize(bin_file), "sum": sum_of_file(bin_file, threads=threads)},
         "idx": {
             "bytes": os.path.getsize(idx_file),
             "sum": sum_of_file(idx_file),
@@ -55,9 +56,11 @@ def sums_of(bin_file: str, idx_file: str) -> dict[str, Any]:
     }
 
 
-def describe_with_sums(note: Mapping[str, Any], bin_file: str, idx_file: str) -> str:
+def describe_with_sums(
+    note: Mapping[str, Any], bin_file: str, idx_file: str, threads: int = 1
+) -> str:
     """The text of a PREFIX.json: `note`, the checksums of the pair, and one of the text itself."""
-    return metadata.sealed({**note, FILES: sums_of(bin_file, idx_file)})
+    return metadata.sealed({**note, FILES: sums_of(bin_file, idx_file, threads)})
 
 
 def write_sums(prefix: str) -> None:

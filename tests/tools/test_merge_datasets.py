@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron import checksums
+from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.core.data.corpora import write_corpus
@@ -266,9 +268,30 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", full)
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
     monkeypatch.undo()
     assert "No space left" in capsys.readouterr().err and sorted(
         p.name for p in tmp_path.iterdir()
     ) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_the_bytes_do_not_depend_on_threads(tmp_path, monkeypatch, threads):
+    monkeypatch.setattr(TOOL, "PIECE", 1 << 20)
+    monkeypatch.setattr(TOOL, "CHUNK", 300_001)
+    prefixes = [
+        write_corpus(tmp_path / name, [400_000, 0, size], np.int32, seed)
+        for seed, (name, size) in enumerate((("a", 900_003), ("b", 0), ("c", 77)))
+    ]
+    words = ["--input", *prefixes, "--output-prefix", str(tmp_path / "all")]
+    assert TOOL.main([*words, "--threads", threads]) == 0
+    joined = b"".join(Path(f"{prefix}.bin").read_bytes() for prefix in prefixes)
+    assert (tmp_path / "all.bin").read_bytes() == joined
+    assert (
+        checksums.sum_of_file(str(tmp_path / "all.bin"))
+        == pair_checksums.recorded(str(tmp_path / "all"))["bin"]["sum"]
+    )
+    assert checksums.sum_of_file(str(tmp_path / "all.bin"), threads=5) == checksums.file_sum(
+        checksums.block_sums(joined)
+    )

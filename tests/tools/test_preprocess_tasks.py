@@ -160,11 +160,9 @@ def test_all_parts_are_what_one_machine_writes(tmp_path: Path, kind: str) -> Non
             assert joined == (tmp_path / "out" / f"one{pair}.bin").read_bytes()
             output = tmp_path / f"merged{tasks}{pair}"
             assert exit_code(MERGE.main, "--input", folder, "--output-prefix", output) == 0
-            merged, once = (
-                Path(f"{prefix}.idx").read_bytes()
-                for prefix in (output, tmp_path / "out" / f"one{pair}")
-            )
-            assert merged == once
+            for end in ("bin", "idx", "json"):
+                once = (tmp_path / "out" / f"one{pair}.{end}").read_bytes()
+                assert Path(f"{output}.{end}").read_bytes() == once
             read = IndexedDataset(str(folder).removesuffix(".parts")).identity
             assert read == IndexedDataset(tmp_path / "out" / f"one{pair}").identity
 
