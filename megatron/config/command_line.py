@@ -258,7 +258,7 @@ def _with_own_data(config: Config) -> tuple[Config, list[str]]:
         f"--{name.replace('_', '-')}: chooses data of the suite, and the script's "
         "train_valid_test_datasets_provider has its own; omit it, or pass None as the provider "
         "[two-data-sources]"
-        for name in ("mock_data", "dummy_data", "packed_samples")
+        for name in ("dummy_data", "packed_samples")
         if getattr(d, name)
     ]
     if d.data_order == "epoch":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,9 +14,11 @@ from megatron.config.data import DataConfig
 from megatron.data.blend.splits import SPLITS
 from megatron.data.build import Splits
 from megatron.data.ledger import tokens_hash
+from megatron.data.megatron_order import check_tokenizer
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_lookup import Piece
+from megatron.data.sources import source_of
 
 
 class Items(Protocol):
@@ -24,6 +27,13 @@ class Items(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class OfFlags:
+    """In the answer of a provider: the data set of the flags, of so many samples (None: all)."""
+
+    size: int | None
 
 
 # Called with the samples needed of train, valid and test (None: one epoch); gives three data sets.
@@ -51,6 +61,15 @@ class ScriptData:
         found = self.provider(list(request.sizes), **({"vp_stage": None} if stage else {}))
         if not isinstance(found, (tuple, list)) or len(found) != len(SPLITS):
             raise refused("returned no three data sets: train, valid and test, each may be None")
+        kept = [items.size if isinstance(items, OfFlags) else -1 for items in found]
+        if kept == list(request.sizes):
+            return _of_flags(data, request, rows)
+        if data.mock_data or any(isinstance(items, OfFlags) for items in found):
+            raise ValueError(
+                "train_valid_test_datasets_provider: returned data sets of its own beside those of "
+                "the flags, or other numbers of samples than it was asked for; omit --mock-data, "
+                "and return all three of one kind [two-data-sources]"
+            )
         train, valid, test = (
             None
             if items is None or size == 0
@@ -89,6 +108,19 @@ class ScriptData:
         read = count if size is None else size
         rows.append(Row(split, dataset.name, count, count * length, read, length))
         return dataset
+
+
+def _of_flags(data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+    """As without a provider, whose data no rule has looked at before."""
+    if not data.mock_data:
+        named = (data.data_path, data.train_data_path, data.data_args_path)
+        if not any((*named, data.per_split_data_args_path)):
+            raise ValueError(
+                "no data: the train_valid_test_datasets_provider reads those of the flags; give "
+                "--data-path, or --mock-data [data-missing]"
+            )
+        check_tokenizer(data, request.identity or {})
+    return source_of(data).build(data, request, rows)
 
 
 class ScriptDataset:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron.data.script_datasets import OfFlags
 from megatron.training.script_args import Arguments, context, get_args
 
 if TYPE_CHECKING:
@@ -168,6 +170,50 @@ def get_ltor_masks_and_position_ids(
         },
     )
     return current["attention_mask"], current["loss_mask"], current["position_ids"]
+
+
+class GPTDataset:
+    """For the builder: the data that --data-path and the like name."""
+
+
+class MockGPTDataset(GPTDataset):
+    """For the builder: those of --mock-data."""
+
+
+class GPTDatasetConfig(SimpleNamespace):
+    """For the builder: what the flags say, by Megatron's names."""
+
+    mock = False
+
+
+class BlendedMegatronDatasetBuilder:
+    """Megatron's, called with the class of data sets, the samples needed, perhaps which ranks build
+    them, and the configuration, last. Raises ValueError for what the flags do not say."""
+
+    def __init__(self, cls: type, sizes: Sequence[int | None], *others: Any):
+        config = vars(others[-1])
+        mock = cls is MockGPTDataset
+        if cls not in (GPTDataset, MockGPTDataset) or mock != bool(get_args().mock_data):
+            raise ValueError(
+                f"BlendedMegatronDatasetBuilder: {cls.__name__} is not the data of the flags; take "
+                "MockGPTDataset with --mock-data, else GPTDataset, or return data sets of your own "
+                "[model-argument]"
+            )
+        renamed = {"sequence_length": "seq_length", "random_seed": "seed", "blend": "data_path"}
+        same = ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        checked = renamed | {name: name for name in same}
+        said = {checked[name]: value for name, value in config.items() if name in checked}
+        _check_same("GPTDatasetConfig", said)
+        self._sizes = sizes
+
+    def build(self) -> list[OfFlags]:
+        """For the provider to return."""
+        return [OfFlags(size) for size in self._sizes]
+
+
+def get_blend_from_list(blend: Sequence[str] | None) -> Sequence[str] | None:
+    """What is given: the builder reads it as --data-path."""
+    return blend
 
 
 class StragglerDetector:

@@ -16,7 +16,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training import mpu, script_args, script_names
 from tests.core.parity.layouts import DISTRIBUTED, PP, TP
 from tests.core.training.built_runs import RUNTIME, config_of
-from tests.forkrun import run_ranks
+from tests.forkrun import RanksFailed, run_ranks
 from tests.problems import raises
 from tests.runs import NO_DROPOUT, SMALL, plot, with_flags, write_text
 
@@ -29,7 +29,11 @@ OF_2024 = """
 from functools import partial
 import torch
 from megatron.training import (
+    BlendedMegatronDatasetBuilder,
+    GPTDataset,
+    GPTDatasetConfig,
     GPTModel,
+    MockGPTDataset,
     ModelType,
     average_losses_across_data_parallel_group,
     core_transformer_config_from_args,
@@ -82,9 +86,29 @@ def forward_step(data_iterator, model):
     output = model(tokens, position_ids, attention_mask, labels=labels)
     return output, partial(loss_func, mask)
 
+def is_built_here():
+    return mpu.get_tensor_model_parallel_rank() == 0
+
+def datasets_provider(sizes):
+    args = get_args()
+    config = GPTDatasetConfig(
+        is_built_on_rank=is_built_here,
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=args.data_path,
+        split=args.split,
+        mock=args.mock_data,
+        reset_position_ids=args.reset_position_ids,
+    )
+    kind = MockGPTDataset if config.mock else GPTDataset
+    train, valid, test = BlendedMegatronDatasetBuilder(kind, sizes, config).build()
+    return train, valid, test
+
+datasets_provider.is_distributed = True
+
 if __name__ == "__main__":
     pretrain(
-        None,
+        datasets_provider,
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
@@ -176,9 +200,7 @@ def _rank(rank: int, world: int, folder: Path, script: str | None, argv: list[st
             plot().main(argv)
             return
         sys.argv = [script, *argv]
-        # as `python SCRIPT`, which leaves with exit code 0
-        with contextlib.suppress(SystemExit):
-            runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
 
 
 def run(folder: Path, script: str | None, *flags: str, world: int = 1) -> list[dict]:
@@ -218,6 +240,18 @@ def test_a_script_of_megatron_trains_as_ours(tmp_path, script, layout):
     assert len(rows) == len(wanted)
     for row, other in zip(rows, wanted, strict=True):
         assert row == pytest.approx(other, rel=1e-6)  # their losses are .float()
+
+
+@pytest.mark.parametrize("flags, code", [(["--mock-data"], None), ([], "data-missing")])
+def test_data_of_the_flags_from_megatron_s_provider(tmp_path, flags, code):
+    if code:
+        with pytest.raises(RanksFailed, match=rf"\[{code}\]"):
+            run(tmp_path / "own", OF_2024, *flags)
+        return
+    wanted = numbers(run(tmp_path / "ours", None, *flags))
+    assert numbers(run(tmp_path / "own", OF_2024, *flags)) == [
+        pytest.approx(row, rel=1e-6) for row in wanted
+    ]
 
 
 def test_the_ranks_of_a_run(monkeypatch):

@@ -205,7 +205,7 @@ def test_wrong_data_sets_are_named():
             built(items)
 
 
-@pytest.mark.parametrize("words", ["--mock-data", "--data-order epoch", "--packed-samples"])
+@pytest.mark.parametrize("words", ["--data-order epoch", "--packed-samples"])
 def test_data_of_the_suite_beside_a_provider_are_refused(words, capfd):
     with pytest.raises(SystemExit) as leave:
         pretrain(
@@ -216,6 +216,13 @@ def test_data_of_the_suite_beside_a_provider_are_refused(words, capfd):
     said = capfd.readouterr().err
     assert leave.value.code == 2 and said.count("\n") == 1
     assert words.split()[0] in said and said.rstrip().endswith("[two-data-sources]")
+
+
+def test_mock_data_beside_a_provider_are_refused():
+    with raises(ValueError, "two-data-sources"):
+        source = ScriptData(lambda sizes: ([sample()] * 4, None, None))
+        request = DataRequest(sizes=(4, 0, 0), sequence_length=4, vocab_size=50, eod=9)
+        source.build(DataConfig(mock_data=True), request, [])
 
 
 def test_a_dry_run_needs_no_data(capsys):
