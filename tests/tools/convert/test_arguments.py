@@ -84,7 +84,6 @@ REFUSED = {
     "multi_latent_attention": True,
     "quick_geglu": True,
     "qk_l2_norm": True,
-    "use_mup": True,
     "spec": ["a", "b"],
     "experimental_attention_variant": "dsa",
     "mtp_num_layers": 1,
