@@ -56,9 +56,9 @@ def read_deepspeed(path: str) -> tuple[list[str], list[str]]:
             words += _precision(key, value)
         elif key == "zero_optimization" and isinstance(value, dict):
             stage = value.get("stage", 0)
-            words += ["--use-distributed-optimizer"] * (stage == 1)
-            if stage not in (0, 1):
-                problems.append((f"{key}: stage {stage}", "only stages 0 and 1 are supported"))
+            words += ["--use-distributed-optimizer"] * (stage in (1, 2))
+            if stage not in (0, 1, 2):
+                problems.append((f"{key}: stage {stage}", "use stage 1; weights are not sharded"))
         elif not _is_off(value):
             problems.append((key, _REMEDIES.get(key, "remove it from the file")))
     return words, [

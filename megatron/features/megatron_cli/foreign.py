@@ -84,7 +84,7 @@ def read_as(
     parser: Parser, typed: dict[str, Any], foreign: dict[str, Any], ignored: Sequence[str]
 ) -> ReadAs:
     """As `OtherFlags.read_as`."""
-    foreign, too_long = _run_length(typed, foreign)
+    typed, foreign, shorter, too_long = _run_length(typed, foreign)
     seq_length = max(1, typed.get("seq_length") or 1)
     for words in compat.replaced(foreign, seq_length).values():
         typed = parse(parser, words).typed | typed
@@ -95,24 +95,38 @@ def read_as(
             "this command line is Megatron-LM's; --log-format megatron prints its log, too "
             "[log-format-of-megatron]"
         )
+    notes += shorter
     return ReadAs(typed, [*compat.refused(foreign), *too_long, *problems], notes)
 
 
-def _run_length(typed: dict[str, Any], foreign: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(`foreign` without a --train-tokens that another length of the run reaches first, problems):
-    in Megatron-DeepSpeed the run ends with the shorter one."""
+def _run_length(
+    typed: dict[str, Any], foreign: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
+    """(`typed` and `foreign` with one of --train-tokens and another length of the run, notes,
+    problems): in Megatron-DeepSpeed the run ends with the shorter one.
+
+    Without a decay of its own the schedule would follow the longer one.
+    """
     tokens = foreign.get("train_tokens")
     name = next((n for n in ("train_iters", "train_samples") if typed.get(n)), None)
     if tokens is None or name is None:
-        return foreign, []
+        return typed, foreign, [], []
     samples = typed[name] * (typed.get("global_batch_size", 0) if name == "train_iters" else 1)
-    if 0 < samples * typed.get("seq_length", 0) <= tokens:
-        return {n: value for n, value in foreign.items() if n != "train_tokens"}, []
     flag = f"--{name.replace('_', '-')} {typed[name]}"
-    return foreign, [
+    if 0 < samples * typed.get("seq_length", 0) <= tokens:
+        return typed, {n: v for n, v in foreign.items() if n != "train_tokens"}, [], []
+    has_decay = typed.get("lr_decay_samples") or foreign.get("lr_decay_tokens")
+    if name == "train_samples" and typed.get("seq_length") and has_decay:
+        note = (
+            f"{flag}: the run ends before, with --train-tokens {tokens} "
+            "[megatron-flag-has-no-effect]"
+        )
+        return {n: v for n, v in typed.items() if n != "train_samples"}, foreign, [note], []
+    problem = (
         f"--train-tokens {tokens} and {flag}: two lengths of the same run, of which the tokens may "
         "be the shorter one; give only one of them [two-run-lengths]"
-    ]
+    )
+    return typed, foreign, [], [problem]
 
 
 def _with_deepspeed(

@@ -297,7 +297,7 @@ attention_head_type=multihead?multiquery | --group-query-attention --num-query-g
 use_checkpoint_lr_scheduler=False | --use-checkpoint-opt_param-scheduler
 use_flash_attn_v1=False,--use-flash-attn-v1,--use-flash-attn-v2,--use-flash-attn-builder,
   --use-flash-attn-triton | --use-flash-attn
-zero_stage=0?1 | --use-distributed-optimizer
+zero_stage=0?1?2 | --use-distributed-optimizer
 ds_sequence_parallel_size=1 | --context-parallel-size {}
 data_file_list= | --data-args-path {}
 train_tokens:int= | --train-samples {samples}
@@ -410,7 +410,7 @@ query_key_layer_scaling=True | it is numerically neutral
 no_pipeline_parallel=False | --pipeline-model-parallel-size sets the number of stages
 deepspeed=False | DeepSpeed is not used
 deepspeed_config=,--deepspeed_config,--deepspeed-config
-  | read as the flags of what it sets: batch sizes, clipping, fp16, bf16, ZeRO stage 0 or 1
+  | read as the flags of what it sets: batch sizes, clipping, fp16, bf16, ZeRO stage 0 to 2
 """
 
 # What happens to any other flag that begins so, whatever its values.

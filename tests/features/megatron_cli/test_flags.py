@@ -167,7 +167,7 @@ def test_values_that_happen_here_anyway_are_silent(name, value):
         (["--batch-size", "4"], "--micro-batch-size"),
         (["--model-parallel-size", "2"], "--tensor-model-parallel-size"),
         (["--warmup", "0.01"], "--lr-warmup-fraction"),
-        (["--zero-stage", "2"], "--zero-stage 1"),
+        (["--zero-stage", "3"], "--zero-stage 1"),
         (["--train-iters-to-skip", "3"], "--iterations-to-skip"),
         (["--topk", "8"], "mixture-of-experts"),
     ],
@@ -241,6 +241,7 @@ BASE = (
         ("--num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
         ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
         ("--zero-stage 1", "--use-distributed-optimizer"),
+        ("--zero-stage 2", "--use-distributed-optimizer"),
         ("--zero-stage 0", ""),
         ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
         ("--rotary-position-embeddings-theta 50000", "--rotary-base 50000"),
@@ -286,6 +287,10 @@ def test_tokens_are_whole_samples(capsys):
         command_line.read([*base, *words], {}, tree=RunConfig) for words in (tokens, samples)
     )
     assert got.config == want.config
+    longer = command_line.read([*base, *tokens, "--train-samples", "11"], {}, tree=RunConfig)
+    assert longer.config == want.config and any("--train-samples 11" in n for n in longer.notes)
+    shorter = command_line.read([*base, *tokens, "--train-samples", "9"], {}, tree=RunConfig)
+    assert shorter.config.training.train_samples == 9
     for words in ("--train-tokens 31 --global-batch-size 1", "--train-tokens 32"):
         with pytest.raises(SystemExit):
             command_line.read([*BASE.split(), *words.split(), "--dry-run"], {}, tree=RunConfig)
