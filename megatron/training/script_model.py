@@ -227,7 +227,7 @@ def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator
         "--torch-compile": config.training.torch_compile,
         "--fp8-format": config.precision.fp8,
         "--recompute-granularity": config.training.recompute,
-        "--packed-samples, --log-subsets": config.counts_subsets,
+        "numbers of subsets (--packed-samples, --log-subsets, --log-format)": config.counts_subsets,
     }.items():
         if given:
             yield flag, ours

@@ -21,7 +21,7 @@ CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
 class TransformerShape:
     """The sizes that matter: `gated` for swiglu or geglu, `vocab_size` as padded, `kv_channels` per
     head. With experts, over all layers: `active_width` of the MLPs that compute a token,
-    `router_outputs`. Of a script's own model all sizes but `seq_length` are 0, and
+    `router_outputs`. Of a script's own model there are no layers and no vocabulary, and
     `own_parameters` are those that are trained."""
 
     num_layers: int
@@ -53,8 +53,7 @@ def model_shape(config: Config, plan: Plan) -> TransformerShape:
     m = config.model
     if plan.own_model:
         trained = sum(spec.size for spec in plan.parameters if spec.trained)
-        none = (0,) * 6
-        return TransformerShape(*none, False, 0, m.seq_length, own_parameters=trained)
+        return TransformerShape(0, 1, 0, 1, 1, 1, False, 0, m.seq_length, own_parameters=trained)
     return TransformerShape(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
