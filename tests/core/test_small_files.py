@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import signal
+import time
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -304,14 +306,19 @@ def test_long_lines_are_shortened_in_messages(tmp_path):
     assert len(str(error.value)) < 2000
 
 
+def time_with(sleep: Callable[[float], object]) -> SimpleNamespace:
+    """The module `time` with another sleep, for one module: other threads go on sleeping."""
+    return SimpleNamespace(**{**vars(time), "sleep": sleep})
+
+
 def test_a_save_directory_that_comes_back_is_still_this_jobs(tmp_path, monkeypatch):
     mine = lock.acquire(tmp_path)
     away = tmp_path / "away"
     os.rename(mine.path, away)
-    monkeypatch.setattr(lock.time, "sleep", lambda seconds: os.rename(away, mine.path))
+    monkeypatch.setattr(lock, "time", time_with(lambda seconds: os.rename(away, mine.path)))
     mine.check()
     os.rename(mine.path, away)
-    monkeypatch.setattr(lock.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(lock, "time", time_with(lambda seconds: None))
     monkeypatch.setattr(lock, "RETURNS_WITHIN", 0.05)
     with problems.raises(Exception, "save-directory-lost"):
         mine.check()
@@ -380,6 +387,6 @@ def test_a_directory_that_another_host_has_just_made_is_seen_a_moment_later(tmp_
 
 def test_a_file_in_the_way_of_a_directory_is_an_error_at_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(small_files.time, "sleep", pytest.fail)
+    monkeypatch.setattr(small_files, "time", time_with(pytest.fail))
     with pytest.raises(FileExistsError):
         small_files.make_directories(tmp_path / "file")
