@@ -116,6 +116,7 @@ class Trainer:
             "--train-iters": trial.steps,
             "--eval-interval": trial.steps,
             "--seed": trial.seed,
+            "--hang-timeout-seconds": 0,  # beside other work a step may take long
             "--metrics-file": metrics,
         }
         words = [str(word) for flag in flags.items() for word in flag]
@@ -272,7 +273,10 @@ def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=9)
-    left.set_xscale("log")
+    for axes, ticks in (left, result["rates"]), (right, sorted(result["muon"])):
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     save_figure(figure, str(path), "--folder")
 
 
