@@ -1,0 +1,377 @@
+#!/usr/bin/env python
+"""Check that with --use-mup what a model learns in a step does not depend on its width: train
+models of several widths for a few steps with and without it, and print how far activations move.
+
+The batch is the same in every step, bytes of this repository's pages. Step 0 shows the mean size of
+activations before training, later steps the mean size of their change since then. `slope` is the
+exponent of the width that fits the last step: 0 is flat. --transfer trains each width with each of
+many learning rates instead, and says which is best.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from megatron import interrupt
+
+if __name__ == "__main__":
+    interrupt.exit_at_once()
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.arguments import arg
+from tools.shared.program import run_program
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from megatron.training.run import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADS = 4
+BATCH, LENGTH = 8, 64
+MODEL = (
+    f"--num-layers 2 --num-attention-heads {HEADS} --seq-length {LENGTH} "
+    f"--max-position-embeddings {LENGTH} --hidden-dropout 0 --attention-dropout 0 "
+    f"--weight-decay 0 --micro-batch-size {BATCH} --tokenizer-type ByteTokenizer --mock-data "
+    "--num-workers 0 --eval-iters 0 --device cpu"
+).split()
+LAST = 0.1  # of the steps of a run, whose mean loss counts
+TYPES = ("embedding", "attention", "MLP", "residual", "logits")
+# By type, by step, by width.
+Table = dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line."""
+
+    widths: tuple[int, ...] = arg((64, 128, 256, 512), help="hidden sizes, multiples of 8")
+    base_width: int = arg(64, minimum=HEADS, help="width at which muP is the usual model")
+    steps: int = arg(4, minimum=1, help="updates of each model")
+    lr: float = arg(2**-9, above=0, help="learning rate, without --transfer")
+    seeds: int = arg(2, minimum=1, help="number of seeds, over which the mean is taken")
+    bound: float = arg(0.3, above=0, help="largest slope that is flat")
+    transfer: bool = arg(
+        False, help="train with learning rates from --lr-min to --lr-max, and find the best"
+    )
+    lr_min: float = arg(2**-11, above=0, help="least learning rate of --transfer")
+    lr_max: float = arg(2**-5, above=0, help="largest one; each is the one before times root 2")
+    output: str | None = arg(None, help="picture to write: .png, .svg or .pdf; needs matplotlib")
+    flags: tuple[str, ...] = arg(
+        (),
+        place="after --",
+        metavar="-- FLAGS",
+        help="more flags of pretrain_gpt.py for every model (--mup-...: with muP alone)",
+    )
+
+
+def build(options: Options, width: int, mup: bool, seed: int, flags: Sequence[str]) -> Run:
+    """A model of this width with its optimizer, in this process. Raises SystemExit where its
+    command line is refused."""
+    import torch
+
+    from megatron import log
+    from megatron.config import command_line
+    from megatron.config.plan.plan import make_plan
+    from megatron.features.registry import RunConfig
+    from megatron.parallel.context import ParallelContext
+    from megatron.timers import Timers
+    from megatron.training import build, preflight
+    from megatron.training.launch.initialize import Runtime
+
+    base = f"--use-mup --mup-base-hidden-size {options.base_width}"
+    head = f"--mup-base-head-dim {options.base_width / HEADS}"
+    words = [*MODEL, "--hidden-size", str(width), "--seed", str(seed), *flags]
+    words += [*f"{base} {head}".split(), *options.flags] if mup else usual(options.flags)
+    line = command_line.read(words, {}, tree=RunConfig)
+    log.show_details(False)
+    config = line.config
+    tokenizer = preflight.build_tokenizer(config)
+    plan = make_plan(config, 1, tokenizer.vocab_size)
+    runtime = Runtime(torch.device("cpu"), ParallelContext(config.parallel, 1, 0), 1, 0)
+    return build.build_run(config, plan, runtime, Timers(), tokenizer)
+
+
+def usual(flags: Sequence[str]) -> list[str]:
+    """The flags that a model without muP has, too."""
+    kept: list[str] = []
+    mup = False
+    for word in flags:
+        mup = word.startswith("--mup-") if word.startswith("--") else mup
+        kept += [] if mup else [word]
+    return kept
+
+
+def batches(seed: int, fixed: bool) -> Iterator[torch.Tensor]:
+    """Samples [b, s+1] of bytes of the pages in docs/, at random places; always the same ones if
+    `fixed`."""
+    import torch
+
+    from megatron import small_files
+
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    written = bytearray(b"".join(map(small_files.read_bytes, pages)))
+    text = torch.frombuffer(written, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    starts = None
+    while True:
+        if starts is None or not fixed:
+            starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator).tolist()
+        yield torch.stack([text[start : start + LENGTH + 1].long() for start in starts])
+
+
+def train(run: Run, samples: Iterator[torch.Tensor], steps: int) -> list[float]:
+    """The losses of so many steps."""
+    import pretrain_gpt
+    from megatron.training.batch import MicroBatch
+    from megatron.training.step import train_step
+
+    rows = (MicroBatch(sample) for sample in samples)
+    losses = []
+    for step in range(1, steps + 1):
+        result = train_step(run, pretrain_gpt.forward_step, rows, step)
+        run.advance(result)
+        losses.append(result.loss or math.inf)
+    return losses
+
+
+class Sizes:
+    """Mean sizes of activations by type in each forward pass of `run`, and of their changes since
+    the first one."""
+
+    def __init__(self, run: Run):
+        self.values: dict[str, list[list[float]]] = {name: [] for name in TYPES}
+        self._first: list[torch.Tensor] = []
+        self._calls = 0
+        (model,) = run.model
+        layers = list(model.decoder.layers.values())
+        assert model.embedding is not None and model.output_layer is not None
+        modules: dict[str, list[nn.Module]] = {
+            "embedding": [model.embedding],
+            "attention": [layer.self_attention for layer in layers],
+            "MLP": [layer.mlp for layer in layers],
+            "residual": layers[-1:],
+            "logits": [model.output_layer],
+        }
+        self._number = sum(map(len, modules.values()))
+        for name, of_type in modules.items():
+            for module in of_type:
+                module.register_forward_hook(lambda *args, name=name: self._see(name, args[2]))
+
+    def _see(self, name: str, output: Any) -> None:
+        x = output[0] if isinstance(output, tuple) else output
+        step, place = divmod(self._calls, self._number)
+        if step == 0:
+            self._first.append(x.detach().clone())
+        size = x.detach() if step == 0 else x.detach() - self._first[place]
+        self.values[name] += [[]] * (step + 1 - len(self.values[name]))
+        self.values[name][step] = [*self.values[name][step], float(size.abs().mean())]
+        self._calls += 1
+
+    def means(self, name: str) -> list[float]:
+        """By step, over the modules of this type."""
+        return [sum(step) / len(step) for step in self.values[name]]
+
+
+def measure(options: Options, mup: bool) -> Table:
+    """Train all widths; the sizes are means over the seeds."""
+    flags = ["--lr", str(options.lr), "--lr-decay-style", "constant"]
+    flags += ["--train-iters", str(options.steps + 1)]
+    table: Table = {name: [[] for _ in range(options.steps + 1)] for name in TYPES}
+    for width in options.widths:
+        found = []
+        for seed in range(1, options.seeds + 1):
+            run = build(options, width, mup, seed, flags)
+            sizes = Sizes(run)
+            train(run, batches(seed, fixed=True), options.steps + 1)
+            found.append(sizes)
+        for name in TYPES:
+            for step, values in enumerate(zip(*(s.means(name) for s in found), strict=True)):
+                table[name][step].append(sum(values) / len(values))
+    return table
+
+
+def slope(widths: Sequence[int], values: Sequence[float]) -> float:
+    """The exponent p of the least-squares fit values ~ widths^p."""
+    x = [math.log2(width) for width in widths]
+    y = [math.log2(max(value, 1e-30)) for value in values]
+    centre, level = sum(x) / len(x), sum(y) / len(y)
+    up = sum((a - centre) * (b - level) for a, b in zip(x, y, strict=True))
+    return up / sum((a - centre) ** 2 for a in x)
+
+
+def slopes(options: Options, table: Table) -> dict[str, float]:
+    """By type, of the last step."""
+    return {name: slope(options.widths, steps[-1]) for name, steps in table.items()}
+
+
+def print_table(options: Options, title: str, table: Table) -> None:
+    """One line per type and step."""
+    print(f"\n{title}\n{'':<16}" + "".join(f"{f'width {w}':>12}" for w in options.widths))
+    for name, steps in table.items():
+        for step, values in enumerate(steps):
+            end = f"  slope {slope(options.widths, values):+.2f}" if step == len(steps) - 1 else ""
+            numbers = "".join(f"{value:>12.3g}" for value in values)
+            print(f"{f'{name}, step {step}':<16}{numbers}{end}")
+
+
+TITLES = {False: "without muP", True: "with --use-mup"}
+
+
+def check(options: Options) -> None:
+    """Measure and print. Raises ValueError where something is not flat with muP."""
+    tables = {mup: measure(options, mup) for mup in (False, True)}
+    for mup, table in tables.items():
+        print_table(options, TITLES[mup], table)
+    if options.output:
+        draw_coordinates(options, tables)
+    print(f"\nflat: a slope of at most {options.bound:g} after {options.steps} steps")
+    apart = {}
+    for mup, table in tables.items():
+        bent = {name: p for name, p in slopes(options, table).items() if abs(p) > options.bound}
+        apart[mup] = ", ".join(f"{name} {p:+.2f}" for name, p in bent.items())
+        print(f"{TITLES[mup]:<16}{f'not flat: {apart[mup]}' if bent else 'flat'}")
+    if apart[True]:
+        raise ValueError(f"with --use-mup not flat: {apart[True]} [mup-not-flat]")
+
+
+def rates(options: Options) -> list[float]:
+    """The learning rates of --transfer."""
+    count = round(2 * math.log2(options.lr_max / options.lr_min)) + 1
+    return [options.lr_min * 2 ** (number / 2) for number in range(count)]
+
+
+def transfer(options: Options) -> None:
+    """Train and print the loss of each width and learning rate, and which is best."""
+    found: dict[bool, list[list[float]]] = {}
+    for mup in (False, True):
+        print(f"\n{TITLES[mup]}: loss\n{'learning rate':<16}", end="")
+        print("".join(f"{f'width {w}':>12}" for w in options.widths))
+        found[mup] = []
+        for rate in rates(options):
+            print(f"{rate:<16.3g}", end="", flush=True)
+            losses = []
+            for width in options.widths:
+                losses.append(mean_loss(options, width, mup, rate))
+                print(f"{losses[-1]:>12.4f}", end="", flush=True)
+            print()
+            found[mup].append(losses)
+        best = [min(column) for column in zip(*found[mup], strict=True)]
+        where = [
+            column.index(least)
+            for column, least in zip(zip(*found[mup], strict=True), best, strict=True)
+        ]
+        print(f"{'best':<16}" + "".join(f"{rates(options)[i]:>12.3g}" for i in where))
+        print(f"{'grid steps':<16}" + "".join(f"{i - where[0]:>+12d}" for i in where))
+    if options.output:
+        draw_transfer(options, found)
+
+
+def mean_loss(options: Options, width: int, mup: bool, rate: float) -> float:
+    """Over the last steps and the seeds."""
+    warm_up = str(max(1, options.steps // 10))
+    flags = ["--lr", str(rate), "--lr-decay-style", "linear", "--lr-warmup-iters", warm_up]
+    flags += ["--train-iters", str(options.steps), "--no-check-for-nan-in-loss-and-grad"]
+    count = max(1, int(options.steps * LAST))
+    total = 0.0
+    for seed in range(1, options.seeds + 1):
+        run = build(options, width, mup, seed, flags)
+        losses = train(run, batches(seed, fixed=False), options.steps)
+        total += sum(losses[-count:]) / count
+    return total / options.seeds
+
+
+def draw_coordinates(options: Options, tables: dict[bool, Table]) -> None:
+    """A panel for each type, without muP above and with it below: a line for each step."""
+    from megatron.analysis import plots
+
+    assert options.output is not None
+    matplotlib = plots.load_matplotlib("--output")
+    figure = matplotlib.figure.Figure(figsize=(13, 5.4), layout="constrained")
+    grid = figure.subplots(2, len(TYPES), sharex=True, sharey="col")
+    for row, (mup, table) in enumerate(tables.items()):
+        for column, (name, steps) in enumerate(table.items()):
+            axes = grid[row][column]
+            for step, values in enumerate(steps):
+                color = "#999999" if step == 0 else plots.RUNS[(step - 1) % len(plots.RUNS)]
+                label = "size before training" if step == 0 else f"change after step {step}"
+                axes.plot(options.widths, values, "o-", color=color, label=label, markersize=3)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log", base=2)
+            axes.set_xticks(options.widths, [str(width) for width in options.widths])
+            p = slope(options.widths, steps[-1])
+            axes.set_title(f"{name}, slope {p:+.2f}", fontsize=10)
+            axes.grid(alpha=0.25)
+        grid[row][0].set_ylabel(TITLES[mup])
+    for axes in grid[-1]:
+        axes.set_xlabel("width")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False, fontsize=9)
+    plots.save_figure(figure, options.output, "--output")
+
+
+def draw_transfer(options: Options, found: dict[bool, list[list[float]]]) -> None:
+    """Loss over learning rate, a line for each width: without muP on the left, with it right."""
+    from megatron.analysis import plots
+
+    assert options.output is not None
+    matplotlib = plots.load_matplotlib("--output")
+    figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
+    least = min(loss for rows in found.values() for row in rows for loss in row)
+    for axes, (mup, rows) in zip(figure.subplots(1, 2, sharey=True), found.items(), strict=True):
+        for number, width in enumerate(options.widths):
+            losses = [row[number] for row in rows]
+            color = plots.RUNS[number % len(plots.RUNS)]
+            axes.plot(rates(options), losses, "o-", color=color, label=f"{width}", markersize=3)
+            best = min(range(len(losses)), key=losses.__getitem__)
+            axes.plot(rates(options)[best], losses[best], "*", color=color, markersize=13)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(least - 0.05, least + 1.2)
+        axes.set_title(TITLES[mup])
+        axes.set_xlabel("learning rate")
+        axes.grid(alpha=0.25)
+        axes.legend(title="width", frameon=False)
+        axes.set_ylabel("loss")
+    plots.save_figure(figure, options.output, "--output")
+
+
+def problems(options: Options) -> list[str]:
+    """What is wrong with the options together, one line each."""
+    from megatron.analysis.plots import picture_problems
+
+    lines = picture_problems(options.output)
+    for width in (*options.widths, options.base_width):
+        if width < 1 or width % (2 * HEADS):
+            lines.append(f"width {width}: must be a multiple of {2 * HEADS} [value-out-of-range]")
+    if len(set(options.widths)) < 2:
+        lines.append("--widths: at least two are needed [value-out-of-range]")
+    if options.lr_max <= options.lr_min:
+        lines.append(
+            f"--lr-max {options.lr_max:g}: must be above --lr-min {options.lr_min:g} "
+            "[value-out-of-range]"
+        )
+    return lines
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 flat with muP (or --transfer done), 1 not flat, 2 wrong flags."""
+    return run_program(
+        Options,
+        lambda options: transfer(options) if options.transfer else check(options),
+        argv,
+        prog="coord_check.py",
+        description=__doc__ or "",
+        check=problems,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(interrupt.run(main, sys.argv[1:]))
