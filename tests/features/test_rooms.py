@@ -82,22 +82,32 @@ def programs(room: str, tree: Path) -> list[str]:
     return [file.name for file in files if f'program.run("{room}"' in file.read_text("utf-8")]
 
 
-def without(room: str, tree: Path) -> Path:
-    """The source without a room, its tests, its page, its program and its lines in the registry."""
+def without(tree: Path, *rooms: str) -> Path:
+    """The source without these rooms, their tests, pages, programs and lines in the registry."""
     tree.mkdir()
     copy_source(tree, "megatron", "tools", "tests", "docs", "examples")
     copy_source(tree, "pretrain_gpt.py", ".importlinter", ".pytest.ini", ".mypy.ini")
-    shutil.rmtree(tree / "megatron" / "features" / room)
-    for folder in (room, "together"):  # tests that need several rooms
-        shutil.rmtree(tree / "tests" / "features" / folder)
-    (tree / "docs" / "features" / f"{room}.md").unlink()
-    shutil.rmtree(tree / "tools" / "features" / room, ignore_errors=True)
+    shutil.rmtree(tree / "tests" / "features" / "together")  # tests that need several rooms
     registry = tree / "megatron" / "features" / "registry.py"
-    lines = registry.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if ROOMS[room].__name__ not in line]
-    assert len(lines) - len(kept) == 2
-    registry.write_text("".join(kept))
+    for room in rooms:
+        shutil.rmtree(tree / "megatron" / "features" / room)
+        shutil.rmtree(tree / "tests" / "features" / room)
+        (tree / "docs" / "features" / f"{room}.md").unlink()
+        shutil.rmtree(tree / "tools" / "features" / room, ignore_errors=True)
+        lines = registry.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if ROOMS[room].__name__ not in line]
+        assert len(lines) - len(kept) == 2
+        registry.write_text("".join(kept))
     return tree
+
+
+def check(tree: Path, *tests: str) -> None:
+    """Types and the quick tests of these folders, in the copy."""
+    program(tree, "tools/write_flags_page.py")
+    done = python(tree, MODULE, "mypy")
+    assert done.returncode == 0, done.stdout
+    done = python(tree, MODULE, "pytest", "-q", "-p", "no:cacheprovider", *tests)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -158,7 +168,7 @@ def test_the_search_of_tests_finds(text, names):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_that_is_deleted_is_not_missed_by_imports(room, tmp_path):
-    tree = without(room, tmp_path / "tree")
+    tree = without(tmp_path / "tree", room)
     assert "0 broken" in lint_imports(tree)
     done = python(tree, PROGRAM, "pretrain_gpt.py", *USED[room].split())
     assert done.returncode == 2
@@ -190,7 +200,7 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
     shutil.copytree(save, tmp_path / "part" / "save")
     wanted = train(tmp_path / "whole", whole).series(*EXACT)
 
-    tree = without(room, tmp_path / "tree")
+    tree = without(tmp_path / "tree", room)
     part = tmp_path / "part"
     words += ["--load", str(part / "save"), "--save", str(part / "save")]
     log = program(tree, "pretrain_gpt.py", *words, "--metrics-file", str(part / "metrics.jsonl"))
@@ -205,19 +215,25 @@ def test_a_room_that_is_deleted_is_not_missed_by_runs(room, tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_that_is_deleted_is_not_missed_by_programs_and_tests(room, tmp_path):
-    """The quick tests of the core, the tools and the other features, in the copy. Which of the
-    hundreds of Megatron's arguments change nothing is known to megatron_cli alone: without it a
-    converter asks for --ignore-config-key."""
-    tree = without(room, tmp_path / "tree")
+def test_a_room_that_is_deleted_is_not_missed_by_programs(room, tmp_path):
+    tree = without(tmp_path / "tree", room)
     for file in (tree / "tools").glob("*.py"):
         if file.name not in programs(room, tree):
             assert program(tree, f"tools/{file.name}", "--help").startswith("usage:")
-    program(tree, "tools/write_flags_page.py")
-    done = python(tree, MODULE, "mypy")
-    assert done.returncode == 0, done.stdout
-    words = ["-q", "-p", "no:cacheprovider", "--ignore=tests/features/test_rooms.py"]
-    if room == "megatron_cli":
-        words.append("--ignore=tests/tools/convert")
-    done = python(tree, MODULE, "pytest", *words, "tests/core", "tests/features", "tests/tools")
-    assert done.returncode == 0, done.stdout
+    check(tree, "tests/features/test_rooms.py", "-k", "names_a_feature or need_no")
+
+
+@pytest.mark.sweep
+def test_core_and_tools_need_no_room(tmp_path):
+    """Which of the hundreds of Megatron's arguments change nothing is known to megatron_cli alone:
+    without it a converter asks for --ignore-config-key."""
+    tree = without(tmp_path / "tree", *ROOMS)
+    check(tree, "tests/core", "tests/tools", "--ignore=tests/tools/convert")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_needs_no_other(room, tmp_path):
+    tree = without(tmp_path / "tree", *(other for other in ROOMS if other != room))
+    more = ["tests/tools/convert"] * (room == "megatron_cli")
+    check(tree, f"tests/features/{room}", *more)
