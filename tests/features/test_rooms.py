@@ -107,7 +107,7 @@ def check(tree: Path, *tests: str) -> None:
     done = python(tree, MODULE, "mypy")
     assert done.returncode == 0, done.stdout
     done = python(tree, MODULE, "pytest", "-q", "-p", "no:cacheprovider", *tests)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode in (0, 5), done.stdout  # 5: none of a room is quick
 
 
 @pytest.mark.parametrize("room", ROOMS)
