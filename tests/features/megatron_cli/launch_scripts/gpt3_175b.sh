@@ -19,4 +19,4 @@ torchrun --nproc_per_node ${GPUS_PER_NODE} --nnodes ${NUM_NODES} pretrain_gpt.py
     --lr-decay-iters 430000 --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP \
     --data-path ${DATA_PATH} --vocab-file $VOCAB --merge-file $MERGES --split 949,50,1 \
     --log-interval 100 --save-interval 10000 --eval-interval 1000 --save $CHECKPOINTS --load $CHECKPOINTS \
-    --eval-iters 10 --tensorboard-dir "${CHECKPOINTS}/tensorboard" 2>&1 | tee -a train.log
+    --eval-iters 10 --data-cache-path "${CHECKPOINTS}/cache" 2>&1 | tee -a train.log
