@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 class StepCounter:
     """Counts that are summed over ranks together with the loss, in `size` float64 slots. An entry
-    of `Run.counters`; a subclass overrides what it needs."""
+    of `Run.counters`; a subclass overrides what it needs.
+
+    The slots of all ranks are added, those of tensor, pipeline and context ranks too, which have
+    the same samples: one of them alone may count a sample."""
 
     size = 0
     # TOKEN_METRICS that `add` reads in `batch.token_metrics`
