@@ -344,6 +344,11 @@ def latest(root: Path | str) -> int | None:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return None
         raise
+    if text == "release" and (Path(root) / text).is_dir():
+        raise ForeignCheckpoint(
+            f"{root}: written by Megatron-LM; convert it: python tools/convert_checkpoint.py "
+            f"megatron-import {root} DIRECTORY [checkpoint-of-another-suite]"
+        )
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise CheckpointError(
             f"{path} holds {text!r}, not an iteration; write the number to resume from into it "

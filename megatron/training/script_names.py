@@ -35,7 +35,8 @@ class Mpu:
         if parts is None or parts[1] not in _AXES:
             raise AttributeError(
                 f"mpu.{name}: there are ranks and sizes of {', '.join(_AXES)}; what loss_func "
-                "reports is averaged over ranks",
+                "returns is summed over context-parallel ranks, and what it reports averaged over "
+                "ranks, by the suite: omit the all_reduce, and a factor context_parallel_size",
                 name=name,
                 obj=self,
             )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import manifest, retention, store
-from megatron.checkpoint.filesystem import CheckpointError, Disk
+from megatron.checkpoint.filesystem import CheckpointError, Disk, ForeignCheckpoint
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from tests import problems
@@ -246,6 +246,13 @@ def test_a_replacement_cut_in_the_middle_is_readable_and_mended(tmp_path):
     save(tmp_path, 40)
     assert not aside.exists() and store.iterations(tmp_path) == [20, 40]
     assert_good(tmp_path, 20, step=20)
+
+
+def test_a_release_of_megatron_is_another_suites(tmp_path):
+    (tmp_path / "release").mkdir()
+    (tmp_path / store.TRACKER).write_text("release")
+    with problems.raises(ForeignCheckpoint, "checkpoint-of-another-suite"):
+        store.latest(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,16 @@ def test_a_script_that_is_accepted(tmp_path, capsys):
     assert "torchrun --nproc-per-node 8 pretrain_gpt.py" in last and "'my run'" in last
 
 
+def test_many_ranks_end_with_the_command_that_judges_them(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_text(ARRAYS)
+    assert check_script.main([str(path), "NODES=4"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(last)
+    assert words[:2] == ["python", "pretrain_gpt.py"] and "my run" in words
+    assert words[words.index("--world-size") + 1] == "16" and "--device-memory" in words
+
+
 def test_a_script_that_is_refused_names_every_flag(tmp_path, capsys):
     path = tmp_path / "run.sh"
     path.write_text(

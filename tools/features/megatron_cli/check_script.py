@@ -2,8 +2,8 @@
 
 FILE is a shell script or a YAML recipe of Megatron's CI. It is read and never executed. Printed: a
 verdict, everything that keeps its last pretrain_gpt.py command line from running, what differs from
-Megatron, the other flags, and the command that starts it. NAME=VALUE sets a variable that the
-script expects.
+Megatron, the other flags, and the command that starts it; of more ranks than a node has, the one
+that says whether it fits. NAME=VALUE sets a variable that the script expects.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tools.features.megatron_cli.read_script import Script, read_recipe, read_sh
 from tools.shared.program import read
 
 MAX_BYTES = 1 << 17  # of a script
+ON_A_NODE = 8  # ranks that one torchrun starts
 _CODE = re.compile(r" \[[a-z0-9-]+\]$")
 _KEPT = "\0"  # a blank at which a line is not broken
 
@@ -122,8 +123,13 @@ def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
         lines += section(f"{kind} ({len(flags)})", text.replace(_KEPT, " ").splitlines())
     if problems:
         return lines, False
+    words = shown(script.words)
+    if ranks > ON_A_NODE:
+        judged = f"--dry-run --world-size {ranks} --device cuda --device-memory 80"
+        start = "start it as the script does; does it fit GPUs of 80 GiB? (on any machine)"
+        return [*lines, "", f"{start}:", f"python pretrain_gpt.py {words} {judged}"], True
     start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
-    return [*lines, "", f"{start} pretrain_gpt.py {shown(script.words)}"], True
+    return [*lines, "", f"{start} pretrain_gpt.py {words}"], True
 
 
 def counted(number: int, noun: str) -> str:
