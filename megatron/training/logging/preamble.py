@@ -183,7 +183,8 @@ def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
     there is one."""
     c = config.checkpoint
     if loaded and iteration:
-        start = f"resumed from iteration {iteration} ({loaded})"
+        again = "; so is every start with --ckpt-step" * (c.ckpt_step is not None)
+        start = f"resumed from iteration {iteration} ({loaded}{again})"
     elif loaded:
         start = f"weights of {loaded}, from iteration 0"
     else:
