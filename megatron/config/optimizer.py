@@ -15,6 +15,9 @@ _DECAY = Needs(
     "a decay (--lr-decay-style is constant)", lambda v: v["lr_decay_style"] != "constant"
 )
 _ADAM = Needs("--optimizer adam or muon", lambda v: v["optimizer"] != "sgd")
+# the styles that end in an anneal of --lr-wsd-decay-iters
+ANNEALED = ("WSD", "WSD-S", "power")
+_ANNEAL = Needs("--lr-decay-style WSD, WSD-S or power", lambda v: v["lr_decay_style"] in ANNEALED)
 _HORIZON = Needs(_DECAY.condition, lambda v: _DECAY.met(v) or v["lr_warmup_fraction"])
 
 
@@ -51,27 +54,58 @@ class OptimizerConfig:
         help="minimum of --decoupled-lr (default: --min-lr)",
         dump=False,
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = arg(
-        "linear", help="shape of the learning-rate decay"
-    )
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = arg(
+    lr_decay_style: Literal[
+        "constant", "linear", "cosine", "inverse-square-root", "WSD", "WSD-S", "power"
+    ] = arg("linear", help="shape of the learning-rate decay")
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt", "inverse"] = arg(
         "exponential",
-        needs=("lr_decay_style", "WSD"),
-        help="shape of the final decay of --lr-decay-style WSD",
+        needs=_ANNEAL,
+        help="shape of the final decay of --lr-decay-style WSD or power, of each of WSD-S; "
+        "inverse: 1 / rate is linear",
         dump=False,
     )
     lr_wsd_decay_iters: int | None = arg(
         None,
-        needs=("lr_decay_style", "WSD"),
+        needs=_ANNEAL,
         minimum=1,
-        help="iterations of the final decay of --lr-decay-style WSD",
+        help="iterations of the final decay of --lr-decay-style WSD or power, of each of WSD-S",
         dump=False,
     )
     lr_wsd_decay_samples: int | None = arg(
         None,
-        needs=("lr_decay_style", "WSD"),
+        needs=_ANNEAL,
         minimum=1,
-        help="samples of the final decay of --lr-decay-style WSD",
+        help="samples of the final decay of --lr-decay-style WSD or power, of each of WSD-S",
+        dump=False,
+    )
+    lr_wsd_decay_end_iters: tuple[int, ...] | None = arg(
+        None,
+        needs=("lr_decay_style", "WSD-S"),
+        minimum=1,
+        help="iterations at which the earlier decays of --lr-decay-style WSD-S end and --lr "
+        "applies again; the last decay ends at --lr-decay-iters",
+        dump=False,
+    )
+    lr_wsd_decay_end_samples: tuple[int, ...] | None = arg(
+        None,
+        needs=("lr_decay_style", "WSD-S"),
+        minimum=1,
+        help="samples at which the earlier decays of --lr-decay-style WSD-S end and --lr "
+        "applies again; the last decay ends at --lr-decay-samples",
+        dump=False,
+    )
+    lr_power_amplitude: float = arg(
+        4.0,
+        needs=("lr_decay_style", "power"),
+        above=0,
+        help="A of --lr-decay-style power: A x global batch size x tokens^E, at most --lr",
+        dump=False,
+    )
+    lr_power_exponent: float = arg(
+        -0.51,
+        needs=("lr_decay_style", "power"),
+        below=0,
+        help="E of --lr-decay-style power",
         dump=False,
     )
     lr_decay_iters: int | None = arg(

@@ -224,6 +224,16 @@ def schedule_text(config: Config, plan: Plan) -> str:
         text += ", constant"
     elif o.lr_decay_style == "inverse-square-root":
         text += f", inverse-square-root decay, at least {o.min_lr:g}"
+    elif o.lr_decay_style == "WSD-S":
+        ends = (o.lr_wsd_decay_end_samples if by_samples else o.lr_wsd_decay_end_iters) or ()
+        text += f", WSD-S decays to {o.min_lr:g} at {unit}s " + ", ".join(
+            f"{end:,}" for end in (*ends, horizon)
+        )
+    elif o.lr_decay_style == "power":
+        text += (
+            f" or {o.lr_power_amplitude * plan.batch.final_global_batch_size:g} x tokens^"
+            f"{o.lr_power_exponent:g}, decay to {o.min_lr:g} at {unit} {horizon:,}"
+        )
     else:
         text += f", {o.lr_decay_style} decay to {o.min_lr:g} at {unit} {horizon:,}"
     return f"{text}; warm-up {warmup}" if warmup else f"{text}; no warm-up"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron import log
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.optimizer import ANNEALED, OptimizerConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
@@ -36,18 +36,21 @@ class ScheduleSteps:
     zero_lr_steps: int = 0
     lr_warmup_lead: int = 0
     per_iteration: int | None = None  # samples, where the flags count iterations
+    wsd_decay_ends: tuple[int, ...] = ()  # of WSD-S, without the last, lr_decay_steps
+    power_scale: float = 0.0  # the rate of the power scheduler after one sample
 
 
 def schedule_steps(
-    config: OptimizerConfig, training: TrainingConfig, global_batch_size: int
+    config: OptimizerConfig, training: TrainingConfig, global_batch_size: int, seq_length: int
 ) -> ScheduleSteps:
     """The horizons in samples: those of --train-samples where it is set, else iterations x
-    `global_batch_size`."""
+    `global_batch_size`. A sample has `seq_length` tokens."""
     if training.train_samples:
         total = training.train_samples
         decay = total if config.lr_decay_samples is None else config.lr_decay_samples
         warmup: float = config.lr_warmup_samples
         wsd = config.lr_wsd_decay_samples
+        ends = config.lr_wsd_decay_end_samples or ()
     else:
         assert training.train_iters, training
         iterations = training.train_iters
@@ -57,8 +60,14 @@ def schedule_steps(
         warmup = config.lr_warmup_iters * global_batch_size
         wsd_iters = config.lr_wsd_decay_iters
         wsd = None if wsd_iters is None else wsd_iters * global_batch_size
+        ends = tuple(end * global_batch_size for end in config.lr_wsd_decay_end_iters or ())
     if config.lr_warmup_fraction is not None:
         warmup = config.lr_warmup_fraction * decay
+    if config.lr_decay_style != "WSD-S":
+        ends = ()
+    power = 0.0
+    if config.lr_decay_style == "power":
+        power = config.lr_power_amplitude * global_batch_size * seq_length**config.lr_power_exponent
     return ScheduleSteps(
         warmup,
         decay,
@@ -67,6 +76,8 @@ def schedule_steps(
         zero_lr_steps=config.lr_init_iters * global_batch_size,
         lr_warmup_lead=global_batch_size if config.lr_warmup_first_step else 0,
         per_iteration=None if training.train_samples else global_batch_size,
+        wsd_decay_ends=ends,
+        power_scale=power,
     )
 
 
@@ -110,13 +121,16 @@ class OptimizerParamScheduler:
         self.lr_decay_steps = steps.lr_decay_steps
         self.wd_incr_steps = steps.wd_incr_steps
         self.wsd_decay_steps = steps.wsd_decay_steps or 0
+        self.wsd_decay_ends = [*steps.wsd_decay_ends]
+        self.power_scale = steps.power_scale
+        self.power_exponent = config.lr_power_exponent
         self.zero_lr_steps = steps.zero_lr_steps
         self.lr_warmup_lead = steps.lr_warmup_lead
         self.per_iteration = steps.per_iteration
         self.num_steps = 0
         assert 0 <= self.lr_warmup_steps < self.lr_decay_steps - self.zero_lr_steps, steps
         assert 0.0 <= self.start_wd <= self.end_wd and self.wd_incr_steps > 0, config
-        if self.lr_decay_style == "WSD":
+        if self.lr_decay_style in ANNEALED:
             assert 0 < self.wsd_decay_steps <= self.lr_decay_steps, steps
         self.step(0)
 
@@ -124,10 +138,17 @@ class OptimizerParamScheduler:
         """The learning rate at `num_steps`, with the limits of `group` where it has its own
         (without its lr_mult)."""
         group = group or {}
-        max_lr = group.get("max_lr", self.max_lr)
         min_lr = group.get("min_lr", self.min_lr)
         n = self.num_steps
         warmup = self.lr_warmup_steps
+        # the anneal that n is in, or else the next
+        anneal_end = next((end for end in self.wsd_decay_ends if n < end), self.lr_decay_steps)
+        anneal_start = anneal_end - self.wsd_decay_steps
+        max_lr = group.get("max_lr", self.max_lr)
+        if self.lr_decay_style == "power":
+            # the warm-up rises to the power law, the anneal falls from it
+            at = min(max(n, warmup + self.zero_lr_steps), anneal_start)
+            max_lr = max(min_lr, max_lr * self._power(max(at, 1)))
         decay = self.lr_decay_steps
         if n < self.zero_lr_steps:
             return 0.0
@@ -143,15 +164,22 @@ class OptimizerParamScheduler:
             return min_lr
         if self.lr_decay_style == "inverse-square-root":
             return max(min_lr, max_lr * max(warmup, 1) ** 0.5 / max(n, 1) ** 0.5)
-        if self.lr_decay_style == "WSD":
-            anneal_start = decay - self.wsd_decay_steps
+        if self.lr_decay_style in ANNEALED:
             ratio = (n - anneal_start) / self.wsd_decay_steps
-            coefficient = (
-                1.0 if n <= anneal_start else _decay_coefficient(self.lr_wsd_decay_style, ratio)
-            )
+            if n <= anneal_start:
+                coefficient = 1.0
+            elif self.lr_wsd_decay_style == "inverse":
+                return 1.0 / (ratio / min_lr + (1.0 - ratio) / max_lr)
+            else:
+                coefficient = _decay_coefficient(self.lr_wsd_decay_style, ratio)
         else:
             coefficient = _decay_coefficient(self.lr_decay_style, (n - warmup) / (decay - warmup))
         return min_lr + coefficient * (max_lr - min_lr)
+
+    def _power(self, samples: float) -> float:
+        """The power scheduler's rate after `samples`, as a share of --lr."""
+        rate = self.power_scale * samples**self.power_exponent
+        return rate / self.max_lr if rate < self.max_lr else 1.0
 
     def get_wd(self) -> float:
         """The weight decay at `num_steps` (a group multiplies it by its wd_mult)."""
@@ -184,8 +212,9 @@ class OptimizerParamScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able, with Megatron's keys (the initial rate and the WSD values are not among
-        them)."""
-        return {
+        them), and what makes WSD-S and the power scheduler, which Megatron has not."""
+        more = {"WSD-S": _WSD_S, "power": _POWER}.get(self.lr_decay_style, ())
+        return {name: getattr(self, name) for name in more} | {
             "max_lr": self.max_lr,
             "lr_warmup_steps": self.lr_warmup_steps,
             "num_steps": self.num_steps,
@@ -252,6 +281,8 @@ class OptimizerParamScheduler:
 
     def _with_unit(self, name: str, value: Any) -> str:
         """A value as it was typed: samples, or iterations of full batches."""
+        if isinstance(value, list):
+            return ", ".join(self._with_unit(name, number) for number in value)
         if name not in _SAMPLES:
             return str(value)
         if self.per_iteration and value % self.per_iteration == 0:
@@ -316,12 +347,47 @@ _STATE_ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         ("wd_incr_steps",),
     ),
     ("wd_incr_style", "weight decay incr style", "--weight-decay-incr-style", ("wd_incr_style",)),
+    (
+        "lr_wsd_decay_style",
+        "learning rate anneal style",
+        "--lr-wsd-decay-style",
+        ("lr_wsd_decay_style",),
+    ),
+    (
+        "wsd_decay_steps",
+        "number of anneal iterations",
+        "--lr-wsd-decay-iters or -samples",
+        ("wsd_decay_steps",),
+    ),
+    (
+        "wsd_decay_ends",
+        "iterations at which anneals end",
+        "--lr-wsd-decay-end-iters or -samples",
+        ("wsd_decay_ends",),
+    ),
+    (
+        "power_scale",
+        "learning rate of the power law after one sample",
+        "--lr-power-amplitude, --global-batch-size and --seq-length",
+        ("power_scale",),
+    ),
+    (
+        "power_exponent",
+        "exponent of the learning rate",
+        "--lr-power-exponent",
+        ("power_exponent",),
+    ),
 )
+_ANNEAL = ("lr_wsd_decay_style", "wsd_decay_steps")
+_WSD_S = (*_ANNEAL, "wsd_decay_ends")
+_POWER = (*_ANNEAL, "power_scale", "power_exponent")
 # What is counted in samples, whose names in Megatron's messages speak of iterations.
 _SAMPLES = {
     "lr_warmup_steps": "the warm-up",
     "lr_decay_steps": "the learning rate decay",
     "wd_incr_steps": "the weight decay increase",
+    "wsd_decay_steps": "the final decay",
+    "wsd_decay_ends": "the end of each earlier decay",
 }
 
 
@@ -329,5 +395,10 @@ def build_scheduler(
     config: Config, plan: Plan, optimizer: HasParamGroups
 ) -> OptimizerParamScheduler:
     """Learning rate and weight decay over the run, in samples."""
-    steps = schedule_steps(config.optimizer, config.training, plan.batch.final_global_batch_size)
+    steps = schedule_steps(
+        config.optimizer,
+        config.training,
+        plan.batch.final_global_batch_size,
+        config.model.seq_length,
+    )
     return OptimizerParamScheduler(optimizer, config.optimizer, steps)

@@ -21,7 +21,10 @@ def limits(f: Facts) -> Iterator[str]:
     """Numbers out of range, which later rules do not compute with."""
     for name, flag in f.flags.items():
         value = f[name]
-        if flag.limits and value is not None and (problem := flag.limits.problem(value)):
+        if not flag.limits or value is None:
+            continue
+        numbers = value if isinstance(value, tuple) else (value,)
+        if problem := next(filter(None, map(flag.limits.problem, numbers)), None):
             f.bad.add(name)
             yield f"{f.say(name)}: {problem}"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks import batch as check_batch
 from megatron.config.checks.facts import Facts
+from megatron.config.optimizer import ANNEALED
 from megatron.config.plan.plan import batch_schedule
 
 _BATCH = (
@@ -26,7 +27,7 @@ def length_and_batch(f: Facts) -> Iterator[str]:
     else:
         samples = f["train_samples"] is not None
         unit, other_unit = ("samples", "iters") if samples else ("iters", "samples")
-        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        for stem in ("lr_decay", "lr_warmup", "lr_wsd_decay", "lr_wsd_decay_end"):
             if (samples or f["train_iters"] is not None) and f[f"{stem}_{other_unit}"]:
                 yield (
                     f"{f.say(f'{stem}_{other_unit}')}: the run is counted by --train-{unit}; use "
@@ -90,12 +91,14 @@ def _batch_size(f: Facts) -> int:
 
 
 def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
-    if f["lr_decay_style"] != "WSD":
+    if f["lr_decay_style"] not in ANNEALED:
         return
+    if f["lr_wsd_decay_style"] == "inverse":
+        yield from _inverse(f)
     wsd = f"lr_wsd_decay_{unit}"
     if f[wsd] is None:
         yield (
-            "--lr-decay-style WSD: needs the length of its anneal; give "
+            f"{f.say('lr_decay_style')}: needs the length of its anneal; give "
             f"{f.flags[wsd].spelling} [flag-missing]"
         )
     elif f.ok(wsd) and f[wsd] > f[horizon]:
@@ -103,6 +106,45 @@ def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
             f"{f.say(wsd)}: longer than {f.say(horizon)}, the whole schedule; use at most "
             "that [wsd-decay-too-long]"
         )
+    elif f["lr_decay_style"] == "WSD-S":
+        yield from _decay_ends(f, unit, horizon)
+
+
+def _inverse(f: Facts) -> Iterator[str]:
+    """Its rate is never 0."""
+    for name in ("min_lr", "decoupled_min_lr"):
+        if f[name] == 0:
+            yield (
+                f"{f.say('lr_wsd_decay_style')}: cannot reach 0; give {f.flags[name].spelling} "
+                "above 0 [wsd-inverse-decay-to-zero]"
+            )
+
+
+def _decay_ends(f: Facts, unit: str, horizon: str) -> Iterator[str]:
+    """Each decay of WSD-S begins after the warm-up and after the decay before it."""
+    length, ends = f"lr_wsd_decay_{unit}", f"lr_wsd_decay_end_{unit}"
+    if f[ends] is None:
+        yield (
+            f"{f.say('lr_decay_style')}: needs the {'iterations' if unit == 'iters' else unit} at "
+            f"which its earlier decays end; give {f.flags[ends].spelling} [flag-missing]"
+        )
+        return
+    warmup = f"lr_warmup_{unit}"
+    if not f.ok(length, ends, warmup):
+        return
+    fraction = f["lr_warmup_fraction"]
+    before = f[warmup] if fraction is None else fraction * f[horizon]
+    before += f["lr_init_iters"] * (_batch_size(f) if unit == "samples" else 1)
+    what = "the end of the warm-up"
+    for end in (*f[ends], f[horizon]):
+        if end - f[length] < before:
+            yield (
+                f"{f.say(ends)}: the decay over {f.say(length)} that ends at {end} begins before "
+                f"{before:.0f}, {what}; let the ends rise by at least its length "
+                "[wsd-decays-overlap]"
+            )
+            return
+        before, what = end, "the end of the decay before it"
 
 
 def _weight_decay(f: Facts) -> Iterator[str]:

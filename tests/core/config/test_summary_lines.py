@@ -57,6 +57,18 @@ def summary(flags: str, world_size: int = 1) -> str:
             ["0.001, cosine decay to 0.0001 at sample 100; warm-up 10 samples"],
         ),
         (
+            "--train-iters 2000 --lr-decay-style WSD-S --lr-wsd-decay-iters 100 --min-lr 1e-4 "
+            "--lr-wsd-decay-end-iters 500 1000",
+            1,
+            ["0.001, WSD-S decays to 0.0001 at iterations 500, 1,000, 2,000; no warm-up"],
+        ),
+        (
+            "--train-samples 2000 --lr-decay-style power --lr-wsd-decay-samples 200 "
+            "--global-batch-size 8",
+            1,
+            ["0.001 or 32 x tokens^-0.51, decay to 0 at sample 2,000; no warm-up"],
+        ),
+        (
             "--train-iters 10 --lr-decay-style constant --optimizer sgd --clip-grad 0 "
             "--eval-iters 0",
             1,

@@ -18,7 +18,10 @@ from megatron.optimizer.scheduler import OptimizerParamScheduler, ScheduleSteps,
 OTHERS = (
     "grad_scaler embed_grad_scale log_num_zeros_in_grad counts reduce_sum reduce_max span"
 ).split()
-STEPS = "lr_warmup_steps lr_decay_steps wd_incr_steps wsd_decay_steps zero_lr_steps lr_warmup_lead"
+STEPS = (
+    "lr_warmup_steps lr_decay_steps wd_incr_steps wsd_decay_steps zero_lr_steps lr_warmup_lead "
+    "wsd_decay_ends power_scale"
+)
 
 
 def optimizer_of(params: Any, **values: Any) -> MixedPrecisionOptimizer:
@@ -32,10 +35,12 @@ def dynamic_scaler(initial_loss_scale: float, **values: Any) -> DynamicGradScale
     return DynamicGradScaler(PrecisionConfig(initial_loss_scale=initial_loss_scale, **values))
 
 
-def steps_of(global_batch_size: int, **flags: Any) -> ScheduleSteps:
+def steps_of(global_batch_size: int, seq_length: int = 1, **flags: Any) -> ScheduleSteps:
     """The horizons of these flags."""
     training = {name: flags.pop(name) for name in ("train_iters", "train_samples") if name in flags}
-    return schedule_steps(OptimizerConfig(**flags), TrainingConfig(**training), global_batch_size)
+    return schedule_steps(
+        OptimizerConfig(**flags), TrainingConfig(**training), global_batch_size, seq_length
+    )
 
 
 def scheduler_of(optimizer: Any, **values: Any) -> OptimizerParamScheduler:

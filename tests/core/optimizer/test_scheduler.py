@@ -10,7 +10,13 @@ import torch
 
 from megatron.optimizer.scheduler import ScheduleSteps
 from tests import problems
-from tests.core.optimizer.builders import dynamic_scaler, optimizer_of, scheduler_of, steps_of
+from tests.core.optimizer.builders import (
+    STEPS,
+    dynamic_scaler,
+    optimizer_of,
+    scheduler_of,
+    steps_of,
+)
 
 SEED = {
     "init_lr": 0.0,
@@ -88,6 +94,137 @@ def test_wsd_stays_at_the_peak_and_anneals(style, golden):
     assert [lr_at(scheduler, n) for n in (10, 11, 80)] == [1.0, 1.0, 1.0]
     assert [lr_at(scheduler, n) for n in (81, 90, 100)] == pytest.approx(golden, abs=6e-7)
     assert lr_at(scheduler, 101) == 0.1
+
+
+def test_wsd_inverse_anneals_linearly_in_one_over_the_rate():
+    scheduler = build(
+        [{}, {"max_lr": 0.5, "min_lr": 0.25}],
+        lr_decay_style="WSD",
+        lr_wsd_decay_style="inverse",
+        max_lr=1.0,
+        min_lr=0.1,
+        lr_warmup_steps=10,
+        lr_decay_steps=100,
+        wsd_decay_steps=20,
+    )
+    for n, rates in {80: (1.0, 0.5), 85: (1 / 3.25, 0.4), 90: (1 / 5.5, 1 / 3)}.items():
+        scheduler.step(n - scheduler.num_steps)
+        groups = scheduler.optimizer.param_groups
+        assert [group["lr"] for group in groups] == pytest.approx(rates, rel=1e-14)
+    assert lr_at(scheduler, 100) == pytest.approx(0.1, rel=1e-14) and lr_at(scheduler, 101) == 0.1
+
+
+def test_wsds_is_wsd_to_each_end_and_the_peak_in_between():
+    """Up to an end as a run of WSD that ends there; from the end on the stable rate again."""
+    wsd = {"max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "wsd_decay_steps": 20}
+    scheduler = build(
+        lr_decay_style="WSD-S", lr_decay_steps=200, wsd_decay_ends=(40, 60, 120), **wsd
+    )
+    ends = {
+        end: build(lr_decay_style="WSD", lr_decay_steps=end, **wsd) for end in (40, 60, 120, 200)
+    }
+    begin = 0
+    for end, alone in ends.items():
+        assert lr_at(scheduler, begin) == (1.0 if begin else 0.0)
+        for n in range(begin + 1, end):
+            assert lr_at(scheduler, n) == lr_at(alone, n), n
+        assert lr_at(scheduler, end - 1) < 0.2
+        begin = end
+    assert lr_at(scheduler, 200) == lr_at(scheduler, 201) == 0.1
+
+
+@pytest.mark.parametrize("a", [0.05, 0.005])
+@pytest.mark.parametrize("samples", [False, True])
+def test_power_is_the_papers_formula(samples, a):
+    """min(lr, B a n^b) over n tokens, a linear warm-up to it, and the anneal from it."""
+    batch, seq_length, total, warmup, anneal = 8, 32, 100, 5, 20
+    lr, floor, b = 0.01, 1e-4, -0.4
+    flags = {
+        "lr_decay_style": "power",
+        "lr_wsd_decay_style": "linear",
+        "lr_power_amplitude": a,
+        "lr_power_exponent": b,
+    }
+    unit, times = ("samples", batch) if samples else ("iters", 1)
+    lengths = {
+        f"train_{unit}": total * times,
+        f"lr_warmup_{unit}": warmup * times,
+        f"lr_wsd_decay_{unit}": anneal * times,
+    }
+    steps = steps_of(batch, seq_length, **flags, **lengths)
+    values = {name: getattr(steps, name) for name in STEPS.split()}
+    groups = [{}, {"max_lr": 10 * lr}, {"lr_mult": 0.5}]
+    scheduler = build(groups, max_lr=lr, min_lr=floor, **flags, **values)
+
+    def power(iteration):
+        tokens = iteration * batch * seq_length
+        return min(lr, batch * a * tokens**b)
+
+    below = 0
+    for iteration in range(total):
+        rate = power(max(iteration, warmup))
+        if iteration < warmup:
+            rate *= iteration / warmup
+        elif iteration > total - anneal:
+            rest = (total - iteration) / anneal
+            rate = floor + rest * (power(total - anneal) - floor)
+        below += rate < lr
+        assert groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
+        assert groups[2]["lr"] == pytest.approx(rate / 2, rel=1e-12)
+        if iteration <= total - anneal:
+            assert groups[1]["lr"] == pytest.approx(10 * rate, rel=1e-12)
+        scheduler.after_iteration(batch)
+    assert below == total if a < 0.01 else warmup + anneal < below < total  # in the minimum
+
+
+def test_a_power_law_may_be_all_anneal_or_all_peak():
+    power = {"lr_decay_style": "power", "lr_warmup_steps": 0, "lr_decay_steps": 10}
+    assert lr_at(build(wsd_decay_steps=10, power_scale=1e-4, **power), 0) == 1e-4
+    assert lr_at(build(wsd_decay_steps=1, power_scale=1e9, **power), 9) == SEED["max_lr"]
+    assert (
+        lr_at(build(wsd_decay_steps=1, power_scale=1e-4, max_lr=0.0, min_lr=0.0, **power), 5) == 0
+    )
+
+
+NEW_STYLES = [
+    {"lr_decay_style": "WSD-S", "wsd_decay_steps": 8000, "wsd_decay_ends": (64000, 80000)},
+    {"lr_decay_style": "power", "wsd_decay_steps": 8000, "power_scale": 0.01},
+]
+
+
+@pytest.mark.parametrize("flags", NEW_STYLES, ids=["WSD-S", "power"])
+def test_a_resume_knows_the_whole_schedule(flags):
+    """With the checkpoint's values every later rate is the same, whatever the command line has."""
+    source = build(**flags)
+    source.step(30000)
+    state = json.loads(json.dumps(source.state_dict()))
+    same = build(**flags)
+    same.load_state_dict(state)
+    other = build(use_checkpoint_opt_param_scheduler=True)
+    other.load_state_dict(state)
+    for n in (30000, 60000, 63999, 64000, 79000, 2555000, 2560000):
+        rates = {lr_at(one, n) for one in (source, same, other)}
+        assert len(rates) == 1
+    assert other.state_dict() == source.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("flags", "change", "named"),
+    [
+        (NEW_STYLES[0], {"wsd_decay_ends": (64000,)}, "--lr-wsd-decay-end-iters"),
+        (NEW_STYLES[0], {"wsd_decay_steps": 4000}, "--lr-wsd-decay-iters"),
+        (NEW_STYLES[0], {"lr_wsd_decay_style": "linear"}, "--lr-wsd-decay-style"),
+        (NEW_STYLES[1], {"power_scale": 0.02}, "--lr-power-amplitude"),
+        (NEW_STYLES[1], {"lr_power_exponent": -0.5}, "--lr-power-exponent"),
+    ],
+)
+def test_another_anneal_or_power_law_is_refused_on_resume(flags, change, named):
+    state = json.loads(json.dumps(build(**flags).state_dict()))
+    with problems.raises(ValueError, "schedule-differs-from-checkpoint", named):
+        build(**{**flags, **change}).load_state_dict(state)
+    other = build(**{**flags, **change}, override_opt_param_scheduler=True)
+    other.load_state_dict(state)
+    assert other.state_dict() == build(**{**flags, **change}).state_dict()
 
 
 def test_the_skip_seeds_four_rates():
@@ -168,6 +305,11 @@ def test_steps_in_iterations_and_in_samples():
         8, train_samples=1001, lr_warmup_samples=50, lr_wsd_decay_samples=30
     ) == ScheduleSteps(50, 1001, 1001, 30)
     assert steps_of(8, train_samples=1001, lr_decay_samples=900).lr_decay_steps == 900
+    ends = {"lr_wsd_decay_end_iters": (10, 20), "lr_wsd_decay_end_samples": (30,)}
+    wsds = {"lr_decay_style": "WSD-S", **ends}
+    assert steps_of(8, train_iters=100, **wsds).wsd_decay_ends == (80, 160)
+    assert steps_of(8, train_samples=1001, **wsds).wsd_decay_ends == (30,)
+    assert steps_of(8, train_iters=100, lr_decay_style="WSD", **ends).wsd_decay_ends == ()
 
 
 def test_an_overflow_holds_the_rate_and_a_skipped_iteration_does_not(make_params, fill_grads):

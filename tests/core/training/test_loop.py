@@ -248,6 +248,42 @@ def test_a_growing_batch_in_a_run_of_iterations(text, tmp_path, flags):
     assert run(text, tmp_path / "c", 6, *more, *flags).series(*EXACT) == grows.series(*EXACT)
 
 
+def test_the_weights_at_an_end_of_wsds_are_those_of_wsd(text, tmp_path):
+    """A stop in a decay changes nothing; after the decay the stable rate again."""
+    anneal = ["--lr-wsd-decay-iters", "2", "--min-lr", "1e-4", "--save-interval", "4"]
+    wsds = ["--lr-decay-style", "WSD-S", "--lr-wsd-decay-end-iters", "4", *anneal]
+    wsd = ["--lr-decay-style", "WSD", "--lr-decay-iters", "4", *anneal]
+    straight = run(text, tmp_path / "a", 8, *wsds, "--lr-warmup-iters", "1")
+    alone = run(text, tmp_path / "b", 8, *wsd, "--lr-warmup-iters", "1", "--exit-interval", "4")
+    same_tensors(straight.tensors(4), alone.tensors(4))
+    rates = [row["learning_rate"] for row in straight.rows]  # each of the next update
+    assert {*rates[:2], *rates[3:6]} == {0.003} and rates[2] == rates[6] < 0.003
+    assert rates[7] == 1e-4
+    run(text, tmp_path / "c", 8, *wsds, "--lr-warmup-iters", "1", "--exit-interval", "3")
+    resumed = run(text, tmp_path / "c", 8, *wsds, "--lr-warmup-iters", "1")
+    assert resumed.resumes == [3] and resumed.series(*EXACT) == straight.series(*EXACT)
+    same_tensors(resumed.tensors(), straight.tensors())
+
+
+def test_power_with_a_growing_batch_counts_the_tokens_trained_on(text, tmp_path):
+    """B stays the full batch; a run that is stopped while the batch grows goes on alike."""
+    more = "--rampup-batch-size 2 2 12 --train-samples 46 --micro-batch-size 2 --lr 0.01 "
+    more += "--lr-decay-style power --lr-power-amplitude 0.01 --lr-wsd-decay-samples 16"
+
+    def power_run(folder, *flags):
+        words = with_flags(argv(text, folder, None, *flags), *more.split())
+        return train(folder, without(words, "--lr-warmup-iters"))
+
+    straight = power_run(tmp_path / "a")
+    tokens = [32 * sum((2, 2, 4, 6, 8, 8)[:n]) for n in range(1, 7)]  # before the anneal
+    rates = [min(0.01, 8 * 0.01 * n**-0.51) for n in tokens]
+    found = [row["learning_rate"] for row in straight.rows]  # each of the next update
+    assert found[:6] == pytest.approx(rates, rel=1e-12)
+    assert 0 == found[-1] < found[-2] < found[5] < found[0]
+    power_run(tmp_path / "c", "--exit-interval", "3")
+    assert power_run(tmp_path / "c").series(*EXACT) == straight.series(*EXACT)
+
+
 def test_a_resume_with_other_eval_iters(text, tmp_path):
     """It goes on, with a warning: validation data are not trained on. Used up, they begin again."""
     often = ["--eval-interval", "1", "--exit-interval", "3"]

@@ -253,7 +253,7 @@ def run_state(
             )
     size = run.training.global_batch_size
     assert size is not None, "read_flags refuses flags without it"
-    steps = schedule_steps(run.optimizer, run.training, size)
+    steps = schedule_steps(run.optimizer, run.training, size, run.model.seq_length)
     schedule = OptimizerParamScheduler(SimpleNamespace(param_groups=[]), run.optimizer, steps)
     iteration = context["batch_count"] + 1  # InternLM's is the number of the last batch
     return RunState(

@@ -161,6 +161,10 @@ def test_instances_of_the_distributed_optimizer():
         "--dataloader-type cyclic --no-data-sharding",
         "--no-bias-gelu-fusion",
         "--lr-decay-style WSD --lr-wsd-decay-iters 3",
+        "--lr-decay-style WSD-S --lr-wsd-decay-iters 3 --lr-wsd-decay-end-iters 4 7 "
+        "--lr-warmup-iters 1",
+        "--lr-decay-style power --lr-wsd-decay-iters 3 --lr-power-amplitude 1",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style inverse --min-lr 1e-4",
         "--kv-channels 7",
         "--num-query-groups 4",
         "--eval-iters 0",
