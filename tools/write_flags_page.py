@@ -35,7 +35,7 @@ Generated from the declarations in `megatron/config` and `megatron/features` by
 `python tools/write_flags_page.py`; do not edit it. Flags may also be read from a file:
 `pretrain_gpt.py @my.args --lr 1e-4` (shell quoting, `#` comments; the command line wins over the
 file).
-A flag that is in no table below is an error that names the nearest ones.
+A flag that is not below is an error that names the nearest ones.
 """
 
 
@@ -55,12 +55,13 @@ def own_rows(flags: Iterable[Flag]) -> list[str]:
 
 
 def foreign_rows(rows: Iterable[tuple[Sequence[str], str]]) -> list[str]:
-    """A table of the flags of another program, a row for each text."""
+    """A list of the flags of another program, an entry for each text."""
     by_text: dict[str, list[str]] = {}
     for spellings, text in rows:
         by_text.setdefault(text, []).extend(f"`{spelling}`" for spelling in spellings)
-    return ["", "| flags | |", "|---|---|"] + [
-        f"| {', '.join(spelled)} | {cell(text)} |" for text, spelled in by_text.items()
+    return [""] + [
+        f"- {cell(text)}: {', '.join(spelled)}" if text else ", ".join(spelled)
+        for text, spelled in by_text.items()
     ]
 
 
@@ -69,9 +70,9 @@ def page() -> str:
     parser = command_line.parser(RunConfig)
     lines = [HEAD.rstrip("\n")]
     for group, title in parser.sections.items():
-        lines += ["", f"## {title.rstrip('.')}"] + own_rows(
-            flag for flag in parser.flags if flag.group == group
-        )
+        flags = [flag for flag in parser.flags if flag.group == group]
+        if flags:
+            lines += ["", f"## {title.rstrip('.')}", *own_rows(flags)]
     for head, rows in parser.others.tables().items():
         lines += [head.rstrip("\n"), *foreign_rows(rows)]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ the bytes.
     compat.READ_AS: """
 ## Flags of Megatron-LM that are read as others
 
-Older spellings, and flags of its forks. A flag of the right column that is given itself wins.
+Older spellings, and flags of its forks. A flag that is named first and given itself wins.
 """,
     compat.REFUSED: """
 ## Flags of Megatron-LM that are refused
@@ -63,17 +63,18 @@ def argument_table(values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[s
 
 
 def tables() -> dict[str, list[tuple[Sequence[str], str]]]:
-    """As `OtherFlags.tables`: one for each verdict, families of flags at its end."""
+    """As `OtherFlags.tables`: one for each verdict, families of flags at its end. Of those that are
+    refused the error says why, and the page only the names."""
     found: dict[str, list[tuple[Sequence[str], str]]] = {}
     for verdict, head in HEADS.items():
         flags = sorted(compat.FOREIGN.values(), key=lambda flag: flag.spelling)
         found[head] = [
-            ((flag.spelling, *flag.aliases), flag.reason)
+            ((flag.spelling, *flag.aliases), "" if verdict == compat.REFUSED else flag.reason)
             for flag in flags
             if flag.verdict == verdict
         ]
         found[head] += [
-            ([f"{start}*" for start in starts], text)
+            ([f"{start}*" for start in starts], "" if verdict == compat.REFUSED else text)
             for which, starts, text in compat.prefixes()
             if which == verdict
         ]

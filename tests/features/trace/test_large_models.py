@@ -14,7 +14,7 @@ COMMON = (
     "--sequence-parallel --attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer "
     "--overlap-grad-reduce --overlap-param-gather --tokenizer-type NullTokenizer"
 )
-# docs/parallelism.md has the same commands.
+# docs/features/trace.md has the figures.
 GPT_175B = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
     "--max-position-embeddings 2048 --vocab-size 50257 --global-batch-size 1536 "
