@@ -147,7 +147,14 @@ def run(
     from megatron.training.logging.output import tolerate_failing_streams
 
     tokenizer = preflight.check(line)
-    threads.set_waiting(usage)
+    if threads.set_waiting(usage) and watch and "torch" in sys.modules:
+        # OpenMP has read the variable when the script imported torch
+        del os.environ["OMP_WAIT_POLICY"]
+        log.warn_once(
+            "threads that wait keep their cores busy, and this host has too few: start the script "
+            "with OMP_WAIT_POLICY=passive, or import torch inside its functions; it is slower so "
+            "[torch-imported-before-pretrain]"
+        )
     if watch:  # without it, the streams are the caller's
         tolerate_failing_streams()
     with save_services(line, services, watch) as made:

@@ -68,18 +68,20 @@ def spinning_fits(environ: Mapping[str, str], free: int, place: launcher.LaunchI
 
 def set_waiting(
     before: Usage | None = None, environ: MutableMapping[str, str] = os.environ
-) -> None:
-    """Decide it, before torch is imported, unless the environment has. `before`: `usage()` when the
-    program started. Also how many threads there are, where a quota of the container allows fewer
-    than the processors that torch would count."""
+) -> bool:
+    """Decide it, before torch is imported, unless the environment has: are they to sleep? `before`:
+    `usage()` when the program started. Also how many threads there are, where a quota of the
+    container allows fewer than the processors that torch would count."""
     place, _ = launcher.read(environ)
     if "OMP_NUM_THREADS" not in environ and host.cores() < host.processors():
         environ["OMP_NUM_THREADS"] = str(max(1, host.cores() // (place.local_world_size or 1)))
     if any(name in environ for name in OWN):
-        return
+        return False
     busy = busy_cores(before, usage(), place.local_world_size or 1)
     if not spinning_fits(environ, host.cores() - busy, place):
         environ["OMP_WAIT_POLICY"] = "passive"
+        return True
+    return False
 
 
 def waiting(environ: Mapping[str, str] = os.environ) -> str:

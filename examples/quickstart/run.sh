@@ -113,7 +113,7 @@ curves         $out/curves.png; $python -m tensorboard.main --logdir $out/tensor
 checkpoints    $out/checkpoints (last: iteration $(cat "$newest"))
 metrics, log   $out/metrics.jsonl (JSON Lines, one per iteration); $out/log.txt
 generate       $python tools/generate.py $out/checkpoints "JULIET"
-train longer   the command of step 4 with --train-iters 2000 --override-opt_param-scheduler
+train longer   the command of step 4 with --train-iters 2000 --override-opt_param-scheduler --allow-data-order-change
 two processes  the same with $(dirname "$python")/torchrun --nproc-per-node 2 instead of $python: losses agree to rounding
 your own text  docs/getting_started.md
 a real model   examples/gpt2_345m

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -68,11 +69,29 @@ class GPTModel(gpt.GPTModel):
             **others,
         )
         super().__init__(**_chunk)
-        self._as_built = tuple(self.modules())
+        self._as_built = _facts(self)
 
     def is_as_built(self) -> bool:
-        """Has nobody derived a class from this one, or put other modules into it?"""
-        return type(self) is GPTModel and tuple(self.modules()) == self._as_built
+        """Has nobody derived a class from this one, or put something else into it: a module, a
+        parameter, an activation or another attribute, a hook?"""
+        facts = _facts(self)
+        return (
+            type(self) is GPTModel
+            and len(facts) == len(self._as_built)
+            and all(map(operator.is_, facts, self._as_built))
+        )
+
+
+def _facts(model: nn.Module) -> list[object]:
+    """What the modules are made of, and have been given, one after the other. Objects that are kept
+    here keep their identity."""
+    facts: list[object] = []
+    for module in model.modules():
+        facts.append(module)
+        for name, value in vars(module).items():
+            if name not in ("training", "_as_built"):
+                facts += value.values() if isinstance(value, dict) else [value]
+    return facts
 
 
 def _check_arguments(**given: Any) -> None:

@@ -135,6 +135,18 @@ def changed(pre_process, post_process):
     return model
 
 
+def other_activation(pre_process, post_process):
+    model = gpt(pre_process, post_process)
+    model.decoder.layers["1"].mlp.activation = torch.sin
+    return model
+
+
+def hooked(pre_process, post_process):
+    model = gpt(pre_process, post_process)
+    model.decoder.layers["1"].mlp.register_forward_hook(lambda module, given, out: 2 * out)
+    return model
+
+
 class Unmarked(PlainMLP):
     """A parameter that sees part of the tokens with --sequence-parallel, and no mark."""
 
@@ -165,6 +177,8 @@ PROVIDERS = {
     "ours": (None, gpt_step),
     "gpt": (gpt, gpt_step),
     "changed": (changed, gpt_step),
+    "other_activation": (other_activation, gpt_step),
+    "hooked": (hooked, gpt_step),
     "unmarked": (unmarked, gpt_step),
     "nano": (without_dropout, own_step),
     "dropout": (lambda **offered: Nano(), own_step),
@@ -348,8 +362,9 @@ def test_a_wrong_model_is_named(tmp_path, name, flags, world, code):
     assert not (tmp_path / "own" / "m").read_text()
 
 
-def test_checkpoints_of_another_model_are_refused(tmp_path):
-    run(tmp_path / "own", "changed")
+@pytest.mark.parametrize("name", ["changed", "other_activation", "hooked"])
+def test_checkpoints_of_another_model_are_refused(tmp_path, name):
+    run(tmp_path / "own", name)
     for read in (
         lambda: open_trained_model(tmp_path / "own" / "save"),
         lambda: run(tmp_path / "own", "ours", "--train-iters", "5"),
