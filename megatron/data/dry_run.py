@@ -192,6 +192,7 @@ def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> 
         raise ValueError(
             f"{prefix}: its {len(span.sequences)} {split} sequences hold {span.tokens} tokens, "
             f"one sample of --seq-length {sequence_length} needs {sequence_length + 1}; raise the "
-            f"share of {split} in --split{without}, use more data, or lower --seq-length "
+            f"share of {split} in --split{without} (it takes whole documents: cut few long ones "
+            "into several), use more data, or lower --seq-length "
             "[data-too-small]"
         )
