@@ -444,15 +444,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                 if number == 0:
                     print("Time to startup:", time.time() - started, flush=True)
                 _report(speed, progress, encoded, block.read)
-        for key, tokens in zip(job.keys, work.tokens, strict=True):
-            if not tokens:
-                what = (
-                    f'no text under "{key}"' if work.documents and not job.chat else "no documents"
-                )
-                raise ValueError(
-                    f"--input {' '.join(config.read.input)}: {what}, so there is nothing to write "
-                    "[input-without-text]"
-                )
+        _check_text(config, job, work)
         described = _descriptions(job, tokenizer, work)
         if job.chat and not work.finishing:
             trained = described[0]["trained_tokens"]
@@ -464,6 +456,17 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     return _summary(
         work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started
     )
+
+
+def _check_text(config: Config, job: Job, work: Unfinished) -> None:
+    """Raise ValueError for a key without a token."""
+    for key, tokens in zip(job.keys, work.tokens, strict=True):
+        if not tokens:
+            what = f'no text under "{key}"' if work.documents and not job.chat else "no documents"
+            raise ValueError(
+                f"--input {' '.join(config.read.input)}: {what}, so there is nothing to write "
+                "[input-without-text]"
+            )
 
 
 def _prepared(config: Config) -> tuple[Job, Tokenizer]:

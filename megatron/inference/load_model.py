@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoint import store
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import padded_vocab_size
 from megatron.config.precision import PrecisionConfig
 from megatron.config.tree import Config
@@ -77,7 +78,13 @@ def open_trained_model(
     padded = padded_vocab_size(rows, config.model.make_vocab_size_divisible_by, tensor_parallel)
     ctx, place = _grid(config, device)
     model = GPTModel(
-        config.model, config.precision, ctx, padded, tokenizer.vocab_size, torch.float32, place
+        config.model,
+        config.precision,
+        ctx,
+        parameter_table(config.model, padded, tokenizer.vocab_size),
+        tokenizer.vocab_size,
+        torch.float32,
+        place,
     )
     with found.reader() as reader, torch.no_grad():
         for parameter in model.parameters():

@@ -6,9 +6,9 @@ as if there were one device: what is parallel hides in the layers' names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +16,8 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
-    Scheme,
+    ParameterSpec,
     count_parameters,
-    parameter_table,
     stage_table,
 )
 from megatron.config.precision import PrecisionConfig
@@ -57,40 +56,42 @@ def hidden_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
-class GPTModel(nn.Module):
-    """A GPT, or the chunk of one that has the (global) `layers`.
+class Chunk(NamedTuple):
+    """The layers of a part of a GPT, by their global numbers. The `first` chunk has the embedding,
+    the `last` one final norm, output layer and loss; either may have no layers."""
 
-    The chunk with the first layer has the embedding, the one with the last layer final norm, output
-    layer and loss. Parameters are named as in `megatron.config.plan.parameters.parameter_table` and
-    their memory is not filled: `megatron.parallel.sharding.init_parameters` or a checkpoint does
-    that. Weights are [out, in]; a tied output layer uses the embedding's very parameter, or in
-    another chunk a copy of the same name. `first`, `last`: does it hold the embedding, the output
-    layer? By default where its layers are the first or last ones; a chunk of an end alone has no
-    layers, and its neighbour must not have that end too. `kernels`: what layers compute with.
-    `scheme`: initial values, if not Megatron's.
+    layers: range
+    first: bool
+    last: bool
+
+
+class GPTModel(nn.Module):
+    """A GPT, or the `chunk` of one.
+
+    `table`: the parameters of the whole GPT, of a plan or of
+    `megatron.config.plan.parameters.parameter_table`; exactly these are built, by their names. The
+    memory is not filled: `megatron.parallel.sharding.init_parameters` or a checkpoint does that.
+    Weights are [out, in]; a tied output layer uses the embedding's very parameter, or in another
+    chunk a copy of the same name. `vocab_size`: without padding. `kernels`: what layers compute
+    with.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         config: ModelConfig,
         precision: PrecisionConfig,
         ctx: ParallelContext,
-        padded_vocab_size: int,
+        table: Iterable[ParameterSpec],
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         *,
-        layers: range | None = None,
-        first: bool | None = None,
-        last: bool | None = None,
-        recompute: Recompute | None = None,
-        kernels: Kernels | None = None,
-        scheme: Scheme | None = None,
+        chunk: Chunk | None = None,
+        recompute: Recompute = Recompute(),
+        kernels: Kernels = Kernels(),
     ):
         super().__init__()
-        layers = range(config.num_layers) if layers is None else layers
-        first = layers.start == 0 if first is None else first
-        last = layers.stop == config.num_layers if last is None else last
+        layers, first, last = chunk or Chunk(range(config.num_layers), True, True)
         self.ctx = ctx
         self.vocab_size = vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
@@ -98,10 +99,7 @@ class GPTModel(nn.Module):
         self.positions = config.positions
         self.label_smoothing = config.label_smoothing
         self.z_loss_coeff = config.z_loss_coeff
-        table = stage_table(
-            parameter_table(config, padded_vocab_size, vocab_size, scheme), layers, first, last
-        )
-        kernels = kernels or Kernels()
+        table = stage_table(table, layers, first, last)
         scaling = None
         if precision.fp8 is not None:
             from megatron.parallel.fp8 import scaling_factory
@@ -113,7 +111,7 @@ class GPTModel(nn.Module):
         self.embedding = Embedding(config, params.scope("embedding"), ctx) if first else None
         self.rotary = RotaryTables(config, dtype, device) if config.positions == "rope" else None
         self.decoder = Decoder(
-            config, params.scope("decoder"), ctx, layers, last, kernels, recompute or Recompute()
+            config, params.scope("decoder"), ctx, layers, last, kernels, recompute
         )
         self.output_layer = self._build_output_layer(config, params, kernels) if last else None
         self._check(

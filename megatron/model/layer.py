@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,12 +132,7 @@ class TransformerLayer(nn.Module):
             self.mlp = MLP(config, params.scope("mlp"), ctx, kernels)
         self.recompute_mlp = recompute.includes("moe" if self.moe else "mlp")
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        inputs: LayerInputs = LayerInputs(),
-        seeds: Seeds = MappingProxyType({}),
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
         x = x + self.attention(self.input_layernorm(x), inputs, seeds)
@@ -184,12 +178,7 @@ class ParallelResidualLayer(TransformerLayer):
     """--use-parallel-residual: x + attention(norm(x)) + mlp(norm'(x)) (Wang and Komatsuzaki 2021);
     both branches read the same stream."""
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        inputs: LayerInputs = LayerInputs(),
-        seeds: Seeds = MappingProxyType({}),
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """As TransformerLayer's."""
         attended = x + self.attention(self.input_layernorm(x), inputs, seeds)
         return attended + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
@@ -199,12 +188,7 @@ class NormedResidualLayer(TransformerLayer):
     """--apply-residual-connection-post-layernorm: the stream itself is normed before each
     branch."""
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        inputs: LayerInputs = LayerInputs(),
-        seeds: Seeds = MappingProxyType({}),
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """As TransformerLayer's."""
         x = self.input_layernorm(x)
         x = self.pre_mlp_layernorm(x + self.attention(x, inputs, seeds))

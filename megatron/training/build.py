@@ -3,7 +3,6 @@ plan."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
-from megatron.model.gpt import GPTModel, hidden_dtype
+from megatron.model.gpt import Chunk, GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
@@ -63,11 +62,10 @@ def build_model(
 ) -> tuple[Chunks, Plan]:
     """The chunks of the model that this rank holds, their parameters initialized; and the plan,
     which is another one if the `script` has a model of its own."""
-    t = config.training
     ctx = runtime.ctx
+    planned = sorted(layer for stage in plan.layers_per_stage for part in stage for layer in part)
+    assert planned == list(range(config.model.num_layers)), f"layers {planned} are planned"
     log.detail("building GPT model ...")
-    make_scheme = config.added("init_scheme")
-    scheme = make_scheme(config.model) if make_scheme else None
     kernels = choose_kernels(runtime.device, getattr(torch, config.precision.params_dtype), config)
     for row in fp8_rows(runtime.device, config):
         if row.on:
@@ -78,18 +76,19 @@ def build_model(
             config=config.model,
             precision=config.precision,
             ctx=ctx,
-            padded_vocab_size=plan.padded_vocab_size,
+            table=plan.parameters,
             vocab_size=plan.vocab_size,
             dtype=getattr(torch, config.precision.params_dtype),
             device=runtime.device,
-            layers=layers,
-            first=ctx.pp.rank == 0 and chunk == 0,
-            last=ctx.pp.rank == ctx.pp.size - 1 and chunk == len(chunks) - 1,
-            recompute=_recompute(t, len(layers)),
+            chunk=Chunk(
+                layers,
+                first=ctx.pp.rank == 0 and number == 0,
+                last=ctx.pp.rank == ctx.pp.size - 1 and number == len(chunks) - 1,
+            ),
+            recompute=_recompute(config.training, len(layers)),
             kernels=kernels,
-            scheme=scheme,
         )
-        for chunk, layers in enumerate(chunks)
+        for number, layers in enumerate(chunks)
     ]
     if script.model_provider is None:
         model = Chunks(GPTModel(**of_chunk) for of_chunk in arguments)
@@ -99,17 +98,13 @@ def build_model(
         built = script_model.build(script.model_provider, config, ctx, runtime.device, arguments)
         plan = script_model.plan_of(plan, built, config, ctx)
         model = Chunks(built)
-    init_parameters(model.parameters(), ctx, t.seed)
-    if ctx.dp.rank == 0 and ctx.cp.rank == 0:
-        size = sum(p.numel() for p in model.parameters())
-        if log.shows_details():
-            print(
-                " > number of parameters on (tensor, pipeline) model parallel rank "
-                f"({ctx.tp.rank}, {ctx.pp.rank}): {size}",
-                flush=True,
-            )
-    if not plan.own_model:
-        _check_whole(model, config, plan, ctx)
+    init_parameters(model.parameters(), ctx, config.training.seed)
+    if log.shows_details() and ctx.dp.rank == 0 and ctx.cp.rank == 0:
+        print(
+            " > number of parameters on (tensor, pipeline) model parallel rank "
+            f"({ctx.tp.rank}, {ctx.pp.rank}): {sum(p.numel() for p in model.parameters())}",
+            flush=True,
+        )
     return model, plan
 
 
@@ -118,20 +113,6 @@ def _recompute(t: TrainingConfig, layers: int) -> Recompute:
     if t.recompute_fraction is not None:
         return Recompute("full", "block", len(t.recomputed_runs(layers)))
     return Recompute(t.recompute, t.recompute_method, t.recompute_num_layers, t.recomputed_modules)
-
-
-def _check_whole(model: Chunks, config: Config, plan: Plan, ctx: ParallelContext) -> None:
-    """Check that this rank's stage has the layers and parameters of the plan, and the plan every
-    layer once. The plan is the same on all ranks, so no communication is needed."""
-    planned = sorted(layer for stage in plan.layers_per_stage for part in stage for layer in part)
-    assert planned == list(range(config.model.num_layers)), f"layers {planned} were built"
-    layers = [int(name) for chunk in model for name in chunk.decoder.layers]
-    own = [layer for part in plan.layers_per_stage[ctx.pp.rank] for layer in part]
-    assert layers == own, f"layers {layers} were built, {own} planned"
-    shapes = {p.name: p.shape for p in map(sharding_of, model.parameters())}
-    size = sum(map(math.prod, shapes.values()))
-    wanted = sum(spec.size for spec in plan.parameters_of(ctx.pp.rank))
-    assert size == wanted, f"{size} parameters were built, {wanted} planned"
 
 
 def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage | Pipeline:

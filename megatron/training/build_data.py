@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron import log
 from megatron.config.data import DataConfig
-from megatron.config.plan.plan import Plan
+from megatron.config.plan.plan import Plan, Targets
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
@@ -53,9 +54,50 @@ def build_data(
     """The data sets of this rank. `progress`, that of a checkpoint which was loaded, says which mix
     of data it had; `provider` is a script's own source."""
     d = config.data
-    t = config.training
-    ctx = runtime.ctx
-    targets = plan.targets
+    dp = runtime.ctx.dp
+    _log_targets(plan.targets)
+    if index_helpers.REASON and not (d.mock_data or provider):
+        log.detail(
+            f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
+        )
+    if not (d.packed_samples or d.mock_data or provider):
+        from megatron.data.megatron_order import check_tokenizer
+
+        check_tokenizer(d, tokenizer.identity())
+
+    source = ScriptData(provider) if provider else source_of(d)
+    rows: list[Row] = []
+    train, valid, test = source.build(d, _request(config, plan, tokenizer, progress), rows)
+    valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
+    for line in plan_table(rows):
+        log.detail(line)
+    log.detail("> finished creating GPT datasets ...")
+
+    cyclic = d.dataloader_type == "cyclic"
+    train_sampler = (
+        None if train is None else _sampler(train, cyclic, plan.batch.micro_batch_size, d, dp)
+    )
+    rows_evaluated = plan.evaluation_batch.micro_batch_size
+    return Data(
+        train=train,
+        valid=valids,
+        test=test,
+        valid_names=_validation_names(d, valids),
+        train_sampler=train_sampler,
+        valid_samplers=[
+            _sampler(dataset, cyclic and not d.full_validation, rows_evaluated, d, dp)
+            for dataset in valids
+        ],
+        test_sampler=None if test is None else _sampler(test, False, rows_evaluated, d, dp),
+        order=data_order_fingerprint(
+            train, valid, None if train_sampler is None else train_sampler.order()
+        ),
+        rows=rows,
+    )
+
+
+def _log_targets(targets: Targets) -> None:
+    """Megatron's lines about how many samples the run needs."""
     for line in (
         "> building train, validation, and test datasets ...",
         " > datasets target sizes (minimum size):",
@@ -65,70 +107,41 @@ def build_data(
         "> building train, validation, and test datasets for GPT ...",
     ):
         log.detail(line)
-    if index_helpers.REASON and not (d.mock_data or provider):
-        log.detail(
-            f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
-        )
 
-    rows: list[Row] = []
-    sizes = (
-        targets.train,
-        None if d.full_validation and targets.valid else targets.valid,
-        targets.test,
-    )
-    if not (d.packed_samples or d.mock_data or provider):
-        from megatron.data.megatron_order import check_tokenizer
 
-        check_tokenizer(d, tokenizer.identity())
-    request = DataRequest(
-        sizes=sizes,
+def _request(
+    config: Config, plan: Plan, tokenizer: Tokenizer, progress: Progress | None
+) -> DataRequest:
+    """What this run requests, from whichever source."""
+    targets = plan.targets
+    whole_validation = config.data.full_validation and targets.valid
+    return DataRequest(
+        sizes=(targets.train, None if whole_validation else targets.valid, targets.test),
         sequence_length=config.model.seq_length,
-        seed=t.seed,
+        seed=config.training.seed,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         identity=tokenizer.identity(),
-        before=_mix_before(progress, d.continue_data_mix),
-        micro_batch_size=t.micro_batch_size,
+        before=_mix_before(progress, config.data.continue_data_mix),
+        micro_batch_size=config.training.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
         sample_formats=formats_of(config),
         generated_samples=generated_by(config),
     )
-    source = ScriptData(provider) if provider else source_of(d)
-    train, valid, test = source.build(d, request, rows)
-    valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
-    for line in plan_table(rows):
-        log.detail(line)
-    log.detail("> finished creating GPT datasets ...")
 
-    cyclic = d.dataloader_type == "cyclic"
-    of_train = (
-        None if train is None else _sampler(train, cyclic, plan.batch.micro_batch_size, d, ctx.dp)
-    )
-    rows_evaluated = plan.evaluation_batch.micro_batch_size
-    order = data_order_fingerprint(train, valid, None if of_train is None else of_train.order())
+
+def _validation_names(data: DataConfig, datasets: Sequence[Dataset]) -> list[str]:
+    """What the lines of the log call them; with --multiple-validation-sets they are listed."""
     names = [
-        subset_names(dataset)[0] if d.packed_samples else str(number)
-        for number, dataset in enumerate(valids)
+        subset_names(dataset)[0] if data.packed_samples else str(number)
+        for number, dataset in enumerate(datasets)
     ]
-    for name, dataset in zip(names, valids, strict=True) if d.multiple_validation_sets else ():
+    for name, dataset in zip(names, datasets, strict=True) if data.multiple_validation_sets else ():
         log.print_rank_0(
-            f" > validation-{name}: {len(dataset)} {'rows' if d.packed_samples else 'samples'} of "
-            f"{', '.join(subset_names(dataset))}"
+            f" > validation-{name}: {len(dataset)} {'rows' if data.packed_samples else 'samples'} "
+            f"of {', '.join(subset_names(dataset))}"
         )
-    return Data(
-        train,
-        valids,
-        test,
-        names,
-        of_train,
-        [
-            _sampler(dataset, cyclic and not d.full_validation, rows_evaluated, d, ctx.dp)
-            for dataset in valids
-        ],
-        None if test is None else _sampler(test, False, rows_evaluated, d, ctx.dp),
-        order,
-        rows,
-    )
+    return names
 
 
 def _mix_before(progress: Progress | None, goes_on: bool) -> Before | None:

@@ -98,10 +98,10 @@ def _check_arguments(**given: Any) -> None:
     """Raise ValueError for arguments of a GPT that say something else than the flags."""
     m = _chunk["config"]
     expected = {
-        "vocab_size": _chunk["padded_vocab_size"],
+        "vocab_size": get_args().padded_vocab_size,
         "max_sequence_length": m.max_position_embeddings or m.seq_length,
-        "pre_process": _chunk["first"],
-        "post_process": _chunk["last"],
+        "pre_process": _chunk["chunk"].first,
+        "post_process": _chunk["chunk"].last,
         "fp16_lm_cross_entropy": _chunk["precision"].fp16_lm_cross_entropy,
         "share_embeddings_and_output_weights": m.tied,
         "position_embedding_type": m.positions,
@@ -137,8 +137,8 @@ def build(
     models = []
     for number, arguments in enumerate(chunks):
         offered = {
-            "pre_process": arguments["first"],
-            "post_process": arguments["last"],
+            "pre_process": arguments["chunk"].first,
+            "post_process": arguments["chunk"].last,
             "vp_stage": number if len(chunks) > 1 else None,
             "config": get_args(),
             "pg_collection": ctx,

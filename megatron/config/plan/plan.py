@@ -248,7 +248,9 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     padded = padded_vocab_size(
         vocab_size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size
     )
-    parameters = parameter_table(config.model, padded, vocab_size)
+    make_scheme = config.added("init_scheme")
+    scheme = make_scheme(config.model) if make_scheme else None
+    parameters = parameter_table(config.model, padded, vocab_size, scheme)
     skips = SkipRanges()
     if t.train_range_to_skip is not None or t.iterations_to_skip is not None:
         from megatron.config.skip_flags import parse_skips

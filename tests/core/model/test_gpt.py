@@ -592,7 +592,7 @@ def test_builds_on_the_meta_device():
         config,
         PrecisionConfig(),
         ParallelContext(ParallelConfig()),
-        50304,
+        parameter_table(config, 50304, 50257),
         50257,
         torch.bfloat16,
         "meta",
@@ -601,15 +601,14 @@ def test_builds_on_the_meta_device():
 
 
 def test_what_was_built_is_checked(monkeypatch):
-    import megatron.model.gpt as gpt
+    from tests.core.model import tiny
 
-    real = gpt.parameter_table
     monkeypatch.setattr(
-        gpt,
+        tiny,
         "parameter_table",
-        lambda model, padded, vocab, scheme: [
-            *real(model, padded, vocab, scheme),
-            *real(tiny_config(num_layers=1, qk_layernorm=True), padded, vocab)[5:7],
+        lambda model, padded, vocab: [
+            *parameter_table(model, padded, vocab),
+            *parameter_table(tiny_config(num_layers=1, qk_layernorm=True), padded, vocab)[5:7],
         ],
     )
     with pytest.raises(AssertionError, match="built but not in the table"):

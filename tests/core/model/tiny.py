@@ -8,9 +8,10 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.parameters import parameter_table
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
-from megatron.model.gpt import GPTModel
+from megatron.model.gpt import Chunk, GPTModel
 from megatron.model.layer import Recompute
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds
@@ -64,16 +65,18 @@ def tiny_model(
     """The model (its part with `layers`), filled; `scramble` moves norms and biases off their first
     values 1 and 0."""
     ctx = ctx or ParallelContext(ParallelConfig())
+    config = tiny_config(**flags)
+    layers = layers or range(config.num_layers)
     model = GPTModel(
-        tiny_config(**flags),
+        config,
         precision or PrecisionConfig(),
         ctx,
-        padded,
+        parameter_table(config, padded, vocab),
         vocab,
         dtype,
-        layers=layers,
-        recompute=recompute,
-        kernels=kernels,
+        chunk=Chunk(layers, layers.start == 0, layers.stop == config.num_layers),
+        recompute=recompute or Recompute(),
+        kernels=kernels or Kernels(),
     )
     init_parameters(model.parameters(), ctx, seed)
     if scramble:

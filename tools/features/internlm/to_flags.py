@@ -197,6 +197,12 @@ def _model(model: Section, kind: str) -> str:
             heads,
             "INTERNLM models have as many keys and values as num_attention_heads",
         )
+    _without_flag(model)
+    return dtype
+
+
+def _without_flag(model: Section) -> None:
+    """Keys of models that no run here has, and those that change no number."""
     model.only("use_dynamic_ntk_rope", False, "is for inference")
     model.only("is_reward", False, "there is no reward head")
     model.only("num_experts", 1, "there are no experts")
@@ -208,7 +214,6 @@ def _model(model: Section, kind: str) -> str:
     model.ignore("parallel_output", why="logits stay split over tensor-parallel ranks")
     model.ignore("apply_post_layer_norm", "dropout_selective_checkpoint", why="changes no number")
     model.ignore("use_flash_attn", why="attention within samples is exact with every kernel")
-    return dtype
 
 
 def _newer_model(model: Section, kind: str, heads: int) -> None:
