@@ -1,6 +1,7 @@
 #!/usr/bin/env python
 """Inspect training data: check .bin/.idx pairs, show which tokens of a document are trained, list
-the samples of an iteration, find the iterations of a document. Needs no model.
+the samples of an iteration, find the iterations of a document, and its line in the input. Needs no
+model.
 
 RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of
 pretrain_gpt.py. Exit codes: 0 no problem found, 1 a problem with the data, 2 a wrong command line.
@@ -33,12 +34,14 @@ from megatron.arguments import Problems, arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
+from megatron.data.document_sources import DocumentSources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
 from megatron.data.packed.build import open_files
 from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.packed.packed_dataset import SampleFile
 from megatron.data.packed.sample_formats import SampleFormat
+from megatron.data.preprocess.original import original_record
 from megatron.data.sampler import SequentialSampler
 from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
@@ -113,6 +116,25 @@ class FindOptions(RunOptions):
     document: int = arg(minimum=0, help="number of the document in its data set, from 0")
     prefix: str | None = arg(None, help="prefix of the data set, if the run reads several")
     json: bool = arg(False, help="print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """Options of source."""
+
+    prefix: str = arg(place="positional", metavar="PREFIX", help="path without .bin and .idx")
+    document: int | None = arg(None, minimum=0, help="number of the document, from 0")
+    id: str | None = arg(
+        None,
+        help="the documents with this value of the first key of preprocess_data.py --metadata-keys",
+    )
+    json: bool = arg(False, help="print one JSON object")
+
+    def problems(self) -> list[str]:
+        """What is wrong with them."""
+        if (self.document is None) == (self.id is None):
+            return ["--document or --id: give one of them [flag-missing]"]
+        return []
 
 
 # --- check
@@ -385,6 +407,66 @@ def show(options: ShowOptions) -> int:
     return 0
 
 
+# --- source
+
+
+def describe_source(sources: DocumentSources, number: int) -> dict[str, Any]:
+    """Where a document came from, and its `record` in the input; `problem` says why that cannot be
+    shown."""
+    source = sources.document(number)
+    try:
+        return {**source, "record": original_record(source)}
+    except (ValueError, OSError) as error:
+        return {**source, "problem": str(error)}
+
+
+def source_of(options: SourceOptions) -> int:
+    """`source`: input, place and fields of documents, and what the input has there."""
+    try:
+        sources = DocumentSources(options.prefix)
+        if options.id is not None:
+            numbers = sources.with_id(options.id)
+            if not numbers:
+                raise ValueError(
+                    f"--id {printable(options.id)}: no document of {options.prefix} has it "
+                    "[document-not-found]"
+                )
+        else:
+            assert options.document is not None  # `problems` has seen to it
+            numbers = [options.document]
+        documents = [describe_source(sources, number) for number in numbers]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps({"documents": documents}))
+    else:
+        for document in documents:
+            show_source(document)
+    for document in documents:
+        if "problem" in document:
+            print(f"error: {document['problem']}", file=sys.stderr)
+    return int(any("problem" in document for document in documents))
+
+
+def show_source(document: dict[str, Any]) -> None:
+    """For a reader."""
+    if "row" in document:
+        position = f"row {document['row']}"
+    else:
+        line = f"line {document['line']}, " if document["line"] else ""
+        position = f"{line}bytes {document['offset']} .. {document['offset'] + document['bytes']}"
+    fields = printable(json.dumps(document["fields"], ensure_ascii=False))
+    print(f"document {document['document']}: {document['input']}, {position}, {fields}")
+    if "record" in document:
+        print(printable(document["record"]))
+
+
+def printable(text: str) -> str:
+    """With halves of surrogate pairs, which no stream takes, written out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 # --- at
 
 
@@ -611,6 +693,12 @@ COMMANDS = {
         AtOptions,
         look,
         RunOptions.problems,
+    ),
+    "source": Command(
+        "show where documents came from: input file, line or row, bytes, fields, the record itself",
+        SourceOptions,
+        source_of,
+        SourceOptions.problems,
     ),
     "find": Command(
         "list the iterations that read a document", FindOptions, look, RunOptions.problems

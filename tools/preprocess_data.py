@@ -29,6 +29,7 @@ from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder, template_for
 from megatron.data.chat.templates import ChatTemplate
+from megatron.data.document_sources import Kept
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.packed.loss_mask import count_trained
 from megatron.data.parts.making import make, tidy
@@ -66,6 +67,12 @@ class ReadConfig:
     )
     json_keys: tuple[str, ...] = arg(
         ("text",), help="keys or columns to tokenize; each gives a .bin/.idx pair (default: text)"
+    )
+    metadata_keys: tuple[str, ...] = arg(
+        (),
+        help="keys or columns to keep of each record beside the tokens, the first one its id "
+        "(id url licence); PREFIX_KEY_document.sources then says of each document its input file, "
+        "line or row, and byte offset",
     )
     txt_lines: bool = arg(False, help="each line of a .txt file is a document")
     split_sentences: bool = arg(
@@ -241,6 +248,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         + _chat_problems(config, parsed.typed, files)
         + _output_problems(config)
         + _task_problems(config, parsed.typed, files)
+        + _metadata_problems(config, files)
         + out_of_range(parser, parsed)
     )
     texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
@@ -313,6 +321,30 @@ def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[
         task_of(run.task)
     except ValueError as error:
         problems.append(str(error))
+    return problems
+
+
+def _metadata_problems(config: Config, files: Sequence[str]) -> list[str]:
+    keys = config.read.metadata_keys
+    if not keys:
+        return []
+    problems = [
+        f"--metadata-keys {key}: is given twice; give each key once [json-keys-malformed]"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
+    if config.run.task:  # which refuses the rest already
+        return problems
+    problems += [
+        f"--input {file}: is no regular file, which --metadata-keys needs [file-not-readable]"
+        for file in files
+        if not os.path.isfile(file)
+    ]
+    if config.run.partitions > 1 and not config.run.keep_sequential_samples:
+        problems.append(
+            f"--partitions {config.run.partitions}: with --metadata-keys the documents stay in the "
+            "order of the input; remove it [flags-exclude-each-other]"
+        )
     return problems
 
 
@@ -429,6 +461,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             parts,
             identity,
             lasting,
+            _kept(config, files),
         )
         stack.callback(work.close)
         _say_what_was_there(work)
@@ -445,6 +478,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                     print("Time to startup:", time.time() - started, flush=True)
                 _report(speed, progress, encoded, block.read)
         _check_text(config, job, work)
+        _warn_of_keys(config, work.having, work.documents)
         described = _descriptions(job, tokenizer, work)
         if job.chat and not work.finishing:
             trained = described[0]["trained_tokens"]
@@ -480,10 +514,27 @@ def _prepared(config: Config) -> tuple[Job, Tokenizer]:
         write.allow_special_tokens,
         read.lang if read.split_sentences else None,
         read.keep_newlines,
+        metadata_keys=read.metadata_keys,
     )
     tokenizer = tokenizer_of(job.tokenizer)
     _check_tokenizer(job, tokenizer)
     return (_chat_job(job, config, tokenizer) if read.chat else job), tokenizer
+
+
+def _kept(config: Config, files: Sequence[str]) -> Kept | None:
+    """What is kept of the documents of these files beside their tokens."""
+    keys = config.read.metadata_keys
+    sizes = [(os.path.abspath(file), os.path.getsize(file)) for file in files]
+    return Kept(keys, sizes) if keys else None
+
+
+def _warn_of_keys(config: Config, having: Sequence[int], documents: int) -> None:
+    for key, count in zip(config.read.metadata_keys, having, strict=True):
+        if documents and not count:
+            print(
+                f"warning: --metadata-keys {key}: none of {documents} documents has it",
+                file=sys.stderr,
+            )
 
 
 def _reader(
@@ -553,13 +604,16 @@ def _make_parts(
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
     tokens = 0
+    documents = 0
+    having = [0] * len(config.read.metadata_keys)
     made = 0
 
     def write(folder: str) -> None:
-        nonlocal tokens
+        nonlocal tokens, having, documents
         unit = plan[number]
         pairs = [f"{folder}/{key}" for key in range(len(sets))]
-        work = Unfinished(f"{folder}/part", pairs, job.dtype(tokenizer), 1, identity, False)
+        kept = _kept(config, unit.files)
+        work = Unfinished(f"{folder}/part", pairs, job.dtype(tokenizer), 1, identity, False, kept)
         with contextlib.closing(work):
             work.bad_path = f"{folder}/bad"
             work.position = unit.position
@@ -570,12 +624,15 @@ def _make_parts(
             with stop.held():
                 work.finish([{**each, **record} for each in _descriptions(job, tokenizer, work)])
         tokens += sum(work.tokens)
+        documents += work.documents
+        having = [count + more for count, more in zip(having, work.having, strict=True)]
 
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
         for number in numbers:
             made += make(sets, number, write)
     tidy(sets)
+    _warn_of_keys(config, having, documents)
     seconds = time.time() - started
     return (
         f"Task {task.number} of {task.count}: wrote {made} of its {len(numbers)} parts, the others "
@@ -651,6 +708,8 @@ def _job_identity(config: Config, tokenizer: Tokenizer, job: Job) -> dict[str, A
         "--append-eod": write.append_eod,
         "--allow-special-tokens": write.allow_special_tokens,
         "--chat": [job.chat.fingerprint, job.chat_key] if job.chat else [],
+        # not there without the flag: parts that were made before there was one stay what they are
+        **({"--metadata-keys": list(read.metadata_keys)} if read.metadata_keys else {}),
     }
 
 

@@ -42,9 +42,17 @@ def _order_of(path: str) -> str:
     return digest.hexdigest()
 
 
-def sums_of(bin_file: str, idx_file: str, threads: int = 1) -> dict[str, Any]:
-    """The sizes and checksums of the two files, read once each, the first by so many threads.
-    Raises OSError."""
+def sums_of(
+    bin_file: str, idx_file: str, threads: int = 1, sources_file: str | None = None
+) -> dict[str, Any]:
+    """The sizes and checksums of the two files, and of a PREFIX.sources, read once each, the first
+    by so many threads. Raises OSError."""
+    sources = {}
+    if sources_file is not None:
+        sources["sources"] = {
+            "bytes": os.path.getsize(sources_file),
+            "sum": sum_of_file(sources_file),
+        }
     return {
         "algorithm": ALGORITHM,
         "bin": {"bytes": os.path.getsize(bin_file), "sum": sum_of_file(bin_file, threads=threads)},
@@ -53,22 +61,27 @@ def sums_of(bin_file: str, idx_file: str, threads: int = 1) -> dict[str, Any]:
             "sum": sum_of_file(idx_file),
             ORDER: _order_of(idx_file),
         },
+        **sources,
     }
 
 
 def describe_with_sums(
-    note: Mapping[str, Any], bin_file: str, idx_file: str, threads: int = 1
+    note: Mapping[str, Any],
+    bin_file: str,
+    idx_file: str,
+    threads: int = 1,
+    sources_file: str | None = None,
 ) -> str:
     """The text of a PREFIX.json: `note`, the checksums of the pair, and one of the text itself."""
-    return metadata.sealed({**note, FILES: sums_of(bin_file, idx_file, threads)})
+    return metadata.sealed({**note, FILES: sums_of(bin_file, idx_file, threads, sources_file)})
 
 
 def write_sums(prefix: str) -> None:
     """Add the checksums of a pair as it is now to its PREFIX.json. Raises OSError, and ValueError
     for a PREFIX.json that cannot be parsed."""
-    text = describe_with_sums(
-        metadata.note(prefix, verify=False) or {}, f"{prefix}.bin", f"{prefix}.idx"
-    )
+    note = metadata.note(prefix, verify=False) or {}
+    sources = f"{prefix}.sources" if "sources" in note.get(FILES, {}) else None
+    text = describe_with_sums(note, f"{prefix}.bin", f"{prefix}.idx", sources_file=sources)
     path = metadata.json_path(prefix)
     partial = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
@@ -106,13 +119,14 @@ def verify_index(prefix: str, index: bytes | memoryview) -> str | None:
 
 
 def verify_tokens(prefix: str) -> bool:
-    """Compare a .bin, or those of a set of parts, with its checksum, reading all of it; False if
-    none is recorded. Raises ValueError if they differ, and OSError."""
+    """Compare a .bin and .sources, or those of a set of parts, with their checksums, reading all of
+    them; False if none is recorded. Raises ValueError if they differ, and OSError."""
     if part_set.is_set(prefix):
         return all([verify_tokens(part) for part in part_set.read_plan(prefix).parts()])
     files = recorded(prefix)
-    if files is not None and files["bin"]["sum"] != sum_of_file(f"{prefix}.bin"):
-        raise _differs(f"{prefix}.bin", prefix)
+    for end in ("bin", "sources"):
+        if files and end in files and files[end]["sum"] != sum_of_file(f"{prefix}.{end}"):
+            raise _differs(f"{prefix}.{end}", prefix)
     return files is not None
 
 

@@ -61,16 +61,21 @@ def _publish(sets: Sequence[PartSet], number: int, folder: str) -> None:
     for key, each in enumerate(sets):
         for end in ("bin", "idx"):
             os.replace(f"{folder}/{key}.{end}", f"{each.part(number)}.{end}")
-    bad = f"{sets[0].part(number)}{BAD_RECORDS}"
-    if os.path.exists(f"{folder}/bad"):
-        os.replace(f"{folder}/bad", bad)
-    elif os.path.exists(bad):
-        os.unlink(bad)
+        _replace_or_remove(f"{folder}/{key}.sources", f"{each.part(number)}.sources")
+    _replace_or_remove(f"{folder}/bad", f"{sets[0].part(number)}{BAD_RECORDS}")
     for each in sets:  # a record must not outlast a power failure that its files did not
         _sync(each.folder)
     for key, each in enumerate(sets):
         os.replace(f"{folder}/{key}.json", f"{each.part(number)}.json")
         _sync(each.folder)
+
+
+def _replace_or_remove(source: str, target: str) -> None:
+    """Have the target be the source; where there is none, have no target."""
+    if os.path.exists(source):
+        os.replace(source, target)
+    elif os.path.exists(target):
+        os.unlink(target)
 
 
 def _sync(folder: str) -> None:

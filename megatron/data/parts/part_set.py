@@ -68,10 +68,11 @@ class PartSet:
             if note["part"]["made_of"] != self.made_of[number]:
                 return None
             files = note["files"]
-            sizes = [os.stat(f"{part}.{end}").st_size for end in ("bin", "idx")]
+            ends = [end for end in ("bin", "idx", "sources") if end != "sources" or end in files]
+            sizes = [os.stat(f"{part}.{end}").st_size for end in ends]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return note if sizes == [files["bin"]["bytes"], files["idx"]["bytes"]] else None
+        return note if sizes == [files[end]["bytes"] for end in ends] else None
 
     def records(self) -> Iterator[dict[str, Any]]:
         """`record` of every part in order. Raises ValueError for the first that is not whole."""
@@ -95,7 +96,8 @@ class PartSet:
             if before == self:
                 return
         if before is not None and before.made_of != self.made_of:
-            differ = sorted(name for name in self.job if before.job.get(name) != self.job[name])
+            names = {**self.job, **before.job}
+            differ = sorted(name for name in names if before.job.get(name) != self.job.get(name))
             raise ValueError(
                 f"--output-prefix: {self.folder} has parts of another command "
                 f"({', '.join(differ) or '--input or --part-bytes'} differed); give --overwrite to "

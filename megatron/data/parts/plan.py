@@ -10,6 +10,7 @@ makes the parts k with k % N == I.
 
     parts.json               number of tasks, and for each part a hash of what it is made of
     000000.bin .idx .json    part 0, a pair like any other; its .json has that hash, too
+    000000.sources           with --metadata-keys: `document_sources`
     000000.making-*/         where a process makes part 0; nobody reads it
 
 **Whole.** The .json of a part is renamed to its place last. A part is whole if its .json is sealed,

@@ -17,6 +17,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder
 from megatron.data.chat.messages import TOOLS, UNREAD, conversation_of, tools_of
 from megatron.data.chat.templates import ChatTemplate
+from megatron.data.document_sources import BlockSources, Collector, kept_of
 from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.dataset_writer import optimal_dtype
@@ -32,7 +33,8 @@ LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 @dataclass(frozen=True)
 class Job:
     """What to make of each document. `language`: of the sentences it is split into, None for not at
-    all. `chat`: documents are conversations under `chat_key`, written by this template."""
+    all. `chat`: documents are conversations under `chat_key`, written by this template.
+    `metadata_keys`: what is kept of each record, with its place in the input."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -42,6 +44,7 @@ class Job:
     keep_newlines: bool = False
     chat: ChatTemplate | None = None
     chat_key: str | None = None
+    metadata_keys: tuple[str, ...] = ()
 
     def dtype(self, tokenizer: Tokenizer) -> np.dtype:
         """Of the token ids in the .bin; a loss mask needs the sign."""
@@ -50,9 +53,11 @@ class Job:
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of parquet files: those that are needed, and those that are read where they exist."""
-        if self.chat is None:
-            return self.keys, ()
-        return (self.chat_key or "messages",), (TOOLS, *UNREAD, *sorted(self.chat.reads))
+        needed, optional = self.keys, self.metadata_keys
+        if self.chat:
+            needed = (self.chat_key or "messages",)
+            optional = (TOOLS, *UNREAD, *sorted(self.chat.reads), *optional)
+        return needed, tuple(key for key in dict.fromkeys(optional) if key not in needed)
 
 
 class Encoded(NamedTuple):
@@ -61,7 +66,7 @@ class Encoded(NamedTuple):
     For each key: `lengths`, int32 [sequences]; `counts`, int32 [documents], how many sequences each
     document has; `text_bytes`, of the UTF-8 of the tokenized texts, special tokens not counted.
     `lines` and `bytes` of the block. `bad`: (line, 0 for the block's first; what is wrong).
-    `empty`: documents without text.
+    `empty`: documents without text. `sources`: where they came from, if that is kept.
     """
 
     lengths: list[np.ndarray]
@@ -72,6 +77,7 @@ class Encoded(NamedTuple):
     bad: list[tuple[int, str]]
     blank: int
     empty: int
+    sources: BlockSources | None = None
 
     @property
     def documents(self) -> int:
@@ -153,12 +159,14 @@ class Encoder:
         empty = 0
         lines = 0
         size = 0
+        kept = self._job.metadata_keys
+        collector = Collector(kept, block.text_start(), block.kind == "rows") if kept else None
         mark = self._mark
         mark[0] = block.number
         for texts_at, length in (
             conversations(block, self._job, self._job.chat)
             if self._job.chat
-            else records(block, keys)
+            else records(block, keys, kept)
         ):
             lines += 1
             size += length
@@ -170,6 +178,7 @@ class Encoder:
                 if texts is None:
                     blank += 1
                     continue
+                fields = texts.pop() if collector else []
                 documents = [self._encode_one(texts.pop(0)) for _ in keys]
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
@@ -177,6 +186,8 @@ class Encoder:
             except BaseException as error:
                 bad.append((lines - 1, f"the tokenizer fails ({failure(error)})"))
                 continue
+            if collector:
+                collector.add(lines - 1, size - length, length, *fields)
             for key, (sequences, text_size) in enumerate(documents):
                 text_bytes[key] += text_size
                 counts[key].append(len(sequences))
@@ -192,7 +203,10 @@ class Encoder:
         small = [
             [np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)
         ]
-        encoded = Encoded(small[0], small[1], text_bytes, lines, size, bad, blank, empty)
+        encoded = Encoded(
+            *(small[0], small[1], text_bytes, lines, size, bad, blank, empty),
+            collector.collected() if collector else None,
+        )
         self._pending[block.number] = (encoded, ids)
         return encoded
 
@@ -276,32 +290,36 @@ def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
 
 
 def records(
-    block: Block, keys: Sequence[str]
-) -> Iterator[tuple[Callable[[], list[list[str]] | None], int]]:
-    """For each line or row what gives its texts under each key (None if it is blank; raises
-    ValueError), and its bytes."""
+    block: Block, keys: Sequence[str], metadata_keys: Sequence[str] = ()
+) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
+    """For each line or row what gives its texts under each key and what is kept of `metadata_keys`
+    (None if it is blank; raises ValueError), and its bytes."""
     if block.kind == "long":
         yield too_long, block.end - block.start
         return
     if block.kind == "rows":
         for row in block.rows():
-            size = sum(len(value) for value in row if isinstance(value, str))
-            yield functools.partial(_row_texts, row, keys), size
+            size = sum(len(value) for value in row[: len(keys)] if isinstance(value, str))
+            yield functools.partial(_row_texts, row, keys, metadata_keys), size
         return
     if block.kind == "text":
         data = block.content()
         if data:
-            yield functools.partial(_plain_texts, data), len(data)
+            yield functools.partial(_plain_texts, data, metadata_keys), len(data)
         return
-    read = functools.partial(_line_texts, keys=keys) if block.kind == "jsonl" else _text_line
+    read = (
+        functools.partial(_line_texts, keys=keys, metadata_keys=metadata_keys)
+        if block.kind == "jsonl"
+        else functools.partial(_text_line, metadata_keys=metadata_keys)
+    )
     yield from _lines(block, read)
 
 
 def conversations(
     block: Block, job: Job, chat: ChatTemplate
 ) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
-    """For each line or row what gives [[messages, tools]] of it (None if it is blank; raises
-    ValueError), and its bytes."""
+    """For each line or row what gives [[messages, tools]] of it and what is kept of the metadata
+    (None if it is blank; raises ValueError), and its bytes."""
     if block.kind == "long":
         yield too_long, block.end - block.start
         return
@@ -329,7 +347,7 @@ def _row_conversation(record: dict[str, Any], job: Job, chat: ChatTemplate) -> l
 
 def _conversation(record: object, job: Job, chat: ChatTemplate) -> list[list[Any]]:
     messages = conversation_of(record, job.chat_key)
-    return [[messages, tools_of(record, chat.reads)]]
+    return [[messages, tools_of(record, chat.reads)], *kept_of(record, job.metadata_keys)]
 
 
 Line = TypeVar("Line")
@@ -355,28 +373,34 @@ def _lines(
         yield functools.partial(read if size <= RECORD_BYTES else too_long, remaining.pop()), size
 
 
-def _line_texts(line: memoryview, keys: Sequence[str]) -> list[list[str]] | None:
-    return None if _is_blank(line) else texts_of(line, keys)
+def _line_texts(
+    line: memoryview, keys: Sequence[str], metadata_keys: Sequence[str]
+) -> list[list[Any]] | None:
+    return None if _is_blank(line) else texts_of(line, keys, metadata_keys)
 
 
 def _is_blank(line: memoryview) -> bool:
     return not line or (line[0] <= 0x20 and bytes(line).isspace())
 
 
-def _row_texts(row: Sequence[Any], keys: Sequence[str]) -> list[list[str]]:
-    record = dict(zip(keys, row, strict=True))
-    return [texts_under(record, key) for key in keys]
+def _row_texts(
+    row: Sequence[Any], keys: Sequence[str], metadata_keys: Sequence[str]
+) -> list[list[Any]]:
+    record = dict(zip(dict.fromkeys((*keys, *metadata_keys)), row, strict=True))
+    return [*(texts_under(record, key) for key in keys), *kept_of(record, metadata_keys)]
 
 
-def _text_line(line: memoryview) -> list[list[str]] | None:
-    return None if _is_blank(line) else _plain_texts(bytes(line).removesuffix(b"\r"))
+def _text_line(line: memoryview, metadata_keys: Sequence[str]) -> list[list[Any]] | None:
+    if _is_blank(line):
+        return None
+    return _plain_texts(bytes(line).removesuffix(b"\r"), metadata_keys)
 
 
-def _plain_texts(data: bytes) -> list[list[str]]:
+def _plain_texts(data: bytes, metadata_keys: Sequence[str]) -> list[list[Any]]:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
     try:
-        return [[data.decode("utf-8")]]
+        return [[data.decode("utf-8")], *kept_of(None, metadata_keys)]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})"

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.document_sources import kept_of
+
 try:
     import orjson
 # the standard library's parser takes its place: the same texts, about half as fast
@@ -36,13 +38,15 @@ def json_text(value: object) -> bytes:
     return orjson.dumps(value) if orjson is not None else json.dumps(value).encode("utf-8")
 
 
-def texts_of(line: bytes | memoryview, keys: Sequence[str]) -> list[list[str]]:
-    """For each key the texts under it: one, or as many as its list has. Raises ValueError saying
-    what is wrong."""
+def texts_of(
+    line: bytes | memoryview, keys: Sequence[str], metadata_keys: Sequence[str] = ()
+) -> list[list[Any]]:
+    """For each key the texts under it: one, or as many as its list has; and what is kept of
+    `metadata_keys`. Raises ValueError saying what is wrong."""
     record = bounded_record_of(line)
     if not isinstance(record, dict):
         raise ValueError(f"holds {_kind(record)}, not a JSON object")
-    return [texts_under(record, key) for key in keys]
+    return [*(texts_under(record, key) for key in keys), *kept_of(record, metadata_keys)]
 
 
 def ids_of(line: bytes) -> np.ndarray:

@@ -69,6 +69,12 @@ class Block(NamedTuple):
         assert isinstance(self.data, list)
         return zip(*self.data, strict=True)
 
+    def text_start(self) -> int:
+        """Where in the file the first line begins, after a byte order mark. Raises as `content`."""
+        if self.start or self.kind not in ("jsonl", "lines", "text"):
+            return self.start
+        return len(codecs.BOM_UTF8) if self._content().startswith(codecs.BOM_UTF8) else 0
+
     def content(self) -> bytes:
         """The bytes of a block that is not of rows, without the file's byte order mark. Raises
         ValueError if the file cannot be read or became shorter."""
@@ -146,7 +152,7 @@ class Reader:
     def _cut(
         self, raw: io.BufferedReader, name: str, start: int
     ) -> Iterator[tuple[str, int, int, Any, int]]:
-        packed, suffix = _packed(raw.peek(8), name)
+        packed, suffix = packed_as(raw.peek(8), name)
         if raw.peek(4)[:4] == PARQUET:
             yield from self._rows(raw, name, start)
             return
@@ -160,7 +166,7 @@ class Reader:
             yield from _plain(raw, kind, start, size)
             return
         stream = unpacked(raw, packed)
-        _skip(stream, start)
+        skip(stream, start)
         while True:
             data = stream.read(RECORD_BYTES + 1 if kind == "text" else BLOCK_BYTES)
             if kind != "text" and data and not data.endswith(b"\n"):
@@ -207,7 +213,7 @@ def too_long(*_: object) -> NoReturn:
 
 def _kind_of(name: str) -> tuple[str, str]:
     with open(name, "rb") as raw:
-        return _packed(raw.read(8), name)
+        return packed_as(raw.read(8), name)
 
 
 def _kind_of_text(name: str, txt_lines: bool) -> str:
@@ -222,7 +228,7 @@ def spans(name: str, size: int, txt_lines: bool) -> tuple[bool, list[tuple[int, 
     or rows of each; none for a file that is read whole. Raises OSError, and ValueError for a file
     that is damaged."""
     with open(name, "rb") as raw:
-        packed, suffix = _packed(raw.peek(8), name)
+        packed, suffix = packed_as(raw.peek(8), name)
         total = os.fstat(raw.fileno()).st_size
         if raw.peek(4)[:4] == PARQUET:
             return True, _row_spans(ParquetRows(raw, ()).groups(), size / total)
@@ -245,7 +251,7 @@ def _row_spans(groups: Sequence[int], share: float) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def _packed(magic: bytes, name: str) -> tuple[str, str]:
+def packed_as(magic: bytes, name: str) -> tuple[str, str]:
     """How a file is packed by its first bytes ("" for not at all), and the suffix that says so; its
     name may not lie."""
     for begin, (packed, suffix) in PACKED.items():
@@ -284,7 +290,8 @@ def _plain(
         start = max(end, 1)
 
 
-def _skip(stream: io.BufferedIOBase, count: int) -> None:
+def skip(stream: io.BufferedIOBase, count: int) -> None:
+    """Pass by so many bytes, or all that are left."""
     while count:
         got = len(stream.read(min(count, BLOCK_BYTES)))
         count = count - got if got else 0

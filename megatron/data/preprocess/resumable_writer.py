@@ -29,6 +29,8 @@ import numpy as np
 
 from megatron import log
 from megatron.checksums import table_sum
+from megatron.data import document_sources
+from megatron.data.document_sources import Kept, sources_path
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
@@ -99,6 +101,8 @@ class Unfinished:
     texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
     there was something to resume; `discarded`: why it was not resumed. `finishing`:
     whether only names are left to be given. Work that is not `lasting` is removed however it ends.
+    With `kept` it also writes where each document came from (`document_sources`); `having`: how
+    many documents have each key.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Unfinished:
         parts: int,
         job: dict[str, Any],
         lasting: bool = True,
+        kept: Kept | None = None,
     ):
         self.folder = f"{prefix}.unfinished"
         self.pairs = list(pairs)
@@ -123,6 +128,10 @@ class Unfinished:
         self.text_bytes = [0] * len(pairs)
         self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
         self._bad_size = 0
+        self._kept = kept
+        self._kept_sizes = [0] * len(document_sources.KINDS if kept else ())
+        self._kept_files: list[io.BufferedWriter] = []
+        self.having = [0] * len(kept.keys if kept else ())
         self.finishing = False
         self._lasting = lasting
         # lengths and counts, by key and part
@@ -189,6 +198,13 @@ class Unfinished:
                 for kind, numbers in ((1, lengths), (2, counts)):
                     sizes[kind] += self._files[key][part][kind - 1].write(numbers.tobytes())
         order = Order(block.number, self.documents, offsets)
+        if encoded.sources is not None:
+            sources = encoded.sources
+            self.having = [n + more for n, more in zip(self.having, sources.having, strict=True)]
+            start = self._kept_sizes[-1]
+            pieces = sources.placed(block.file, first_line, self.documents, start)
+            for number, piece in enumerate(pieces):
+                self._kept_sizes[number] += self._kept_files[number].write(piece)
         self.documents += encoded.documents
         self.blank += encoded.blank
         self.empty += encoded.empty
@@ -233,11 +249,17 @@ class Unfinished:
                     for part in range(1, self._parts):
                         _append(self._path(key, part, kind), self._path(key, 0, kind))
                 self._write_index(key)
+                sources = self._path(key, 0, "sources") if self._kept else None
+                if self._kept and sources:
+                    document_sources.write(sources, self._kept, self._kept_paths())
                 text = describe_with_sums(
-                    description, self._path(key, 0, "bin"), self._path(key, 0, "idx")
+                    description,
+                    self._path(key, 0, "bin"),
+                    self._path(key, 0, "idx"),
+                    sources_file=sources,
                 )
                 Path(self._path(key, 0, "json")).write_text(text, encoding="utf-8")
-                for kind in ("bin", "idx", "json"):
+                for kind in ("bin", "idx", "json", *(["sources"] if sources else [])):
                     _sync(self._path(key, 0, kind))
             self.finishing = True
             self._note(self._state())
@@ -246,8 +268,11 @@ class Unfinished:
                 # The old index goes first: a reader meets the old pair, no index, or the new pair,
                 # never a mixture.
                 Path(idx_path(pair)).unlink(missing_ok=True)
+            if not self._kept:  # of a pair that is replaced
+                Path(sources_path(pair)).unlink(missing_ok=True)
             for kind, path in (
                 ("bin", bin_path(pair)),
+                ("sources", sources_path(pair)),
                 ("json", json_path(pair)),
                 ("idx", idx_path(pair)),
             ):
@@ -289,7 +314,11 @@ class Unfinished:
 
     def _open_files(self) -> list[io.BufferedWriter]:
         numbers = [file for parts in self._files for files in parts for file in files]
-        return [self._bad_file, *numbers] if self._bad_file else numbers
+        bad = [self._bad_file] if self._bad_file else []
+        return [*bad, *self._kept_files, *numbers]
+
+    def _kept_paths(self) -> list[str]:
+        return [f"{self.folder}/{kind}" for kind in document_sources.KINDS] if self._kept else []
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -303,6 +332,8 @@ class Unfinished:
             "text_bytes": list(self.text_bytes),
             "bad_size": self._bad_size,
             "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes],
+            "kept_sizes": list(self._kept_sizes),
+            "having": list(self.having),
             "finishing": self.finishing,
         }
 
@@ -318,10 +349,11 @@ class Unfinished:
         try:
             before = read_json(f"{self.folder}/job.json")
             state = _read_summed(f"{self.folder}/state.json")
-            differ = sorted(name for name in job if before.get(name) != job[name])
+            names = {**job, **before}
+            differ = sorted(name for name in names if before.get(name) != job.get(name))
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, TypeError):
             self.discarded = "it is damaged"
             return False
         if differ:
@@ -335,6 +367,9 @@ class Unfinished:
             setattr(self, name, state[name])
         self._sizes = state["sizes"]
         self._bad_size = state["bad_size"]
+        if self._kept:
+            self._kept_sizes = state["kept_sizes"]
+            self.having = state["having"]
         self.finishing = state["finishing"]
         return True
 
@@ -346,6 +381,8 @@ class Unfinished:
             for part, sizes in enumerate(parts)
             for kind, size in zip(KINDS, sizes, strict=True)
         }
+        if self._kept:
+            expected |= zip(self._kept_paths(), state["kept_sizes"], strict=True)
         try:
             status = {path: os.lstat(path) for path in expected}
         except OSError:
@@ -358,13 +395,16 @@ class Unfinished:
     def _start(self, job: dict[str, Any]) -> None:
         for name in set(os.listdir(self.folder)) - {"lock"}:
             os.unlink(f"{self.folder}/{name}")
-        for path in [path for parts in self.paths() for path in parts]:
+        for path in [*self._kept_paths(), *(path for parts in self.paths() for path in parts)]:
             Path(path).touch()
         Path(f"{self.folder}/job.json").write_text(json.dumps(job), encoding="utf-8")
 
     def _open(self) -> None:
         """Open what is written here, and cut off what is not known to be on disk."""
         self._bad_file = open(f"{self.folder}/bad", "ab")  # noqa: SIM115 (closed in close)
+        for path, size in zip(self._kept_paths(), self._kept_sizes, strict=True):
+            self._kept_files.append(open(path, "ab"))  # noqa: SIM115 (closed in close)
+            os.truncate(path, size)
         for key, parts in enumerate(self._sizes):
             self._files.append([])
             for part, sizes in enumerate(parts):

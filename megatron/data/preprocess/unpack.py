@@ -141,8 +141,8 @@ def _exactly(raw: io.BufferedReader, count: int) -> bytes:
 
 
 class ParquetRows:
-    """The rows of a parquet file: the columns `keys`, those of `optional` that it has. Raises
-    ValueError for a damaged file, or one without a key."""
+    """The rows of a parquet file: the columns `keys`, those of `optional` that it has;
+    `names` of all it has. Raises ValueError for a damaged file, or one without a key."""
 
     def __init__(self, raw: io.BufferedReader, keys: Sequence[str], optional: Sequence[str] = ()):
         self._name = raw.name
@@ -161,6 +161,7 @@ class ParquetRows:
                 f'{raw.name}: has no column "{missing[0]}" (its columns: {", ".join(names[:5])}; '
                 "choose with --json-keys) [parquet-column-missing]"
             )
+        self.names = names
         self._columns = [key for key in (*keys, *optional) if key in names]
         self._keys = (*keys, *optional)
         self.count = self._file.metadata.num_rows

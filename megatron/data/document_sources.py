@@ -1,0 +1,306 @@
+"""Where each document of a pair came from, in a file next to it: PREFIX.sources.
+
+    header    64 bytes, HEADER
+    ROW       of each document in its order, 32 bytes
+    hashes    uint64, of the ids of the documents that have one, in ascending order
+    numbers   uint64, of the documents with these ids
+    fields    JSON of each document: an object of those of `keys` that its record has
+    JSON      of the whole file: its `keys`, and path and bytes of the input files
+
+The id of a document is the first of `keys`. All integers are little-endian. The file is mapped, so
+that an answer reads some pages of it whatever its size. PREFIX.json has its checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.data.parts import part_set
+from megatron.data.tokenizers import metadata
+
+MAGIC = b"doc-sources\r\n\x1a\x00\x00"
+VERSION = 1
+# magic, version, CRC-32 of the JSON; documents, ids; bytes of fields, of the JSON
+HEADER = struct.Struct("<16sIIQQQQ8x")
+# `offset`: byte in the unpacked file, or row from 0; `line`: from 1, 0 where it is not known;
+# `fields`: where its fields begin; `file`: number of the input; `bytes`: with the end of the line,
+# 0 of a row
+ROW = np.dtype(
+    [("offset", "<u8"), ("line", "<u8"), ("fields", "<u8"), ("file", "<u4"), ("bytes", "<u4")]
+)
+ENTRY = np.dtype([("hash", "<u8"), ("document", "<u8")])
+# made once: it costs as much as all else; str: dates and decimal numbers of parquet
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
+KINDS = ("rows", "entries", "fields")  # what the file is made of: ROW, ENTRY, JSON
+
+
+def sources_path(prefix: str) -> str:
+    """The file of the pair of this prefix."""
+    return f"{prefix}.sources"
+
+
+class Kept(NamedTuple):
+    """What the JSON at the end says: the keys, and (path, bytes) of the input files."""
+
+    keys: tuple[str, ...]
+    files: list[tuple[str, int]]
+
+
+def kept_of(record: object, keys: Sequence[str]) -> list[list[Any]]:
+    """[[fields, their JSON]] of a record, none without keys. Raises ValueError for values nested
+    too deeply."""
+    if not keys:
+        return []
+    fields = fields_of(record, keys)
+    try:
+        return [[fields, json_of(fields)]]
+    except RecursionError:
+        raise ValueError("has values of --metadata-keys that are nested too deeply") from None
+
+
+def fields_of(record: object, keys: Sequence[str]) -> dict[str, Any]:
+    """Those of the keys that a record has. Null is as good as none: parquet has no other way."""
+    if not isinstance(record, Mapping):
+        return {}
+    return {key: record[key] for key in keys if record.get(key) is not None}
+
+
+def id_of(fields: Mapping[str, Any], keys: Sequence[str]) -> bytes | None:
+    """The id as it is looked for: its text, of any other value the JSON."""
+    value = fields.get(keys[0])
+    if value is None:
+        return None
+    return _bytes(value) if isinstance(value, str) else json_of(value)
+
+
+def json_of(value: object) -> bytes:
+    """A value as it is stored. Raises RecursionError for one that is nested too deeply."""
+    return _bytes(ENCODER.encode(value))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")  # JSON may hold half a surrogate pair
+
+
+def _hash(name: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
+class BlockSources(NamedTuple):
+    """Of the documents of a block: `rows` [documents] ROW and `entries` [ids] ENTRY, both counted
+    from the block on, `fields` one after the other; `having`: how many have each key."""
+
+    rows: np.ndarray
+    entries: np.ndarray
+    fields: bytes
+    having: list[int]
+
+    def placed(self, file: int, line: int, document: int, start: int) -> list[bytes]:
+        """The bytes of rows, entries and fields of a block of file number `file` that begins with
+        this line (0: not known) and document, and whose fields begin at byte `start`."""
+        rows = self.rows.copy()
+        rows["file"] = file
+        rows["line"] = rows["line"] + line if line else 0
+        rows["fields"] += start
+        entries = self.entries.copy()
+        entries["document"] += document
+        return [rows.tobytes(), entries.tobytes(), self.fields]
+
+
+class Collector:
+    """Collects the sources of the documents of a block, whose first line begins at byte `start` of
+    its file, or which are `rows` of it from that number on."""
+
+    def __init__(self, keys: Sequence[str], start: int, rows: bool) -> None:
+        self._keys = keys
+        self._start = start
+        self._of_rows = rows
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._entries: list[tuple[int, int]] = []
+        self._fields: list[bytes] = []
+        self._size = 0
+        self._having = [0] * len(keys)
+
+    def add(
+        self, line: int, before: int, size: int, fields: Mapping[str, Any], text: bytes
+    ) -> None:
+        """The next document: its line and the bytes before it in the block, its bytes, its fields
+        and their JSON."""
+        name = id_of(fields, self._keys)
+        if name is not None:
+            self._entries.append((_hash(name), len(self._rows)))
+        if self._of_rows:
+            before, size = line, 0
+        self._rows.append((self._start + before, line, self._size, 0, size))
+        self._fields.append(text)
+        self._size += len(text)
+        for number, key in enumerate(self._keys):
+            self._having[number] += key in fields
+
+    def collected(self) -> BlockSources:
+        """All of them."""
+        return BlockSources(
+            np.array(self._rows, ROW),
+            np.array(self._entries, ENTRY),
+            b"".join(self._fields),
+            self._having,
+        )
+
+
+def write(target: str, kept: Kept, paths: Sequence[str]) -> None:
+    """Write the file out of those in `paths` (of KINDS). Takes 48 bytes of memory for each document
+    with an id. Raises OSError."""
+    rows, entries, fields = paths
+    index = np.fromfile(entries, ENTRY)
+    index = index[np.argsort(index["hash"], kind="stable")]
+    text = json_of({"keys": kept.keys, "files": kept.files})
+    with open(target, "wb") as file:
+        file.write(
+            HEADER.pack(
+                MAGIC,
+                VERSION,
+                zlib.crc32(text),
+                os.path.getsize(rows) // ROW.itemsize,
+                len(index),
+                os.path.getsize(fields),
+                len(text),
+            )
+        )
+        with open(rows, "rb") as source:
+            shutil.copyfileobj(source, file, 1 << 20)
+        for name in ("hash", "document"):
+            file.write(np.ascontiguousarray(index[name]).data)
+        with open(fields, "rb") as source:
+            shutil.copyfileobj(source, file, 1 << 20)
+        file.write(text)
+
+
+class _File:
+    """A PREFIX.sources, mapped. Raises OSError, and ValueError for a damaged one."""
+
+    def __init__(self, prefix: str, note: Mapping[str, Any]) -> None:
+        self.path = sources_path(prefix)
+        recorded = note.get(metadata.FILES, {}).get("sources")
+        if recorded is None:
+            raise ValueError(
+                f"{prefix}: has no {os.path.basename(self.path)}, which says where each document "
+                "came from; make the data again with preprocess_data.py --metadata-keys "
+                "[document-sources-missing]"
+            )
+        try:
+            data: Any = np.memmap(self.path, np.uint8, "r")
+            head = HEADER.unpack(data[: HEADER.size].tobytes())
+            magic, version, checksum, self.count, ids, fields, size = head
+            ends = list(accumulate((HEADER.size, ROW.itemsize * self.count, 8 * ids, 8 * ids)))
+            text = data[ends[-1] + fields :].tobytes()
+            if (magic, version) != (MAGIC, VERSION) or (len(data), len(text)) != (
+                recorded["bytes"],
+                size,
+            ):
+                raise ValueError("header or size differ")
+            if zlib.crc32(text) != checksum:
+                raise ValueError("the checksum of its last part differs")
+            self.kept = Kept(**json.loads(text))
+        except (ValueError, TypeError, struct.error) as error:
+            raise self._damaged(error) from None
+        self._rows = data[ends[0] : ends[1]].view(ROW)
+        self._hashes = data[ends[1] : ends[2]].view("<u8")
+        self._numbers = data[ends[2] : ends[3]].view("<u8")
+        self._fields = data[ends[3] : ends[3] + fields]
+
+    def _damaged(self, error: object) -> ValueError:
+        return ValueError(
+            f"{self.path}: is damaged ({error}); copy it again, or make the data again with "
+            "tools/preprocess_data.py [data-file-damaged]"
+        )
+
+    def row(self, number: int) -> np.void:
+        """The ROW of a document."""
+        return self._rows[number]
+
+    def fields(self, number: int) -> dict[str, Any]:
+        """The fields of a document."""
+        start = int(self._rows[number]["fields"])
+        after = number + 1
+        end = int(self._rows[after]["fields"]) if after < self.count else len(self._fields)
+        try:
+            text = self._fields[start:end].tobytes().decode("utf-8", "surrogatepass")
+            return dict(json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise self._damaged(error) from None
+
+    def documents(self, name: bytes) -> list[int]:
+        """The documents of this id, in ascending order."""
+        value = np.uint64(_hash(name))  # a Python integer would have numpy copy the whole table
+        first = int(np.searchsorted(self._hashes, value, "left"))
+        end = int(np.searchsorted(self._hashes, value, "right"))
+        numbers = [int(number) for number in self._numbers[first:end]]
+        if any(number >= self.count for number in numbers):
+            raise self._damaged("a number of a document is too large")
+        keys = self.kept.keys
+        return [number for number in numbers if id_of(self.fields(number), keys) == name]
+
+
+class DocumentSources:
+    """The sources of the documents of a pair, or of a set of parts. Raises OSError, and ValueError
+    for data without them, damaged ones and a set that is not whole."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        if part_set.is_set(prefix):
+            parts = part_set.read_plan(prefix)
+            self._files = [
+                _File(part, note) for part, note in zip(parts.parts(), parts.records(), strict=True)
+            ]
+        else:
+            self._files = [_File(prefix, metadata.note(prefix) or {})]
+        self._ends = list(accumulate(file.count for file in self._files))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def document(self, number: int) -> dict[str, Any]:
+        """Of a document: `input`, `input_bytes` (of the whole file), `row` or `offset` and `bytes`
+        (with the end of the line) in the unpacked file, `line` (None where it is not known),
+        `fields`. Raises ValueError for a number that is too large."""
+        if number >= len(self):
+            raise ValueError(
+                f"--document {number}: {self._prefix} has {len(self)} documents, numbered from 0 "
+                "[document-not-found]"
+            )
+        which = bisect_right(self._ends, number)
+        file = self._files[which]
+        within = number - (self._ends[which - 1] if which else 0)
+        offset, line, _, input_number, size = file.row(within).item()
+        if input_number >= len(file.kept.files):
+            raise file._damaged("a number of an input is too large")
+        path, input_bytes = file.kept.files[input_number]
+        position = {"offset": offset, "bytes": size, "line": line or None}
+        return {
+            "document": number,
+            "input": path,
+            "input_bytes": input_bytes,
+            **(position if size else {"row": offset}),
+            "fields": file.fields(within),
+        }
+
+    def with_id(self, name: str) -> list[int]:
+        """The documents with this id, in ascending order."""
+        text = _bytes(name)
+        starts = [0, *self._ends]
+        return [
+            start + number
+            for start, file in zip(starts, self._files, strict=False)
+            for number in file.documents(text)
+        ]
