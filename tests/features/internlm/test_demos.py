@@ -17,6 +17,7 @@ from megatron.config.training import TrainingConfig
 from megatron.features.internlm.initial_values import internlm_scheme
 from megatron.features.registry import RunConfig
 from megatron.parallel.sharding import Sharding, draw_values
+from tests.core.training.built_runs import built
 from tests.problems import assert_problem, raises
 
 VOCAB = 103168
@@ -112,6 +113,15 @@ def test_initial_deviations_depend_on_the_layer_and_the_half():
         assert table[at + "mlp.linear_fc1.weight"].std == (0.006, scaled)
         assert table[at + "mlp.linear_fc2.weight"].std == 0.0015
         assert table[at + "self_attention.linear_qkv.bias"].init == "zeros"
+
+
+def test_a_run_starts_with_the_values_of_its_scheme():
+    run = built("--init-scheme", "internlm", "--swiglu")
+    weights = dict(run.model[0].named_parameters())
+    std = weights["embedding.word_embeddings.weight"][:211].std().item()
+    assert std == pytest.approx(0.0052, rel=0.05)
+    std = weights["decoder.layers.0.self_attention.linear_qkv.weight"].std().item()
+    assert std == pytest.approx(0.006, rel=0.05)
 
 
 def test_the_halves_are_drawn_with_their_own_deviation():
