@@ -194,7 +194,7 @@ def _kind(value: Any) -> Any:
         case bool() | str() | None:
             return value
         case tuple():
-            return list(value)
+            return [_kind(item) for item in value]
         case list():  # of layers
             return (
                 "all" if value and all(item is True for item in value) else "some" if value else []

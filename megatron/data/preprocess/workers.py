@@ -75,7 +75,8 @@ def _record_of(
     block = next((block for block in waiting if block.number == number), None)
     if not record or block is None:
         return ""
-    if block is waiting[0] and (line := first_line(block)):
+    line = 1 if block.start == 0 else first_line(block) if block is waiting[0] else 0
+    if line:
         return f"{block.name}, line {line + record - 1}"
     unit = "row" if block.kind == "rows" else "byte"
     return f"{block.name}, record {record} after {unit} {block.start}"

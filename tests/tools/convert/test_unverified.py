@@ -46,6 +46,7 @@ def model_of(**flags: Any) -> ModelConfig:
         ("gpt_neox", PARTIAL | LINEAR, 3),  # norm, activation and biases are others
         ("phi3", PARTIAL, 0),
         ("phi3", LINEAR, 1),
+        ("granite", {"embedding_multiplier": 12.0}, 0),
         ("helium", HELIUM, 1),
         ("llama", LINEAR | {"use_rope_scaling": True}, 1),  # each alone is verified
         ("qwen3_moe", SINKHORN, 0),
