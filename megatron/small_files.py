@@ -50,6 +50,15 @@ def make_directories(path: str | os.PathLike[str], seconds: float = 10.0) -> Non
         time.sleep(0.1)
 
 
+def fsync(path: str | os.PathLike[str]) -> None:
+    """Have a file's content, or a directory's names, on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_bytes(path: str | os.PathLike[str], limit: int = LIMIT) -> bytes:
     """All bytes of a regular file. Raises OSError, also for a pipe, a device and a file of more
     than `limit` bytes."""

@@ -9,7 +9,7 @@ import gzip
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron.data.preprocess import readers, resumable_writer
 from megatron.data.preprocess.original import original_record
 from tests import problems
 from tests.load_tool import exit_code, load_tool
+from tests.tools.kills import status_of_killed
 
 PREPROCESS = load_tool("preprocess_data")
 INSPECT = load_tool("inspect_data")
@@ -246,20 +247,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bytes(
     once = content("once")
     assert sum(name.endswith(".sources") for name in once) >= 2
     for calls in range(1, 30, step):
-        child = os.fork()
-        if not child:
-            left = calls
-
-            def ending(call: Callable[..., None], *words: object) -> None:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                call(*words)
-
-            setattr(os, call, functools.partial(ending, getattr(os, call)))
-            os._exit(preprocess(corpus, f"x{calls}", *flags))
-        os.waitpid(child, 0)
+        status_of_killed(call, calls, functools.partial(preprocess, corpus, f"x{calls}", *flags))
         for name, data in content(f"x{calls}").items():  # whole parts are right
             if tasks and name.endswith(".json") and name.replace(".json", ".sources") in once:
                 assert data == once[name]

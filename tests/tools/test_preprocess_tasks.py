@@ -3,7 +3,6 @@ writes, whatever was killed on the way."""
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import os
@@ -26,6 +25,7 @@ from megatron.data.preprocess import readers
 from tests import problems
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
+from tests.tools.kills import status_of_killed
 
 PREPROCESS = load_tool("preprocess_data")
 MERGE = load_tool("merge_datasets")
@@ -192,20 +192,8 @@ def test_a_kill_at_any_rename_leaves_no_wrong_part(corpus: Path, call: str, call
     flags = ("--part-bytes", 40000, "--task", "0/1")
     assert preprocess(corpus, "once", *flags) == 0
     once = files(corpus / "out" / "once_text_document.parts")
-    child = os.fork()
-    if not child:
-        left = calls
-
-        def ending(call: Callable[..., None], *words: object) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            call(*words)
-
-        setattr(os, call, functools.partial(ending, getattr(os, call)))
-        os._exit(preprocess(corpus, "x", *flags))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    status = status_of_killed(call, calls, lambda: preprocess(corpus, "x", *flags))
+    assert status == -signal.SIGKILL
     folder = corpus / "out" / "x_text_document.parts"
     for number in whole_parts(corpus) if (folder / "parts.json").exists() else []:
         for end in ("bin", "idx", "json"):

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from megatron.data.parts.part_set import PartSet
+from megatron.small_files import fsync
 
 MAKING = ".making-"
 BAD_RECORDS = ".bad_records.jsonl"
@@ -64,10 +65,10 @@ def _publish(sets: Sequence[PartSet], number: int, folder: str) -> None:
         _replace_or_remove(f"{folder}/{key}.sources", f"{each.part(number)}.sources")
     _replace_or_remove(f"{folder}/bad", f"{sets[0].part(number)}{BAD_RECORDS}")
     for each in sets:  # a record must not outlast a power failure that its files did not
-        _sync(each.folder)
+        fsync(each.folder)
     for key, each in enumerate(sets):
         os.replace(f"{folder}/{key}.json", f"{each.part(number)}.json")
-        _sync(each.folder)
+        fsync(each.folder)
 
 
 def _replace_or_remove(source: str, target: str) -> None:
@@ -76,11 +77,3 @@ def _replace_or_remove(source: str, target: str) -> None:
         os.replace(source, target)
     elif os.path.exists(target):
         os.unlink(target)
-
-
-def _sync(folder: str) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

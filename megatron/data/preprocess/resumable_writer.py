@@ -36,7 +36,7 @@ from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
 from megatron.data.preprocess.readers import Block, InputPosition
 from megatron.data.tokenizers.metadata import json_path
-from megatron.small_files import make_directories, read_json
+from megatron.small_files import fsync, make_directories, read_json
 
 # between two notes of how far the work is; the less it writes at a time, the shorter the wait at
 # the end
@@ -230,7 +230,7 @@ class Unfinished:
 
     def _make_last(self, state: dict[str, Any]) -> None:
         for path in [path for parts in self.paths() for path in parts]:
-            _sync(path)
+            fsync(path)
         for file in self._open_files():
             os.fsync(file.fileno())
         self._note(state)
@@ -260,7 +260,7 @@ class Unfinished:
                 )
                 Path(self._path(key, 0, "json")).write_text(text, encoding="utf-8")
                 for kind in ("bin", "idx", "json", *(["sources"] if sources else [])):
-                    _sync(self._path(key, 0, kind))
+                    fsync(self._path(key, 0, kind))
             self.finishing = True
             self._note(self._state())
         for key, pair in enumerate(self.pairs):
@@ -283,7 +283,7 @@ class Unfinished:
             Path(self.bad_path).unlink(missing_ok=True)
         elif os.path.exists(f"{self.folder}/bad"):
             os.replace(f"{self.folder}/bad", self.bad_path)
-        _sync(os.path.dirname(self.folder) or ".")
+        fsync(os.path.dirname(self.folder) or ".")
         self._lasting = True
         # NFS keeps the open lock file, and may say at first that a file is busy
         for _ in range(2):
@@ -454,11 +454,3 @@ def _append(source: str, target: str) -> None:
             while copy and copy(added.fileno(), grown.fileno(), COPY):
                 pass
         shutil.copyfileobj(added, grown, 16 << 20)
-
-
-def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
