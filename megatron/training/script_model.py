@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from megatron import log
 from megatron.config.plan.parameters import ParameterSpec
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
@@ -209,6 +210,12 @@ def plan_of(plan: Plan, models: Sequence[nn.Module], config: Config, ctx: Parall
             f"{flag}: needs {needs}, and the script's model_provider returned "
             f"{type(model).__name__}, another model; omit it, or return GPTModel as it is "
             "[own-model]"
+        )
+    if config.parallel.overlap_param_gather:
+        log.warn_once(
+            "--overlap-param-gather: without effect on a model of the script's own, which may read "
+            "a weight outside of the module that has it; weights are gathered after each step "
+            "[own-model-gathers-at-once]"
         )
     _compare(model, ctx)
     records = [(sharding_of(p), p.requires_grad) for p in model.parameters()]
