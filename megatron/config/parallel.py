@@ -194,7 +194,7 @@ class ParallelConfig:
         dump=False,
         help="seconds without progress (a micro-batch) in an iteration, after which the rank that "
         "keeps the others waiting, or the only one, is named with its stack and the run ends "
-        "with exit code 4 (0: never, in no phase; default: the larger of 11 and 4 times the "
+        "with exit code 4 (0: never, in no phase; default: the larger of 60 and 4 times the "
         "median iteration; never with --torch-compile)",
     )
     hang_timeout_startup_seconds: float | None = _timeout(

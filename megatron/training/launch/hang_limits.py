@@ -8,8 +8,8 @@ from typing import NamedTuple
 from megatron.config.tree import Config
 
 SHARE_OF_TIMEOUT = 0.9  # of --distributed-timeout-minutes, which ends waiting ranks later
-# For an iteration; a hang is named within 17 s where a step takes less than 3.
-LEAST_SECONDS = 11.0
+# For an iteration. Storage and hosts that are busy stall healthy ranks for ten seconds and more.
+LEAST_SECONDS = 60.0
 MEDIANS = 4.0
 
 

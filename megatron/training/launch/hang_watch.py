@@ -20,7 +20,7 @@ STEPS = 21  # that the median is of
 
 
 class HangWatch(Hook):
-    """An iteration has the limit that was given, else the larger of 11 s and 4 times the median of
+    """An iteration has the limit that was given, else the larger of 60 s and 4 times the median of
     the latest iterations, with as many seconds for a micro-batch as they had (their number grows
     with the batch). A micro-batch that is done is progress."""
 

@@ -39,8 +39,8 @@ def iteration_limits(seconds: list[float], given: float | None = None, micro_bat
     return [phase.limit for phase in monitor.phases if phase.name.endswith("iteration")][::2]
 
 
-def test_the_first_iteration_has_a_limit_of_its_own_and_the_others_at_least_11_seconds():
-    assert iteration_limits([9.0, 0.1, 0.1]) == [90.0, 36.0, pytest.approx(18.2), 11.0]
+def test_the_first_iteration_has_a_limit_of_its_own_and_the_others_at_least_60_seconds():
+    assert iteration_limits([40.0, 0.1, 0.1]) == [90.0, 160.0, pytest.approx(80.2), 60.0]
 
 
 def test_a_limit_that_is_given_holds():
@@ -49,7 +49,7 @@ def test_a_limit_that_is_given_holds():
 
 def test_a_batch_that_grows_has_as_many_times_the_seconds():
     sizes = {1: 2, 2: 2, 3: 40}
-    assert iteration_limits([8.0, 8.0], micro_batches=sizes.get) == [90.0, 32.0, 640.0]
+    assert iteration_limits([8.0, 8.0], micro_batches=sizes.get) == [90.0, 60.0, 640.0]
 
 
 def test_evaluation_and_save_have_limits_and_what_is_between_has_the_larger_one():
