@@ -411,8 +411,9 @@ class OtherFlags:
     further spelling `explain` may know why there is no such flag, `ignores` that it has no effect,
     and `synonyms` what it is called here. `read_as` gets the parser, what was typed of the
     program's own flags, of these, and the spellings that are ignored. `changes_nothing`: whether
-    what is computed is the same with a name's value. `tables`: of their page, by the text above
-    each, the spellings and what is said of them. `argument_table`: the table of arguments, of the
+    what is computed is the same with a name's value. `refused`: by reason, spellings of what the
+    program cannot do; `page`: where it is listed. `tables`: of their page, by the text above each,
+    the spellings and what is said of them. `argument_table`: the table of arguments, of the
     program's own and those typed of these."""
 
     flags: Sequence[Flag] = ()
@@ -423,6 +424,8 @@ class OtherFlags:
         lambda parser, typed, foreign, ignored: ReadAs(typed, [], [])
     )
     changes_nothing: Callable[[str, Any], bool] = lambda name, value: False
+    refused: Callable[[], Mapping[str, Sequence[str]]] = dict
+    page: str = ""
     tables: Callable[[], Mapping[str, Sequence[tuple[Sequence[str], str]]]] = dict
     argument_table: Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]] = (
         lambda values, foreign: values

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+_NAMED = 4  # spellings of what is not here
 Flag = Any  # of megatron.arguments, which loads this module
 Parser = Any
 
@@ -57,9 +58,34 @@ def _help_of_topic(parser: Parser, topic: str) -> str:
             lines += _flag_lines(flag)
     own = parser.extra.help(functools.partial(_speaks_of, wanted)) if parser.extra else ""
     lines += ["", own] * bool(own)
+    lines += _refused(parser, wanted)
     if not lines:
-        return f"{parser.prog}: no flag speaks of {topic!r}; --help lists all\n"
+        return f"{parser.prog}: no flag speaks of {topic!r}{_nearest(parser, wanted)}\n"
     return "\n".join(lines[1:]) + "\n"
+
+
+def _refused(parser: Parser, wanted: Sequence[str]) -> list[str]:
+    """What the program cannot do of a topic, and what to use in its place."""
+    lines = []
+    for reason, every in parser.others.refused().items():
+        # of a family, only one that no flag of the program is of
+        spellings = [
+            s for s in every if not any(known.startswith(s[:-1]) for known in parser.by_spelling)
+        ]
+        named = [s for s in spellings if _speaks_of(wanted, s)]
+        if named or (spellings and _speaks_of(wanted, *spellings, reason)):
+            lines += _help_lines(", ".join((named or spellings)[:_NAMED]), reason)
+    return ["", "Not here."] * bool(lines) + lines
+
+
+def _nearest(parser: Parser, wanted: Sequence[str]) -> str:
+    """What a topic may have meant that no flag speaks of."""
+    words = sorted({w for s in parser.every_spelling for w in s.strip("-").split("-") if w})
+    close = [difflib.get_close_matches(word, words, 1, 0.75) for word in wanted]
+    if all(close):
+        return f"; did you mean --help {' '.join(word for (word,) in close)}?"
+    page = parser.others.page
+    return f"; --help lists all{', and ' * bool(page)}{page}{' what is not here' * bool(page)}"
 
 
 def _speaks_of(wanted: Sequence[str], *texts: str) -> bool:

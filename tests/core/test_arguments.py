@@ -406,6 +406,21 @@ def test_help_of_a_topic_has_its_flags(topic, names):
     assert shown == names if names is not None else 0 < len(shown) < len(PARSER.flags)
 
 
+def test_help_of_a_topic_that_is_not_here():
+    others = OtherFlags(
+        refused=lambda: {"no wheels (cars)": ["--wheel-size", "--wid*"], "paint it": ["--paint-*"]},
+        page="FILE.md",
+    )
+    parser = build_parser(Tree, prog="x", description="d", others=lambda: others)
+    for topic in ("wheel", "cars"):
+        text = parser.help(topic)
+        assert "--wheel-size" in text and "no wheels" in text and "--paint" not in text
+    assert "--paint-*" in parser.help("paint")
+    assert "--width" in parser.help("wid") and "--wid*" not in parser.help("wid")
+    assert "--help width" in parser.help("widht") and "FILE.md" not in parser.help("widht")
+    assert "FILE.md" in parser.help("zzzz") and ".md" not in PARSER.help("zzzz")
+
+
 def test_what_is_unknown_may_be_explained():
     parser = build_parser(
         Tree,

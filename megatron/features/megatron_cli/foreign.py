@@ -44,9 +44,23 @@ def other_flags() -> OtherFlags:
         compat.SYNONYMS,
         read_as,
         changes_nothing,
+        refused,
+        "docs/from_megatron.md",
         tables,
         argument_table,
     )
+
+
+def refused() -> dict[str, list[str]]:
+    """As `OtherFlags.refused`: single flags, and families of which no flag is here."""
+    found: dict[str, list[str]] = {}
+    for flag in compat.FOREIGN.values():
+        if flag.verdict == compat.REFUSED:
+            found.setdefault(flag.text, []).append(flag.spelling)
+    for verdict, starts, text in compat.prefixes():
+        if verdict == compat.REFUSED:
+            found.setdefault(text, []).extend(f"{start}*" for start in starts)
+    return found
 
 
 def changes_nothing(name: str, value: Any) -> bool:

@@ -30,14 +30,15 @@ REASONS: dict[str, str] = {
     "gather": "weights are gathered right after the update, on every pipeline stage",
     "gpt": "only GPT is trained here; omit the flag",
     "layers": "only transformer layers are built; omit the flag",
-    "mla": "latent attention is not supported; use --group-query-attention",
+    "mla": "latent attention (MLA) is not supported; use --group-query-attention",
     "moe": "this option of mixture-of-experts models is not supported; omit the flag",
+    "mtp": "only the next token is predicted, not several (MTP); omit the flag",
     "optimizer": "the optimizers are adam, sgd and muon; use one of these",
     "nccl": "process groups have NCCL's defaults; NCCL_* variables apply",
     "one": "there is one implementation, with the same numbers",
     "restart": "a failed run is restarted by its launcher and resumes with the same command",
-    "sharding": "parameters are not sharded; use data, tensor, pipeline or context parallelism, "
-    "and --use-distributed-optimizer",
+    "sharding": "parameters are not sharded (FSDP, ZeRO 2 and 3); use data, tensor, pipeline or "
+    "context parallelism, and --use-distributed-optimizer",
     "wandb": "it steers a part of Weights & Biases, or another service, that is not used",
     "window": "attention reads all earlier tokens; omit the flag",
 }
@@ -362,7 +363,7 @@ embed_layernorm=False attention_output_gate=False use_gated_attention=False
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
 multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
   v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
-mtp_num_layers= mtp_loss_scaling_factor=0.1 | only the next token is predicted; omit the flag
+mtp_num_layers= mtp_loss_scaling_factor=0.1 | &mtp
 window_size= window_attn_skip_freq= | &window
 softmax_type=vanilla | there are no attention sinks; omit the flag
 quick_geglu=False enable_gpt_oss=False activation_func_clamp_value= glu_linear_offset=0.0
@@ -427,7 +428,8 @@ PREFIXES: tuple[tuple[str, str, str], ...] = (
     ("refused", "--bert- --retro- --vision- --dino- --ict- --biencoder- --retriever-", "&gpt"),
     ("refused", "--mamba- --hybrid- --heterogeneous- --linear- --dsa- --csa- --kda-", "&layers"),
     ("refused", "--mhc- --hyper-connection- --engram-", "&layers"),
-    ("refused", "--mtp-", "only the next token is predicted; omit the flag"),
+    ("refused", "--mtp-", "&mtp"),
+    ("refused", "--lora- --peft-", "all weights are trained; use --finetune to start from a model"),
     ("refused", "--mup-", "the relative width is --hidden-size / --mup-base-hidden-size; omit it"),
     (
         "refused",

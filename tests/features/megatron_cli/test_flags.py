@@ -194,6 +194,19 @@ def test_other_flags_of_a_known_family_are_explained(spelling, word):
     assert_problem(line, "megatron-flag-not-supported", spelling, word)
 
 
+@pytest.mark.parametrize(
+    ("topic", "use"),
+    [
+        ("fsdp", "--use-distributed-optimizer"),
+        ("mla", "--group-query-attention"),
+        ("mtp", "next token"),
+        ("lora", "--finetune"),
+    ],
+)
+def test_help_of_what_is_not_here_says_what_is_nearest(topic, use):
+    assert use in PARSER.help(topic)
+
+
 def test_an_ordinary_typing_error_is_not_taken_for_a_family():
     [line] = parse(PARSER, ["--num-layer", "1"]).problems
     assert_problem(line, "flag-unknown", "--num-layer", "--num-layers")
