@@ -12,9 +12,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
+from megatron.data.tokenizers.build import NullTokenizer, Tokenizer
 from megatron.features.trace.compare import Figure, check_agreement, figures
 from megatron.features.trace.recorder import TraceError
 from megatron.features.trace.traced_rank import RankTrace, trace_rank, traced_config
@@ -40,7 +42,7 @@ def trace(
     traced.
     """
     _check(line.config)
-    tokenizer = build_tokenizer(line.config)
+    tokenizer = _tokenizer(line.config, plan)
     line = replace(line, config=traced_config(line.config))
     config = line.config
     ranks = chosen_ranks(which, config, plan)
@@ -67,6 +69,15 @@ def trace(
         _write(Path(output), config, plan, traces)
         lines.append(f"  written: {output}")
     return lines
+
+
+def _tokenizer(config: Config, plan: Plan) -> Tokenizer:
+    """That of the command line; where its files are not on this machine, as many numbers as the
+    plan has ids, which is all that a step without text needs. Raises ValueError for files that are
+    no tokenizer."""
+    if any(check_tokenizer.problems(config.data)):
+        return NullTokenizer(plan.vocab_size)
+    return build_tokenizer(config)
 
 
 def _check(config: Config) -> None:

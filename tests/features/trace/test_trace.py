@@ -337,6 +337,30 @@ def test_peers_share_a_group_with_rank_0():
     assert dry_run.chosen_ranks(("peers",), traced.config, traced.plan) == {0, 1, 2}
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],  # numbers without --vocab-size
+        ["--tokenizer-type", "GPT2BPETokenizer"],
+        ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "/nowhere/t.model"],
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no --vocab-size 211".split(),
+    ],
+)
+def test_no_file_of_a_tokenizer_is_needed(flags, capsys):
+    words = with_flags(SHORT, "--vocab-size")[:-1]
+    plot().main([*words, *flags, "--dry-run", "--trace", "--trace-ranks", "0"])
+    out = capsys.readouterr().out
+    assert "FLOPs" in out and ("[tokenizer-file-missing]" in out or "[flag-missing]" in out)
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    with pytest.raises(ValueError) as error:
+        plot().main([*with_flags(SHORT, *words), "--dry-run", "--trace", "--trace-ranks", "0"])
+    assert str(tmp_path) in str(error.value)
+
+
 def test_a_script_is_traced_with_its_flags(capsys):
     def doubled(batch, model):
         losses, *rest = plot().forward_step(batch, model)
