@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron import launcher
+from megatron.config.checks.rules import WOULD_STOP
 from megatron.config.command_line import CommandLine, refuse
 from megatron.config.plan import fit
 from megatron.config.plan import report as plan_report
@@ -40,6 +41,13 @@ def report(line: CommandLine) -> None:
     for feature in features_of(line.config):
         for row in feature.dry_run(line, plan, step):
             print(row, flush=True)
+    stops = sum(note.startswith(WOULD_STOP) for note in line.notes)
+    if stops:
+        print(
+            f"on this machine a real run would stop ({stops} line{'s' * (stops > 1)} at the top); "
+            "the plan needs none of these files, and the exit code is 0",
+            flush=True,
+        )
     if not fits:
         refuse([f"--device-memory {limit:g}: {text} [not-enough-memory]"], launcher.info())
 

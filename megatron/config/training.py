@@ -228,7 +228,8 @@ class TrainingConfig:
         False,
         per_run=True,
         help="print the plan, the data and the kernels, and exit; needs no data, checkpoint "
-        "or launcher",
+        "or launcher: what is not on this machine is said, with exit code 0, and files that are "
+        "here are compared with the flags, with exit code 2",
         dump=False,
     )
     device_memory: float | None = arg(

@@ -16,6 +16,8 @@ from megatron.config.checks.facts import Facts
 from megatron.config.parallel import ParallelConfig
 from megatron.config.tree import Config
 
+WOULD_STOP = "a real run would stop: "  # notes of a dry run
+
 
 @runtime_checkable
 class HasRules(Protocol):
@@ -81,7 +83,7 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
         lines += low_precision.notes(facts)
     lines += services.read_skips(facts)[1]
     if config.training.dry_run:
-        lines += [f"a real run would stop: {line}" for line in check_paths.missing(config)]
+        lines += [f"{WOULD_STOP}{line}" for line in check_paths.missing(config)]
     return lines
 
 

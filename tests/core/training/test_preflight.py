@@ -19,7 +19,7 @@ from megatron.features.registry import RunConfig
 from megatron.training import preflight
 from tests.forkrun import ROOT
 from tests.problems import raises
-from tests.runs import SMALL, train, with_flags, write_text
+from tests.runs import SMALL, plot, train, with_flags, write_text
 
 BASE = [*SMALL, "--train-iters", "8", "--lr-decay-iters", "8", "--eval-iters", "0"]
 
@@ -185,6 +185,18 @@ def test_a_blend_without_weights_that_is_too_small(folder, tmp_path, capsys):
     done = train(tmp_path, fits)
     assert done.rows[-1]["iteration"] == int(iterations)
     assert len(refused(capsys, with_flags(fits, "--train-iters", str(int(iterations) + 1)))) == 1
+
+
+def test_a_dry_run_ends_with_what_is_not_on_this_machine(folder, tmp_path, capsys):
+    """Its exit code is 0: a laptop plans for a cluster that has the files."""
+
+    def last_line(*words: str) -> str:
+        plot().main([*BASE, *words, "--dry-run"])
+        return capsys.readouterr().out.splitlines()[-1]
+
+    away = last_line("--data-path", str(tmp_path / "away"), "--save", "/dev/null/x")
+    assert "2 lines" in away and "exit code" in away
+    assert "exit code" not in last_line("--data-path", str(folder / "a"))
 
 
 def test_a_dry_run_shows_it(folder, capsys):
