@@ -15,7 +15,6 @@ from megatron.config.tree import Config
 from megatron.features.internlm.initial_values import internlm2_scheme
 from megatron.features.registry import RunConfig
 from tests.features.internlm.configs import INTERNEVO_7B, SIZES, demo, written
-from tests.forkrun import ROOT
 from tests.load_tool import exit_code
 from tools.features.internlm.config import main
 from tools.features.internlm.read_config import ConfigError, read_config
@@ -438,19 +437,6 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path}/none.py: No such file or directory\n"
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "none.py"), "--world-size", "0"])
-
-
-def test_every_key_of_the_demos_is_documented(tmp_path):
-    page = (ROOT / "docs/features/internlm.md").read_text()
-    values, _ = read_config(written(tmp_path, demo("20b")))
-    keys = [
-        f"{key}.{inner}" if inner else key
-        for key, value in values.items()
-        if not key.isupper()
-        for inner in (value if isinstance(value, dict) else (None,))
-    ]
-    assert len(keys) > 50
-    assert [key for key in keys if f"`{key}" not in page] == []
 
 
 def test_an_internlm_config_that_repeats_itself_is_refused(tmp_path):

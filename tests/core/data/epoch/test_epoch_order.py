@@ -161,7 +161,7 @@ def test_samples_are_runs_of_the_corpus(tmp_path):
 
 @pytest.mark.parametrize("trial", range(6))
 def test_an_epoch_is_the_samples_that_end_in_one_pass(trial, tmp_path):
-    """Against cutting the corpus one token after the other, as docs/internals.md says it."""
+    """Against cutting the corpus one token after the other, as docs/design.md says it."""
     random = np.random.default_rng(trial)
     length = int(random.integers(1, 12))
     prefixes = [corpus(tmp_path, name, int(random.integers(2, 25)), trial) for name in "abc"]
