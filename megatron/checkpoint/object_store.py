@@ -9,11 +9,9 @@ manifest behind the tensors, the tracker last. So what the tracker in the store 
 
 from __future__ import annotations
 
-import importlib
 import re
 import secrets
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron import log
+from megatron import log, remote_files
 from megatron.checkpoint import manifest, skip_log, slots, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.helper_process import SideProcess
@@ -31,8 +29,6 @@ TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
 LOOKS = 1.0  # seconds between two looks at the staging directory
 PIECE = 16 << 20
-# of an object: its size, and what the stores give it that another content does not have
-_FACTS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
 
 
 class Remote:
@@ -40,18 +36,7 @@ class Remote:
 
     def __init__(self, url: str):
         self.url = url
-        try:
-            core = importlib.import_module("fsspec.core")
-            self.files, self._root = core.url_to_fs(url)
-        except ImportError as error:
-            raise ValueError(
-                f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its "
-                "extra: [s3]) [package-missing]"
-            ) from None
-        except ValueError as error:
-            raise ValueError(
-                f"{url}: {error}; give a URL such as s3://bucket/path [url-not-supported]"
-            ) from None
+        self.files, self._root = remote_files.open_store(url)
 
     def __str__(self) -> str:
         return self.url
@@ -210,19 +195,18 @@ class Remote:
         CheckpointError, FileNotFoundError."""
         self.files.invalidate_cache()
         info = self._patiently("look at", name, lambda: self.files.info(f"{self._root}/{name}"))
-        return {key: info.get(key) for key in _FACTS}
+        return remote_files.facts(info)
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """`length` bytes of a file from byte `start` on. Thread-safe. Raises CheckpointError, also
         for a store that gives more or less; FileNotFoundError."""
 
-        def read_range() -> bytes:
-            data = self.files.cat_file(f"{self._root}/{name}", start=start, end=start + length)
-            if len(data) != length:
-                raise OSError(f"gives {len(data)} bytes instead of {length} from byte {start} on")
-            return data
-
-        return self._patiently("read", name, read_range) if length else b""
+        if not length:
+            return b""
+        path = f"{self._root}/{name}"
+        return self._patiently(
+            "read", name, lambda: remote_files.read_range(self.files, path, start, length)
+        )
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove files, in this order. Raises CheckpointError."""
@@ -256,19 +240,12 @@ class Remote:
 
     def _patiently(self, verb: str, name: str, action: Any) -> Any:
         """Call it, up to TRIES times if the store fails. Raises CheckpointError then."""
-        for number in range(TRIES):
-            try:
-                return action()
-            except FileNotFoundError:
-                raise
-            except Exception as error:  # every store has errors of its own
-                failure = error
-                if number + 1 < TRIES:
-                    time.sleep(WAITS * 2**number)
-        raise CheckpointError(
-            f"cannot {verb} {name} in {self.url}, tried {TRIES} times: {type(failure).__name__}: "
-            f"{' '.join(str(failure).split())[:300]} [object-store-failed]"
-        ) from failure
+        try:
+            return remote_files.patiently(action, [WAITS * 2**n for n in range(TRIES - 1)])
+        except remote_files.StoreFailed as error:
+            raise CheckpointError(
+                f"cannot {verb} {name} in {self.url}, {error} [object-store-failed]"
+            ) from error.__cause__
 
 
 def fetch(url: str, staging: str, step: int | None = None, required: bool = False) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.arguments import Needs, arg
+from megatron.config.checkpoint import is_url
 from megatron.config.tokenizer import TokenizerConfig
 
 
@@ -84,6 +85,22 @@ class DataConfig(TokenizerConfig):
         "969, 30, 1; not with per-split paths)",
     )
     data_cache_path: str | None = arg(None, help="directory in which sample indexes are cached")
+    object_storage_cache_path: str | None = arg(
+        None,
+        per_run=True,
+        needs=Needs("data in an object store (--data-path s3://...)", lambda v: _in_a_store(v)),
+        help="directory on a disk of each host in which data of an object store (s3://...) are "
+        "cached: their indexes, and blocks of their tokens",
+        dump=False,
+    )
+    object_storage_cache_gib: float = arg(
+        100.0,
+        above=0,
+        per_run=True,
+        needs="object_storage_cache_path",
+        help="GiB that the blocks in --object-storage-cache-path may fill",
+        dump=False,
+    )
     data_order: Literal["megatron", "epoch"] = arg(
         "megatron",
         help=(
@@ -166,3 +183,10 @@ class DataConfig(TokenizerConfig):
         return self.tokenizer_type or (
             "NullTokenizer" if self.mock_data or self.dummy_data else "GPT2BPETokenizer"
         )
+
+
+def _in_a_store(v: Any) -> bool:
+    """Whether the flags name data in an object store, or files that may."""
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    words = [word for name in names for word in v[name] or ()]
+    return any(map(is_url, words)) or v["data_args_path"] or v["per_split_data_args_path"]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron import log
+from megatron.config.checkpoint import is_url
 from megatron.config.data import DataConfig
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences
@@ -26,10 +27,28 @@ Splits = tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]
 
 
 def read_blends(data: DataConfig) -> Blends:
-    """The blend for all splits, or one (or None) for each split; mock data have none.
+    """The blend for all splits, or one (or None) for each split; mock data have none. What is in an
+    object store is named by the paths that stand for it here.
 
-    Raises ValueError if the flags name no data, or name it twice.
+    Raises ValueError if the flags name no data, or name it twice; ValueError and FileNotFoundError
+    for a store that does not give it.
     """
+    blends = _named_blends(data)
+    if isinstance(blends, list):
+        return [blend and _on_this_machine(data, blend) for blend in blends]
+    return _on_this_machine(data, blends)
+
+
+def _on_this_machine(data: DataConfig, blend: Blend) -> Blend:
+    words, weights = blend
+    if not any(map(is_url, words)):
+        return blend
+    from megatron.data.object_storage.mirror import local_words
+
+    return local_words(words, data), weights
+
+
+def _named_blends(data: DataConfig) -> Blends:
     per_split = {f"--{name}-data-path": getattr(data, f"{name}_data_path") for name in SPLITS}
     sources = {
         "--data-path": data.data_path,

@@ -4,12 +4,14 @@ file and remedy.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import resource
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -98,6 +100,41 @@ def read_at(file: int, path: str, start: int, count: int) -> bytes:
     if len(data) < count:
         raise ValueError(_cut_short(path, os.fstat(file).st_size, start + count))
     return data
+
+
+@contextlib.contextmanager
+def alone(path: str) -> Iterator[None]:
+    """Of the threads and processes that lock one `path`, which is made and removed, one is inside.
+
+    The kernel lets go of the lock of a process that ends, however it ends. Where the filesystem has
+    no locks, all are inside at once.
+    """
+    try:
+        file = _locked(path)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # before it is let go: see _locked
+        os.close(file)
+
+
+def _locked(path: str) -> int:
+    """An open file that this thread alone has locked, and that still is the one called `path`.
+    Raises OSError."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # its owner removed it while we waited
 
 
 class IndexArrays:

@@ -10,7 +10,6 @@ pickle is read.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import uuid
@@ -22,7 +21,7 @@ import numpy as np
 
 from megatron import log
 from megatron.checksums import block_sums, file_sum, sum_of_file
-from megatron.data.file_access import IndexArrays, map_array, map_file
+from megatron.data.file_access import IndexArrays, alone, map_array, map_file
 from megatron.small_files import make_directories, read_bytes
 
 # between the description and the lines `NAME CHECKSUM` of its arrays
@@ -33,21 +32,6 @@ def _with_checksums(description: str, sums: Mapping[str, str]) -> bytes:
     """The content of the file that completes an entry."""
     lines = "".join(f"{name} {checksum}\n" for name, checksum in sorted(sums.items()))
     return f"{description}{CHECKSUMS}{lines}".encode()
-
-
-def _locked(path: str) -> int:
-    """An open file that this process alone has locked, and that still is the one called `path`.
-    Raises OSError."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.path.exists(path) and os.path.samestat(os.fstat(file), os.stat(path)):
-                return file
-        except BaseException:
-            os.close(file)
-            raise
-        os.close(file)  # its owner removed it while we waited
 
 
 class IndexCache:
@@ -128,23 +112,9 @@ class IndexCache:
     @contextlib.contextmanager
     def building(self, kind: str, description: str) -> Iterator[None]:
         """While one process builds an entry, others that want the same one wait here; then they
-        find it.
-
-        The kernel lets go of the lock of a process that ends, however it ends. Where the filesystem
-        has no locks, all build at once, which costs time and harms nothing.
-        """
-        path = os.path.join(self.folder, f"{self.stem(kind, description)}.lock")
-        try:
-            file = _locked(path)
-        except OSError:
+        find it. Without locks all build at once, which costs time and harms nothing."""
+        with alone(os.path.join(self.folder, f"{self.stem(kind, description)}.lock")):
             yield
-            return
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # before it is let go: see _locked
-            os.close(file)
 
     def _refuse(self, error: OSError) -> None:
         if self.flag:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron import log
-from megatron.data import pair_checksums
-from megatron.data.file_access import check_mapped, map_file, open_to_read, read_at
+from megatron.data import pair_checksums, token_bytes
+from megatron.data.file_access import check_mapped, map_file
 from megatron.data.parts import part_set
 from megatron.data.parts.joined import Joined
 from megatron.data.sample_lookup import Piece, check_document
@@ -83,7 +83,7 @@ class IndexedDataset:
         self.bin_file = bin_path(self.path_prefix)
         parts = part_set.is_set(self.path_prefix)
         for path in () if parts else (self.idx_file, self.bin_file):
-            if not os.path.exists(path):
+            if not token_bytes.exists(path):
                 raise _missing(self.path_prefix, path)
         if announce:
             log.info(LOGGER, f"Load the _IndexReader from {self.idx_file}")
@@ -109,10 +109,10 @@ class IndexedDataset:
         self._index = mapped
         self._check_index = functools.partial(check_mapped, self.idx_file, mapped)
         self._read_arrays(index, sequences, entries)
-        opened = open_to_read(self.bin_file)
-        weakref.finalize(self, os.close, opened)
-        self.bin_bytes = os.fstat(opened).st_size
-        self._bytes_at = functools.partial(read_at, opened, self.bin_file)
+        tokens = token_bytes.open_tokens(self.bin_file)
+        weakref.finalize(self, tokens.close)
+        self.bin_bytes = tokens.size
+        self._bytes_at = tokens.read
 
     def _open_parts(self) -> None:
         joined = Joined(self.path_prefix, IndexedDataset)
@@ -401,4 +401,4 @@ class IndexedDataset:
         """Whether both files of the pair are there, or a set of parts."""
         if part_set.is_set(path_prefix):
             return True
-        return os.path.exists(idx_path(path_prefix)) and os.path.exists(bin_path(path_prefix))
+        return os.path.exists(idx_path(path_prefix)) and token_bytes.exists(bin_path(path_prefix))

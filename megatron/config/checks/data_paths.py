@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 
+from megatron.config.checkpoint import is_url
 from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.data import DataConfig
 from megatron.small_files import parse_json
@@ -161,11 +162,28 @@ def blends(d: DataConfig) -> Iterator[str]:
                 f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give "
                 "weights [epochs-need-data-order-epoch]"
             )
+        elif not isinstance(words, str) and any(map(is_url, words)):
+            url = next(filter(is_url, words))
+            if d.packed_samples:
+                yield (
+                    f"{flag} {url}: --packed-samples reads directories of this machine; copy the "
+                    "data there [packed-data-in-object-store]"
+                )
+            elif d.object_storage_cache_path is None:
+                yield f"{flag}: {no_cache(url)}"
         elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
             yield (
                 f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
                 "has rows; drop the weights [packed-data-with-weights]"
             )
+
+
+def no_cache(url: str) -> str:
+    """The problem of data in an object store without a cache."""
+    return (
+        f"{url} is read through a cache on this host; give --object-storage-cache-path DIR "
+        "[object-storage-cache-missing]"
+    )
 
 
 def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
@@ -186,6 +204,8 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
                 )
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
+                if is_url(prefix):
+                    continue  # the store says so where it is read
                 problems = None
                 if d.packed_samples:
                     from megatron.config.checks.packed import word_problems

@@ -95,6 +95,7 @@ def missing(config: Config) -> list[str]:
             staged(c).snapshot_dir if c.snapshot_interval else None,
         ),
         ("--data-cache-path", d.data_cache_path),
+        ("--object-storage-cache-path", d.object_storage_cache_path),
     ):
         if path is not None:
             lines += directory_to_write(flag, path)

@@ -26,6 +26,7 @@ from megatron.data.indexed_dataset import (
     idx_path,
 )
 from megatron.data.parts import part_set
+from megatron.data.token_bytes import exists, open_tokens
 
 THREADS = 8  # that read indexes side by side: a cold start waits for the disk
 BLOCK_BYTES = 16384  # of an index read at once
@@ -173,14 +174,14 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
     try:
         index = _Index(prefix, file)
         count = index.sequences
-        tokens = open_to_read(bin_path(prefix)) if os.path.exists(bin_path(prefix)) else -1
-        if tokens < 0:
+        if not exists(bin_path(prefix)):
             raise _odd(prefix, "has no .bin")
+        tokens = open_tokens(bin_path(prefix))
         try:
-            bin_bytes = os.fstat(tokens).st_size
-            head = os.pread(tokens, HEAD_BYTES, 0)
+            bin_bytes = tokens.size
+            head = tokens.read(0, min(HEAD_BYTES, bin_bytes))
         finally:
-            os.close(tokens)
+            tokens.close()
         ends = (index.start(0), index.start(index.documents)) if index.documents >= 0 else (1, 1)
         if ends != (0, count) or (count and index.pointer(0) != 0):
             raise _odd(prefix, "its first sequence does not begin the .bin")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import weakref
 from collections.abc import Sequence
@@ -10,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.epoch.token_files import TokenFile
-from megatron.data.file_access import open_to_read, read_at
 from megatron.data.indexed_dataset import bin_path
+from megatron.data.token_bytes import TokenBytes, open_tokens
 
 MAX_OPEN = 30_000  # files that are kept open
 
@@ -26,7 +25,7 @@ class TokenReader:
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self.files = list(files)
-        self._opened: dict[int, int] = {}
+        self._opened: dict[int, TokenBytes] = {}
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         needed = (
             min(hard, len(self.files) + 4096)
@@ -48,23 +47,20 @@ class TokenReader:
         opened = self._opened.get(number)
         if opened is None:
             opened = self._open(number)
-        return np.frombuffer(
-            read_at(opened, bin_path(file.prefix), first * size, count * size), file.dtype
-        )
+        return np.frombuffer(opened.read(first * size, count * size), file.dtype)
 
-    def _open(self, number: int) -> int:
+    def _open(self, number: int) -> TokenBytes:
         file = self.files[number]
-        opened = open_to_read(bin_path(file.prefix))
-        size = os.fstat(opened).st_size
-        if size != file.bin_bytes:
-            os.close(opened)
+        opened = open_tokens(bin_path(file.prefix))
+        if opened.size != file.bin_bytes:
+            opened.close()
             raise ValueError(
-                f"{file.prefix}.bin: has {size} bytes, at the start of this run it had "
+                f"{file.prefix}.bin: has {opened.size} bytes, at the start of this run it had "
                 f"{file.bin_bytes}; start again, and leave data alone while they are read "
                 "[file-changed-while-read]"
             )
         if len(self._opened) >= self.limit:
-            os.close(self._opened.pop(next(iter(self._opened))))
+            self._opened.pop(next(iter(self._opened))).close()
         self._opened[number] = opened
         return opened
 
@@ -75,6 +71,6 @@ class TokenReader:
         TokenReader.__init__(self, files)
 
 
-def _close(opened: dict[int, int]) -> None:
+def _close(opened: dict[int, TokenBytes]) -> None:
     for file in opened.values():
-        os.close(file)
+        file.close()

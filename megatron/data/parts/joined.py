@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -11,9 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.data.file_access import IndexArrays, open_to_read, read_at
+from megatron.data.file_access import IndexArrays
 from megatron.data.index_cache import IndexCache
 from megatron.data.parts.part_set import read_plan
+from megatron.data.token_bytes import TokenBytes, open_tokens
 
 NAMES = ("sequence_lengths", "sequence_pointers", "document_indices")
 KIND = "PartSet"
@@ -45,7 +45,7 @@ class Joined:
         self._plan = read_plan(prefix)
         files = [record["files"] for record in self._plan.records()]
         self._ends = list(accumulate(file["bin"]["bytes"] for file in files))
-        self._open: dict[int, int] = {}
+        self._open: dict[int, TokenBytes] = {}
         self._open_pair = open_pair
         self.bin_bytes = self._ends[-1]
         self.dtype = open_pair(self._plan.part(0)).dtype
@@ -95,22 +95,21 @@ class Joined:
             begin = self._ends[number - 1] if number else 0
             size = min(count, self._ends[number] - start)
             if size:
-                path = f"{self._plan.part(number)}.bin"
-                found.append(read_at(self._file(number, path), path, start - begin, size))
+                found.append(self._part(number).read(start - begin, size))
             start += size
             count -= size
             number += 1
         return found[0] if len(found) == 1 else b"".join(found)
 
-    def _file(self, number: int, path: str) -> int:
+    def _part(self, number: int) -> TokenBytes:
         opened = self._open.get(number)
         if opened is None:
             if len(self._open) >= MOST_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            opened = self._open[number] = open_to_read(path)
+                self._open.pop(next(iter(self._open))).close()
+            opened = self._open[number] = open_tokens(f"{self._plan.part(number)}.bin")
         return opened
 
     def close(self) -> None:
         """Close the files."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            self._open.popitem()[1].close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checksums import table_sum
+from megatron.data.token_bytes import size_of
 from megatron.small_files import make_directories, read_json
 
 FOLDER = ".parts"
@@ -69,7 +70,7 @@ class PartSet:
                 return None
             files = note["files"]
             ends = [end for end in ("bin", "idx", "sources") if end != "sources" or end in files]
-            sizes = [os.stat(f"{part}.{end}").st_size for end in ends]
+            sizes = [size_of(f"{part}.{end}") for end in ends]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return note if sizes == [files[end]["bytes"] for end in ends] else None

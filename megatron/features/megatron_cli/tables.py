@@ -373,7 +373,6 @@ first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_
   | every layer runs in FP8 with --fp8-format; use --bf16 alone
 dataloader_inter_document_masking=False | use --reset-attention-mask and --reset-position-ids
 fim_data=False | samples are plain left-to-right text; omit the flag
-object_storage_cache_path= | data are read from files; copy them to a disk first
 train_weighted_split_paths:list= valid_weighted_split_paths:list=
   test_weighted_split_paths:list= train_weighted_split_paths_path=
   valid_weighted_split_paths_path= test_weighted_split_paths_path=

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,43 +14,13 @@ import pytest
 from megatron.data.blend.paths import expand
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.pair_checksums import describe_with_sums
-from megatron.data.parts.part_set import PartSet
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
+from tests.core.data.parts.sets import MAKER, cut_in_parts
 
-MAKER = {"class": "ByteTokenizer", "fingerprint": "f"}
 LENGTHS = np.random.default_rng(1).integers(1, 60, 90).tolist()
-
-
-def cut_in_parts(source: str, target: Path, ends: Sequence[int], tasks: int = 3) -> str:
-    """The documents of a pair as a set whose parts end at these documents."""
-    corpus = IndexedDataset(source)
-    made_of = tuple(f"{number:032x}" for number in range(len(ends)))
-    parts = PartSet(str(target), tasks, made_of, {"format": 2})
-    parts.write_plan()
-    first = 0
-    for number, end in enumerate(ends):
-        part = parts.part(number)
-        tokens = 0
-        with IndexedDatasetBuilder(part, corpus.dtype) as builder:
-            for document in range(first, end):
-                sequences = [corpus[n] for n in corpus.sequences_of(document)]
-                ids = np.concatenate([np.zeros(0, corpus.dtype), *sequences])
-                builder.add_document(ids, [len(each) for each in sequences])
-                tokens += len(ids)
-        note = {
-            "tokenizer": MAKER,
-            "documents": end - first,
-            "tokens": tokens,
-            "text_bytes": 3 * tokens,
-            "part": {"made_of": made_of[number]},
-        }
-        Path(f"{part}.json").write_text(describe_with_sums(note, f"{part}.bin", f"{part}.idx"))
-        first = end
-    return str(target)
 
 
 @pytest.fixture

@@ -1,0 +1,316 @@
+"""Blocks of files in object stores, in a directory of bounded size that the processes of a host
+share.
+
+    account            bytes used, and the bound; locked by whoever changes what is there
+    blocks/KEY/NUMBER  a block of one file, and behind it its checksum
+    partial            the block that is being written, by the owner of that lock
+    users              locked by every process that uses the directory
+
+A block appears by a rename, so it is whole; what a power failure left of one is seen by its
+checksum, which each process compares when it first reads it. The bytes used are counted before they
+are written, and a block that needs room waits for those to go that were needed longest ago.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import multiprocessing
+import os
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron import remote_files
+from megatron.checksums import block_sum
+from megatron.data.file_access import alone
+from megatron.small_files import make_directories
+
+# What a request brings in about the time that it waits for its first byte: smaller blocks come no
+# sooner, and samples begin anywhere, so larger ones bring more that nobody reads.
+BLOCK_BYTES = 1 << 20
+SUM_BYTES = 8
+PAGE = 4096  # of a disk, which a file fills
+SPARE = 16  # one part of so many of the bound is freed at once: a scan of the directory costs time
+ATTEMPT = 30.0  # seconds that one request may take
+DEADLINE = 180.0  # seconds after which a store that fails is given up
+LONGEST_PAUSE = 10.0
+_ACCOUNT = struct.Struct("<qq")
+_STAMP = struct.Struct("<q")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file in an object store: its size in bytes, and a `key` that another content does not
+    have."""
+
+    url: str
+    size: int
+    key: str
+
+    def blocks(self, start: int, count: int) -> range:
+        """The numbers of the blocks in which so many bytes from `start` on are."""
+        return range(start // BLOCK_BYTES, -(-(start + count) // BLOCK_BYTES))
+
+
+class Counts(NamedTuple):
+    """What the processes of a rank did: reads that found their block missing, the seconds they
+    waited for it, and what was fetched, also ahead."""
+
+    missed: float
+    waited: float
+    blocks: float
+    bytes: float
+
+
+class _Account:
+    """The bytes used and the bound, while the directory is locked."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        head = os.pread(file, _ACCOUNT.size, 0)
+        self.used, self.bound = _ACCOUNT.unpack(head) if len(head) == _ACCOUNT.size else (0, 0)
+
+    def write(self) -> None:
+        os.pwrite(self._file, _ACCOUNT.pack(self.used, self.bound), 0)
+
+
+def unusable(folder: str, error: OSError) -> ValueError:
+    """A full or failing disk as the error of the flag."""
+    return ValueError(
+        f"--object-storage-cache-path {folder}: cannot be used ({error.strerror or error}); give a "
+        "directory on a disk of this host with enough space [object-storage-cache-unusable]"
+    )
+
+
+def pauses(seconds: float) -> Iterator[float]:
+    """Seconds between two tries, twice as long each time, until `seconds` have passed."""
+    end = time.monotonic() + seconds
+    pause = 0.2
+    while time.monotonic() + pause < end:
+        yield pause
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+@functools.cache
+def block_cache(folder: str) -> BlockCache:
+    """The cache in this directory, of which a process has one."""
+    return BlockCache(folder)
+
+
+class BlockCache:
+    """The blocks in `folder`. Processes that are forked share the counts. Raises ValueError for a
+    directory that cannot be used."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        shared = multiprocessing.get_context("fork")
+        self._counts = shared.RawArray(ctypes.c_double, len(Counts._fields))
+        self._counting = shared.Lock()
+        self._checked: dict[str, set[int]] = {}
+        self._stores: dict[tuple[int, str], Any] = {}
+        with self._explained():
+            make_directories(os.path.join(folder, "blocks"))
+            self._users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT, 0o666)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._tidy()  # nobody else is here
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def set_bound(self, bound: int) -> None:
+        """Keep the directory at so many bytes from now on, and remove what is beyond."""
+        with self._account() as account:
+            account.bound = bound
+            account.write()
+            self._make_room(account, 0)
+
+    def counts(self) -> Counts:
+        """So far."""
+        return Counts(*self._counts[:])
+
+    def read(self, stored: StoredFile, start: int, count: int) -> bytes:
+        """`count` bytes of a file from byte `start` on. Raises ValueError where they cannot be
+        had."""
+        pieces = []
+        end = start + count
+        for number in stored.blocks(start, count):
+            first = number * BLOCK_BYTES
+            inside = slice(max(start - first, 0), min(end - first, BLOCK_BYTES))
+            piece = self._cached(stored, number, inside)
+            pieces.append(self._missed(stored, number)[inside] if piece is None else piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _path(self, stored: StoredFile, number: int) -> str:
+        return os.path.join(self.folder, "blocks", stored.key, f"{number:08x}")
+
+    def _cached(self, stored: StoredFile, number: int, inside: slice) -> bytes | None:
+        """Bytes of a block; None if it is not there, or damaged."""
+        path = self._path(stored, number)
+        checked = self._checked.setdefault(stored.key, set())
+        size = inside.stop - inside.start
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if number in checked:
+                    data = os.pread(file, size, inside.start)
+                    return data if len(data) == size else None
+                data = os.pread(file, BLOCK_BYTES + SUM_BYTES + 1, 0)
+            finally:
+                os.close(file)
+        except FileNotFoundError:
+            return None
+        except OSError:
+            data = b""
+        block = data[:-SUM_BYTES]
+        whole = min(BLOCK_BYTES, stored.size - number * BLOCK_BYTES)
+        if len(block) != whole or block_sum(block).encode() != data[whole:]:
+            self._remove(path)
+            return None
+        checked.add(number)
+        return block[inside]
+
+    def _missed(self, stored: StoredFile, number: int) -> bytes:
+        began = time.monotonic()
+        block = self.fetch(stored, number, time.time_ns())[0]
+        self._count(Counts(1, time.monotonic() - began, 0, 0))
+        return block
+
+    def fetch(self, stored: StoredFile, number: int, stamp: int) -> tuple[bytes, bool]:
+        """A block, from the store unless another process fetched it meanwhile, and whether it is in
+        the cache now: False if all that is there is needed. Raises ValueError."""
+        path = self._path(stored, number)
+        size = min(BLOCK_BYTES, stored.size - number * BLOCK_BYTES)
+        with self._explained():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with alone(f"{path}.lock"):
+            block = self._cached(stored, number, slice(0, size))
+            if block is not None:
+                return block, True
+            block = self._download(stored, number * BLOCK_BYTES, size)
+            with self._explained():
+                kept = self._store(path, block + block_sum(block).encode(), stamp)
+            self._count(Counts(0, 0.0, 1, size))
+        return block, kept
+
+    def _download(self, stored: StoredFile, start: int, size: int) -> bytes:
+        protocol = stored.url.partition("://")[0]
+        key = os.getpid(), protocol  # a client does not outlive a fork
+        if key not in self._stores:
+            self._stores[key] = remote_files.open_store(stored.url)[0]
+        return download(self._stores[key], stored.url, start, size)
+
+    def _count(self, counts: Counts) -> None:
+        with self._counting:
+            for index, value in enumerate(counts):
+                self._counts[index] += value
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise unusable(self.folder, error) from error
+
+    @contextlib.contextmanager
+    def _account(self) -> Iterator[_Account]:
+        """The account, locked; a lock of its own each time, since forked processes share one."""
+        file = os.open(
+            os.path.join(self.folder, "account"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield _Account(file)
+        finally:
+            os.close(file)
+
+    def _store(self, path: str, data: bytes, stamp: int) -> bool:
+        """Write a block where there is room for it: whether there is."""
+        size = _on_disk(len(data))
+        with self._account() as account:
+            if not self._make_room(account, size):
+                return False
+            account.used += size
+            account.write()
+            partial = os.path.join(self.folder, "partial")
+            try:
+                with open(partial, "wb", buffering=0) as file:  # also over what a killed one left
+                    _write(file.fileno(), data)
+                os.utime(partial, ns=(stamp, stamp))
+                os.replace(partial, path)
+            except OSError:
+                account.used -= size
+                account.write()
+                with contextlib.suppress(OSError):
+                    os.truncate(partial, 0)
+                raise
+            return True
+
+    def _remove(self, path: str) -> None:
+        with self._explained(), self._account() as account:
+            with contextlib.suppress(FileNotFoundError):
+                account.used -= _on_disk(os.stat(path).st_size)
+                os.unlink(path)
+            account.write()
+
+    def _make_room(self, account: _Account, size: int) -> bool:
+        """Whether so many bytes more fit, after those blocks were removed that were needed longest
+        ago."""
+        if account.used + size <= account.bound:
+            return True
+        blocks = sorted(self._blocks())
+        account.used = sum(size for _, size, _ in blocks)
+        wanted = account.bound - max(size, account.bound // SPARE)
+        for _, block_size, path in blocks:
+            if account.used <= wanted:
+                break
+            os.unlink(path)
+            account.used -= block_size
+        account.write()
+        return account.used + size <= account.bound
+
+    def _blocks(self) -> Iterator[tuple[int, int, str]]:
+        """(stamp, bytes on the disk, path) of every block."""
+        with os.scandir(os.path.join(self.folder, "blocks")) as folders:
+            for folder in folders:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if not entry.name.endswith(".lock"):
+                            facts = entry.stat()
+                            yield facts.st_mtime_ns, _on_disk(facts.st_size), entry.path
+
+    def _tidy(self) -> None:
+        """Count what is there."""
+        with self._account() as account:
+            account.used = sum(size for _, size, _ in self._blocks())
+            account.write()
+
+
+def download(files: Any, url: str, start: int, size: int, deadline: float = DEADLINE) -> bytes:
+    """Bytes of a file of a store, asked for until `deadline` seconds have passed. Raises
+    ValueError."""
+    path = files._strip_protocol(url)
+    try:
+        return remote_files.patiently(
+            lambda: remote_files.read_range(files, path, start, size, ATTEMPT), pauses(deadline)
+        )
+    except FileNotFoundError:
+        raise ValueError(
+            f"{url}: is no longer there; put it back, then start again from the last checkpoint "
+            "[object-store-changed]"
+        ) from None
+    except remote_files.StoreFailed as error:
+        raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

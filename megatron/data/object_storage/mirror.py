@@ -1,0 +1,179 @@
+"""Data in an object store as data of this machine: index files are copied, and each .bin has a note
+in its place. So whatever reads a pair or a set of parts reads these, but for the bytes of a .bin.
+
+    CACHE/files/KEY/bucket/path/X.idx, X.json and X.bin.remote
+
+KEY is a hash of the names and versions of the files: where one changes in the store, all are copied
+again.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import posixpath
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from megatron import log, remote_files
+from megatron.config.checkpoint import is_url
+from megatron.config.checks.data_paths import no_cache
+from megatron.config.data import DataConfig
+from megatron.data.blend.paths import PARTIAL
+from megatron.data.file_access import alone
+from megatron.data.object_storage.block_cache import (
+    BLOCK_BYTES,
+    StoredFile,
+    block_cache,
+    download,
+    pauses,
+    unusable,
+)
+from megatron.data.object_storage.remote_tokens import write_note
+from megatron.data.parts.making import MAKING
+from megatron.data.parts.part_set import FOLDER, plan_path
+
+THREADS = 16
+PIECE = 16 << 20  # bytes of an index that are read at once
+DEADLINE = 20.0  # seconds in which a store must answer at a start
+COPIED = (".idx", ".json")
+NOTED = (".bin", ".sources")
+UNFINISHED = (PARTIAL, MAKING)  # in the names of what is being written
+
+
+def local_words(words: Sequence[str], data: DataConfig) -> list[str]:
+    """Words of --data-path, URLs replaced by the paths of this machine that stand for them. Raises
+    ValueError and FileNotFoundError."""
+    folder = data.object_storage_cache_path
+    if folder is None:
+        raise ValueError(no_cache(next(filter(is_url, words))))
+    bound = int(data.object_storage_cache_gib * (1 << 30))
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(
+            pool.map(lambda word: local_word(word, folder, bound) if is_url(word) else word, words)
+        )
+
+
+@cache
+def local_word(url: str, folder: str, bound: int) -> str:
+    """The path of this machine that stands for a word of --data-path: a prefix for a prefix, a
+    directory for a directory, a pattern for a pattern. `bound`: bytes of the cache in `folder`.
+
+    A process asks the store once. Raises ValueError and FileNotFoundError.
+    """
+    folder = os.path.abspath(folder)
+    block_cache(folder).set_bound(bound)
+    files, root = remote_files.open_store(url)
+    root = root.rstrip("/")
+    if posixpath.normpath(root) != root or ".." in root.split("/"):
+        raise ValueError(f"{url}: give a URL without //, . and .. [url-not-supported]")
+    protocol = url.partition("://")[0]
+    try:
+        table = remote_files.patiently(lambda: _files_of(files, root), pauses(DEADLINE))
+    except FileNotFoundError:
+        table = {}
+    except remote_files.StoreFailed as error:
+        raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
+    if not table:
+        raise FileNotFoundError(
+            f"{url}: there is no .idx of this name, nor below it; give the prefix of a pair, a "
+            "directory or a pattern [data-not-found]"
+        )
+    facts = {name: remote_files.facts(info) for name, info in sorted(table.items())}
+    key = _hash([url, facts])
+    mirror = os.path.join(folder, "files", key)
+    os.makedirs(os.path.dirname(mirror), exist_ok=True)
+    with alone(f"{mirror}.lock"):
+        if not os.path.isdir(mirror):
+            _copy(files, protocol, facts, mirror, folder)
+    start = glob.escape(mirror) if glob.has_magic(root) else mirror
+    return _local(start, root)
+
+
+def _hash(table: Any) -> str:
+    return hashlib.sha256(json.dumps(table, default=str).encode()).hexdigest()[:16]
+
+
+def _files_of(files: Any, root: str) -> dict[str, Mapping[str, Any]]:
+    """What the store says of the files that a word names, by their paths."""
+    if glob.has_magic(root):
+        stem, suffix = posixpath.splitext(root)
+        pattern = stem if suffix in (".idx", ".bin") else root
+        found = [*files.glob(f"{pattern}.idx"), *files.glob(plan_path(pattern))]
+        prefixes = {_prefix(path) for path in found}
+        fixed = root[: min(root.find(sign) for sign in "*?[" if sign in root)]
+        listing = _below(files, fixed)
+    else:
+        prefixes = {root}
+        listing = _below(files, root)
+        if f"{root}.idx" not in listing and plan_path(root) not in listing:
+            listing = _below(files, f"{root}/")
+            prefixes = {_prefix(path) for path in listing if path.endswith(".idx")}
+    return {
+        path: info
+        for path, info in listing.items()
+        if path.endswith(COPIED + NOTED)
+        and _prefix(path) in prefixes
+        and not any(sign in path for sign in UNFINISHED)
+    }
+
+
+def _below(files: Any, start: str) -> dict[str, Mapping[str, Any]]:
+    """The files whose path begins so."""
+    folder, _, name = start.rpartition("/")
+    found = files.find(folder, detail=True, prefix=name) if folder else {}
+    return {path: info for path, info in found.items() if path.startswith(start)}
+
+
+def _prefix(path: str) -> str:
+    """The prefix of the pair or set that a file belongs to."""
+    whole, inside, _ = path.rpartition(f"{FOLDER}/")
+    return whole if inside else posixpath.splitext(path)[0]
+
+
+def _copy(
+    files: Any, protocol: str, facts: Mapping[str, Mapping[str, Any]], mirror: str, cache: str
+) -> None:
+    """Make the directory `mirror`, at once."""
+    making = f"{mirror}.{uuid.uuid4().hex}"
+    copied = {name: info["size"] for name, info in facts.items() if name.endswith(COPIED)}
+    log.print_rank_0(
+        f" > copying {len(copied)} index files ({sum(copied.values()):,} bytes) to {mirror}"
+    )
+
+    def copy_piece(name: str, start: int) -> None:
+        size = min(PIECE, copied[name] - start)
+        data = download(files, f"{protocol}://{name}", start, size)
+        with open(_local(making, name), "r+b") as file:
+            file.seek(start)
+            file.write(data)
+
+    try:
+        for name, info in facts.items():
+            path = _local(making, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if name in copied:
+                with open(path, "wb") as file:
+                    file.truncate(info["size"])
+            else:
+                url = f"{protocol}://{name}"
+                key = _hash([url, info, BLOCK_BYTES])
+                write_note(path, StoredFile(url, info["size"], key), cache)
+        pieces = [(name, n) for name, size in copied.items() for n in range(0, size, PIECE)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(copy_piece, *zip(*pieces, strict=True)))
+        os.rename(making, mirror)
+    except OSError as error:
+        raise unusable(cache, error) from error
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _local(folder: str, name: str) -> str:
+    return os.path.join(folder, *name.split("/"))

@@ -1,0 +1,60 @@
+"""A file of an object store under a path of this machine: a note that says what it stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from megatron.data.object_storage.block_cache import BlockCache, StoredFile, block_cache
+from megatron.small_files import read_json
+
+
+def note_path(path: str) -> str:
+    """The note that stands for the file `path`."""
+    return f"{path}.remote"
+
+
+def write_note(path: str, stored: StoredFile, cache: str) -> None:
+    """Have `path` stand for a file of a store, which is read through the cache in the directory
+    `cache`. Raises OSError."""
+    note = {
+        "url": stored.url,
+        "bytes": stored.size,
+        "key": stored.key,
+        "cache": os.path.relpath(cache, os.path.dirname(path)),
+    }
+    with open(note_path(path), "x", encoding="utf-8") as file:
+        json.dump(note, file)
+
+
+def recorded_size(path: str) -> int:
+    """The size in bytes of the file that `path` stands for. Raises ValueError."""
+    return _read(path)[0].size
+
+
+def _read(path: str) -> tuple[StoredFile, str]:
+    try:
+        note = read_json(note_path(path))
+        folder = os.path.normpath(os.path.join(os.path.dirname(path), note["cache"]))
+        return StoredFile(note["url"], note["bytes"], note["key"]), folder
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{note_path(path)}: cannot be used ({type(error).__name__}: {error}); remove "
+            f"{os.path.dirname(path)} [data-file-damaged]"
+        ) from None
+
+
+class RemoteTokens:
+    """A .bin of an object store (`token_bytes.TokenBytes`)."""
+
+    def __init__(self, path: str) -> None:
+        self.stored, folder = _read(path)
+        self.size = self.stored.size
+        self._cache: BlockCache = block_cache(folder)
+
+    def read(self, start: int, count: int) -> bytes:
+        """See `TokenBytes`."""
+        return self._cache.read(self.stored, start, count)
+
+    def close(self) -> None:
+        """Nothing is open."""

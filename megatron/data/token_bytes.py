@@ -1,0 +1,57 @@
+"""The bytes of a .bin, on a disk or in an object store: opened here, whoever reads them."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from megatron.data.file_access import open_to_read, read_at
+from megatron.data.object_storage.remote_tokens import RemoteTokens, note_path, recorded_size
+
+
+class TokenBytes(Protocol):
+    """An open .bin; `size` in bytes, as it was opened."""
+
+    size: int
+
+    def read(self, start: int, count: int) -> bytes:
+        """`count` bytes from byte `start` on. Raises ValueError where they cannot be had."""
+
+    def close(self) -> None:
+        """It is not read again."""
+
+
+class LocalTokens:
+    """A .bin on a disk, read by system calls: those report a failing disk as an error."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file = open_to_read(path)
+        self.size = os.fstat(self._file).st_size
+
+    def read(self, start: int, count: int) -> bytes:
+        """See `TokenBytes`."""
+        return read_at(self._file, self._path, start, count)
+
+    def close(self) -> None:
+        """See `TokenBytes`."""
+        os.close(self._file)
+
+
+def open_tokens(path: str) -> TokenBytes:
+    """Open the .bin of this path. Raises ValueError."""
+    return RemoteTokens(path) if _is_remote(path) else LocalTokens(path)
+
+
+def exists(path: str) -> bool:
+    """Whether there is such a file, here or in an object store."""
+    return os.path.exists(path) or _is_remote(path)
+
+
+def size_of(path: str) -> int:
+    """Its size in bytes. Raises OSError."""
+    return recorded_size(path) if _is_remote(path) else os.stat(path).st_size
+
+
+def _is_remote(path: str) -> bool:
+    return not os.path.exists(path) and os.path.exists(note_path(path))

@@ -1,0 +1,76 @@
+"""Files in object stores (s3://bucket/path), through fsspec: opened, and asked again while a store
+fails."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+# of a file: its size, and what the stores give it that another content does not have
+_FACTS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+
+
+class StoreFailed(OSError):
+    """A store that failed every time. The text is its last error, in one line."""
+
+    def __init__(self, tries: int, error: Exception) -> None:
+        text = " ".join(str(error).split())[:300]
+        super().__init__(f"tried {tries} times: {type(error).__name__}: {text}")
+
+
+def open_store(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it. Raises ValueError for a URL that cannot be
+    used here."""
+    try:
+        return importlib.import_module("fsspec.core").url_to_fs(url)
+    except ImportError as error:
+        raise ValueError(
+            f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its "
+            "extra: [s3]) [package-missing]"
+        ) from None
+    except ValueError as error:
+        raise ValueError(
+            f"{url}: {error}; give a URL such as s3://bucket/path [url-not-supported]"
+        ) from None
+
+
+def patiently(action: Callable[[], Result], waits: Iterable[float]) -> Result:
+    """`action()`, and after each of `waits` (seconds) again while the store fails. Raises
+    StoreFailed then, FileNotFoundError at once."""
+    pauses = iter(waits)
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            return action()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # every store has errors of its own
+            pause = next(pauses, None)
+            if pause is None:
+                raise StoreFailed(tries, error) from error
+            time.sleep(pause)
+
+
+def read_range(
+    files: Any, path: str, start: int, count: int, seconds: float | None = None
+) -> bytes:
+    """`count` bytes of a file from byte `start` on. Thread-safe. Raises what the store raises, and
+    OSError where it gives more or less, or (a store that can be interrupted) takes longer than
+    `seconds`."""
+    limit = {"timeout": seconds} if seconds and files.async_impl else {}
+    data = files.cat_file(path, start=start, end=start + count, **limit)
+    if len(data) != count:
+        raise OSError(f"gives {len(data)} bytes instead of {count} from byte {start} on")
+    return data
+
+
+def facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a store says of a file: its size in bytes, and values that change with its
+    content."""
+    return {key: info.get(key) for key in _FACTS}
