@@ -6,6 +6,7 @@ torch is imported when the command line and the files it names have been checked
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import importlib.util
 import os
@@ -174,7 +175,7 @@ def train(
     from megatron.training.checkpointing import data_position, load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
-    from megatron.training.logging import kernel_report, preamble, training_log
+    from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
     from megatron.training.logging.writers import open_writers
     from megatron.training.skipping import skip_plan
 
@@ -197,7 +198,12 @@ def train(
     timers = initialize.build_timers(config, runtime)
     script_args.connected(timers, runtime.ctx)
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
-    lines.start(time.time() - STARTED, backend)
+    lines.start(
+        time.time() - STARTED,
+        functools.partial(
+            argument_dump.dumped_values, config, plan, backend, line.foreign, of_script=line.extra
+        ),
+    )
 
     with memory.explained(line, plan, runtime):
         with timers("model-and-optimizer-setup"):

@@ -22,12 +22,13 @@ def dumped_values(
     foreign: Mapping[str, Any] | None = None,
     *,
     rank: int = 0,
+    of_script: argparse.Namespace | None = None,
 ) -> dict[str, Any]:
     """{name: value} as Megatron's dump has them after its own checks: defaults filled in, derived
     names added.
 
     `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags
-    without effect.
+    without effect; `of_script`: those of a script's own.
     """
     flags = flags_of(type(config))
     m = config.model
@@ -52,7 +53,9 @@ def dumped_values(
     dumped = other_flags(type(config)).argument_table(dumped, foreign or {})
     constant = o.weight_decay_incr_style == "constant"
     chunks = len(plan.layers_per_stage[0])
-    return dumped | {
+    return {
+        **vars(of_script or argparse.Namespace()),
+        **dumped,
         "accumulate_allreduce_grads_in_fp32": config.precision.grad_dtype == "float32"
         if config.precision.bf16
         else values["accumulate_allreduce_grads_in_fp32"],
@@ -98,13 +101,11 @@ def dump(
     rank: int = 0,
     of_script: argparse.Namespace | None = None,
 ) -> str:
-    """The argument dump in Megatron's form, with those of a script's own; other arguments as for
-    `dumped_values`."""
-    values = dumped_values(config, plan, distributed_backend, foreign, rank=rank)
-    lines = [
-        f"  {name} {'.' * (48 - len(name))} {value}"
-        for name, value in {**vars(of_script or argparse.Namespace()), **values}.items()
-    ]
+    """The argument dump in Megatron's form; arguments as for `dumped_values`."""
+    values = dumped_values(
+        config, plan, distributed_backend, foreign, rank=rank, of_script=of_script
+    )
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     return "\n".join(
         [
             f"{'-' * 24} arguments {'-' * 24}",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megatron import device as devices
 from megatron import launcher, log
@@ -14,7 +13,6 @@ from megatron.parallel.context import Axis
 from megatron.timers import Timers
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
-from megatron.training.logging.argument_dump import dumped_values
 from megatron.training.logging.iteration import Interval, LogFormat, ResultWriter
 from megatron.training.logging.short_format import perplexity
 from megatron.training.logging.short_log import ShortLog
@@ -74,17 +72,14 @@ class TrainingLog:
             logging.log_interval,
         )
 
-    def start(self, seconds: float, backend: str) -> None:
-        """The lines that end Megatron's initialisation, and the arguments for the writers;
-        `backend` is that of the process groups."""
+    def start(self, seconds: float, arguments: Callable[[], Mapping[str, object]]) -> None:
+        """The lines that end Megatron's initialisation; `arguments` of the run are for the
+        writers."""
         log.detail(f"time to initialize megatron (seconds): {seconds:.3f}")
         log.detail_datetime("after megatron is initialized")
         self._format.start()
         for writer in self.writers:
-            writer.arguments(functools.partial(self._dumped_arguments, backend))
-
-    def _dumped_arguments(self, backend: str) -> Mapping[str, object]:
-        return dumped_values(self._config, self._plan, backend)
+            writer.arguments(arguments)
 
     def add(self, result: IterationResult) -> None:
         """Take in one iteration; print its line when the interval is full."""
