@@ -44,7 +44,7 @@ class BoardsConfig(BoardFlags, Feature):
         if self.written:
             from megatron.features.boards.points import BoardIntervals
 
-            yield BoardIntervals(self, loop.run)
+            yield BoardIntervals(self, loop.run, loop.lines.writers)
 
     @classmethod
     def read_points(cls, path: str) -> Iterator[tuple[str, int, float]] | None:

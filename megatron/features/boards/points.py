@@ -53,6 +53,10 @@ def grouped(tag: str) -> str:
 class Board(Protocol):
     """Stores scalars. `samples`: consumed samples, for a second curve against them."""
 
+    def start(self, iteration: int, against_samples: bool) -> None:
+        """Points after `iteration` follow, those of a run that is resumed or went back to it;
+        `against_samples`: some have samples for steps."""
+
     def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
         """Store every argument."""
 
@@ -84,6 +88,11 @@ class Boards(ResultWriter):
         self._logging = logging
         self._seq_length = seq_length
         self._world_size = world_size
+
+    def start(self, iteration: int) -> None:
+        """Points after `iteration` follow, whatever was written before."""
+        for board in self._boards:
+            board.start(iteration, not self._logging.is_short)
 
     def scalar(self, tag: str, value: float, iteration: int, samples: int | None = None) -> None:
         """Store one value under Megatron's `tag`, or under its group; then without samples."""
@@ -195,13 +204,21 @@ class Boards(ResultWriter):
 
 
 class BoardIntervals(Hook):
-    """Says at which iterations something is written."""
+    """Says at which iterations something is written, and tells the boards (of the last rank) where
+    the run begins."""
 
-    def __init__(self, flags: BoardFlags, run: Run):
+    def __init__(self, flags: BoardFlags, run: Run, writers: Sequence[ResultWriter] = ()):
         self._flags = flags
         self._run = run
+        self._boards = [writer for writer in writers if isinstance(writer, Boards)]
+
+    def on_rollback(self) -> None:
+        for boards in self._boards:
+            boards.start(self._run.progress.iteration)
 
     def on_start(self) -> None:
+        for boards in self._boards:
+            boards.start(self._run.progress.iteration)
         on_cpu = self._run.runtime.device.type == "cpu"
         chosen = self._run.config.training.device == "auto"
         if self._flags.log_memory_to_tensorboard and chosen and on_cpu:

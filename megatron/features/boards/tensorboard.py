@@ -7,8 +7,10 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron import log
 from megatron.training.logging.output import OutputFile
 
 REFRESH = 60.0  # seconds after which queued events are written
@@ -33,6 +35,12 @@ class _EventFile:
         self._written_at = time.monotonic()
         self._put(Event(file_version="brain.Event:2"))
         self.flush()
+
+    def take_over(self, step: int) -> None:
+        """From this step on, points that were written before are given up."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._put(self._make(step=step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, summary: Any, step: int) -> None:
         """Queue a summary; write the queue when it is full or a minute old."""
@@ -75,7 +83,22 @@ class TensorBoard:
                 "omit the flag (--metrics-file needs no package) [package-missing]"
             ) from None
         self._summary = summary
+        self._directory = directory
+        self._used = any(Path(directory).glob("events.out.tfevents.*"))
         self._events = _EventFile(directory, queue_size)
+
+    def start(self, iteration: int, against_samples: bool) -> None:
+        """See `Board`."""
+        if iteration and not against_samples:  # the points of samples have other steps
+            self._events.take_over(iteration + 1)
+        elif not iteration and self._used:
+            log.print_rank_last(
+                f"WARNING: --tensorboard-dir {self._directory}: has the events of an earlier run, "
+                "which those of this one, from iteration 1 on, will hide: TensorBoard makes one "
+                "curve of the files of a directory. Give each run its own, such as "
+                f"{os.path.join(self._directory, 'NAME')}; --logdir {self._directory} shows all of "
+                "them [tensorboard-directory-used]"
+            )
 
     def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
         """Every argument as text."""

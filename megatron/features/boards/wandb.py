@@ -41,6 +41,9 @@ class WandB:
                 f"{OFFLINE} [wandb-failed]"
             ) from None
 
+    def start(self, iteration: int, against_samples: bool) -> None:
+        """Nothing: each process is a run of its own."""
+
     def arguments(self, values: Mapping[str, Any], iteration: int) -> None:
         """Store every argument as the run's configuration."""
         self._run.config.update({name: _plain(value) for name, value in values.items()})

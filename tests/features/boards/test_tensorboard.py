@@ -23,7 +23,8 @@ from megatron.training.logging import output
 from megatron.training.result import IterationResult
 from tests import problems
 from tests.core.training.tiny_run import make_run
-from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
+from tests.forkrun import run_ranks
+from tests.runs import NO_DROPOUT, SMALL, Finished, plot, train, with_flags, write_text
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,25 @@ def test_tags_of_a_run(text, tmp_path):
         assert points(found, tag) == expected
     losses = [loss for split, _, loss in done.evaluations if split == "validation"]
     assert [value for _, value in points(found, "loss/valid")] == pytest.approx(losses, rel=1e-6)
+
+
+def _with_flags(rank: int, world: int, argv: list[str]) -> None:
+    def add_flags(parser):
+        parser.add_argument("--loss-factor", type=float, default=0.5)
+
+    plot().main(argv, extra_args_provider=add_flags)
+
+
+def test_arguments_of_a_script_are_among_the_texts(tmp_path):
+    words = ["--mock-data", "--train-iters", "4", "--eval-iters", "0", "--onnx-safe", "yes"]
+    board = ["--tensorboard-dir", str(tmp_path)]
+    run_ranks(1, _with_flags, with_flags(SMALL, *words, *board), seconds=60.0)
+    found = events(tmp_path)
+    values = {
+        name: found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val
+        for name in ("loss_factor", "hidden_size", "onnx_safe")
+    }
+    assert values == {"loss_factor": [b"0.5"], "hidden_size": [b"32"], "onnx_safe": [b"yes"]}
 
 
 @pytest.mark.campaign
@@ -116,6 +136,44 @@ def test_no_device_memory_on_a_machine_without_accelerator(capsys):
         BoardIntervals(BoardsConfig(log_memory_to_tensorboard=asked), run).on_start()
         said = "--log-memory-to-tensorboard: no effect" in capsys.readouterr().out
         assert said == asked
+
+
+def board_of(folder: Path, log_format: str = "short") -> Boards:
+    return Boards(
+        [TensorBoard(str(folder), 10)], BoardsConfig(), LoggingConfig(log_format=log_format)
+    )
+
+
+@pytest.mark.parametrize("log_format", ["short", "megatron"])
+def test_a_resumed_run_takes_its_curve_up(log_format, tmp_path):
+    """As TensorBoard's own reader has it, which goes by the session and not by the order of steps.
+    Points against samples keep those of the run that was given up, as Megatron's do."""
+    for value, before, last in ((1.0, 0, 8), (2.0, 5, 10)):
+        board = board_of(tmp_path, log_format)
+        board.start(before)
+        for n in range(before + 1, last + 1):
+            board.scalar("lm loss", value, n, 4 * n)
+        board.close()
+    found = events(tmp_path)
+    resumed = [(n, 1.0) for n in range(1, 6)] + [(n, 2.0) for n in range(6, 11)]
+    if log_format == "short":
+        assert points(found, "loss/train") == resumed
+    else:
+        assert [n for n, _ in points(found, "lm loss vs samples")][:8] == [*range(4, 33, 4)]
+
+
+@pytest.mark.parametrize("iteration", [0, 5])
+def test_a_directory_with_another_run_is_named_where_a_run_begins(iteration, tmp_path, capsys):
+    run = make_run()
+    run.progress.iteration = iteration
+    capsys.readouterr()
+    for used in (False, True):
+        boards = board_of(tmp_path)
+        BoardIntervals(BoardsConfig(), run, [boards]).on_start()
+        boards.close()
+        said = capsys.readouterr().out
+        assert ("[tensorboard-directory-used]" in said) == (used and iteration == 0)
+        assert str(tmp_path) in said or not said
 
 
 def note_order(folder: str) -> None:
@@ -200,11 +258,7 @@ def test_a_failing_disk(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("grouped", [True, False])
 def test_what_is_written_is_read_back(grouped, tmp_path):
-    board = Boards(
-        [TensorBoard(str(tmp_path / "tb"), 10)],
-        BoardsConfig(),
-        LoggingConfig(log_format="short" if grouped else "megatron"),
-    )
+    board = board_of(tmp_path / "tb", "short" if grouped else "megatron")
     for n, loss in enumerate([5.0, 4.0, 3.0, 2.5], 1):
         for tag, value in (("lm loss", loss), ("grad-norm", 1.5), ("learning-rate", 1e-3)):
             board.scalar(tag, value, n, 8 * n)
