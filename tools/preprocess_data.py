@@ -47,6 +47,7 @@ from megatron.version import version_line
 from tools.shared.program import out_of_range
 from tools.shared.progress import Progress
 
+TEXT_FILE = re.compile(r"\.txt(\.\w+)?$")
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
     "--find-optimal-num-workers": NO_SEARCH,
@@ -74,7 +75,11 @@ class ReadConfig:
         "(id url licence); PREFIX_KEY_document.sources then says of each document its input file, "
         "line or row, and byte offset",
     )
-    txt_lines: bool = arg(False, help="each line of a .txt file is a document")
+    txt_lines: bool = arg(
+        False,
+        help="each line of a .txt file is a document (without it the file is one, which training "
+        "cannot split into train and validation)",
+    )
     split_sentences: bool = arg(
         False, help="store each sentence as a sequence; the files are named PREFIX_KEY_sentence"
     )
@@ -251,7 +256,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         + _metadata_problems(config, files)
         + out_of_range(parser, parsed)
     )
-    texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
+    texts = [file for file in files if TEXT_FILE.search(file)]
     if texts and len(config.read.json_keys) > 1:
         problems.append(
             f"--json-keys {' '.join(config.read.json_keys)}: {texts[0]} has no keys, only a text; "
@@ -290,7 +295,7 @@ def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[
             f"--json-keys {' '.join(read.json_keys)}: --chat reads one conversation from each "
             "record; give one key [json-keys-malformed]"
         )
-    texts = [file for file in files if re.search(r"\.txt(\.\w+)?$", file)]
+    texts = [file for file in files if TEXT_FILE.search(file)]
     if texts:
         found.append(
             f"--input {texts[0]}: a text has no messages; give JSON Lines or parquet with --chat "
@@ -479,6 +484,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                 _report(speed, progress, encoded, block.read)
         _check_text(config, job, work)
         _warn_of_keys(config, work.having, work.documents)
+        _warn_of_one_text(config, files, work.documents)
         described = _descriptions(job, tokenizer, work)
         if job.chat and not work.finishing:
             trained = described[0]["trained_tokens"]
@@ -490,6 +496,17 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     return _summary(
         work, tokenizer, paths, sum(work.tokens) - before, speed.bytes, time.time() - started
     )
+
+
+def _warn_of_one_text(config: Config, files: Sequence[str], documents: int) -> None:
+    """Note that a text is one document, which cannot be split into train and validation."""
+    if documents == 1 and TEXT_FILE.search(files[0]) and not config.read.txt_lines:
+        print(
+            f"note: {files[0]} is one document, and --split of training takes whole ones: it has "
+            "no validation data. Give --txt-lines, with which each line is a document, or keep the "
+            "end of the text in a file of its own, for --train-data-path and --valid-data-path",
+            file=sys.stderr,
+        )
 
 
 def _check_text(config: Config, job: Job, work: Unfinished) -> None:
@@ -748,9 +765,10 @@ def _summary(
     size = sum(map(os.path.getsize, paths))
     engine = getattr(tokenizer, "engine", type(tokenizer).__name__)
     return (
-        f"Wrote {work.documents} documents{notes}, {sum(work.tokens)} tokens, {size} bytes in "
-        f"{seconds:.1f} s ({tokens / seconds:.0f} tokens/s, {read / seconds / 1e6:.1f} MB/s, "
-        f"{engine}; tokenizer {fingerprint(tokenizer.identity())[:12]}): {' '.join(paths)}"
+        f"Wrote {work.documents} document{'s' * (work.documents != 1)}{notes}, "
+        f"{sum(work.tokens)} tokens, {size} bytes in {seconds:.1f} s "
+        f"({tokens / seconds:.0f} tokens/s, {read / seconds / 1e6:.1f} MB/s, {engine}; "
+        f"tokenizer {fingerprint(tokenizer.identity())[:12]}): {' '.join(paths)}"
     )
 
 

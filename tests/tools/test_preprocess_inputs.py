@@ -111,6 +111,25 @@ def test_lines_of_text_files(tmp_path: Path, flags: list[str]) -> None:
     assert run("--input", f"{tmp_path}/a.txt", *flags) == 1
 
 
+def test_a_text_that_is_one_document_is_said(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training could not take validation data of it."""
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_text("three\n")
+    (tmp_path / "c.jsonl").write_text('{"text": "four"}\n')
+    for files, more, said in (
+        (["a.txt"], [], True),
+        (["a.txt"], ["--txt-lines"], False),
+        (["a.txt", "b.txt"], [], False),
+        (["c.jsonl"], [], False),
+    ):
+        paths = [str(tmp_path / file) for file in files]
+        assert run("--input", *paths, *more, "--overwrite", *flags) == 0
+        err = capsys.readouterr().err
+        assert ("--txt-lines" in err) == ("--valid-data-path" in err) == said
+
+
 def test_several_keys_are_not_in_a_text(
     tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
