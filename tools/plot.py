@@ -26,10 +26,10 @@ from tools.shared.program import read
 
 DESCRIPTION = (
     "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or "
-    "several runs, overlaid. RUN is a directory that holds metrics.jsonl, a --metrics-file, a log "
-    "in any --log-format, or a TensorBoard directory. Of iterations that a run repeated after a "
-    "restart the last counts. Of a file of --trace-output (.json) it plots the memory of each rank "
-    "over the operations of a step."
+    "several runs, overlaid. LOG is a --metrics-file, what a run printed in any --log-format, its "
+    "--tensorboard-dir, or a directory that holds one of them. Of iterations that a run repeated "
+    "after a restart the last counts. Of a file of --trace-output (.json) it plots the memory of "
+    "each rank over the operations of a step."
 )
 WIDEST = 120
 
@@ -40,8 +40,8 @@ class PlotOptions:
 
     runs: tuple[str, ...] = arg(
         place="positional",
-        metavar="RUN",
-        help="run directory, metrics file, log or TensorBoard directory",
+        metavar="LOG",
+        help="metrics file, log or TensorBoard directory of a run, or a directory that holds one",
     )
     output: str | None = arg(
         None,
