@@ -41,8 +41,8 @@ For every row the test also exports the model and requires all tensors, bit for 
 the original ones: from the imported checkpoint, and from a checkpoint written by 4 ranks (tensor parallelism 2, pipeline
 parallelism 2; models with experts: 8 ranks, also expert parallelism 2). internlm, internlm2 and internlm3 are remote code, which
 transformers does not contain; the first two are compared with Llama models of the same weights in
-tests/tools/convert/test_huggingface.py, the third with its formulas in plain torch (float64; logits, gradients, round trip, TP 2
-PP 2) in tests/tools/convert/test_internlm3.py. Which exports with which features were compared:
+tests/features/internlm/test_huggingface.py, the third with its formulas in plain torch (float64; logits, gradients, round trip, TP 2
+PP 2) in tests/features/internlm/test_internlm3.py. Which exports with which features were compared:
 tools/convert/verified_exports.json (`python -m tests.tools.convert.test_verified_exports`).
 
 `pytest tests/tools/convert/test_families.py` writes this page.
