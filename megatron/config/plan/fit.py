@@ -19,6 +19,7 @@ GIB = 2**30
 # Of a device's memory, what CUDA, NCCL and fragmentation may take beside the plan's tensors.
 SPARE = 0.08
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_EXPERTS = "expert_model_parallel_size"
 MOST_RANKS = 1 << 14  # up to which more ranks are tried
 
 
@@ -115,9 +116,11 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
     flags = flags_of(type(config))
     fitting: list[dict[str, Any]] = []
     for change in _changes(config, world_size):
-        if any(smaller.items() <= change.items() for smaller in fitting):
+        if any(_goes_further(change, smaller) for smaller in fitting):
             continue  # it fits without the rest
-        parts = math.prod(change[name] // values[name] for name in _SIZES if name in change)
+        parts = math.prod(
+            change[name] // values[name] for name in (*_SIZES, _EXPERTS) if name in change
+        )
         if replicated > limit * parts:
             continue
         changed = config_from(type(config), values | change)
@@ -134,6 +137,11 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
                 for name, value in change.items()
             )
             yield f"{' '.join(words)} ({gib(size)})"
+
+
+def _goes_further(change: Mapping[str, Any], smaller: Mapping[str, Any]) -> bool:
+    """Whether a change has all of another one, with the same values or greater ones."""
+    return all(name in change and change[name] >= value for name, value in smaller.items())
 
 
 def _changes(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
@@ -162,10 +170,27 @@ def _changes(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
 
 
 def _layouts(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
-    """Larger tensor- and pipeline-parallel sizes, those that cut the model in the fewest parts
-    first."""
+    """Larger expert-, tensor- and pipeline-parallel sizes, those that cut the model in the fewest
+    parts first."""
     sizes = [getattr(config.parallel, name) for name in _SIZES]
     parts = world_size // math.prod(sizes)
+    most = min(config.model.num_experts or 1, parts)
+    yield from ({_EXPERTS: size} for size in _doubled(config, most))
+    for layout in _cuts(sizes, parts):
+        yield layout
+        yield from ({**layout, _EXPERTS: size} for size in [*_doubled(config, most)][-1:])
+
+
+def _doubled(config: Config, most: int) -> Iterator[int]:
+    """Expert-parallel sizes above the present one."""
+    size = 2 * config.parallel.expert_model_parallel_size
+    while size <= most:
+        yield size
+        size *= 2
+
+
+def _cuts(sizes: Sequence[int], parts: int) -> Iterator[dict[str, Any]]:
+    """Tensor- and pipeline-parallel sizes that are larger by up to `parts`."""
     for together in range(1, parts.bit_length()):
         for power in range(min(together, 3), -1, -1):  # tensor parallel within a host
             factors = (2**power, 2 ** (together - power))

@@ -31,6 +31,13 @@ LLAMA_8B = (
     "--use-distributed-optimizer --device cuda"
 )
 LLAMA_8B_FP8 = f"{LLAMA_8B} --fp8-format hybrid --fp8-amax-history-len 1024"
+EXPERTS_16 = (
+    "--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--max-position-embeddings 4096 --num-experts 16 --moe-router-topk 2 --swiglu "
+    "--disable-bias-linear --tokenizer-type NullTokenizer --vocab-size 32000 --micro-batch-size 1 "
+    "--global-batch-size 16 --lr 1e-4 --train-iters 4 --mock-data --bf16 "
+    "--use-distributed-optimizer --device cuda"
+)
 GPT_154B = (
     "--num-layers 88 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
     "--max-position-embeddings 2048 --tokenizer-type NullTokenizer --vocab-size 32000 "
@@ -78,6 +85,7 @@ def test_a_verdict_of_llama_8b_in_fp8_on_8_devices(gib, fits, remedies):
         (GPT_154B, 64, 80),
         (GPT_154B, 1024, 40),
         (LONG, 16, 24),
+        (EXPERTS_16, 16, 60),
     ],
 )
 def test_what_is_said_to_fit_is_accepted_and_fits(flags, world, gib):
@@ -88,6 +96,11 @@ def test_what_is_said_to_fit_is_accepted_and_fits(flags, world, gib):
     for more, size in ways(text):
         held = fit.fullest(*planned(f"{flags} {more}", world)).total / GIB
         assert held <= gib and held == pytest.approx(size, abs=0.006)
+
+
+def test_experts_are_spread_over_ranks():
+    _, text = fit.verdict(*planned(EXPERTS_16, 16), 60 * GIB)
+    assert "--expert-model-parallel-size 4" in [flags for flags, _ in ways(text)]
 
 
 def test_where_no_layout_of_these_ranks_fits_more_are_named():
