@@ -51,4 +51,9 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
         *((difference.name, difference.saved, difference.now) for difference in wrong),
         *changed,
     ]:
-        log.print_rank_0(f" differs from the checkpoint: {name} was {old}, is {new}")
+        log.print_rank_0(f" differs from the checkpoint: {name} was {_text(old)}, is {_text(new)}")
+
+
+def _text(value: object) -> str:
+    """A value, of a list its words, as they are typed."""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

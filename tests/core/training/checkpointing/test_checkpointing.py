@@ -3,6 +3,9 @@
 import pytest
 
 from megatron.checkpoint import store
+from megatron.config import command_line
+from megatron.features.registry import RunConfig
+from megatron.training.checkpointing.saved_args import check_architecture
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, Finished, same_tensors, train, with_flags, write_text
 
@@ -153,6 +156,14 @@ def test_every_other_difference_is_said(trained, tmp_path):
     assert " differs from the checkpoint: clip_grad was 1.0, is 0.5\n" in log
     assert " differs from the checkpoint: hidden_dropout was 0.1, is 0.0\n" in log
     assert log.count("differs from the checkpoint") == 2
+
+
+def test_a_list_is_said_as_it_was_typed(capsys):
+    flags = [*SMALL, "--mock-data", "--train-iters", "8"]
+    skipping = [*flags, "--train-range-to-skip", "3", "4"]
+    configs = [command_line.read(words, {}, tree=RunConfig).config for words in (skipping, flags)]
+    check_architecture(*configs, strict=True)
+    assert capsys.readouterr().out.endswith(": train_range_to_skip was 3 4, is None\n")
 
 
 def test_ckpt_step_and_directory_of_one_checkpoint(trained, tmp_path):
