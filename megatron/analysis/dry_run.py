@@ -34,9 +34,10 @@ def report(line: CommandLine) -> None:
         fits, text = fit.verdict(line.config, plan, int(limit * fit.GIB))
         if fits:
             print(f"memory: {text}", flush=True)
-    print("\n".join(_data_lines(line, plan)), flush=True)
+    lines, problems = _data_lines(line, plan)
+    print("\n".join(lines), flush=True)
     print("\n".join(_kernel_lines(line)), flush=True)
-    preflight.check_dry(line, plan)
+    preflight.check_dry(line, plan, problems)
     step = as_batch_step(line.script)
     for feature in features_of(line.config):
         for row in feature.dry_run(line, plan, step):
@@ -52,10 +53,12 @@ def report(line: CommandLine) -> None:
         refuse([f"--device-memory {limit:g}: {text} [not-enough-memory]"], launcher.info())
 
 
-def _data_lines(line: CommandLine, plan: Plan) -> list[str]:
-    """The table of the data, if they are on this machine."""
+def _data_lines(line: CommandLine, plan: Plan) -> tuple[list[str], list[str]]:
+    """The table of the data, if they are on this machine, and what a run would end with there."""
     if line.script.datasets_provider:
-        return ["data: what train_valid_test_datasets_provider returns; a dry run does not call it"]
+        return [
+            "data: what train_valid_test_datasets_provider returns; a dry run does not call it"
+        ], []
     data = line.config.data
     targets = plan.targets
     valid = None if data.full_validation and targets.valid else targets.valid
@@ -70,8 +73,16 @@ def _data_lines(line: CommandLine, plan: Plan) -> list[str]:
         )
         rows = source_of(data).plan_rows(data, request)
     except (ValueError, OSError) as error:
-        return [f"data: cannot be read on this machine: {error}"]
-    return ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"]
+        if isinstance(error, ValueError) and not _elsewhere(line, error):
+            return ["data: a run would end with the error below"], [str(error)]
+        return [f"data: cannot be read on this machine: {error}"], []
+    return ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"], []
+
+
+def _elsewhere(line: CommandLine, error: ValueError) -> bool:
+    """Whether data cannot be read because a file of theirs is not on this machine."""
+    missing = any(note.startswith(WOULD_STOP) and "[data-" in note for note in line.notes)
+    return missing or isinstance(error.__cause__, OSError)
 
 
 def _kernel_lines(line: CommandLine) -> list[str]:

@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -69,8 +69,8 @@ def check(line: CommandLine) -> Tokenizer:
     return tokenizer
 
 
-def check_dry(line: CommandLine, plan: Plan) -> None:
-    """As `check`, of the files that are on this machine."""
+def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
+    """As `check`, of the files that are on this machine, and with `more` problems."""
     try:
         tokenizer = build_tokenizer(line.config)
     except (ValueError, OSError):
@@ -79,8 +79,8 @@ def check_dry(line: CommandLine, plan: Plan) -> None:
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
         if line.script.datasets_provider is None:
             problems += _of_data(line.config, plan, tokenizer)
-    if problems:
-        command_line.refuse(problems, launcher.info())
+    if problems or more:
+        command_line.refuse(list(dict.fromkeys([*problems, *more])), launcher.info())
 
 
 def _of_memory(config: Config, plan: Plan) -> Iterator[str]:

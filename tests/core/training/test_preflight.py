@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import idx_path
 from megatron.features.registry import RunConfig
 from megatron.training import preflight
 from tests.forkrun import ROOT
-from tests.problems import raises
+from tests.problems import codes_of, raises
 from tests.runs import SMALL, plot, train, with_flags, write_text
 
 BASE = [*SMALL, "--train-iters", "8", "--lr-decay-iters", "8", "--eval-iters", "0"]
@@ -220,6 +220,28 @@ def test_a_dry_run_shows_it(folder, capsys):
         with_flags(words, "--data-path", "/nowhere/a", "/nowhere/b"), {}, tree=RunConfig
     )
     preflight.check_dry(line, plan)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--seq-length", "40000", "--max-position-embeddings", "40000"], "data-too-small"),
+        (["--split", "1,1,1", "--data-order", "epoch", "--eval-iters", "1"], None),
+        (["--data-path", "/nowhere/a"], None),
+        (["--data-args-path", "/nowhere/list"], None),
+    ],
+)
+def test_a_dry_run_refuses_data_that_are_here_and_cannot_be_used(folder, words, code, capsys):
+    data = [] if "path" in words[0] else ["--data-path", str(folder / "a")]
+    argv = with_flags([*BASE, *data], *words, "--dry-run")
+    try:
+        plot().main(argv)
+        assert code is None
+    except SystemExit as leave:
+        assert leave.code == 2
+    said = capsys.readouterr()
+    assert codes_of(said.err.splitlines()) == ([code] if code else [])
+    assert ("on this machine a real run would stop" in said.out) == ("path" in words[0])
 
 
 def test_a_damaged_index_and_ids_of_another_vocabulary(folder, tmp_path, capsys):
