@@ -34,7 +34,82 @@ class ModelType(enum.Enum):
     encoder_or_decoder = 1
 
 
-def pretrain(
+class PretrainConfig:
+    """What `pretrain_cfg_container_from_args` makes: the arguments, and how they were read."""
+
+    def __init__(self, arguments: Any, given: Mapping[str, Any]):
+        self.arguments = arguments
+        self.given = given
+
+
+_EMBEDDING_RANKS = ("get_embedding_ranks", "get_position_embedding_ranks")
+_early: dict[str, Any] = {}  # what the last parse_and_validate_args was given
+
+
+def parse_and_validate_args(
+    extra_args_provider: ExtraArgsProvider | None = None,
+    ignore_unknown_args: bool = False,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """The arguments of the command line, by Megatron's names; `get_args()` is the same object,
+    which `pretrain` completes. The program leaves with 2 if the command line is wrong."""
+    if ignore_unknown_args:
+        raise ValueError(
+            "parse_and_validate_args: ignore_unknown_args has no effect here; leave it out "
+            "[no-such-argument]"
+        )
+    _check_packages()
+    from megatron.config import command_line
+    from megatron.config.script import Script
+    from megatron.features.registry import RunConfig
+    from megatron.training import script_args
+
+    script = Script(
+        extra_args_provider=_extra_arguments(extra_args_provider, args_defaults), complete=False
+    )
+    _early["given"] = {"extra_args_provider": extra_args_provider, "args_defaults": args_defaults}
+    line = command_line.read(sys.argv[1:], os.environ, script, RunConfig)
+    return script_args.begin_early(line)
+
+
+def pretrain_cfg_container_from_args(args: Any, model_cfg: Any = None) -> PretrainConfig:
+    """For `pretrain` to take in place of `args`, those of `parse_and_validate_args`. Raises
+    ValueError for a configuration of a model other than the one of the flags."""
+    if not _early or model_cfg not in (None, args):
+        raise ValueError(
+            "pretrain_cfg_container_from_args: takes the result of parse_and_validate_args, and "
+            "perhaps that of gpt_config_from_args; a model of your own is a model_provider "
+            "[no-such-argument]"
+        )
+    return PretrainConfig(args, _early["given"])
+
+
+def _extra_arguments(
+    provider: ExtraArgsProvider | None, defaults: Mapping[str, Any] | None
+) -> ExtraArgsProvider:
+    def add(parser: Any) -> None:
+        if provider is not None:
+            provider(parser)
+        parser.set_defaults(**defaults or {})
+
+    return add
+
+
+def pretrain(*given: Any, **named: Any) -> None:
+    """Train with a script's own functions, in the order of Megatron's arguments: see `_pretrain`.
+
+    Or of Megatron of August 2026: `pretrain(config, datasets_provider, model_type, forward_step,
+    model_provider=None)`, with `config` of `pretrain_cfg_container_from_args`.
+    """
+    if not (given and isinstance(given[0], PretrainConfig)):
+        return _pretrain(*given, **named)
+    config, data, model_type, step, *rest = given
+    (provider,) = rest or (named.pop("model_provider", None),)
+    named |= {**config.given, "arguments": config.arguments}
+    return _pretrain(data, provider, model_type, step, **named)
+
+
+def _pretrain(
     train_valid_test_datasets_provider: Callable[..., Any] | None,
     model_provider: Callable[..., Any] | None,
     model_type: Any,
@@ -45,6 +120,7 @@ def pretrain(
     *,
     argv: Sequence[str] | None = None,
     services: Services | None = None,
+    arguments: Any = None,
     **others: Any,
 ) -> None:
     """Train with a script's own functions, in the order of Megatron's arguments.
@@ -56,14 +132,10 @@ def pretrain(
     `extra_args_provider(parser)` adds flags to the parser of argparse, `args_defaults` are other
     defaults by name. With `argv` a caller's own command line: its streams and signals stay the
     caller's. `services`: what the loop calls, if not the usual (`training.run.Services`).
+    `arguments`: those of `parse_and_validate_args`, to be completed.
 
     The program leaves with 2 if the command line is wrong. Raises TypeError for what there is not.
     """
-
-    def add_arguments(parser: Any) -> None:
-        if extra_args_provider is not None:
-            extra_args_provider(parser)
-        parser.set_defaults(**args_defaults or {})
 
     def work(words: Sequence[str], watch: SignalWatch | None = None) -> None:
         given = {"process_non_loss_data_func": process_non_loss_data_func, **others}
@@ -71,7 +143,11 @@ def pretrain(
         from megatron.config.script import Script
 
         script = Script(
-            forward_step_func, add_arguments, train_valid_test_datasets_provider, model_provider
+            forward_step_func,
+            _extra_arguments(extra_args_provider, args_defaults),
+            train_valid_test_datasets_provider,
+            model_provider,
+            arguments,
         )
         run(words, script, services, watch)
 
@@ -101,8 +177,9 @@ def _check_arguments(model_type: Any, given: Mapping[str, Any]) -> None:
             f"pretrain: model_type {kind}: only encoder_or_decoder, a GPT, can be trained "
             "[no-such-argument]"
         )
+    # which ranks hold the embedding follows from the flags: functions that say it are not called
     for name, value in given.items():
-        if value is not None:
+        if value is not None and name not in _EMBEDDING_RANKS:
             raise ValueError(
                 f"pretrain: {name} has no effect here; leave it out [no-such-argument]"
             )

@@ -199,9 +199,9 @@ def _checked(
     world_size = max(1, world_size or launch.world_size)
     judged, given = config, set(typed)
     of_script = _of_own_model(config) if script.model_provider else []
-    if script.datasets_provider is not None:
+    if script.datasets_provider is not None or not script.complete:
         judged, of_data = _with_own_data(config)
-        of_script += of_data
+        of_script += of_data if script.complete else []
         given -= set(_SOURCES)
     # What an @FILE that cannot be read would have said is not missing.
     refused = [] if parsed.unread_file else check.problems(judged, world_size, given)

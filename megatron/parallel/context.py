@@ -58,6 +58,7 @@ class ParallelContext:
         pp = config.pipeline_model_parallel_size
         assert world_size % (tp * cp * pp) == 0, "config/checks/layout.py refuses this"
         self.rank = rank
+        self._alone: Any = None
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
         self.cp_comm_type = "all_gather" if config.cp_comm_type == "all_gather" else "p2p"
@@ -140,6 +141,17 @@ class ParallelContext:
             if self.rank in ranks:
                 own_axis = Axis(name, len(ranks), ranks.index(self.rank), tuple(ranks), group)
         return own_axis
+
+    def group(self, axis: Axis) -> Any:
+        """torch's process group of an axis, for code that is not of the suite: of this rank alone
+        where the size is 1, made when it is first asked for."""
+        if axis.group is not None:
+            return axis.group
+        if self._alone is None:
+            if not dist.is_initialized():  # a single process
+                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+            self._alone = dist.new_group([self.rank], use_local_synchronization=True)
+        return self._alone
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""

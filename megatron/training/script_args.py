@@ -24,6 +24,13 @@ _COUNTERS = {
     "consumed_valid_samples": "consumed_valid_samples",
     "skipped_train_samples": "skipped_train_samples",
 }
+# Names that these arguments have in Megatron's TransformerConfig.
+_OF_CONFIG = {
+    "num_moe_experts": "num_experts",
+    "layernorm_epsilon": "norm_epsilon",
+    "gated_linear_unit": "swiglu",
+    "pipeline_dtype": "params_dtype",
+}
 
 
 class Arguments(argparse.Namespace):
@@ -52,12 +59,23 @@ class Arguments(argparse.Namespace):
     def __getattr__(self, name: str) -> Any:
         if name in _COUNTERS:
             return getattr(getattr(self, "_progress", None), _COUNTERS[name], 0)
+        if name in _OF_CONFIG:
+            return getattr(self, _OF_CONFIG[name])
         raise AttributeError(
             f"get_args().{name}: there is no such argument; add it with extra_args_provider, or "
             "take another one of docs/flags.md",
             name=name,
             obj=self,
         )
+
+    def become(self, values: Mapping[str, Any], own: Mapping[str, Any]) -> Arguments:
+        """Itself with other arguments; those that were written keep their values."""
+        written = {name: v for name, v in vars(self).items() if name not in self._fixed}
+        new = Arguments(values, {**own, **written})
+        vars(self).clear()
+        vars(self).update(vars(new))
+        self._fixed = new._fixed
+        return self
 
     def follow(self, progress: Progress) -> None:
         """The run has been loaded, and moves `progress`."""
@@ -99,24 +117,37 @@ class ScriptTimers:
 _run: dict[str, Any] = {}  # of this process
 
 
+def begin_early(line: CommandLine) -> Arguments:
+    """The arguments before the run has begun, with what the command line says."""
+    values = {name: value for name, value in _values(line).items() if name not in _COUNTERS}
+    _run["args"] = Arguments(values, vars(line.extra) if line.extra else {})
+    return _run["args"]
+
+
+def _values(line: CommandLine) -> dict[str, Any]:
+    """Of every flag its value or default, Megatron's flags that have no effect here too."""
+    from megatron.arguments import values_of
+    from megatron.config.command_line import other_flags
+
+    values = {flag.name: flag.default for flag in other_flags(type(line.config)).flags}
+    values |= line.foreign | values_of(line.config)
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+
 def begin(
     line: CommandLine, plan: Plan, distributed_backend: str, tokenizer: Tokenizer, rank: int
 ) -> None:
     """Make these the arguments and the tokenizer of the run, of this rank.
 
-    A flag that was not given has its default, Megatron's flags that have no effect here too;
-    `params_dtype` is a torch.dtype.
+    What a script holds already of `begin_early` (`line.script.arguments`) becomes them, with what
+    it has written into it. `params_dtype` is a torch.dtype.
     """
     import torch
 
-    from megatron.arguments import values_of
-    from megatron.config.command_line import other_flags
     from megatron.training.logging import argument_dump
 
     config = line.config
-    values = {flag.name: flag.default for flag in other_flags(type(config)).flags}
-    values |= line.foreign | values_of(config)
-    values = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+    values = _values(line)
     values |= argument_dump.dumped_values(
         config, plan, distributed_backend, line.foreign, rank=rank
     )
@@ -125,7 +156,9 @@ def begin(
         "params_dtype": getattr(torch, config.precision.params_dtype),
     }
     values = {name: value for name, value in values.items() if name not in _COUNTERS}
-    _run["args"] = Arguments(values, vars(line.extra) if line.extra else {})
+    own = vars(line.extra) if line.extra else {}
+    early = line.script.arguments
+    _run["args"] = Arguments(values, own) if early is None else early.become(values, own)
     _run["tokenizer"] = tokenizer
 
 
@@ -148,6 +181,11 @@ def get_args() -> Arguments:
 def context() -> ParallelContext:
     """The ranks of the run. Raises RuntimeError before they are connected."""
     return _of_run("context")
+
+
+def has_context() -> bool:
+    """Are the ranks connected?"""
+    return "context" in _run
 
 
 def get_tokenizer() -> Tokenizer:

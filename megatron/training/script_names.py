@@ -1,5 +1,5 @@
-"""What scripts import from Megatron besides the loop itself, with its names and arguments: ranks,
-the batch of a rank, the configuration and the layers of its GPT.
+"""What scripts import from Megatron besides the loop itself, with its names and arguments: the
+batch of a rank, the configuration and the layers of its GPT, its data, checks of results.
 
 The suite hands every rank its micro-batch, and the model is that of the flags: so these say what is
 there, and refuse what would be something else.
@@ -7,57 +7,20 @@ there, and refuse what would be something else.
 
 from __future__ import annotations
 
-import re
+import importlib.metadata
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron import log
 from megatron.data.script_datasets import OfFlags
-from megatron.training.script_args import Arguments, context, get_args
+from megatron.training.script_args import Arguments, context, get_args, get_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-_AXES = {
-    "tensor_model_parallel": "tp",
-    "pipeline_model_parallel": "pp",
-    "data_parallel": "dp",
-    "context_parallel": "cp",
-}
-
-
-class Mpu:
-    """`mpu.get_AXIS_rank()` and `mpu.get_AXIS_world_size()` of the axes tensor_model_parallel,
-    pipeline_model_parallel, data_parallel and context_parallel. Groups are not given out."""
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        parts = re.fullmatch(r"get_(\w+?)_(rank|world_size)", name)
-        if parts is None or parts[1] not in _AXES:
-            raise AttributeError(
-                f"mpu.{name}: there are ranks and sizes of {', '.join(_AXES)}; what loss_func "
-                "returns is summed over context-parallel ranks, and what it reports averaged over "
-                "ranks, by the suite: omit the all_reduce, and a factor context_parallel_size",
-                name=name,
-                obj=self,
-            )
-
-        def ask(with_context_parallel: bool = False) -> int:
-            both = with_context_parallel and parts[1] == "data_parallel"
-            axis = context().axis("dp_cp" if both else _AXES[parts[1]])
-            return axis.rank if parts[2] == "rank" else axis.size
-
-        return ask
-
-    def is_pipeline_first_stage(self, ignore_virtual: bool = True, vp_stage: Any = None) -> bool:
-        """Has this rank the first pipeline stage? All its virtual stages count as one."""
-        return context().pp.rank == 0
-
-    def is_pipeline_last_stage(self, ignore_virtual: bool = True, vp_stage: Any = None) -> bool:
-        """Has this rank the last one?"""
-        return context().pp.rank == context().pp.size - 1
-
-
-mpu = Mpu()
+    from megatron.data.tokenizers.base import Tokenizer
 
 
 class TensorParallel:
@@ -112,6 +75,23 @@ def core_transformer_config_from_args(args: Any, config_class: Any = None) -> Ar
     return get_args()
 
 
+def gpt_config_from_args(
+    args: Any, config: Any = None, model_config_cls: type | None = None
+) -> Arguments:
+    """The same. Raises ValueError for a class of the script."""
+    if model_config_cls is not None:
+        raise ValueError(
+            f"gpt_config_from_args: {model_config_cls.__name__} is not the model of the flags; "
+            "leave it out, or return a model of your own from model_provider [no-such-argument]"
+        )
+    return get_args()
+
+
+def build_tokenizer(args: Any) -> Tokenizer:
+    """The tokenizer of the run."""
+    return get_tokenizer()
+
+
 def _check_same(name: str, given: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that say something else than the flags."""
     args = get_args()
@@ -127,11 +107,19 @@ def get_gpt_layer_local_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool | None = None,
     qk_layernorm: bool | None = None,
+    multi_latent_attention: bool | None = None,
+    experimental_attention_variant: str | None = None,
     **others: Any,
 ) -> None:
     """None: layers are made as the flags say, which the arguments must not contradict."""
-    _check_same("layer spec", {"num_experts": num_experts, "qk_layernorm": qk_layernorm})
-    _check_same("layer spec", {k: v for k, v in others.items() if k == "normalization"})
+    given = {
+        "num_experts": num_experts,
+        "qk_layernorm": qk_layernorm,
+        "multi_latent_attention": multi_latent_attention,
+        "experimental_attention_variant": experimental_attention_variant,
+    }
+    same = ("normalization", "qk_l2_norm")
+    _check_same("layer spec", given | {k: v for k, v in others.items() if k in same})
 
 
 def get_gpt_layer_with_transformer_engine_spec(*given: Any, **named: Any) -> None:
@@ -139,15 +127,147 @@ def get_gpt_layer_with_transformer_engine_spec(*given: Any, **named: Any) -> Non
     get_gpt_layer_local_spec(*given, **named)
 
 
+def get_gpt_decoder_block_spec(
+    config: Any, use_transformer_engine: bool | None = None, **others: Any
+) -> None:
+    """The same, of a model with experts."""
+    get_gpt_layer_local_spec(**others)
+
+
+# All that the micro-batch of Megatron's current script may have.
+_BATCH_KEYS = ("cu_seqlens", "cu_seqlens_padded", "hybrid_cp_group", "local_cp_size", "max_seqlen")
+
+
 def get_batch_on_this_tp_rank(data: Any, **others: Any) -> Mapping[str, Any]:
-    """The micro-batch, whole on each tensor-parallel rank: the next one of an iterator, or what is
-    given."""
-    return next(data) if isinstance(data, Iterator) else data
+    """The micro-batch of an iterator, whole on each tensor-parallel rank. Or what the first of
+    these ranks gives, on all of them: a dictionary with keys of the micro-batch, as Megatron's
+    script fills it; a collective. Raises ValueError for a tensor of another shape."""
+    if isinstance(data, Iterator):
+        return next(data)
+    return dict.fromkeys(_BATCH_KEYS) | _of_first_rank(data)
+
+
+def _of_first_rank(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of the first tensor-parallel rank. Those it has left as they are, are there
+    already; what it has changed is sent."""
+    import torch
+
+    from megatron.parallel.collectives import broadcast_
+    from megatron.training.script_step import current
+
+    tp = context().tp
+    if tp.size == 1:
+        return {**data}
+    here, device = dict(current), current["tokens"].device
+    # of each key: as it is (0), no tensor (1), another tensor (2)
+    states = [
+        0 if data.get(key) is value else 1 if data.get(key) is None else 2
+        for key, value in here.items()
+    ]
+    for key, state in zip(
+        here, broadcast_(torch.tensor(states, device=device), tp).tolist(), strict=True
+    ):
+        if state == 1:
+            here[key] = None
+        elif state == 2:
+            here[key] = broadcast_(_shaped_as(key, data if tp.rank == 0 else here, here), tp)
+    return here
+
+
+def _shaped_as(key: str, data: Mapping[str, Any], current: Mapping[str, Any]) -> torch.Tensor:
+    """A copy of a tensor, to send or to overwrite. Raises ValueError for another shape or dtype."""
+    import torch
+
+    wanted, tensor = current[key], data[key]
+    if wanted is None or (wanted.shape, wanted.dtype) != (tensor.shape, tensor.dtype):
+        kind = "None" if wanted is None else f"{list(wanted.shape)} of {wanted.dtype}"
+        raise ValueError(
+            f"get_batch_on_this_tp_rank: {key} is {list(tensor.shape)} of {tensor.dtype}, in the "
+            f"micro-batch {kind}; keep its form [no-such-argument]"
+        )
+    return torch.clone(tensor, memory_format=torch.contiguous_format)
 
 
 def get_batch_on_this_cp_rank(batch: Mapping[str, Any], **others: Any) -> Mapping[str, Any]:
     """What is given: `next(data_iterator)` has this rank's part of the sequence."""
     return batch
+
+
+def flatten_batch_for_packed_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is given: documents are told apart by --reset-attention-mask, not by lengths."""
+    return batch
+
+
+def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True) -> Any:
+    """An attribute of the model, which nothing wraps; None where it has none, as of `vp_stage`: all
+    virtual stages of a rank count as one. Raises RuntimeError instead without `allow_none`."""
+    value = getattr(model, attr, None)
+    if value is None and not allow_none:
+        raise RuntimeError(f"get_attr_wrapped_model: the model has no {attr}")
+    return value
+
+
+def mtp_on_this_rank(**given: Any) -> bool:
+    """False: no layers predict further tokens, and --mtp-num-layers is refused."""
+    return False
+
+
+def get_mtp_ranks(pp_ranks: Sequence[int], config: Any) -> list[int]:
+    """None, as of `mtp_on_this_rank`."""
+    return []
+
+
+class RerunStateMachine:
+    """Checks of results, as of Megatron with --rerun-mode disabled: nothing is computed twice;
+    --verify-step-interval does that for whole steps."""
+
+    def __init__(self) -> None:
+        self._largest: dict[str, tuple[int, float]] = {}  # context: values seen, the largest
+
+    def validate_result(
+        self,
+        result: Any,
+        rejection_func: Callable[[Any], Any],
+        message: str,
+        comparison_func: Any = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        """Raise ValueError if `rejection_func(result)` is true and `fatal`, else print a warning of
+        this rank. Waits for the device. A tensor without values passes (--trace)."""
+        if type(result).__name__ == "FakeTensor" or not rejection_func(result):
+            return
+        value = result.item() if hasattr(result, "item") else result
+        text = f"rank {context().rank}: {message}: {value}; see the loss_func [result-rejected]"
+        if fatal:
+            raise ValueError(text)
+        log.print_line(f"WARNING: {text}")
+
+    def is_unexpectedly_large(
+        self,
+        result: Any,
+        threshold: float,
+        context: str,
+        num_samples: int = 100,
+        resample: bool = False,
+    ) -> bool:
+        """Is it `threshold` times as large as the largest of the first `num_samples` values of
+        `context`, or larger? False for these values themselves."""
+        value = abs(float(result))
+        seen, largest = (0, 0.0) if resample else self._largest.get(context, (0, 0.0))
+        if seen >= num_samples:
+            return value >= threshold * largest
+        if math.isfinite(value):
+            self._largest[context] = seen + 1, max(largest, value)
+        return False
+
+
+_rerun_state_machine = RerunStateMachine()
+
+
+def get_rerun_state_machine() -> RerunStateMachine:
+    """That of this process."""
+    return _rerun_state_machine
 
 
 def get_ltor_masks_and_position_ids(
@@ -192,7 +312,7 @@ class BlendedMegatronDatasetBuilder:
     them, and the configuration, last. Raises ValueError for what the flags do not say."""
 
     def __init__(self, cls: type, sizes: Sequence[int | None], *others: Any):
-        config = vars(others[-1])
+        config = dict(vars(others[-1]))
         mock = cls is MockGPTDataset
         if cls not in (GPTDataset, MockGPTDataset) or mock != bool(get_args().mock_data):
             raise ValueError(
@@ -200,11 +320,14 @@ class BlendedMegatronDatasetBuilder:
                 "MockGPTDataset with --mock-data, else GPTDataset, or return data sets of your own "
                 "[model-argument]"
             )
-        renamed = {"sequence_length": "seq_length", "random_seed": "seed", "blend": "data_path"}
+        renamed = {"sequence_length": "seq_length", "random_seed": "seed"}
         same = ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         checked = renamed | {name: name for name in same}
         said = {checked[name]: value for name, value in config.items() if name in checked}
-        _check_same("GPTDatasetConfig", said)
+        blend = config.get("blend")
+        if isinstance(blend, tuple):  # as `get_blend_from_list` has it
+            blend = None if blend == get_blend_from_list(get_args().data_path) else blend
+        _check_same("GPTDatasetConfig", {**said, "data_path": blend})
         self._sizes = sizes
 
     def build(self) -> list[OfFlags]:
@@ -212,9 +335,30 @@ class BlendedMegatronDatasetBuilder:
         return [OfFlags(size) for size in self._sizes]
 
 
-def get_blend_from_list(blend: Sequence[str] | None) -> Sequence[str] | None:
-    """What is given: the builder reads it as --data-path."""
-    return blend
+Blend = tuple[Sequence[str], Sequence[float] | None]
+
+
+def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
+    """(prefixes, weights) of the words of --data-path; weights are None where they have none."""
+    if blend is None:
+        return None
+    try:
+        weights = [float(word) for word in blend[::2]]
+    except ValueError:
+        return blend, None
+    if len(blend) % 2:
+        return blend, None
+    return [prefix.strip() for prefix in blend[1::2]], weights
+
+
+def get_blend_and_blend_per_split(
+    args: Any,
+) -> tuple[Blend | None, list[Blend | None] | None]:
+    """(that of --data-path, those of --train-data-path, --valid-data-path and --test-data-path); of
+    files that name data, None: the builder reads them."""
+    paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    per_split = [get_blend_from_list(path) for path in paths] if any(paths) else None
+    return get_blend_from_list(args.data_path), per_split
 
 
 class StragglerDetector:
@@ -228,3 +372,33 @@ class StragglerDetector:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+class inprocess_restart:  # noqa: N801 (a module of Megatron)
+    """Megatron's module: a run is restarted by its launcher, and resumes."""
+
+    @staticmethod
+    def maybe_wrap_for_inprocess_restart(pretrain: Callable) -> tuple[Callable, None]:
+        """(`pretrain`, no store)."""
+        return pretrain, None
+
+
+def set_startup_timestamps(
+    program_start: float | None = None, main_entry: float | None = None
+) -> None:
+    """Nothing: the time of the start is taken where `pretrain` is imported."""
+
+
+def get_torch_version() -> str:
+    """torch's version."""
+    import torch
+
+    return torch.__version__
+
+
+def get_te_version() -> str:
+    """Transformer Engine's version, or that there is none."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

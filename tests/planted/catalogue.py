@@ -28,6 +28,7 @@ SIXTEEN = "tests/core/optimizer/test_low_precision.py"
 SKIPPING = "tests/core/training/skipping/test_skipping.py"
 ACTIONS = "tests/features/spikes/test_actions.py"
 POLICIES = "tests/features/spikes/test_policy.py"
+SCRIPTS = "tests/core/training/test_megatron_scripts.py"
 OWN_MODEL = "tests/core/training/test_script_model.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
@@ -53,6 +54,20 @@ BUGS = {
         "(losses.sum(), losses.numel(), metrics)",
         "tests/core/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
         "",
+    ),
+    "what a script changes on the first tensor-parallel rank stays there": Bug(
+        "megatron.training.script_names._of_first_rank",
+        "0 if data.get(key) is value else 1 if data.get(key) is None else 2",
+        "0",
+        f"{SCRIPTS}::test_what_a_script_changes_and_sums_itself[tensor]",
+        "campaign",
+    ),
+    "mpu's data-parallel group without the context-parallel ranks": Bug(
+        "megatron.training.script_ranks.Mpu.__getattr__",
+        "if with_context_parallel and name == 'dp':\n    name = 'dp_cp'",
+        "pass",
+        "tests/peers/test_megatron_core_ranks.py::test_ranks_and_groups[tp2 cp2 dp2]",
+        "campaign",
     ),
     "dropout of a script's own model goes on where it was": Bug(
         "megatron.training.script_step._of_own_model",

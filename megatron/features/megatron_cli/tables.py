@@ -115,6 +115,7 @@ distribute_saved_activations=False
   | every tensor-parallel rank keeps the inputs of its layers whole; --sequence-parallel splits them
 
 [note]
+use_grouped_gemm_for_dense_mlp=False | &one
 use_legacy_models=False | there is one model, with megatron-core's parameter names
 trust_remote_code=False | no code of a tokenizer's folder is run; tokenizer.json is read
 hierarchical_context_parallel_sizes:list=
@@ -372,6 +373,9 @@ fp4=,--fp4-format | there are no FP4 kernels; use --bf16
 first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_bf16=1
   | every layer runs in FP8 with --fp8-format; use --bf16 alone
 dataloader_inter_document_masking=False | use --reset-attention-mask and --reset-position-ids
+logits_load_dir= logits_load_decode_threads=4 logits_load_ignore_errors=False
+  logits_load_kd_loss_alpha=1.0 logits_load_msc_prefetch_depth=2 logits_load_prefetch_factor=3
+  | no teacher's logits are read; train on the data, or write a loss in a script of your own
 fim_data=False | samples are plain left-to-right text; omit the flag
 train_weighted_split_paths:list= valid_weighted_split_paths:list=
   test_weighted_split_paths:list= train_weighted_split_paths_path=

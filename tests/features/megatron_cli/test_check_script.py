@@ -257,3 +257,28 @@ def test_a_file_without_a_command_line_is_an_error(tmp_path, capsys):
     assert check_script.main([str(path)]) == 1
     assert check_script.main([str(tmp_path / "none.sh")]) == 1
     assert capsys.readouterr().err.count("error: ") == 2
+
+
+PYTHON = """
+from megatron.core import mpu
+from megatron.training import get_args, pretrain
+from megatron.training.checkpointing import save_checkpoint
+from gpt_builders import gpt_builder
+print(1 / 0)
+"""
+
+
+def test_the_imports_of_a_python_script(tmp_path, capsys):
+    path = tmp_path / "own.py"
+    path.write_text(PYTHON)
+    assert check_script.main([str(path)]) == 1
+    found = sections(capsys.readouterr().out)
+    names = [line.split()[0] for line in found["use instead"].splitlines()]
+    assert names == ["save_checkpoint", "gpt_builder"]
+    assert found["import from megatron.training"].strip() == "mpu"
+    (tmp_path / "gpt_builders.py").touch()
+    path.write_text(PYTHON.replace("import save_checkpoint", "import load"))
+    assert check_script.main([str(path)]) == 0
+    path.write_text("import (")
+    assert check_script.main([str(path)]) == 1
+    assert capsys.readouterr().err.startswith("error: ")

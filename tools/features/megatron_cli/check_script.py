@@ -1,9 +1,11 @@
 """Say what a launch script of Megatron-LM would do here: check_script.py FILE [NAME=VALUE ...]
 
-FILE is a shell script or a YAML recipe of Megatron's CI. It is read and never executed. Printed: a
-verdict, everything that keeps its last pretrain_gpt.py command line from running, what differs from
-Megatron, the other flags, and the command that starts it; of more ranks than a node has, the one
-that says whether it fits. NAME=VALUE sets a variable that the script expects.
+FILE is a shell script, a YAML recipe of Megatron's CI, or a pretraining script in Python. It is
+read and never executed. Printed of its last pretrain_gpt.py command line: a verdict, everything
+that keeps it from running, what differs from Megatron, the other flags, and the command that starts
+it; of more ranks than a node has, the one that says whether it fits. NAME=VALUE sets a variable
+that the script expects. Of Python: the imports that are not here, with what to use instead, and
+those to write otherwise.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron import training
 from megatron.arguments import Parser, arg, is_flag, parse
 from megatron.config import command_line
 from megatron.features.megatron_cli import flags as megatron_flags
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
+from megatron.training import script_imports
 from tools.features.megatron_cli.read_script import Script, read_recipe, read_shell, shown
 from tools.shared.program import read
 
@@ -35,7 +39,10 @@ class Options:
     """The command line."""
 
     script: Path = arg(
-        place="positional", metavar="FILE", parse=Path, help="a shell script, or a YAML recipe"
+        place="positional",
+        metavar="FILE",
+        parse=Path,
+        help="a shell script, a YAML recipe, or a Python script",
     )
     variables: tuple[str, ...] = arg(
         (), place="positional", metavar="NAME=VALUE", help="variables that the script expects"
@@ -143,6 +150,24 @@ def section(title: str, lines: Iterable[str]) -> list[str]:
     return ["", f"{title}:", *indented] if indented else []
 
 
+def report_imports(text: str, path: Path) -> int:
+    """Print what a Python script imports from Megatron that has to change; the exit code."""
+    try:
+        found = script_imports.imports_of(text, path, training.has)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        print(f"error: {path}: cannot be read ({error})", file=sys.stderr)
+        return 1
+    absent = [each for each in found if not each.here]
+    counts = [counted(len(absent), "name") + " not here"] * bool(absent)
+    counts.append(counted(len(found), "name") + " of Megatron")
+    lines = [f"{'refused' if absent else 'accepted'}: {', '.join(counts)}"]
+    lines += section("use instead", script_imports.rows(absent))
+    names = sorted({each.name for each in found if each.here and each.advice})
+    lines += section("import from megatron.training", textwrap.wrap(", ".join(names), 96))
+    print("\n".join(lines))
+    return 1 if absent else 0
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 accepted, 1 refused or no command line found, 2 a wrong command line."""
     options = read(Options, argv, prog="check_script.py", description=__doc__ or "", check=_wrong)
@@ -151,6 +176,8 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {options.script}: {error.strerror or error}", file=sys.stderr)
         return 1
+    if options.script.suffix == ".py":
+        return report_imports(text, options.script)
     given = dict(each.split("=", 1) for each in options.variables)
     recipe = options.script.suffix in (".yaml", ".yml")
     try:
