@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log, remote_files
-from megatron.checkpoint import manifest, skip_log, slots, store
+from megatron.checkpoint import manifest, retention, skip_log, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.helper_process import SideProcess
 from megatron.small_files import read_bytes
@@ -306,19 +306,19 @@ def fetch_snapshot(url: str, staging: str, load: str) -> None:
     """
     if store.is_checkpoint(Path(load)):
         return
-    remotes = [Remote(f"{url}/{name}") for name in slots.SLOTS]
+    remotes = [Remote(f"{url}/{name}") for name in retention.SLOTS]
     stored = [remote.latest() for remote in remotes]
     newest = max((iteration for iteration in stored if iteration is not None), default=None)
     local = [
         iteration
-        for iteration in map(slots.newest_in, (Path(load), *slots.slots(staging)))
+        for iteration in map(retention.newest_in, (Path(load), *retention.slots(staging)))
         if iteration is not None
     ]
     if newest is None or newest <= max(local, default=-1):
         return
     number = stored.index(newest)
     log.print_rank_0(f" fetching the snapshot of iteration {newest} from {url} to {staging}")
-    remotes[number].fetch(newest, slots.slots(staging)[number], as_newest=True)
+    remotes[number].fetch(newest, retention.slots(staging)[number], as_newest=True)
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def upload_targets(
     if snapshots and snapshot_url:
         targets += [
             UploadTarget("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
-            for slot in slots.slots(snapshots)
+            for slot in retention.slots(snapshots)
         ]
     return targets
 
@@ -401,11 +401,11 @@ def _serve(pipe: Connection, targets: Sequence[UploadTarget], save: Path) -> Non
     """The process: upload until the run says that it is over. What remains of a failure to save is
     sent at the end."""
     uploads = [_Upload(target) for target in targets]
-    saved = slots.newest_in(save)
+    saved = retention.newest_in(save)
     over = False
     while not over:
         over = pipe.poll(LOOKS) and pipe.recv() is None
-        newest = slots.newest_in(save)
+        newest = retention.newest_in(save)
         for upload in uploads:
             before = upload.failure
             upload.bring(newest if newest != saved else None)
@@ -460,7 +460,8 @@ class _Upload:
         an abandoned history."""
         if not self.target.is_slot or saved is None:
             return
-        if (self._uploaded or 0) > saved and slots.newest_in(self.target.staging) != self._uploaded:
+        newest = retention.newest_in(self.target.staging)
+        if newest != self._uploaded and (self._uploaded or 0) > saved:
             self._remote.keep_only(None)
             self._uploaded = None
 

@@ -1,12 +1,17 @@
-"""Removal of old checkpoints (--keep-last, --keep-every), and the choice of a snapshot's slot."""
+"""What a run directory keeps: removal of old checkpoints (--keep-last, --keep-every), and the two
+slots of snapshots.
+
+A slot is a run directory with one checkpoint: a new snapshot goes into the slot of the older one,
+so there is always a complete one in addition to the one being written, and never more than two."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron.checkpoint import store
-from megatron.checkpoint.filesystem import DISK, Disk
-from megatron.checkpoint.slots import empty, newest_in, slots
+from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk
+
+SLOTS = ("0", "1")
 
 
 def prune(
@@ -37,6 +42,19 @@ def prune(
     return removed
 
 
+def slots(directory: Path | str) -> list[Path]:
+    """The run directories below a snapshot directory."""
+    return [Path(directory) / name for name in SLOTS]
+
+
+def newest_in(root: Path) -> int | None:
+    """The iteration of a slot, None where it is empty or its tracker is damaged."""
+    try:
+        return store.latest(root)
+    except CheckpointError:
+        return None
+
+
 def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
     """Empty the slot for the snapshot of `iteration` and return it: one of an abandoned history, an
     empty one, or the older one."""
@@ -48,3 +66,20 @@ def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
     root = min(slots(directory), key=last_iteration)
     empty(root, disk)
     return root
+
+
+def drop_beyond(directory: Path | str, iteration: int, disk: Disk = DISK) -> None:
+    """Empty the slots whose snapshot is beyond `iteration`, which has just been saved: they belong
+    to an abandoned history."""
+    for root in slots(directory):
+        if (newest_in(root) or 0) > iteration:
+            empty(root, disk)
+
+
+def empty(root: Path, disk: Disk) -> None:
+    """Remove the tracker, then what it named."""
+    if (root / store.TRACKER).exists():
+        disk.remove(root / store.TRACKER)
+        disk.fsync_directory(root)
+    for iteration in store.iterations(root):
+        store.discard(store.iteration_directory(root, iteration), disk)

@@ -93,18 +93,19 @@ class SavePolicy(Hook):
         iteration = self._run.progress.iteration
         if not self._run.config.checkpoint.save:
             return
+        write = functools.partial(save.save_checkpoint, self._run, self._constants)
         pending = self._pending
         if pending is None or pending.is_snapshot or pending.iteration != iteration:
             self.settle()
             if self._saved_at == iteration:
                 return
             self._tell_hooks()
-            self._attempt(self._save_checkpoint, iteration, final)
+            self._attempt(write, iteration, final)
         if final:
             self.settle(final)
             # a process of --async-save has died: once more, without it
             if self._saved_at != iteration:
-                self._attempt(self._save_checkpoint, iteration, final)
+                self._attempt(write, iteration, final)
                 self.settle(final)
             if self._local_copies:
                 self._local_copies.remove()
@@ -120,17 +121,10 @@ class SavePolicy(Hook):
         """Write a snapshot, or start to; a disk error is a warning."""
         self.settle()
         self._tell_hooks()
-        self._attempt(self._save_snapshot, self._run.progress.iteration, is_snapshot=True)
-
-    def _save_checkpoint(self) -> PendingSave | None:
-        return save.save_checkpoint(self._run, self._constants)
-
-    def _save_snapshot(self) -> PendingSave | None:
-        if self._local_copies:
-            return self._local_copies.save(self._constants)
-        from megatron.training.checkpointing.snapshots import save_snapshot
-
-        return save_snapshot(self._run, self._constants)
+        copies = self._local_copies
+        write = copies.save if copies else functools.partial(save.save_snapshot, self._run)
+        action = functools.partial(write, self._constants)
+        self._attempt(action, self._run.progress.iteration, is_snapshot=True)
 
     def _attempt(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron import log
-from megatron.checkpoint import slots, store
+from megatron.checkpoint import retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import DISK, CheckpointError, ForeignCheckpoint
 from megatron.checkpoint.sharded import Reader
@@ -72,7 +72,7 @@ def load_checkpoint(run: Run) -> str | None:
 def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
     """Remove what an earlier job left in the directory, so that it can no longer complete a
     save."""
-    for root in (Path(save), *slots.slots(snapshot_directory(c, save))):
+    for root in (Path(save), *retention.slots(snapshot_directory(c, save))):
         try:
             store.clear_leftovers(root)
         except CheckpointError as error:
@@ -86,7 +86,7 @@ def _tries(c: CheckpointConfig, load: str) -> tuple[list[Candidate], list[str], 
     """(Checkpoints to try in order, problems with trackers, why none can be tried.)"""
     try:
         return (
-            *candidates(load, c.ckpt_step, slots.slots(snapshot_directory(c, load))),
+            *candidates(load, c.ckpt_step, retention.slots(snapshot_directory(c, load))),
             None,
         )
     except CheckpointError as error:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron import log
-from megatron.checkpoint import slots, store, tensor_slices
+from megatron.checkpoint import retention, store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import OWN_MODEL, RunState
@@ -177,6 +177,36 @@ def save_checkpoint(run: Run, constants: Constants | None = None) -> PendingSave
     )
 
 
+def save_snapshot(run: Run, constants: Constants) -> PendingSave | None:
+    """Like `save_checkpoint`, over the older of the two snapshots (--snapshot-interval)."""
+    iteration = run.progress.iteration
+    ctx = run.runtime.ctx
+    c = run.config.checkpoint
+    folder = snapshot_directory(c, save_directory(c))
+    slot = None
+    failure = None
+    if run.runtime.rank == 0:
+        try:
+            run.services.fence()
+            slot = str(retention.free_slot(folder, iteration))
+        except CheckpointError as error:
+            failure = str(error), error.errno
+    slot, failure = gather_objects((slot, failure), ctx.world)[0]
+    if failure:
+        raise CheckpointError(*failure)
+    assert slot is not None, "rank 0 has chosen it"
+    return begin_save(
+        run,
+        constants,
+        RunDirectory(run, slot),
+        own_slices(run),
+        f" snapshot of iteration {iteration} saved to {slot}"
+        if run.config.logging.is_short
+        else f"  saved snapshot at iteration {iteration:7d} to {slot}",
+        is_snapshot=True,
+    )
+
+
 def save_directory(c: CheckpointConfig) -> str:
     """--save, in a run that saves."""
     assert c.save is not None
@@ -249,14 +279,12 @@ def _clean_up(run: Run) -> None:
     try:
         run.services.fence()
         if c.keep_last:
-            from megatron.checkpoint.retention import prune
-
-            removed = prune(directory, c.keep_last, c.keep_every)
+            removed = retention.prune(directory, c.keep_last, c.keep_every)
             if removed:
                 log.print_rank_0(
                     f"  removed checkpoints of iterations {', '.join(map(str, removed))}"
                 )
-        slots.drop_beyond(snapshot_directory(c, directory), run.progress.iteration)
+        retention.drop_beyond(snapshot_directory(c, directory), run.progress.iteration)
     except CheckpointError as error:
         log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
 

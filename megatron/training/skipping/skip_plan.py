@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint import skip_log, slots, store
+from megatron.checkpoint import retention, skip_log, store
 from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.skip_log import SkipRecord
@@ -222,7 +222,7 @@ def _expected(c: CheckpointConfig) -> RunState | None:
     if not c.load or c.finetune:
         return None
     try:
-        tries, _ = candidates(c.load, c.ckpt_step, slots.slots(snapshot_directory(c, c.load)))
+        tries, _ = candidates(c.load, c.ckpt_step, retention.slots(snapshot_directory(c, c.load)))
     except CheckpointError:
         return None  # the load says why
     for candidate in tries:

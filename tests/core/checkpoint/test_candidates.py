@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.slots import drop_beyond
 from tests.core.checkpoint.saves import assert_good, save
 from tests.problems import assert_problem, raises
 
@@ -91,5 +90,5 @@ def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_lef
     save(first, 90)
     assert retention.free_slot(tmp_path, 20) == first, "90 is of an abandoned history"
     save(first, 90)
-    drop_beyond(tmp_path, 20)
+    retention.drop_beyond(tmp_path, 20)
     assert not list(first.iterdir()) and assert_good(second, 10) == 0

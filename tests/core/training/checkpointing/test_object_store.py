@@ -10,12 +10,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from megatron.checkpoint import object_store, retention, skip_log, slots, store
+from megatron.checkpoint import object_store, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
-from megatron.training.checkpointing import snapshots as snapshot_saves
+from megatron.training.checkpointing import save as saving
 from tests import problems
 from tests.core.checkpoint.s3_server import serving
 from tests.forkrun import RanksFailed
@@ -273,7 +273,7 @@ def held(url: str) -> list[int | None]:
     half-written."""
     for _ in range(100):
         try:
-            return [Remote(f"{url}/{slot}").latest() for slot in slots.SLOTS]
+            return [Remote(f"{url}/{slot}").latest() for slot in retention.SLOTS]
         except CheckpointError:
             time.sleep(0.02)
     raise AssertionError(f"{url} holds damaged trackers")
@@ -305,7 +305,7 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
             f"iter_{iteration:07d}"
         ]
     object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
-    assert [slots.newest_in(slot) for slot in slots.slots(tmp_path / "elsewhere")] == [
+    assert [retention.newest_in(slot) for slot in retention.slots(tmp_path / "elsewhere")] == [
         6,
         None,
     ]
@@ -451,10 +451,10 @@ def upload_at_once() -> None:
     """A hook: a snapshot is in the store before training continues."""
     object_store.LOOKS = 0.02
     fsspec.config.conf["file"] = {"auto_mkdir": True}
-    real = snapshot_saves.save_snapshot
+    real = saving.save_snapshot
 
     def slow(run, constants) -> None:
         real(run, constants)
         time.sleep(3.0)
 
-    snapshot_saves.save_snapshot = slow
+    saving.save_snapshot = slow
