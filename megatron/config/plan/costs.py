@@ -232,18 +232,21 @@ def embedding_activations(config: Config, plan: Plan) -> int:
     return sizes.tokens * (IDS + 1) if sizes.tp > 1 else 0
 
 
-def fp8_weights(config: Config, plan: Plan, stage: int) -> int:
-    """Bytes of the FP8 copies of a rank's weights (kernels/fp8.py), which are kept during the
-    micro-batches of a step: one as it is and, except on a CPU, one transposed."""
+def fp8_weights(config: Config, plan: Plan, stage: int, by_library: bool = False) -> int:
+    """Bytes of the FP8 copies of a rank's weights: one as it is and, except on a CPU, one
+    transposed. Those of kernels/fp8.py are kept during the micro-batches of a step. Transformer
+    Engine's (`by_library`) are made in each forward and kept for its backward, with every
+    micro-batch: its module/linear.py (2.20.2) saves what it has quantized by rows and, for the
+    gradient of the input, by columns."""
     p = config.parallel
-    if config.precision.fp8 is None:
+    layers = fp8_layers(config, plan, stage, by_library)
+    if not layers:
         return 0
     axes = {
         "tp": p.tensor_model_parallel_size,
         "ep": p.expert_model_parallel_size,
         "etp": p.expert_tensor_parallel,
     }
-    layers = fp8_layers(config, plan, stage)
     elements = sum(math.prod(spec.local_shape(axes)) for spec in layers)
     return elements * (1 if config.training.device == "cpu" else 2)
 
@@ -267,6 +270,9 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     sizes = Sizes(config, plan)
     layers = map(sizes.layer, largest)
     recomputed = max(sum(islice(layers, run)) for run in runs) if runs else 0
+    copies = fp8_weights(config, plan, stage, by_library=True) // max(1, sum(map(len, chunks)))
+    micro_batch += copies * (len(largest) - sum(runs))
+    recomputed += copies * max(runs, default=0)
     recomputed = max(recomputed, *map(sizes.recomputed_mlp, largest), 0)
     head = sizes.head() if stage == stages - 1 else 0
     backward = recomputed + max(map(sizes.layer_backward, largest), default=0)

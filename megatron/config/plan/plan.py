@@ -361,16 +361,19 @@ def expert_shards(config: Config, plan: Plan) -> int:
     return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
 
 
-def fp8_layers(config: Config, plan: Plan, stage: int) -> list[ParameterSpec]:
-    """The weights of a pipeline stage whose GEMMs are in FP8 by this suite's kernels."""
+def fp8_layers(
+    config: Config, plan: Plan, stage: int, by_library: bool = False
+) -> list[ParameterSpec]:
+    """The weights of a pipeline stage whose GEMMs are in FP8 by this suite's kernels, or by
+    Transformer Engine's."""
     if config.precision.fp8 is None:
         return []
-    dense = config.kernels.transformer_impl != "transformer_engine"
+    library = config.kernels.transformer_impl == "transformer_engine"
     return [
         spec
         for spec in plan.parameters_of(stage)
         if ".linear_" in spec.name and spec.name.endswith(".weight")
-        if dense or "ep" in dict(spec.splits)
+        if (library and "ep" not in dict(spec.splits)) is by_library
     ]
 
 

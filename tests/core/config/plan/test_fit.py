@@ -13,6 +13,7 @@ import torch
 from megatron import device, host, launcher, log
 from megatron.config import command_line
 from megatron.config.plan import fit
+from megatron.config.plan.costs import activations
 from megatron.config.plan.plan import make_plan
 from megatron.config.script import NO_SCRIPT
 from megatron.features.registry import RunConfig
@@ -75,6 +76,28 @@ def test_a_verdict_of_llama_8b_in_fp8_on_8_devices(gib, fits, remedies):
     assert fit.fullest(config, plan).total == pytest.approx(108.75 * GIB, rel=1e-3)
     answer, text = fit.verdict(config, plan, gib * GIB)
     assert answer is fits and len(ways(text)) == remedies
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_transformer_engine_has_fp8_copies_of_each_micro_batch(stages, recompute):
+    """Two bytes a weight from a forward to its backward; this suite's kernels have one pair for all
+    micro-batches of a step."""
+    layer = 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)  # bytes of the pairs of a layer
+    flags = f"{LLAMA_8B} --fp8-format hybrid --fp8-recipe tensorwise"
+    flags += f" --pipeline-model-parallel-size {stages}"
+    flags += (
+        " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        * recompute
+    )
+    ours, library = (
+        activations(*planned(f"{flags}{more}", 8), 0)
+        for more in ("", " --transformer-impl transformer_engine")
+    )
+    assert ours.alive == library.alive == stages
+    kept = 0 if recompute else stages
+    assert library.stored - ours.stored == (kept - 1) * 32 // stages * layer
+    assert library.recomputed - ours.recomputed == recompute * layer
 
 
 @pytest.mark.parametrize(
