@@ -21,7 +21,7 @@ REQUIRED := $(if $(wildcard $(VENV)/.peers),--require-peers)
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part parity lint docs clean install dev peers pretrained data eval s3 serve wandb
+.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part parity lint docs clean install dev peers pretrained data eval ray s3 serve wandb
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -78,7 +78,7 @@ docs: $(PY) requirements/docs.txt  ## the site in build/site: fails for a dead l
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 
-data eval s3 serve wandb: $(VENV)/.runtime  ## ... and the packages of that extra (requirements/data.txt, ...)
+data eval ray s3 serve wandb: $(VENV)/.runtime  ## ... and the packages of that extra (requirements/data.txt, ...)
 	@$(PIP) -r requirements/$@.txt
 
 dev: $(VENV)/.dev $(VENV)/.files  ## ... and the tools for tests

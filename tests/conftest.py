@@ -44,6 +44,7 @@ PEERS = {
     "zstandard",
     "pyarrow",
     "punkt",
+    "ray",
     "s3fs",
     "moto",
     "wandb",

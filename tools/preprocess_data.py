@@ -14,6 +14,7 @@ if __name__ == "__main__":
     interrupt.exit_at_once()
 
 import contextlib
+import functools
 import re
 import signal
 import time
@@ -29,23 +30,22 @@ from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder, template_for
 from megatron.data.chat.templates import ChatTemplate
-from megatron.data.document_sources import Kept
 from megatron.data.indexed_dataset import bin_path, idx_path
-from megatron.data.packed.loss_mask import count_trained
-from megatron.data.parts.making import make, tidy
+from megatron.data.parts.corpus import Corpus, Made
+from megatron.data.parts.making import tidy
 from megatron.data.parts.part_set import PartSet
-from megatron.data.parts.plan import PART_BYTES, task_of, units
+from megatron.data.parts.plan import PART_BYTES, Task, task_of, units
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
-from megatron.data.preprocess.readers import BLOCK_BYTES, Block, Reader, input_files
-from megatron.data.preprocess.resumable_writer import BadRecords, Busy, Unfinished, is_finishing
+from megatron.data.preprocess.encode_files import Limits, descriptions, encoded_blocks, kept
+from megatron.data.preprocess.readers import BLOCK_BYTES, input_files
+from megatron.data.preprocess.resumable_writer import Busy, Unfinished, is_finishing
 from megatron.data.preprocess.trial import SECONDS, try_first
-from megatron.data.preprocess.workers import encode_all
 from megatron.data.tokenizers.build import Tokenizer
-from megatron.data.tokenizers.metadata import description, fingerprint, vocabulary_of
+from megatron.data.tokenizers.metadata import fingerprint, vocabulary_of
 from megatron.version import version_line
 from tools.shared.program import out_of_range
-from tools.shared.progress import Progress
+from tools.shared.progress import Progress, clock
 
 TEXT_FILE = re.compile(r"\.txt(\.\w+)?$")
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
@@ -122,7 +122,10 @@ class RunConfig:
     """Processes and progress."""
 
     workers: int | None = arg(
-        None, minimum=1, help="number of worker processes (default: one per CPU core)"
+        None,
+        minimum=1,
+        help="number of worker processes (default: one per CPU core; with --cluster one for each "
+        "part that is being made)",
     )
     partitions: int = arg(
         1,
@@ -145,10 +148,21 @@ class RunConfig:
         "those of the SLURM array. The parts, in PREFIX_KEY_document.parts/, are read as "
         "PREFIX_KEY_document",
     )
+    cluster: str | None = arg(
+        None,
+        choices=("ray",),
+        help="make all parts that are not whole yet, as --task does, as tasks of a Ray cluster: "
+        "that of RAY_ADDRESS, the one on this machine, or one that is started here for the run",
+    )
+    cluster_address: str | None = arg(
+        None,
+        metavar="ADDRESS",
+        help="with --cluster ray: another cluster (auto, HOST:PORT or ray://HOST:PORT)",
+    )
     part_bytes: int = arg(
         PART_BYTES,
         minimum=1,
-        help="with --task: size of the input of a part, as stored",
+        help="with --task and --cluster: size of the input of a part, as stored",
     )
     log_interval: int | None = arg(
         None,
@@ -156,6 +170,11 @@ class RunConfig:
         help="print Megatron's progress line every N documents (default: a line with "
         "percentage, rate and ETA every 5 seconds)",
     )
+
+    @property
+    def in_parts(self) -> str | None:
+        """The flag by which the corpus is made in parts."""
+        return "--task" if self.task else "--cluster" if self.cluster else None
 
 
 @dataclass(frozen=True)
@@ -306,21 +325,34 @@ def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[
 
 def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
     run = config.run
-    if run.task is None:
+    if run.cluster_address and not run.cluster:
+        return ["--cluster-address: only works with --cluster; add it [flag-needs-other-flag]"]
+    if not run.in_parts:
         return (
-            ["--part-bytes: only works with --task; add it [flag-needs-other-flag]"]
+            ["--part-bytes: only works with --task or --cluster; add one [flag-needs-other-flag]"]
             if "part_bytes" in typed
             else []
         )
     problems = [
-        f"--input {file}: is no regular file, which --task needs [file-not-readable]"
+        f"--input {file}: is no regular file, which {run.in_parts} needs [file-not-readable]"
         for file in files
         if not os.path.isfile(file)
     ]
     if run.partitions > 1 and not run.keep_sequential_samples:
         problems.append(
-            f"--partitions {run.partitions}: with --task the documents stay in the order of the "
-            "input; remove it [flags-exclude-each-other]"
+            f"--partitions {run.partitions}: with {run.in_parts} the documents stay in the order "
+            "of the input; remove it [flags-exclude-each-other]"
+        )
+    if run.cluster:
+        from megatron.data.parts import ray_engine
+
+        problems += ray_engine.problems()
+    if run.task is None:
+        return problems
+    if run.cluster:
+        problems.append(
+            f"--task {run.task}: --cluster {run.cluster} makes all parts; remove one of the two "
+            "[flags-exclude-each-other]"
         )
     try:
         task_of(run.task)
@@ -338,7 +370,7 @@ def _metadata_problems(config: Config, files: Sequence[str]) -> list[str]:
         for key in dict.fromkeys(keys)
         if keys.count(key) > 1
     ]
-    if config.run.task:  # which refuses the rest already
+    if config.run.in_parts:  # which refuses the rest already
         return problems
     problems += [
         f"--input {file}: is no regular file, which --metadata-keys needs [file-not-readable]"
@@ -424,7 +456,7 @@ def _existing(config: Config) -> list[str]:
         for pair in _pairs(config)
         if os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))
     ]
-    if found and config.run.task:
+    if found and config.run.in_parts:
         return [
             f"--output-prefix {config.write.output_prefix}: {found[0]}.bin and .idx exist and "
             "would be read in place of the parts; remove them, or choose another prefix "
@@ -453,7 +485,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
     for the next run."""
     started = time.time()
     job, tokenizer = _prepared(config)
-    if config.run.task:
+    if config.run.in_parts:
         return _make_parts(config, files, stop, job, tokenizer)
     parts = 1 if config.run.keep_sequential_samples else config.run.partitions
     identity = _job_identity(config, tokenizer, job) | _sources(files) | {"--partitions": parts}
@@ -466,7 +498,7 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             parts,
             identity,
             lasting,
-            _kept(config, files),
+            kept(job, files),
         )
         stack.callback(work.close)
         _say_what_was_there(work)
@@ -477,15 +509,17 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         stack.callback(progress.clear)
         before = sum(work.tokens)
         if not work.finishing:
-            reader = _reader(config, job, files)
-            for number, (block, encoded) in enumerate(_encoded(config, job, reader, work, stop)):
+            blocks = encoded_blocks(
+                job, _limits(config), files, work, stop.held, opened=_say_opened
+            )
+            for number, (block, encoded) in enumerate(blocks):
                 if number == 0:
                     print("Time to startup:", time.time() - started, flush=True)
                 _report(speed, progress, encoded, block.read)
         _check_text(config, job, work)
         _warn_of_keys(config, work.having, work.documents)
         _warn_of_one_text(config, files, work.documents)
-        described = _descriptions(job, tokenizer, work)
+        described = descriptions(job, tokenizer, work)
         if job.chat and not work.finishing:
             trained = described[0]["trained_tokens"]
             print(
@@ -538,15 +572,19 @@ def _prepared(config: Config) -> tuple[Job, Tokenizer]:
     return (_chat_job(job, config, tokenizer) if read.chat else job), tokenizer
 
 
-def _kept(config: Config, files: Sequence[str]) -> Kept | None:
-    """What is kept of the documents of these files beside their tokens."""
-    keys = config.read.metadata_keys
-    sizes = [(os.path.abspath(file), os.path.getsize(file)) for file in files]
-    return Kept(keys, sizes) if keys else None
+def _limits(config: Config) -> Limits:
+    """What bounds the work; a task of Ray has one process unless more are asked for."""
+    workers = config.run.workers or (1 if config.run.cluster else host.cores())
+    read = config.read
+    return Limits(workers, read.max_bad_records, config.run.record_timeout, read.txt_lines)
+
+
+def _say_opened(file: str) -> None:
+    print("Opening", file, flush=True)
 
 
 def _warn_of_keys(config: Config, having: Sequence[int], documents: int) -> None:
-    for key, count in zip(config.read.metadata_keys, having, strict=True):
+    for key, count in zip(config.read.metadata_keys, having, strict=False):
         if documents and not count:
             print(
                 f"warning: --metadata-keys {key}: none of {documents} documents has it",
@@ -554,108 +592,76 @@ def _warn_of_keys(config: Config, having: Sequence[int], documents: int) -> None
             )
 
 
-def _reader(
-    config: Config, job: Job, files: Sequence[str], span: tuple[int, int] | None = None
-) -> Reader:
-    needed, optional = job.columns
-    return Reader(files, needed, config.read.txt_lines, optional, span)
-
-
-def _encoded(
-    config: Config, job: Job, reader: Reader, work: Unfinished, stop: Stop
-) -> Iterator[tuple[Block, Encoded]]:
-    """Each block that has been written; what is done with it cannot be stopped half-way."""
-    bad = BadRecords(config.read.max_bad_records, work.bad)
-    results = encode_all(
-        job,
-        work.paths(),
-        reader.blocks(work.position, lambda file: print("Opening", file, flush=True)),
-        config.run.workers or host.cores(),
-        lambda block, encoded: work.take(block, encoded, bad),
-        work.first_line,
-        config.run.record_timeout,
-    )
-    with contextlib.closing(results):
-        for block, encoded in results:
-            with stop.held():  # a line that is half printed would swallow the one about the end
-                work.confirm(block)
-                yield block, encoded
-
-
-def _descriptions(job: Job, tokenizer: Tokenizer, work: Unfinished) -> list[dict[str, Any]]:
-    """What the .json of each pair says, without checksums."""
-    counts: dict[str, Any] = {
-        "append_eod": job.append_eod,
-        "documents": work.documents,
-        "bad_records": work.bad,
-        "blank_lines": work.blank,
-        "input_bytes": work.done,
-    }
-    if job.chat and not work.finishing:
-        counts["trained_tokens"] = sum(
-            count_trained(path, job.dtype(tokenizer)) for path in work.paths()[0]
-        )
-        counts["chat_template"] = {"name": job.chat.name, "sha256": job.chat.fingerprint}
-    identity = tokenizer.identity()
-    size = tokenizer.vocab_size
-    return [
-        description(identity, size, {**counts, "tokens": tokens, "text_bytes": text_bytes})
-        for tokens, text_bytes in zip(work.tokens, work.text_bytes, strict=True)
-    ]
-
-
 def _make_parts(
     config: Config, files: Sequence[str], stop: Stop, job: Job, tokenizer: Tokenizer
 ) -> str:
-    """Make the parts of this task that are not whole yet; the summary line."""
+    """Make the parts that are not whole yet, all or those of this task; the summary line."""
     started = time.time()
-    assert config.run.task  # it chose this function
-    task = task_of(config.run.task)
+    task = task_of(config.run.task) if config.run.task else Task(0, 1)
     identity = _job_identity(config, tokenizer, job)
     plan = units(files, config.run.part_bytes, config.read.txt_lines)
     made_of = tuple(unit.made_of(identity) for unit in plan)
     sets = [PartSet(pair, task.count, made_of, identity) for pair in _pairs(config)]
     for each in sets:
         each.write_plan(config.write.overwrite)
+    corpus = Corpus(job, _limits(config), identity, tuple(plan), tuple(sets))
     numbers = range(task.number, len(plan), task.count)
+    if config.run.cluster:
+        made, failures = _make_on_cluster(config, corpus)
+    else:
+        made, failures = _make_here(config, corpus, numbers, stop)
+    tidy(sets)
+    _warn_of_keys(config, made.having, made.documents)
+    if failures:
+        raise ValueError("\n".join(failures))
+    seconds = time.time() - started
+    subject = f"Task {task.number} of {task.count}" if config.run.task else "Ray"
+    bad = f" ({made.bad} bad records skipped)" if made.bad else ""
+    return (
+        f"{subject}: wrote {made.parts} of {len(numbers)} parts, the others were whole; "
+        f"{made.documents} documents{bad}, {made.tokens} tokens in {seconds:.1f} s "
+        f"({made.tokens / seconds:.0f} tokens/s): {' '.join(each.folder for each in sets)}"
+    )
+
+
+def _make_here(
+    config: Config, corpus: Corpus, numbers: Sequence[int], stop: Stop
+) -> tuple[Made, list[str]]:
+    """Make these parts in this process; what was made, and no failures: the first is raised."""
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
-    tokens = 0
-    documents = 0
-    having = [0] * len(config.read.metadata_keys)
-    made = 0
-
-    def write(folder: str) -> None:
-        nonlocal tokens, having, documents
-        unit = plan[number]
-        pairs = [f"{folder}/{key}" for key in range(len(sets))]
-        kept = _kept(config, unit.files)
-        work = Unfinished(f"{folder}/part", pairs, job.dtype(tokenizer), 1, identity, False, kept)
-        with contextlib.closing(work):
-            work.bad_path = f"{folder}/bad"
-            work.position = unit.position
-            reader = _reader(config, job, unit.files, unit.span)
-            for _, encoded in _encoded(config, job, reader, work, stop):
-                _report(speed, progress, encoded, 0, f"part {number} of {len(plan)}, ")
-            record = {"part": {**unit.sources(), "made_of": made_of[number]}}
-            with stop.held():
-                work.finish([{**each, **record} for each in _descriptions(job, tokenizer, work)])
-        tokens += sum(work.tokens)
-        documents += work.documents
-        having = [count + more for count, more in zip(having, work.having, strict=True)]
-
+    made = Made()
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
         for number in numbers:
-            made += make(sets, number, write)
-    tidy(sets)
-    _warn_of_keys(config, having, documents)
-    seconds = time.time() - started
-    return (
-        f"Task {task.number} of {task.count}: wrote {made} of its {len(numbers)} parts, the others "
-        f"were whole; {speed.documents} documents, {tokens} tokens in {seconds:.1f} s "
-        f"({tokens / seconds:.0f} tokens/s): {' '.join(each.folder for each in sets)}"
-    )
+            report = functools.partial(
+                _report, speed, progress, subject=f"part {number} of {len(corpus.units)}, "
+            )
+            made = made.plus(corpus.make(number, report, stop.held))
+    return made, []
+
+
+def _make_on_cluster(config: Config, corpus: Corpus) -> tuple[Made, list[str]]:
+    """Have Ray make all parts; what was made, and a line for each that could not be."""
+    from megatron.data.parts import ray_engine
+
+    speed = Speed(config.run.log_interval)
+    progress = Progress(0)
+    before = Made()
+
+    def report(made: Made, left: int) -> None:
+        nonlocal before
+        new = made._replace(
+            documents=made.documents - before.documents, bytes=made.bytes - before.bytes
+        )
+        before = made
+        rest = (time.time() - speed.start) / made.parts * left if made.parts else 0
+        eta = f", ETA {clock(rest)}" if made.parts else ""
+        _report(speed, progress, new, subject=f"{left} parts to make{eta}, ")
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(progress.clear)
+        return ray_engine.make_parts(corpus, config.run.cluster_address, report)
 
 
 def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
@@ -682,10 +688,11 @@ def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
 
 
 def _report(
-    speed: Speed, progress: Progress, encoded: Encoded, read: int, subject: str = ""
+    speed: Speed, progress: Progress, done: Encoded | Made, read: int = 0, subject: str = ""
 ) -> None:
-    """A block (of the `subject`) is done; `read` bytes of the input files are behind us."""
-    lines = speed.add(encoded.documents, encoded.bytes)
+    """A block (of the `subject`) is done, or parts; `read` bytes of the input files are behind
+    us."""
+    lines = speed.add(done.documents, done.bytes)
     if lines:
         progress.clear()
         print("\n".join(lines), file=sys.stderr, flush=True)

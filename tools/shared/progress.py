@@ -47,7 +47,7 @@ class Progress:
             share = min(1.0, done / self.total)
             text = (
                 f"{share:6.1%}, {details + ', ' if details else ''}{rate / 1e6:.1f} MB/s, ETA "
-                f"{_clock(left)}"
+                f"{clock(left)}"
             )
         self._shown = now
         text = text[:COLUMNS]
@@ -73,7 +73,7 @@ def counted(make: Callable[[], Made], size: int, progress: Progress) -> Callable
     return made
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """h:mm:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

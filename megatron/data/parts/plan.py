@@ -23,8 +23,8 @@ write the same bytes, each in a folder of its own: whose renames come last does 
 joined. A set has no closing step: where PREFIX.parts/ exists and PREFIX.idx does not,
 `IndexedDataset` reads the parts as PREFIX (`joined`).
 
-**Engine.** What runs the tasks needs `units` (a list of picklable jobs) and `making.make`, which
-may be called for any unit, anywhere, any number of times.
+**Engine.** What runs the tasks needs a `corpus.Corpus`, which is picklable. Its `make` may be
+called for any part, anywhere, any number of times. `ray_engine` is one; nothing else knows Ray.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ def encode_all(
     processes.
 
     `placing` is called for the blocks in order and says where the ids go; `first_line` is that of a
-    block whose predecessors have been placed. Raises ValueError if a worker dies, or is not done
-    with a record within `seconds` (one more for each BYTES_PER_SECOND), and what reading, encoding
-    and writing raise. However it is left, no worker outlives it.
+    block whose predecessors have been placed. Raises WorkerKilled if a worker dies, ValueError if
+    it is not done with a record within `seconds` (one more for each BYTES_PER_SECOND), and what
+    reading, encoding and writing raise. However it is left, no worker outlives it.
     """
     team: list[_Worker] = []
     flying: deque[_Ticket] = deque()
@@ -58,7 +58,8 @@ def encode_all(
         yield from _work(team, iter(blocks), placing, flying, seconds)
     except WorkerDied as death:
         record_name = _record_of(death.worker, flying, first_line)
-        raise ValueError(death.message(workers, record_name)) from None
+        kind = ValueError if death.seconds else WorkerKilled
+        raise kind(death.message(workers, record_name)) from None
     finally:
         for worker in team:
             worker.process.kill()
@@ -158,6 +159,10 @@ class _Clock:
         self.looked = now
         if self.spent > self.seconds + mark[2] / BYTES_PER_SECOND:
             raise WorkerDied(worker, self.spent)
+
+
+class WorkerKilled(ValueError):
+    """A worker process was killed: the same work may succeed another time."""
 
 
 class WorkerDied(Exception):

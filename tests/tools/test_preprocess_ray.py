@@ -1,0 +1,249 @@
+"""tools/preprocess_data.py --cluster ray: what Ray's tasks make is what one machine writes, whatever
+was killed on the way; and the rest of the tool without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.parts import part_set
+from tests import problems
+from tests.core.data.vocabularies import write_bpe
+from tests.load_tool import exit_code, load_tool
+
+PREPROCESS = load_tool("preprocess_data")
+PROGRAM = Path(str(PREPROCESS.__file__))
+FLAGS = ["--tokenizer-type", "ByteTokenizer"]
+PEERS = pytest.mark.peers
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of one machine; tests add others."""
+    pytest.importorskip("ray")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20},
+    )
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Texts in JSON Lines, parquet and as conversations, in folders of their names."""
+    draw = random.Random(1)
+    texts = ["".join(draw.choices("ab é", k=draw.randint(0, 150))) for _ in range(120)]
+    (tmp_path / "jsonl").mkdir()
+    for number in range(2):
+        lines = [json.dumps({"text": text, "more": text[::-1]}) for text in texts[number::2]]
+        (tmp_path / "jsonl" / f"{number}.jsonl").write_text("\n".join(lines))
+    (tmp_path / "chat").mkdir()
+    turns = [{"role": "user", "content": "q"}]
+    with open(tmp_path / "chat" / "a.jsonl", "w", encoding="utf-8") as file:
+        for text in texts:
+            file.write(json.dumps([*turns, {"role": "assistant", "content": f"a{text}"}]) + "\n")
+    (tmp_path / "out").mkdir()
+    return tmp_path
+
+
+def words(folder: Path, kind: str, prefix: str, *more: object) -> list[str]:
+    divided = "--task" in more or "--cluster" in more
+    parts = ["--part-bytes", "3000"] if divided and "--part-bytes" not in more else []
+    return [
+        *("--input", *map(str, sorted((folder / kind).iterdir()))),
+        *("--output-prefix", str(folder / "out" / prefix), *FLAGS, *parts, *map(str, more)),
+    ]
+
+
+def run(folder: Path, kind: str, prefix: str, *more: object) -> int:
+    return exit_code(PREPROCESS.main, *words(folder, kind, prefix, *more))
+
+
+def ray(cluster: Any) -> tuple[str, ...]:
+    return ("--cluster", "ray", "--cluster-address", cluster.address)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def assert_same(folder: Path, one: str, other: str, level: str = "text_document") -> None:
+    made, expected = (folder / "out" / f"{name}_{level}.parts" for name in (other, one))
+    assert files(made) == files(expected)
+    assert not list(made.glob("*.making-*"))
+
+
+def write_parquet(folder: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (folder / "parquet").mkdir()
+    table = pyarrow.table({"text": [f"{number} " * (number % 50) for number in range(300)]})
+    parquet.write_table(table, folder / "parquet" / "a.parquet", row_group_size=11)
+
+
+@PEERS
+@pytest.mark.parametrize(
+    ("kind", "level", "flags"),
+    [
+        ("jsonl", "more_document", ["--json-keys", "more", "--append-eod"]),
+        pytest.param(
+            *("parquet", "text_document", ["--metadata-keys", "text"]), marks=pytest.mark.campaign
+        ),
+        pytest.param(
+            *("chat", "chat_document", ["--chat", "--chat-template", "zephyr"]),
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_the_parts_are_what_one_machine_writes(
+    cluster: Any, corpus: Path, kind: str, level: str, flags: list[str]
+) -> None:
+    if kind == "parquet":
+        write_parquet(corpus)
+    assert run(corpus, kind, "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    assert run(corpus, kind, "x", *flags, *ray(cluster)) == 0
+    assert len(part_set.read_plan(str(corpus / "out" / f"x_{level}"))) > 2
+    assert_same(corpus, "once", "x", level)
+    assert run(corpus, kind, "one", *flags, "--workers", 1) == 0
+    read = IndexedDataset(corpus / "out" / f"x_{level}").identity
+    assert read == IndexedDataset(corpus / "out" / f"one_{level}").identity
+
+
+@PEERS
+def test_a_bad_record_fails_its_part_and_the_others_are_made(
+    cluster: Any, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = corpus / "jsonl" / "1.jsonl"
+    content = file.read_bytes().split(b"\n")
+    content[-9] = b"no JSON"
+    file.write_bytes(b"\n".join(content))
+    assert run(corpus, "jsonl", "x", *ray(cluster)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    problems.assert_problem(line, "bad-record", file, "after byte")
+    plan = part_set.read_plan(str(corpus / "out" / "x_text_document"))
+    missing = [number for number in range(len(plan)) if not plan.record(number)]
+    assert len(missing) == 1
+    # with the flag that skips it, only that part is not whole
+    assert run(corpus, "jsonl", "x", "--max-bad-records", 1, *ray(cluster)) == 0
+    assert f"1 of {len(plan)} parts" in capsys.readouterr().out
+    assert run(corpus, "jsonl", "once", "--max-bad-records", 1, "--task", "0/1") == 0
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+def test_a_cluster_that_does_not_answer_is_one_error(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("ray")
+    started = time.monotonic()
+    address = ("--cluster", "ray", "--cluster-address", "ray://127.0.0.1:1")
+    assert run(corpus, "jsonl", "x", *address) == 1
+    problems.assert_problem(capsys.readouterr().err.strip(), "cluster-not-reached", address[-1])
+    assert time.monotonic() - started < 15
+
+
+def test_without_the_package_and_its_module(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is looked for before anything is written; --task needs neither."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert run(corpus, "jsonl", "x", "--cluster", "ray") == 2
+    problems.assert_problem(capsys.readouterr().err.strip(), "package-missing", "--cluster ray")
+    assert not list((corpus / "out").iterdir())
+    monkeypatch.setitem(sys.modules, "megatron.data.parts.ray_engine", None)
+    assert run(corpus, "jsonl", "x", "--task", "0/1", "--workers", 1) == 0
+
+
+def test_flags_that_do_not_go_together(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    for flags, code in (
+        (("--cluster", "ray", "--task", "0/2"), "flags-exclude-each-other"),
+        (("--cluster", "ray", "--partitions", 2), "flags-exclude-each-other"),
+        (("--cluster-address", "auto", "--task", "0/2"), "flag-needs-other-flag"),
+    ):
+        assert run(corpus, "jsonl", "x", *flags) == 2
+        problems.assert_problem(capsys.readouterr().err.strip(), code)
+
+
+def driver(folder: Path, prefix: str, *more: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words(folder, "jsonl", prefix, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@PEERS
+@pytest.mark.campaign
+def test_two_drivers_at_once(cluster: Any, corpus: Path) -> None:
+    assert run(corpus, "jsonl", "once", "--task", "0/1", "--workers", 1) == 0
+    drivers = [driver(corpus, "x", *ray(cluster)) for _ in range(2)]
+    for each in drivers:
+        output, errors = each.communicate(timeout=120)
+        assert each.returncode == 0, output + errors
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
+def test_the_example_on_one_machine(corpus: Path) -> None:
+    """Ray is started for it, and is gone at its end."""
+    pytest.importorskip("ray")
+    script = PROGRAM.parents[1] / "examples" / "cluster_data" / "ray.sh"
+    write_bpe(corpus)
+    environ = {"INPUT": f"{corpus}/jsonl/*.jsonl", "PREFIX": f"{corpus}/x"}
+    environ |= {"DATA": str(corpus), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["sh", script, "--part-bytes", "3000"],
+        cwd=PROGRAM.parents[1],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = part_set.read_plan(f"{corpus}/x_text_document")
+    assert len(list(found.records())) == len(found) > 2
+
+
+@pytest.mark.campaign
+@PEERS
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_clusters_of_several_machines(cluster: Any, corpus: Path, nodes: int) -> None:
+    assert run(corpus, "jsonl", "once", "--task", "0/1", "--workers", 1) == 0
+    added = [cluster.add_node(num_cpus=1) for _ in range(nodes - 1)]
+    cluster.wait_for_nodes()
+    try:
+        assert run(corpus, "jsonl", "x", *ray(cluster)) == 0
+    finally:
+        for node in added:
+            cluster.remove_node(node)
+    assert_same(corpus, "once", "x")
