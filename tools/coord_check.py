@@ -4,8 +4,11 @@ models of several widths for a few steps with and without it, and print how far 
 
 The batch is the same in every step, bytes of this repository's pages. Step 0 shows the mean size of
 activations before training, later steps the mean size of their change since then. `slope` is the
-exponent of the width that fits the last step: 0 is flat. --transfer trains each width with each of
-many learning rates instead, and says which is best.
+exponent of the width that fits the last step: 0 is flat.
+
+--transfer finds the best learning rate of each width instead. Rates are two to a doubling. A width
+starts with the rate that was best for the width before (the first: in the middle), and goes on
+until two rates on either side of its best are measured.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,10 +64,16 @@ class Options:
     seeds: int = arg(2, minimum=1, help="number of seeds, over which the mean is taken")
     bound: float = arg(0.3, above=0, help="largest slope that is flat")
     transfer: bool = arg(
-        False, help="train with learning rates from --lr-min to --lr-max, and find the best"
+        False, help="find the best learning rate of each width, from --lr-min to --lr-max"
     )
-    lr_min: float = arg(2**-11, above=0, help="least learning rate of --transfer")
-    lr_max: float = arg(2**-5, above=0, help="largest one; each is the one before times root 2")
+    lr_min: float = arg(2**-14, above=0, help="least learning rate of --transfer")
+    lr_max: float = arg(2**-2, above=0, help="largest one; each is the one before times root 2")
+    runs: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="with --transfer: JSON lines of finished runs, which are not done again",
+    )
     output: str | None = arg(None, help="picture to write: .png, .svg or .pdf; needs matplotlib")
     flags: tuple[str, ...] = arg(
         (),
@@ -249,44 +259,98 @@ def rates(options: Options) -> list[float]:
     return [options.lr_min * 2 ** (number / 2) for number in range(count)]
 
 
+# Mean loss by index in rates(), for each width.
+Losses = dict[int, dict[int, float]]
+
+
 def transfer(options: Options) -> None:
-    """Train and print the loss of each width and learning rate, and which is best."""
-    found: dict[bool, list[list[float]]] = {}
-    for mup in (False, True):
-        print(f"\n{TITLES[mup]}: loss\n{'learning rate':<16}", end="")
-        print("".join(f"{f'width {w}':>12}" for w in options.widths))
-        found[mup] = []
-        for rate in rates(options):
-            print(f"{rate:<16.3g}", end="", flush=True)
-            losses = []
-            for width in options.widths:
-                losses.append(mean_loss(options, width, mup, rate))
-                print(f"{losses[-1]:>12.4f}", end="", flush=True)
-            print()
-            found[mup].append(losses)
-        best = [min(column) for column in zip(*found[mup], strict=True)]
-        where = [
-            column.index(least)
-            for column, least in zip(zip(*found[mup], strict=True), best, strict=True)
-        ]
-        print(f"{'best':<16}" + "".join(f"{rates(options)[i]:>12.3g}" for i in where))
-        print(f"{'grid steps':<16}" + "".join(f"{i - where[0]:>+12d}" for i in where))
+    """Find the best learning rate of each width with and without muP, and print all losses."""
+    trials = Trials(options)
+    found: dict[bool, Losses] = {False: {}, True: {}}
+    start = dict.fromkeys(found, len(rates(options)) // 2)
+    for width in options.widths:
+        for mup, by_width in found.items():
+            by_width[width] = descend(trials, width, mup, start[mup])
+            start[mup] = best(by_width[width])
+    for mup, by_width in found.items():
+        print_losses(options, TITLES[mup], by_width)
     if options.output:
         draw_transfer(options, found)
 
 
-def mean_loss(options: Options, width: int, mup: bool, rate: float) -> float:
-    """Over the last steps and the seeds."""
+def best(losses: dict[int, float]) -> int:
+    """The index of the least loss."""
+    return min(losses, key=losses.__getitem__)
+
+
+def descend(trials: Trials, width: int, mup: bool, start: int) -> dict[int, float]:
+    """Losses of the rates around `start`, and on until there are two on either side of the best."""
+    last = len(rates(trials.options)) - 1
+    losses: dict[int, float] = {}
+    centre = start
+    while near := [
+        i for i in range(max(0, centre - 2), min(last, centre + 2) + 1) if i not in losses
+    ]:
+        losses |= {i: trials.mean(width, mup, i) for i in near}
+        centre = best(losses)
+    return dict(sorted(losses.items()))
+
+
+class Trials:
+    """Losses of runs, each of which is trained once, be it by a process before."""
+
+    def __init__(self, options: Options):
+        self.options = options
+        self._losses: dict[str, float] = {}
+        if options.runs and options.runs.exists():
+            for line in options.runs.read_text(encoding="utf-8").splitlines():
+                run = json.loads(line)
+                loss = run.pop("loss")
+                self._losses[json.dumps(run)] = loss
+
+    def mean(self, width: int, mup: bool, index: int) -> float:
+        """Over the seeds."""
+        seeds = range(1, self.options.seeds + 1)
+        loss = sum(self._loss(width, mup, index, seed) for seed in seeds) / len(seeds)
+        print(f"{TITLES[mup]}, width {width}, lr {rates(self.options)[index]:.3g}: {loss:.4f}")
+        sys.stdout.flush()
+        return loss
+
+    def _loss(self, width: int, mup: bool, index: int, seed: int) -> float:
+        options, lr = self.options, rates(self.options)[index]
+        run = {"width": width, "mup": mup, "lr": lr, "seed": seed, "steps": options.steps}
+        run |= {"base_width": options.base_width, "flags": list(options.flags)}
+        name = json.dumps(run)
+        if name not in self._losses:
+            self._losses[name] = final_loss(options, width, mup, lr, seed)
+            if options.runs:
+                with options.runs.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(run | {"loss": self._losses[name]}) + "\n")
+        return self._losses[name]
+
+
+def final_loss(options: Options, width: int, mup: bool, lr: float, seed: int) -> float:
+    """The mean over the last steps of a run."""
     warm_up = str(max(1, options.steps // 10))
-    flags = ["--lr", str(rate), "--lr-decay-style", "linear", "--lr-warmup-iters", warm_up]
+    flags = ["--lr", str(lr), "--lr-decay-style", "linear", "--lr-warmup-iters", warm_up]
     flags += ["--train-iters", str(options.steps), "--no-check-for-nan-in-loss-and-grad"]
+    run = build(options, width, mup, seed, flags)
+    losses = train(run, batches(seed, fixed=False), options.steps)
     count = max(1, int(options.steps * LAST))
-    total = 0.0
-    for seed in range(1, options.seeds + 1):
-        run = build(options, width, mup, seed, flags)
-        losses = train(run, batches(seed, fixed=False), options.steps)
-        total += sum(losses[-count:]) / count
-    return total / options.seeds
+    return sum(losses[-count:]) / count
+
+
+def print_losses(options: Options, title: str, found: Losses) -> None:
+    """One line per learning rate, and the best of each width."""
+    print(f"\n{title}: loss\n{'learning rate':<16}", end="")
+    print("".join(f"{f'width {width}':>12}" for width in found))
+    for index in sorted(set().union(*found.values())):
+        numbers = [losses.get(index) for losses in found.values()]
+        cells = "".join(f"{'' if n is None else format(n, '.4f'):>12}" for n in numbers)
+        print(f"{rates(options)[index]:<16.3g}{cells}".rstrip())
+    chosen = [best(losses) for losses in found.values()]
+    print(f"{'best':<16}" + "".join(f"{rates(options)[i]:>12.3g}" for i in chosen))
+    print(f"{'grid steps':<16}" + "".join(f"{i - chosen[0]:>+12d}" for i in chosen))
 
 
 def draw_coordinates(options: Options, tables: dict[bool, Table]) -> None:
@@ -318,28 +382,27 @@ def draw_coordinates(options: Options, tables: dict[bool, Table]) -> None:
     plots.save_figure(figure, options.output, "--output")
 
 
-def draw_transfer(options: Options, found: dict[bool, list[list[float]]]) -> None:
+def draw_transfer(options: Options, found: dict[bool, Losses]) -> None:
     """Loss over learning rate, a line for each width: without muP on the left, with it right."""
     from megatron.analysis import plots
 
     assert options.output is not None
     matplotlib = plots.load_matplotlib("--output")
     figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
-    least = min(loss for rows in found.values() for row in rows for loss in row)
-    for axes, (mup, rows) in zip(figure.subplots(1, 2, sharey=True), found.items(), strict=True):
-        for number, width in enumerate(options.widths):
-            losses = [row[number] for row in rows]
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axes, (mup, by_width) in zip(panels, found.items(), strict=True):
+        for number, (width, losses) in enumerate(by_width.items()):
             color = plots.RUNS[number % len(plots.RUNS)]
-            axes.plot(rates(options), losses, "o-", color=color, label=f"{width}", markersize=3)
-            best = min(range(len(losses)), key=losses.__getitem__)
-            axes.plot(rates(options)[best], losses[best], "*", color=color, markersize=13)
+            x = [rates(options)[index] for index in losses]
+            axes.plot(x, losses.values(), "o-", color=color, label=f"{width}", markersize=3)
+            least = best(losses)
+            axes.plot(rates(options)[least], losses[least], "*", color=color, markersize=13)
         axes.set_xscale("log", base=2)
-        axes.set_ylim(least - 0.05, least + 1.2)
         axes.set_title(TITLES[mup])
         axes.set_xlabel("learning rate")
         axes.grid(alpha=0.25)
         axes.legend(title="width", frameon=False)
-        axes.set_ylabel("loss")
+    panels[0].set_ylabel("loss")
     plots.save_figure(figure, options.output, "--output")
 
 
