@@ -84,6 +84,15 @@ class MuonConfig:
         help="precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype "
         "of the main weights)",
     )
+    muon_neuron_beta2: float | None = arg(
+        None,
+        needs=_MUON,
+        minimum=0,
+        below=1,
+        dump=False,
+        help="NorMuon, with this decay of its second moment: each row of an orthogonalized [out, "
+        "in], if in > out each column, is divided by its root mean square (default: plain Muon)",
+    )
     muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = arg(
         "duplicated",
         needs=_MUON,

@@ -169,10 +169,13 @@ def _muon_text(config: Config) -> str:
     precision = config.precision.main_dtype
     if c.muon_fp32_matmul_prec == "medium":
         precision = "bfloat16"
+    name, neurons = "Muon", ""
+    if c.muon_neuron_beta2 is not None:
+        name, neurons = "NorMuon", f", beta of neurons {c.muon_neuron_beta2:g}"
     return (
-        f"Muon (momentum {c.muon_momentum:g}, {'' if c.muon_use_nesterov else 'not '}Nesterov, "
+        f"{name} (momentum {c.muon_momentum:g}, {'' if c.muon_use_nesterov else 'not '}Nesterov, "
         f"{c.muon_num_ns_steps} {c.muon_coefficient_type} steps in {precision}, scale "
-        f"{c.muon_scale_mode} x {c.muon_extra_scale_factor:g})"
+        f"{c.muon_scale_mode} x {c.muon_extra_scale_factor:g}{neurons})"
     )
 
 

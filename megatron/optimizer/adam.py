@@ -12,7 +12,8 @@ from megatron.config.optimizer import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
-STATE_KEYS = {"adam": MOMENTS, "sgd": (MOMENTUM,), "muon": (MOMENTUM, *MOMENTS)}
+NEURONS = "neuron_exp_avg_sq"
+STATE_KEYS = {"adam": MOMENTS, "sgd": (MOMENTUM,), "muon": (MOMENTUM, NEURONS, *MOMENTS)}
 
 
 # torch's classes without what makes their methods fit for torch.compile, whose first use imports

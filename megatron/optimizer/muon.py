@@ -31,6 +31,7 @@ from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Sharding, local_box
 
 EPS = 1e-7  # the least norm that an update is divided by
+NEURON_EPS = 1e-8  # the least second moment of a neuron
 
 
 class Kind(NamedTuple):
@@ -51,6 +52,7 @@ class Muon:
         assert config.muon_momentum is not None, "config/checks/muon.py refuses this"
         self.momentum = config.muon_momentum
         self.nesterov = config.muon_use_nesterov
+        self.neuron_beta2 = config.muon_neuron_beta2
         self._config = config
         self._ctx = ctx
         self._qkv = matrices(config, model).qkv
@@ -84,45 +86,57 @@ class Muon:
     def _axis(self, name: str) -> Axis:
         return self._ctx.axis(name)
 
-    def directions(self, kind: Kind, updates: Sequence[Tensor]) -> Tensor:
-        """The scaled orthogonal matrices of weights of one kind, [n, *kind.shape], of their momenta
-        (this rank's parts, of `kind.shape`)."""
-        stacked = torch.stack([update.view(kind.shape) for update in updates])
+    def directions(
+        self, kind: Kind, updates: Sequence[Tensor], moments: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """The scaled orthogonal matrices of weights of one kind, [1, n, *kind.shape], of their
+        momenta (this rank's parts, of `kind.shape`); with NorMuon's moments these behind them, one
+        step on, [2, n, *kind.shape]."""
+        stacked = torch.stack([part.view(kind.shape) for part in (*updates, *moments)])
+        stacked = stacked.unflatten(0, (-1, len(updates)))
         if kind.axis is None:
             return self._orthogonalized(kind, stacked)
         axis = self._axis(kind.axis)
-        whole = all_gather(stacked, axis, kind.dim + 1).contiguous()
-        return my_slice(self._orthogonalized(kind, whole), axis, kind.dim + 1)
+        whole = all_gather(stacked, axis, kind.dim + 2).contiguous()
+        return my_slice(self._orthogonalized(kind, whole), axis, kind.dim + 2)
 
     def _orthogonalized(self, kind: Kind, whole: Tensor) -> Tensor:
-        """The same of whole weights [n, ...]."""
+        """The same of whole weights [1 or 2, n, ...]."""
         columns = whole.shape[-1]
         if kind.qkv:
             assert self._qkv is not None
-            groups = whole.view(len(whole), -1, sum(self._qkv), columns)
+            groups = whole.view(*whole.shape[:2], -1, sum(self._qkv), columns)
             parts = [
-                self.scaled(part.flatten(1, 2)).view(part.shape)
-                for part in groups.split(self._qkv, 2)
+                self.scaled(*part.flatten(2, 3)).view(part.shape)
+                for part in groups.split(self._qkv, 3)
             ]
-            return torch.cat(parts, 2).view(whole.shape)
-        stacks = whole.flatten(0, 1) if kind.experts else whole
-        return self.scaled(stacks.reshape(len(stacks), -1, columns)).view(whole.shape)
+            return torch.cat(parts, 3).view(whole.shape)
+        stacks = whole.flatten(1, 2) if kind.experts else whole
+        matrices = stacks.reshape(*stacks.shape[:2], -1, columns)
+        return self.scaled(*matrices).view(whole.shape)
 
-    def scaled(self, stack: Tensor) -> Tensor:
-        """Matrices [n, rows, columns] -> their orthogonal factors times the scale."""
+    def scaled(self, stack: Tensor, moments: Tensor | None = None) -> Tensor:
+        """Matrices [n, rows, columns] -> their orthogonal factors times the scale, [1, n, ...];
+        with NorMuon's moments these behind them, [2, n, ...]."""
         dtype = stack.dtype
         if self._config.muon_fp32_matmul_prec == "medium":
             dtype = torch.bfloat16
         rows, columns = stack.shape[-2:]
         factor = scale(self._config.muon_scale_mode, rows, columns)
+        factor *= self._config.muon_extra_scale_factor
         orthogonal = orthogonalize(stack.to(dtype), self._steps).to(stack.dtype)
-        return orthogonal.mul_(factor * self._config.muon_extra_scale_factor)
+        if moments is None:
+            return orthogonal.mul_(factor)[None]
+        assert self.neuron_beta2 is not None
+        moments = neuron_moments(orthogonal, moments, self.neuron_beta2)
+        return torch.stack([normalized(orthogonal, moments).mul_(factor), moments])
 
 
 class MuonAndAdam:
     """Updates the groups with `muon` by Muon, the others by AdamW; both have their lr and
-    weight_decay, decoupled. The state of a matrix is `momentum_buffer`, in the dtype of its main
-    weight."""
+    weight_decay, decoupled. The state of a matrix is `momentum_buffer`, and NorMuon's
+    `neuron_exp_avg_sq` (a neuron's number in each of its elements, which lies and is split as the
+    weight is), in the dtype of its main weight."""
 
     def __init__(
         self,
@@ -137,11 +151,12 @@ class MuonAndAdam:
         self.param_groups = [group if group["muon"] else next(rest) for group in groups]
         self.state: dict[Tensor, dict[str, Tensor]] = dict(self.adam.state)
         self._batches: list[tuple[dict[str, Any], Kind, list[Tensor]]] = []
+        keys = [adam.MOMENTUM] + [adam.NEURONS] * (muon.neuron_beta2 is not None)
         for group in self.param_groups:
             if group["muon"]:
                 group["lr"] = group["weight_decay"] = 0.0
                 for param in group["params"]:
-                    self.state[param] = {adam.MOMENTUM: torch.zeros_like(param)}
+                    self.state[param] = {key: torch.zeros_like(param) for key in keys}
                 kinds = [
                     muon.kind(shardings[name], param.numel())
                     for name, param in zip(group["names"], group["params"], strict=True)
@@ -161,7 +176,11 @@ class MuonAndAdam:
             torch._foreach_lerp_(momenta, grads, 1.0 - m)
             nesterov = self._muon.nesterov
             updates = torch._foreach_lerp(grads, momenta, m) if nesterov else momenta
-            directions = self._muon.directions(kind, updates)
+            normalizes = self._muon.neuron_beta2 is not None
+            moments = [self.state[param][adam.NEURONS] for param in params if normalizes]
+            directions, *moved = self._muon.directions(kind, updates, moments)
+            for moment, now in zip(moments, *moved, strict=True):
+                moment.copy_(now.view(moment.shape))
             torch._foreach_mul_(params, 1.0 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(
                 params,
@@ -196,6 +215,21 @@ def scale(mode: str, rows: int, columns: int) -> float:
         return math.sqrt(max(rows, columns))
     ratio = rows / columns
     return math.sqrt(ratio if mode == "unit_rms_norm" else max(1.0, ratio))
+
+
+def neuron_moments(orthogonal: Tensor, moments: Tensor, beta2: float) -> Tensor:
+    """The moments of matrices [n, rows, columns] one step on: of each row, or where there are more
+    columns than rows of each column, whose elements all have it."""
+    rows, columns = orthogonal.shape[-2:]
+    squares = orthogonal.square().mean(-1 if rows >= columns else -2, keepdim=True)
+    return moments.lerp(squares.expand_as(moments), 1.0 - beta2)
+
+
+def normalized(orthogonal: Tensor, moments: Tensor) -> Tensor:
+    """Matrices with their neurons divided by the roots of these moments, and the norms they had."""
+    result = orthogonal * moments.clamp(min=NEURON_EPS).rsqrt()
+    norms = [torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (orthogonal, result)]
+    return result.mul_(norms[0] / norms[1].clamp(min=EPS))
 
 
 def orthogonalize(stack: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:

@@ -236,8 +236,9 @@ class MixedPrecisionOptimizer:
         them).
 
         optimizer.exp_avg.<name>, optimizer.exp_avg_sq.<name> (Adam) or
-        optimizer.momentum_buffer.<name> (Muon, SGD with momentum), and optimizer.fp32_param.<name>
-        for low-precision parameters; all with the parameter's local shape.
+        optimizer.momentum_buffer.<name> (Muon, SGD with momentum), NorMuon's
+        optimizer.neuron_exp_avg_sq.<name>, and optimizer.fp32_param.<name> for low-precision
+        parameters; all with the parameter's local shape.
         """
         tensors: dict[str, torch.Tensor] = {}
         for name, param, main in zip(self._names, self._params, self._main, strict=True):

@@ -116,6 +116,22 @@ BUGS = {
         "tests/core/parity/test_muon.py::test_a_killed_run_resumes_as_if_it_had_not_been[tp2 sp]",
         "campaign",
     ),
+    "NorMuon's moments not in the checkpoint": Bug(
+        "megatron.optimizer.optimizer.MixedPrecisionOptimizer.tensors",
+        "adam.STATE_KEYS[self.kind]",
+        "(adam.MOMENTUM, *adam.MOMENTS)",
+        "tests/core/parity/test_muon.py"
+        "::test_a_killed_run_with_normuon_resumes_as_if_it_had_not_been[tp2 sp]",
+        "campaign",
+    ),
+    "NorMuon takes the rows of wide matrices": Bug(
+        "megatron.optimizer.muon.neuron_moments",
+        "rows >= columns",
+        "True",
+        "tests/core/optimizer/test_muon.py"
+        "::test_neurons_have_a_second_moment_each_with_normuon[True]",
+        "campaign",
+    ),
     "MLM#6380: each rank orthogonalizes its part of a matrix": Bug(
         "megatron.optimizer.muon.Muon.directions",
         "kind.axis is None",

@@ -343,8 +343,13 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
 
 
 def by_muon(config: Config, spec: ParameterSpec) -> bool:
-    """Does Muon update this parameter? It has one moment then, and not Adam's two."""
+    """Does Muon update this parameter?"""
     return config.optimizer.optimizer == "muon" and muon.updates(spec.name, spec.shape)
+
+
+def has_one_moment(config: Config, spec: ParameterSpec) -> bool:
+    """Has it Muon's momentum alone, and not two moments, as Adam's and NorMuon's have?"""
+    return config.muon.muon_neuron_beta2 is None and by_muon(config, spec)
 
 
 def shards(config: Config, plan: Plan) -> int:
@@ -391,12 +396,12 @@ def bytes_per_rank(
     n = owned = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
-    of_muon = [number for number, spec in enumerate(table) if by_muon(config, spec)]
+    of_muon = [number for number, spec in enumerate(table) if has_one_moment(config, spec)]
     matrices = count_parameters([table[number] for number in of_muon], _axes(config))
     if max(shards(config, plan), expert_shards(config, plan)) > 1:
         layout = flat_layout(config, plan, stage)
         each = list(zip(layout.elements(), layout.elements(of_muon), strict=True))
-        # Adam has three tensors of a main weight in 32 bits, Muon two
+        # Adam has three tensors of a main weight in 32 bits, plain Muon two
         most = max(each, key=lambda counts: 3 * counts[0] - counts[1])
         owned, matrices = most if shard is None else each[shard]
     history = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0

@@ -399,6 +399,7 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
     layout = flat_layout(config, plan, stage)
     item = BYTES[config.precision.main_dtype]
+    tensors = 1 if config.muon.muon_neuron_beta2 is None else 2
     most: list[Transfer] = []
     for rank in range(layout.shards):
         shards = [rank * axes[axis] // layout.shards for axis in ("shard", "expert_shard")]
@@ -415,7 +416,7 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         for (axis, _, shape), n in alike.items():
             elements = math.prod(shape)
             calls = -(-n // at_a_time(elements))
-            sent.append(Transfer(axis, "all-gather", calls, n * elements * item))
+            sent.append(Transfer(axis, "all-gather", calls, n * elements * item * tensors))
         most = max(most, sent, key=lambda transfers: sum(t.nbytes for t in transfers))
     return most
 

@@ -13,7 +13,7 @@ from megatron.config.muon import COEFFICIENTS, Matrices, MuonConfig, matrices
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.zero_partition import Shared, whole_matrices
-from megatron.optimizer.muon import Muon, orthogonalize
+from megatron.optimizer.muon import Muon, neuron_moments, normalized, orthogonalize
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import Sharding
@@ -170,6 +170,47 @@ def test_a_plain_update_of_singular_values_in_float64(mode, scale, nesterov, spl
                 weights[number] = weights[number] * (1 - LR * DECAY) - LR * size * (u * s) @ vh
         for ours, weight in zip(as_matrices(name, found[name], split), weights, strict=True):
             torch.testing.assert_close(ours, weight, rtol=1e-10, atol=1e-10)
+
+
+def adapted(direction: torch.Tensor, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """NorMuon's (direction of the norm that it had, moment [rows, 1] or [1, columns])."""
+    longer = 1 if direction.shape[0] >= direction.shape[1] else 0
+    moment = 0.9 * moment + 0.1 * (direction * direction).mean(longer, keepdim=True)
+    divided = direction / moment.sqrt()
+    return divided * (direction.norm() / divided.norm()), moment
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_neurons_have_a_second_moment_each_with_normuon(split):
+    """Tall, wide and square matrices, the experts' and those of QKV each by itself."""
+    found = trained(torch.float64, muon_neuron_beta2=0.9, muon_split_qkv=split)
+    for param in parameters(torch.float64):
+        name = param.sharding.name
+        if name not in BY_MUON:
+            continue
+        weights = as_matrices(name, param.detach().clone(), split)
+        momenta = [torch.zeros_like(weight) for weight in weights]
+        moments = [torch.zeros(()).double()] * len(weights)
+        for step in range(STEPS):
+            grads = as_matrices(name, gradients(step, torch.float64)[name], split)
+            for number, grad in enumerate(grads):
+                momenta[number] = 0.95 * momenta[number] + 0.05 * grad
+                u, s, vh = torch.linalg.svd(momenta[number], full_matrices=False)
+                s = s / s.square().sum().sqrt()
+                for a, b, c in COEFFICIENTS["quintic"]:
+                    s = a * s + b * s**3 + c * s**5
+                direction, moments[number] = adapted((u * s) @ vh, moments[number])
+                step_size = LR * math.sqrt(max(grad.shape))
+                weights[number] = weights[number] * (1 - LR * DECAY) - step_size * direction
+        for ours, weight in zip(as_matrices(name, found[name], split), weights, strict=True):
+            torch.testing.assert_close(ours, weight, rtol=1e-10, atol=1e-10)
+
+
+def test_a_neuron_without_gradients_stays():
+    weights = torch.zeros(2, 4, 3)
+    weights[0] = torch.eye(4)[:, :3]
+    still = normalized(weights, neuron_moments(weights, torch.zeros(2, 4, 3), 0.9))
+    assert torch.isfinite(still).all() and not still[0, 3].any() and not still[1].any()
 
 
 def test_adam_updates_the_rest_as_by_itself():

@@ -384,6 +384,7 @@ MORE = {
     # Tensor-parallel ranks gather the momenta of all matrices, or of those that a rank owns, of
     # which each has as many here.
     "tp2 sp, Muon": Case(2, (TP, "2", SP, *MUON), {}),
+    "tp2 sp, NorMuon": Case(2, (TP, "2", SP, *MUON, "--muon-neuron-beta2", "0.95"), {}),
     "tp2 dp2, distributed optimizer, Muon": Case(4, (TP, "2", *SHARDED, *MUON), {}),
     "experts, ep2 dp4, distributed optimizer, Muon": Case(
         4, (EP, "2", *A2A, *SHARDED, *EXPERTS, *MUON), {}

@@ -1,4 +1,4 @@
-"""A run with Muon that is killed resumes to the bit in its layout, and with the same numbers in another
+"""A run with Muon, or NorMuon, that is killed resumes to the bit in its layout, and with the same numbers in another
 one."""
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ EXPERTS = {
     ),
 }
 QUICK = "tp2 sp"
+NEURONS = ("--muon-neuron-beta2", "0.95")
 
 
 def cases(layouts: dict) -> list:
@@ -82,7 +83,8 @@ def killed_and_resumed(
     assert resumed.resumes[-1] == STOP
     assert resumed.series(*EXACT)[STOP:] == straight.series(*EXACT)[STOP:]
     tensors = straight.tensors()
-    assert any(name.startswith("optimizer.momentum_buffer.") for name in tensors)
+    kinds = {"momentum_buffer", "neuron_exp_avg_sq"} if NEURONS[0] in model else {"momentum_buffer"}
+    assert kinds <= {name.split(".")[1] for name in tensors}
     same_tensors(resumed.tensors(), tensors)
     for row, expected in zip(other.rows, straight.rows[STOP:], strict=True):
         for key in ("lm_loss", "grad_norm"):
@@ -102,3 +104,15 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(name, data, tmp_path):
 @pytest.mark.parametrize("name", cases(EXPERTS))
 def test_a_killed_run_of_experts_resumes_as_if_it_had_not_been(name, data, tmp_path):
     killed_and_resumed(EP_MOE, EXPERTS, name, data, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", DENSE)
+def test_a_killed_run_with_normuon_resumes_as_if_it_had_not_been(name, data, tmp_path):
+    killed_and_resumed((*LLAMA, *NEURONS), DENSE, name, data, tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_killed_run_of_experts_with_normuon_resumes_as_if_it_had_not_been(name, data, tmp_path):
+    killed_and_resumed((*EP_MOE, *NEURONS), EXPERTS, name, data, tmp_path)

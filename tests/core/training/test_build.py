@@ -83,6 +83,7 @@ def rank_of_a_run(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, 
         ["--fp16", "--use-precision-aware-optimizer", "--exp-avg-sq-dtype", "fp16"],
         ["--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8"],
         ["--bf16", *MUON],
+        ["--bf16", *MUON, "--muon-neuron-beta2", "0.95"],
     ],
     ids=" ".join,
 )
