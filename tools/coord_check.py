@@ -318,7 +318,13 @@ class Trials:
 
     def _loss(self, width: int, mup: bool, index: int, seed: int) -> float:
         options, lr = self.options, rates(self.options)[index]
-        run = {"width": width, "mup": mup, "lr": lr, "seed": seed, "steps": options.steps}
+        run: dict[str, Any] = {
+            "width": width,
+            "mup": mup,
+            "lr": lr,
+            "seed": seed,
+            "steps": options.steps,
+        }
         run |= {"base_width": options.base_width, "flags": list(options.flags)}
         name = json.dumps(run)
         if name not in self._losses:

@@ -1,15 +1,17 @@
 """Steps to quality: how many steps Muon needs for the validation loss that Adam ends with.
 
     python -m tools.benchmarks.quality
+    python -m tools.benchmarks.quality --size 7M
 
-Fixed beforehand: the quickstart's model (1 million parameters), text and tokenizer, 300 steps of
-4 x 128 tokens, warm-up over a tenth, linear decay to 0, momenta as usual. The learning rate of both
-optimizers is tuned over the same grid, with a seed of its own; while the best of either is at an
-end, the grids of both grow by a point there. Then the weight decay, at that rate. The best setting
-runs with further seeds. Goal: the mean loss of Adam's over these seeds, on all validation data.
-Muon's steps to it are interpolated (loss over log steps) between runs of all of the steps, half,
-and a quarter, an eighth ... while all seeds are better than the goal, each with its whole schedule;
-the interval is a bootstrap over seeds.
+Fixed beforehand: the quickstart's model (1 million parameters) or one of 8 layers of width 256 (7
+million), the quickstart's text and tokenizer, 300 steps of 4 x 128 tokens, warm-up over a tenth,
+linear decay to 0, momenta as usual. The learning rate of both optimizers is tuned over the same
+grid, with a seed of its own; while the best of either is at an end, the grids of both grow by a
+point there. Then the weight decay, at that rate. The best setting runs with further seeds. Goal:
+the mean loss of Adam's over these seeds, on all validation data. Muon's steps to it are
+interpolated (loss over log steps) between runs of all of the steps, half, and a quarter, an eighth
+... while all seeds are better than the goal, each with its whole schedule; the interval is a
+bootstrap over seeds.
 
 Each finished run is a line of runs.jsonl in the folder: started again, it does what is missing.
 results.json has all runs and figures, quality.png the picture. One process with one thread.
@@ -29,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -46,7 +48,14 @@ OPTIMIZERS = {
         *("--adam-beta1", "0.9", "--adam-beta2", "0.95"),
     ),
 }
-RATES = tuple(0.004 * 2**power for power in range(4))
+QUICKSTART = "@examples/quickstart/gpt.args"
+SIZES = {
+    "1M": (QUICKSTART,),
+    "7M": tuple(f"{QUICKSTART} --num-layers 8 --hidden-size 256 --num-attention-heads 8".split()),
+}
+RATES = {
+    size: tuple(least * 2**k for k in range(4)) for size, least in (("1M", 0.004), ("7M", 0.002))
+}
 WEIGHT_DECAYS = (0.1, 0.5)
 TUNING_SEED = 1000
 DRAWS = 10_000
@@ -69,8 +78,12 @@ Loss = Callable[[Trial], float]
 class Options:
     """The command line."""
 
+    size: Literal["1M", "7M"] = arg("1M", help="parameters of the model")
     folder: Path = arg(
-        Path("runs/quality"), parse=Path, metavar="DIR", help="where everything is written"
+        Path("runs/quality"),
+        parse=Path,
+        metavar="DIR",
+        help="where everything is written: the text in data, all else in a folder of the size",
     )
     steps: int = arg(300, minimum=10, help="training steps")
     seeds: int = arg(5, minimum=2, help="seeds of the best setting")
@@ -79,9 +92,12 @@ class Options:
 class Trainer:
     """The final validation losses of runs, which are trained unless their line is in runs.jsonl."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.file = folder / "runs.jsonl"
+    def __init__(self, folder: Path, size: str) -> None:
+        self.data = folder / "data"
+        self.folder = folder / size
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.size = size
+        self.file = self.folder / "runs.jsonl"
         self.runs: dict[Trial, dict[str, Any]] = {}
         if self.file.exists():
             for line in self.file.read_text(encoding="utf-8").splitlines():
@@ -100,7 +116,7 @@ class Trainer:
 
     def train(self, trial: Trial) -> dict[str, float]:
         """Train it. Raises CalledProcessError where the program fails."""
-        data, metrics = self.folder / "data", self.folder / "metrics.jsonl"
+        data, metrics = self.data, self.folder / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
         flags = {
             "--data-path": data / "shakespeare_text_document",
@@ -122,7 +138,7 @@ class Trainer:
         words = [str(word) for flag in flags.items() for word in flag]
         words += ["--full-validation", *OPTIMIZERS[trial.optimizer]]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        call("pretrain_gpt.py", "@examples/quickstart/gpt.args", *words)
+        call("pretrain_gpt.py", *SIZES[self.size], *words)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         last = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -130,7 +146,7 @@ class Trainer:
 
     def prepare(self) -> None:
         """The quickstart's text, tokenizer and token ids."""
-        data = self.folder / "data"
+        data = self.data
         text, prefix = data / "shakespeare.jsonl", data / "shakespeare"
         files = ["--vocab-file", data / "vocab.json", "--merge-file", data / "merges.txt"]
         call("tools/fetch_quickstart_data.py", "--text-only", data)
@@ -147,9 +163,9 @@ def call(program: str, *words: object) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
-def tuned(loss: Loss, steps: int) -> tuple[list[float], dict[str, Trial]]:
-    """The rates tried, and the best run of each optimizer."""
-    rates = list(RATES)
+def tuned(loss: Loss, steps: int, grid: Sequence[float]) -> tuple[list[float], dict[str, Trial]]:
+    """The rates tried, those of `grid` first, and the best run of each optimizer."""
+    rates = list(grid)
     while True:
         best = {
             optimizer: min(
@@ -171,9 +187,9 @@ def tuned(loss: Loss, steps: int) -> tuple[list[float], dict[str, Trial]]:
     }
 
 
-def measure(loss: Loss, steps: int, seeds: int) -> dict[str, Any]:
-    """Tune, run the seeds, and compare."""
-    rates, best = tuned(loss, steps)
+def measure(loss: Loss, steps: int, seeds: int, grid: Sequence[float]) -> dict[str, Any]:
+    """Tune from the rates `grid` on, run the seeds, and compare."""
+    rates, best = tuned(loss, steps, grid)
     adam: list[float] = []
     muon: dict[int, list[float]] = {steps: [], steps // 2: []}
     for seed in range(1, seeds + 1):
@@ -283,11 +299,11 @@ def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 measured, 1 a program failed, 2 a wrong command line."""
     options = read(Options, argv, prog="quality.py", description=__doc__ or "")
-    trainer = Trainer(options.folder.resolve())
+    trainer = Trainer(options.folder.resolve(), options.size)
     try:
-        if not (trainer.folder / "data" / "shakespeare_text_document.idx").exists():
+        if not (trainer.data / "shakespeare_text_document.idx").exists():
             trainer.prepare()
-        result = measure(trainer.loss, options.steps, options.seeds)
+        result = measure(trainer.loss, options.steps, options.seeds, RATES[options.size])
         draw(trainer.folder / "quality.png", result, list(trainer.runs.values()))
     except (subprocess.CalledProcessError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,6 +12,7 @@ from tools.benchmarks.quality import Trial
 
 BEST = {"adam": 0.008, "muon": 0.016}
 RATIO = 0.4
+RATES = quality.RATES["1M"]
 
 
 @pytest.fixture
@@ -36,9 +37,9 @@ def test_the_whole_measurement(runs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     words = ["--folder", str(tmp_path), "--steps", "400", "--seeds", "4"]
     assert quality.main(words) == 0
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = json.loads((tmp_path / "1M/results.json").read_text())
     tuning = [trial for trial in runs if trial.seed == quality.TUNING_SEED]
-    each = len(quality.RATES) + len(quality.WEIGHT_DECAYS) - 1
+    each = len(RATES) + len(quality.WEIGHT_DECAYS) - 1
     assert [sum(t.optimizer == name for t in tuning) for name in BEST] == [each, each]
     further = [trial for trial in runs if trial.seed != quality.TUNING_SEED]
     assert {(t.optimizer, t.lr, t.weight_decay) for t in further} == {
@@ -53,7 +54,7 @@ def test_the_whole_measurement(runs, tmp_path, capsys):
     low, high = found["interval"]
     assert RATIO * 0.99 < low < RATIO < high < RATIO * 1.01
     assert found["cpu_minutes"] == len(runs) == len(found["runs"])
-    assert (tmp_path / "quality.png").stat().st_size > 10_000
+    assert (tmp_path / "1M/quality.png").stat().st_size > 10_000
     assert capsys.readouterr().out
     count = len(runs)
     assert quality.main(words) == 0
@@ -62,17 +63,19 @@ def test_the_whole_measurement(runs, tmp_path, capsys):
 
 def test_the_grids_of_both_grow_where_the_best_of_one_is_at_an_end(runs, tmp_path, monkeypatch):
     monkeypatch.setitem(BEST, "muon", 0.064)
-    rates, best = quality.tuned(quality.Trainer(tmp_path).loss, 400)
-    assert rates == [*quality.RATES, 0.064, 0.128]
+    rates, best = quality.tuned(quality.Trainer(tmp_path, "1M").loss, 400, RATES)
+    assert rates == [*RATES, 0.064, 0.128]
     assert {name: trial.lr for name, trial in best.items()} == pytest.approx(BEST)
     assert sum(t.optimizer == "adam" for t in runs) == len(rates) + len(quality.WEIGHT_DECAYS) - 1
 
 
 def test_a_measurement_that_was_interrupted_goes_on(runs, tmp_path):
     trial = Trial("adam", 0.1, 0.2, 10, 3)
-    first = quality.Trainer(tmp_path).loss(trial)
-    assert quality.Trainer(tmp_path).loss(trial) == first
+    first = quality.Trainer(tmp_path, "1M").loss(trial)
+    assert quality.Trainer(tmp_path, "1M").loss(trial) == first
     assert runs == [trial]
+    quality.Trainer(tmp_path, "7M").loss(trial)
+    assert runs == [trial, trial], "a run of another size"
 
 
 def test_welch():
