@@ -17,7 +17,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from megatron import interrupt
+from megatron import interrupt, small_files
 
 if __name__ == "__main__":
     interrupt.exit_at_once()
@@ -124,8 +124,6 @@ def batches(seed: int, fixed: bool) -> Iterator[torch.Tensor]:
     """Samples [b, s+1] of bytes of the pages in docs/, at random places; always the same ones if
     `fixed`."""
     import torch
-
-    from megatron import small_files
 
     pages = sorted((ROOT / "docs").glob("*.md"))
     written = bytearray(b"".join(map(small_files.read_bytes, pages)))
@@ -303,7 +301,7 @@ class Trials:
         self.options = options
         self._losses: dict[str, float] = {}
         if options.runs and options.runs.exists():
-            for line in options.runs.read_text(encoding="utf-8").splitlines():
+            for line in small_files.read_text(options.runs).splitlines():
                 run = json.loads(line)
                 loss = run.pop("loss")
                 self._losses[json.dumps(run)] = loss
