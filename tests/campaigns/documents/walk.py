@@ -45,6 +45,27 @@ ELSEWHERE = {
     "examples/moe/run.sh": "tests/campaigns/examples/test_moe.py",
     "examples/parallel/one_node.sh": "tests/campaigns/examples/test_parallel.py",
 }
+# Blocks of other pages that no shell runs as they stand, in the page's order: the test that runs
+# the same on data that it makes, or why nothing does (REASONS). "": the block is walked.
+OTHERS = {
+    "docs/benchmarks.md": ("tests/tools/benchmarks/test_bench.py",),
+    "docs/features/data_ledger.md": ("tests/features/data_ledger/test_data_ledger.py",),
+    "docs/features/eval_tasks.md": ("tests/features/eval_tasks/test_eval_tasks.py",),
+    "docs/features/internlm.md": ("tests/features/internlm/test_examples.py",) * 3,
+    "docs/features/spikes.md": ("examples/auroragpt_skip/spike.sh",) * 3,
+    "docs/features/trace.md": ("tests/features/trace/test_large_models.py",),
+    "docs/gpu.md": ("GPU",),
+    "docs/moe.md": ("tests/written_tables.py",),
+    "docs/mup.md": ("tests/tools/test_coord_check.py",) * 2,
+    "docs/own_scripts.md": (
+        *("", ""),
+        "examples/own_script/own_dataset.py",
+        "examples/own_script/changed_layer.py",
+    ),
+    "docs/parallelism.md": ("tests/written_tables.py", ""),
+    "docs/running.md": ("cluster",) * 5,
+    "docs/silent_errors.md": ("",),
+}
 MARK = "== block {}"
 # sitecustomize.py of the stand-in's .venv.
 SCALE = """
@@ -98,10 +119,15 @@ def blocks(page: str) -> list[Block]:
     return [Block(*groups) for groups in BLOCK.findall(page)]
 
 
+def is_code(block: Block) -> bool:
+    """Whether a reader would run it."""
+    return block.language in ("sh", "python")
+
+
 def unseen(page: str) -> list[str]:
     """What Markdown shows as code and no walk runs: indented lines, and blocks of other
     languages."""
-    indented = re.findall(r"^ {4}.*", BLOCK.sub("", page), re.M)
+    indented = re.findall(r"^(?: {4}| +```).*", BLOCK.sub("", page), re.M)
     known = ("sh", "python", "text", "")
     return indented + [b.text for b in blocks(page) if b.language not in known and not b.note]
 
