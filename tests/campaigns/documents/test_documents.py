@@ -124,7 +124,9 @@ def test_few_blocks_are_not_run_and_each_for_a_reason():
     assert not {"README.md", "docs/getting_started.md"} & {page for page, _ in left_out}
     assert len(left_out) <= 0.2 * (walked + len(elsewhere))
     for page, by, block in elsewhere:
-        programs = re.findall(r"(\w+)\.(?:py|fromfile)|def (\w+)", block.text)
+        programs = re.findall(
+            r"(\w+)\.(?:py|fromfile)|def (\w+)|\b(torchrun|srun|mpirun) ", block.text
+        )
         names = {page, *(name for pair in programs for name in pair if name)}
         assert any(name in (ROOT / by).read_text() for name in names), f"{by}: {block.text}"
     for command, by in walk.ELSEWHERE.items():

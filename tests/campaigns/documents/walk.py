@@ -63,7 +63,12 @@ OTHERS = {
         "examples/own_script/changed_layer.py",
     ),
     "docs/parallelism.md": ("tests/written_tables.py", ""),
-    "docs/running.md": ("cluster",) * 5,
+    "docs/running.md": (
+        "tests/campaigns/e2e/test_launchers.py",
+        "tests/campaigns/e2e/test_elastic.py",
+        *("tests/campaigns/e2e/test_real_launchers.py",) * 2,
+        "cluster",
+    ),
     "docs/silent_errors.md": ("",),
 }
 MARK = "== block {}"
