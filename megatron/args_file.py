@@ -80,17 +80,17 @@ def read_words(path: Path) -> list[str]:
             ]
         )
     words: list[str] = []
-    at = 0
-    while at < len(text):
-        token = _TOKEN.match(text, at)
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
         if token is None or len(token["word"] or "") > _LONGEST_WORD:
-            line = text.count("\n", 0, at) + 1
-            what = "a quote is not closed; close it, or write \\ before it"
+            line = text.count("\n", 0, position) + 1
+            problem = "a quote is not closed; close it, or write \\ before it"
             if token:
-                what = f"a word has more than {_LONGEST_WORD} characters"
-            raise Problems([f"@{path}, line {line}: {what} [args-file-malformed]"])
+                problem = f"a word has more than {_LONGEST_WORD} characters"
+            raise Problems([f"@{path}, line {line}: {problem} [args-file-malformed]"])
         words += (token["numbers"] or "").split() or (
             shlex.split(token[0]) if token["word"] else []
         )
-        at = token.end()
+        position = token.end()
     return words

@@ -69,8 +69,10 @@ class Limits(NamedTuple):
         if self == Limits(minimum=0):
             return "not be negative"
         names = ("at least", "greater than", "at most", "less than")
-        said = [f"{name} {at}" for name, at in zip(names, self, strict=True) if at is not None]
-        return f"be {' and '.join(said)}"
+        bounds = [
+            f"{name} {bound}" for name, bound in zip(names, self, strict=True) if bound is not None
+        ]
+        return f"be {' and '.join(bounds)}"
 
 
 def arg(  # noqa: PLR0913
@@ -192,12 +194,16 @@ class Flag:
         """What stands for its value in help: `N`, `X`, `TEXT`, `{a,b}`; empty for switches."""
         if self.kind in ("switch", "off"):
             return ""
-        one = self.value_name or _SHOWN.get(self.type, "VALUE")
+        value = self.value_name or _SHOWN.get(self.type, "VALUE")
         if self.choices and not self.value_name:
-            one = "{" + ",".join(map(str, self.choices)) + "}"
+            value = "{" + ",".join(map(str, self.choices)) + "}"
         if self.kind == "value":
-            return one
-        return " ".join([one] * self.nargs) if isinstance(self.nargs, int) else f"{one} [{one} ...]"
+            return value
+        return (
+            " ".join([value] * self.nargs)
+            if isinstance(self.nargs, int)
+            else f"{value} [{value} ...]"
+        )
 
     def with_values(self, values: Mapping[str, AddedValue]) -> Flag:
         """The flag with more choices; the help says of each what it does."""
@@ -318,18 +324,18 @@ def flags_of(tree: type) -> Mapping[str, Flag]:
 
 @functools.cache  # apart, because mypy takes the class of a frozen dataclass for unhashable
 def _flags_of(tree: type) -> Mapping[str, Flag]:
-    found: dict[str, Flag] = {}
+    flags: dict[str, Flag] = {}
     owners = typing.get_type_hints(tree)
     for group, owner in owners.items():
         for name, flag in flags_of_group(owner, group).items():
-            assert name not in found, f"{name} is declared twice"
-            found[name] = flag
+            assert name not in flags, f"{name} is declared twice"
+            flags[name] = flag
     for extension in owners.values():
         if issubclass(extension, Extension):
             for name, values in extension.adds.items():
-                found[name] = found[name].with_values(values)
-    _by_spelling(found.values())
-    return types.MappingProxyType(found)
+                flags[name] = flags[name].with_values(values)
+    _by_spelling(flags.values())
+    return types.MappingProxyType(flags)
 
 
 def flags_of_group(owner: type, group: str) -> dict[str, Flag]:
@@ -343,12 +349,12 @@ def flags_of_group(owner: type, group: str) -> dict[str, Flag]:
 
 
 def _by_spelling(flags: Iterable[Flag]) -> dict[str, Flag]:
-    found: dict[str, Flag] = {}
+    spellings: dict[str, Flag] = {}
     for flag in flags:
         for spelling in flag.spellings:
-            assert spelling not in found, f"{spelling} is declared twice"
-            found[spelling] = flag
-    return found
+            assert spelling not in spellings, f"{spelling} is declared twice"
+            spellings[spelling] = flag
+    return spellings
 
 
 def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
@@ -503,21 +509,21 @@ class Parser:
     def find(self, spelling: str) -> Flag | None:
         """The flag of that spelling. What switches something off may begin with --no- or
         --disable-, followed by the rest of its spelling or the name of its field."""
-        found = self.by_spelling.get(spelling) or self.every_spelling.get(spelling)
+        flag = self.by_spelling.get(spelling) or self.every_spelling.get(spelling)
         match = _OFF.match(spelling)
-        return found or (self._off.get(spelling[match.end() :]) if match else None)
+        return flag or (self._off.get(spelling[match.end() :]) if match else None)
 
     @functools.cached_property
     def _off(self) -> dict[str, Flag]:
         """The switches whose spelling begins with --no- or --disable-, by what follows."""
-        found = {}
+        switches = {}
         for spelling, flag in self.every_spelling.items():
             match = _OFF.match(spelling)
             if match and flag.kind in ("switch", "off"):
-                found[spelling[match.end() :]] = flag
+                switches[spelling[match.end() :]] = flag
                 if flag.kind == "off":
-                    found.setdefault(flag.name.replace("_", "-"), flag)
-        return found
+                    switches.setdefault(flag.name.replace("_", "-"), flag)
+        return switches
 
     def help(self, topic: str = "") -> str:
         """The text for --help: every flag of the sections, with its default; of a topic, those that
@@ -623,17 +629,17 @@ class ExtraArguments:
         self._given.append(self.by_spelling[spelling])
         self.words.append(list(words))
         try:
-            rest = self._parser.parse_known_args(list(words), self.namespace)[1]
+            unknown = self._parser.parse_known_args(list(words), self.namespace)[1]
         except argparse.ArgumentError as error:
             return f"{spelling}: {error.message} [value-malformed]"
-        if rest:
-            return f"{spelling}: too many values: {' '.join(rest)!r} [value-count-wrong]"
+        if unknown:
+            return f"{spelling}: too many values: {' '.join(unknown)!r} [value-count-wrong]"
         return None
 
     def problems(self, broken: Collection[str]) -> list[str]:
         """What is wrong with all of them together: what is required and missing, and what excludes
         each other. `broken`: dests of those that were meant but could not be read."""
-        found = [
+        problems = [
             f"{action.option_strings[0]} is missing: {action.help or 'it is required'} "
             "[flag-missing]"
             for action in self._required
@@ -641,15 +647,15 @@ class ExtraArguments:
         ]
         for group, required in self._groups:
             names = [action.option_strings[0] for action in group._group_actions]
-            given = [a.option_strings[0] for a in group._group_actions if a in self._given]
-            if len(given) > 1:
-                found.append(
-                    f"{' and '.join(given)}: only one of these can be given "
+            typed = [a.option_strings[0] for a in group._group_actions if a in self._given]
+            if len(typed) > 1:
+                problems.append(
+                    f"{' and '.join(typed)}: only one of these can be given "
                     "[flags-exclude-each-other]"
                 )
-            if required and not given:
-                found.append(f"one of {', '.join(names)} is missing: give it [flag-missing]")
-        return found
+            if required and not typed:
+                problems.append(f"one of {', '.join(names)} is missing: give it [flag-missing]")
+        return problems
 
 
 def build_parser(
@@ -721,7 +727,9 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     for words in (from_files, typed):
         seen: dict[str, list[str]] = {}
         starts = [
-            at for at, word in enumerate(words) if at == 0 or (word[:1] == "-" and is_flag(word))
+            index
+            for index, word in enumerate(words)
+            if index == 0 or (word[:1] == "-" and is_flag(word))
         ]
         for start, end in itertools.pairwise([*starts, len(words)]):
             take(parser, words[start:end], seen, parsed)
@@ -813,10 +821,10 @@ def to_args_text(config: Any, leave_out: Iterable[str] = ()) -> str:
     run."""
     lines = []
     values = values_of(config)
-    left = set(leave_out)
+    omitted = set(leave_out)
     for name, flag in flags_of(config.__class__).items():
         value = values[name]
-        if value == flag.default or name in left:
+        if value == flag.default or name in omitted:
             continue
         if flag.kind in ("switch", "off"):
             lines.append(flag.spelling)

@@ -55,11 +55,11 @@ def read_summed(
     A block is summed while it is in the caches of its core. Raises OSError.
     """
     sums: list[str] = []
-    for at in range(0, len(view), block_bytes):
-        block = view[at : at + block_bytes]
-        done = _fill(file, block, offset + at)
+    for start in range(0, len(view), block_bytes):
+        block = view[start : start + block_bytes]
+        done = _fill(file, block, offset + start)
         if done < len(block):
-            return at + done, sums
+            return start + done, sums
         sums.append(block_sum(block))
     return len(view), sums
 
@@ -77,7 +77,9 @@ def _fill(file: int, view: memoryview, offset: int) -> int:
 def block_sums(data: bytes | memoryview, block_bytes: int = BLOCK_BYTES) -> tuple[str, ...]:
     """The sum of each block of `data`, the last one shorter; none for no data."""
     view = memoryview(data)
-    return tuple(block_sum(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes))
+    return tuple(
+        block_sum(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)
+    )
 
 
 def file_sum(sums: Iterable[str]) -> str:
@@ -102,40 +104,40 @@ def sum_of_file(path: str, chunk_bytes: int = 16 * BLOCK_BYTES, threads: int = 1
         return file_sum(itertools.chain.from_iterable(pool.map(sums, range(threads))))
 
 
-def _sums_between(path: str, at: int, stop: int | None, chunk_bytes: int) -> list[str]:
+def _sums_between(path: str, start: int, stop: int | None, chunk_bytes: int) -> list[str]:
     """The sums of the blocks of a file from byte `at` on, up to `stop` or its end."""
     sums: list[str] = []
     with open(path, "rb", buffering=0) as opened:
         file = opened.fileno()
         size = os.fstat(file).st_size
         size = size if stop is None else min(stop, size)
-        buffer = memoryview(bytearray(max(0, min(chunk_bytes, size - at))))
-        while at < size:
-            hole = min(_data_after(file, at, size), size) - at
+        buffer = memoryview(bytearray(max(0, min(chunk_bytes, size - start))))
+        while start < size:
+            hole = min(_data_after(file, start, size), size) - start
             if hole >= BLOCK_BYTES:  # zeros that the disk does not hold need not be read
                 sums += [_ZERO_SUM] * (hole // BLOCK_BYTES)
-                at += hole // BLOCK_BYTES * BLOCK_BYTES
+                start += hole // BLOCK_BYTES * BLOCK_BYTES
                 continue
-            got = _fill(file, buffer[: size - at], at)
+            got = _fill(file, buffer[: size - start], start)
             if not got:
                 break
             sums += block_sums(buffer[:got])
-            at += got
+            start += got
     return sums
 
 
 _ZERO_SUM = block_sum(bytes(BLOCK_BYTES))
 
 
-def _data_after(file: int, at: int, size: int) -> int:
+def _data_after(file: int, offset: int, size: int) -> int:
     """Where data begin at or after byte `at`: `size` if only a hole is left; `at` where holes are
     not known."""
     try:
-        return os.lseek(file, at, os.SEEK_DATA)
+        return os.lseek(file, offset, os.SEEK_DATA)
     except AttributeError:
-        return at
+        return offset
     except OSError as error:
-        return size if error.errno == errno.ENXIO else at
+        return size if error.errno == errno.ENXIO else offset
 
 
 def table_sum(table: Mapping[str, Any]) -> str:

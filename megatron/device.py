@@ -36,8 +36,8 @@ def device_type(requested: str) -> str:
         return requested
     if torch.cuda.is_available():
         return "cuda"
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and found.type in BACKENDS else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in BACKENDS else "cpu"
 
 
 def device_notes(requested: str) -> list[str]:

@@ -51,9 +51,9 @@ def explain(code: str) -> str:
             f"did you mean {' or '.join(close)}?" if close else "messages end with it in brackets"
         )
         raise Problems([f"--explain {code}: no message has this code; {hint} [code-unknown]"])
-    found = known[name]
-    rows = [("meaning", found.meaning), ("what to do", found.remedy)]
-    lines = [f"{name}: {found.section}"]
+    entry = known[name]
+    rows = [("meaning", entry.meaning), ("what to do", entry.remedy)]
+    lines = [f"{name}: {entry.section}"]
     for head, text in rows:
         lines += textwrap.wrap(
             f"  {head:<12}{text.replace('`', '')}", 98, subsequent_indent=" " * 14

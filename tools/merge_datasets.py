@@ -134,13 +134,17 @@ class Span:
         if there are fewer, and OSError."""
         source = os.open(self.source, os.O_RDONLY)
         try:
-            at = self.start
-            stop = at + self.count
-            while at < stop:
-                at = min(stop, _seek(source, at, os.SEEK_DATA, stop))
-                end = min(stop, _seek(source, at, os.SEEK_HOLE, stop)) if at < stop else at
-                while at < end:
-                    block = os.pread(source, min(CHUNK, end - at), at)
+            position = self.start
+            stop = position + self.count
+            while position < stop:
+                position = min(stop, _seek(source, position, os.SEEK_DATA, stop))
+                end = (
+                    min(stop, _seek(source, position, os.SEEK_HOLE, stop))
+                    if position < stop
+                    else position
+                )
+                while position < end:
+                    block = os.pread(source, min(CHUNK, end - position), position)
                     if not block:
                         raise ValueError(
                             "an input ended while it was read; leave data alone while they are "
@@ -148,18 +152,18 @@ class Span:
                         )
                     view = memoryview(block)
                     while view:
-                        written = os.pwrite(target, view, self.target + at - self.start)
-                        at += written
+                        written = os.pwrite(target, view, self.target + position - self.start)
+                        position += written
                         view = view[written:]
         finally:
             os.close(source)
         return self.count
 
 
-def _seek(file: int, at: int, whence: int, stop: int) -> int:
+def _seek(file: int, start: int, whence: int, stop: int) -> int:
     """The next data or hole from byte `at` on; `stop` where nothing but a hole is left."""
     try:
-        return os.lseek(file, at, whence)
+        return os.lseek(file, start, whence)
     except OSError:
         return stop
 

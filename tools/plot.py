@@ -56,10 +56,10 @@ class PlotOptions:
 
 def problems(options: PlotOptions) -> list[str]:
     """What is wrong with the values."""
-    found = picture_problems(options.output)
+    wrong = picture_problems(options.output)
     if options.output is None and all(map(is_trace, options.runs)):
-        found.append("a trace is a picture only; give --output FILE")
-    return found
+        wrong.append("a trace is a picture only; give --output FILE")
+    return wrong
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
     options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=problems)
     try:
         if options.output and all(map(is_trace, options.runs)):
-            draw_memory(options.output, [one for path in options.runs for one in read_memory(path)])
+            draw_memory(
+                options.output, [memory for path in options.runs for memory in read_memory(path)]
+            )
             print(f"wrote {options.output}")
             return 0
         runs = [read_run(path, first=options.first, readers=READERS) for path in options.runs]

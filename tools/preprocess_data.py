@@ -299,28 +299,28 @@ def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[
         if read.chat_template is None:
             return []
         return ["--chat-template: only works with --chat; add it [flag-needs-other-flag]"]
-    found = [
+    problems = [
         f"{flag}: has no meaning with --chat, whose template ends each turn itself; remove it "
         "[flags-exclude-each-other]"
-        for flag, given in (
+        for flag, is_set in (
             ("--append-eod", config.write.append_eod),
             ("--split-sentences", read.split_sentences),
             ("--txt-lines", read.txt_lines),
         )
-        if given
+        if is_set
     ]
     if "json_keys" in typed and len(read.json_keys) > 1:
-        found.append(
+        problems.append(
             f"--json-keys {' '.join(read.json_keys)}: --chat reads one conversation from each "
             "record; give one key [json-keys-malformed]"
         )
     texts = [file for file in files if TEXT_FILE.search(file)]
     if texts:
-        found.append(
+        problems.append(
             f"--input {texts[0]}: a text has no messages; give JSON Lines or parquet with --chat "
             "[flags-exclude-each-other]"
         )
-    return found
+    return problems
 
 
 def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
@@ -436,7 +436,7 @@ def _output_problems(config: Config) -> list[str]:
             ),
         ]
     pairs = _pairs(config)
-    taken = [
+    existing = [
         path for pair in pairs for path in (bin_path(pair), idx_path(pair)) if os.path.isdir(path)
     ]
     problems += [
@@ -444,27 +444,27 @@ def _output_problems(config: Config) -> list[str]:
             f"--output-prefix {prefix}: {path} is a directory; choose another prefix "
             "[path-is-a-directory]"
         )
-        for path in taken
+        for path in existing
     ]
-    return problems if taken or is_finishing(prefix) else problems + _existing(config)
+    return problems if existing or is_finishing(prefix) else problems + _existing(config)
 
 
 def _existing(config: Config) -> list[str]:
     """A line if finished pairs would be replaced without --overwrite."""
-    found = [
+    paths = [
         pair
         for pair in _pairs(config)
         if os.path.exists(bin_path(pair)) and os.path.exists(idx_path(pair))
     ]
-    if found and config.run.in_parts:
+    if paths and config.run.in_parts:
         return [
-            f"--output-prefix {config.write.output_prefix}: {found[0]}.bin and .idx exist and "
+            f"--output-prefix {config.write.output_prefix}: {paths[0]}.bin and .idx exist and "
             "would be read in place of the parts; remove them, or choose another prefix "
             "[output-exists]"
         ]
-    if config.write.overwrite or not found:
+    if config.write.overwrite or not paths:
         return []
-    names = ", ".join(f"{pair}.bin and .idx" for pair in found)
+    names = ", ".join(f"{pair}.bin and .idx" for pair in paths)
     return [
         (
             f"--output-prefix {config.write.output_prefix}: {names} exist; give --overwrite to "
@@ -547,9 +547,11 @@ def _check_text(config: Config, job: Job, work: Unfinished) -> None:
     """Raise ValueError for a key without a token."""
     for key, tokens in zip(job.keys, work.tokens, strict=True):
         if not tokens:
-            what = f'no text under "{key}"' if work.documents and not job.chat else "no documents"
+            problem = (
+                f'no text under "{key}"' if work.documents and not job.chat else "no documents"
+            )
             raise ValueError(
-                f"--input {' '.join(config.read.input)}: {what}, so there is nothing to write "
+                f"--input {' '.join(config.read.input)}: {problem}, so there is nothing to write "
                 "[input-without-text]"
             )
 
@@ -607,20 +609,20 @@ def _make_parts(
     corpus = Corpus(job, _limits(config), identity, tuple(plan), tuple(sets))
     numbers = range(task.number, len(plan), task.count)
     if config.run.cluster:
-        made, failures = _make_on_cluster(config, corpus)
+        count, failures = _make_on_cluster(config, corpus)
     else:
-        made, failures = _make_here(config, corpus, numbers, stop)
+        count, failures = _make_here(config, corpus, numbers, stop)
     tidy(sets)
-    _warn_of_keys(config, made.having, made.documents)
+    _warn_of_keys(config, count.having, count.documents)
     if failures:
         raise ValueError("\n".join(failures))
     seconds = time.time() - started
     subject = f"Task {task.number} of {task.count}" if config.run.task else "Ray"
-    bad = f" ({made.bad} bad records skipped)" if made.bad else ""
+    bad = f" ({count.bad} bad records skipped)" if count.bad else ""
     return (
-        f"{subject}: wrote {made.parts} of {len(numbers)} parts, the others were whole; "
-        f"{made.documents} documents{bad}, {made.tokens} tokens in {seconds:.1f} s "
-        f"({made.tokens / seconds:.0f} tokens/s): {' '.join(each.folder for each in sets)}"
+        f"{subject}: wrote {count.parts} of {len(numbers)} parts, the others were whole; "
+        f"{count.documents} documents{bad}, {count.tokens} tokens in {seconds:.1f} s "
+        f"({count.tokens / seconds:.0f} tokens/s): {' '.join(each.folder for each in sets)}"
     )
 
 
@@ -766,7 +768,7 @@ def _summary(
     seconds: float,
 ) -> str:
     counts = {"bad": work.bad, "blank": work.blank, "without text": work.empty}
-    notes = "".join(f", {count} {what}" for what, count in counts.items() if count)
+    notes = "".join(f", {count} {kind}" for kind, count in counts.items() if count)
     if work.bad:
         print(f"bad records are listed in {work.bad_path}", file=sys.stderr)
     size = sum(map(os.path.getsize, paths))

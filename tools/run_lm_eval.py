@@ -44,32 +44,32 @@ class Options:
 
     def problems(self) -> list[str]:
         """What is wrong with them."""
-        found = []
+        problems = []
         if not self.arguments:
-            found.append(
+            problems.append(
                 "-- ARGUMENTS: is missing; give lm_eval's arguments after --, such as -- --tasks "
                 "NAME --include_path DIR"
             )
         if self.checkpoint is not None and not os.path.exists(self.checkpoint):
-            found.append(
+            problems.append(
                 f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that "
                 "--save named, or an iter_XXXXXXX in it"
             )
         if self.checkpoint is not None and "--model" in (self.arguments or ()):
-            found.append(f"CHECKPOINT: {self.checkpoint} and --model: give one of them")
-        return found
+            problems.append(f"CHECKPOINT: {self.checkpoint} and --model: give one of them")
+        return problems
 
     def words(self) -> list[str]:
         """The arguments of lm_eval."""
         words = list(self.arguments or ())
         if self.checkpoint is None:
             return words
-        given = f"checkpoint={self.checkpoint}"
+        model_args = f"checkpoint={self.checkpoint}"
         if "--model_args" in words:
-            at = words.index("--model_args") + 1
-            words[at : at + 1] = [",".join([given, *words[at : at + 1]])]
+            index = words.index("--model_args") + 1
+            words[index : index + 1] = [",".join([model_args, *words[index : index + 1]])]
             return ["--model", "megatron_gpt", *words]
-        return ["--model", "megatron_gpt", "--model_args", given, *words]
+        return ["--model", "megatron_gpt", "--model_args", model_args, *words]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -81,25 +81,25 @@ class Options(ModelOptions):
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
-        found = super().problems()
+        problems = super().problems()
         missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
         if missing:
-            found.append(
+            problems.append(
                 f"{' and '.join(missing)} not installed: pip install '.[serve]', or pip install "
                 f"{' '.join(LIBRARIES)}"
             )
         if (key := self.key) is not None and not key.strip():
             name = "MEGATRON_API_KEY" if self.api_key is None else "--api-key"
-            found.append(
+            problems.append(
                 f"{name} {key!r}: the key is empty; set it, or leave it out to serve without a key "
                 "[api-key-empty]"
             )
         if launcher.world_size() > 1:
-            found.append(
+            problems.append(
                 f"{launcher.world_size()} processes: the server is one process; start it without "
                 "torchrun (a model too large for it: tools/convert_checkpoint.py hf-export, vLLM)"
             )
-        return found
+        return problems
 
 
 def run_name(checkpoint: str) -> str:

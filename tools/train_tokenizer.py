@@ -189,10 +189,11 @@ def train(options: Options, texts: Texts) -> Any:
         show_progress=False,
     )
     in_thread(lambda: tokenizer.train_from_iterator(iter(texts), trainer), texts)
-    taken = [name for name in options.special_tokens if tokenizer.token_to_id(name) is not None]
-    if taken:
+    reserved = [name for name in options.special_tokens if tokenizer.token_to_id(name) is not None]
+    if reserved:
         raise ValueError(
-            f"--special-tokens {taken[0]}: the text gives a token of that name; choose another name"
+            f"--special-tokens {reserved[0]}: the text gives a token of that name; choose "
+            "another name"
         )
     tokenizer.add_special_tokens(list(options.special_tokens))
     return tokenizer

@@ -86,16 +86,16 @@ def windows(ids: Sequence[int], prefix: int, length: int, stride: int) -> Iterat
 def score(model: GPTModel, pending: Iterable[Window], batch_size: int) -> Iterator[Score]:
     """The score of each window, in order; `batch_size` windows of similar length go through the
     model at once."""
-    rest = iter(pending)
-    while taken := list(itertools.islice(rest, TOGETHER * batch_size)):
-        order = sorted(range(len(taken)), key=lambda number: -len(taken[number].inputs))
+    queue = iter(pending)
+    while group := list(itertools.islice(queue, TOGETHER * batch_size)):
+        order = sorted(range(len(group)), key=lambda number: -len(group[number].inputs))
         scores: dict[int, Score] = {}
         for first in range(0, len(order), batch_size):
             numbers = order[first : first + batch_size]
-            batch = _score_batch(model, [taken[number] for number in numbers])
+            batch = _score_batch(model, [group[number] for number in numbers])
             for number, scored in zip(numbers, batch, strict=True):
                 scores[number] = scored
-        yield from (scores[number] for number in range(len(taken)))
+        yield from (scores[number] for number in range(len(group)))
 
 
 def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
@@ -142,8 +142,8 @@ def score_texts(
         yield _score_joined(model, tokenizer, texts, how)
         return
     # documents are scored together, so that short ones fill a batch
-    rest = iter(texts)
-    while some := list(itertools.islice(rest, how.batch_size * TOGETHER)):
+    queue = iter(texts)
+    while some := list(itertools.islice(queue, how.batch_size * TOGETHER)):
         parts = [(text, *first_and_rest(tokenizer, tokenizer.tokenize(text))) for text in some]
         windows_of_parts = [
             list(windows(ids, prefix, how.length, how.stride)) for _, prefix, ids in parts

@@ -68,14 +68,15 @@ def _panel(curves: Sequence[tuple[str, Curve]], width: int, height: int, name: s
     for mark, curve in curves:
         for column, value in _columns(curve, left, right, width).items():
             rows[round((high - value) / (high - low) * (height - 1))][column] = mark
-    shown = {
+    labelled = {
         0: high,
         height // 2: high - (high - low) * (height // 2) / (height - 1),
         height - 1: low,
     }
+    labels = {line: _number(value, name) for line, value in labelled.items()}
     lines = [
-        f"{_number(shown[at], name) if at in shown else '':>{MARGIN - 2}} |{''.join(row)}".rstrip()
-        for at, row in enumerate(rows)
+        f"{labels.get(line, ''):>{MARGIN - 2}} |{''.join(row)}".rstrip()
+        for line, row in enumerate(rows)
     ]
     ends = f"{left}{str(right):>{width - len(str(left))}}"
     return [*lines, " " * (MARGIN - 1) + "+" + "-" * width, " " * MARGIN + ends]
@@ -83,11 +84,11 @@ def _panel(curves: Sequence[tuple[str, Curve]], width: int, height: int, name: s
 
 def _columns(curve: Curve, left: int, right: int, width: int) -> dict[int, float]:
     """The mean of the finite values of each column."""
-    found: dict[int, list[float]] = {}
+    columns: dict[int, list[float]] = {}
     for x, y in zip(*curve, strict=True):
         if math.isfinite(y):
-            found.setdefault(round((x - left) / max(1, right - left) * (width - 1)), []).append(y)
-    return {column: sum(values) / len(values) for column, values in found.items()}
+            columns.setdefault(round((x - left) / max(1, right - left) * (width - 1)), []).append(y)
+    return {column: sum(values) / len(values) for column, values in columns.items()}
 
 
 def _number(value: float, name: str) -> str:

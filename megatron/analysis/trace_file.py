@@ -34,12 +34,12 @@ def read_memory(path: str) -> list[RankMemory]:
         content: Any = read_json(path)
         return [
             RankMemory(
-                one["rank"],
-                one["stage"],
-                one["memory_over_step"]["operations_per_point"],
-                one["memory_over_step"]["bytes"],
+                rank["rank"],
+                rank["stage"],
+                rank["memory_over_step"]["operations_per_point"],
+                rank["memory_over_step"]["bytes"],
             )
-            for one in content["ranks"]
+            for rank in content["ranks"]
         ]
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from None

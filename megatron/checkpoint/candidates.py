@@ -36,10 +36,10 @@ def candidates(
     checkpoint counts as named; not in `snapshot_roots`, for a slot is emptied tracker first. Raises
     CheckpointError for a tracker that cannot be read if there is no checkpoint next to it.
     """
-    given = str(path)  # Path would take a ./ away, which the log shows
+    typed = str(path)  # Path would take a ./ away, which the log shows
     path = Path(path)
     if step is not None or store.is_checkpoint(path):
-        return [Candidate(given, step)], []
+        return [Candidate(typed, step)], []
     by_root: list[tuple[int, Path]] = []
     problems: list[str] = []
     for root in (path, *snapshot_roots):
@@ -68,7 +68,7 @@ def candidates(
                     f"{complete[-1]}"
                 )
     by_root.sort(key=lambda pair: -pair[0])
-    names = {path: given}
+    names = {path: typed}
     return [
         Candidate(names.get(root, str(root)), iteration) for iteration, root in by_root
     ], problems

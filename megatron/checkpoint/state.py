@@ -102,7 +102,7 @@ class RunState:
                 f"{source} is not a run state: {type(error).__name__} {error}; the checkpoint is "
                 "damaged: use another one [checkpoint-damaged]"
             ) from None
-        known = {one.name: one for one in fields(cls)}
+        known = {declared.name: declared for declared in fields(cls)}
         if "features" not in table:  # earlier programs wrote a feature's state among the others
             features = [key for key in table.keys() - known.keys() if isinstance(table[key], dict)]
             table["features"] = {key: table.pop(key) for key in sorted(features)}

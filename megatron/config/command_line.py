@@ -197,14 +197,14 @@ def _checked(
     config = config_from(tree, {**defaults, **saved.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or launch.world_size)
-    judged, given = config, set(typed)
+    judged, explicit = config, set(typed)
     of_script = _of_own_model(config) if script.model_provider else []
     if script.datasets_provider is not None or not script.complete:
         judged, of_data = _with_own_data(config)
         of_script += of_data if script.complete else []
-        given -= set(_SOURCES)
+        explicit -= set(_SOURCES)
     # What an @FILE that cannot be read would have said is not missing.
-    refused = [] if parsed.unread_file else check.problems(judged, world_size, given)
+    refused = [] if parsed.unread_file else check.problems(judged, world_size, explicit)
     unread = tuple(
         _IN_PLACE_OF.get(flag.name, f"{flag.spelling} is missing")
         for flag in flags.flags
@@ -219,7 +219,7 @@ def _checked(
     ]
     notes = [*parsed.notes, *accepted, *saved.notes]
     if not problems:
-        notes += check.notes(judged, world_size, given)
+        notes += check.notes(judged, world_size, explicit)
     c = config.checkpoint
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
     config = replace(config, checkpoint=staged(c))

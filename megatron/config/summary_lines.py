@@ -196,14 +196,14 @@ def _weights_text(config: Config, plan: Plan, muon: bool) -> str:
     stand once, without `decoder.layers.N`."""
     chosen = [spec for spec in plan.parameters if spec.trained and by_muon(config, spec) == muon]
     of_layers: Counter[str] = Counter()
-    others = []
+    phrases = []
     for spec in chosen:
         if spec.layer is None:
-            others.append(spec.name)
+            phrases.append(spec.name)
         else:
             of_layers[spec.name.removeprefix(f"decoder.layers.{spec.layer}.")] += 1
     size = sum(spec.size for spec in chosen)
-    text = ", ".join([*others, *(f"{name} x {n}" for name, n in of_layers.items())])
+    text = ", ".join([*phrases, *(f"{name} x {n}" for name, n in of_layers.items())])
     return f"{_count(len(chosen), 'tensor')} of {_count(size, 'parameter')}: {text}"
 
 

@@ -279,9 +279,9 @@ class DocumentSources:
                 f"--document {number}: {self._prefix} has {len(self)} documents, numbered from 0 "
                 "[document-not-found]"
             )
-        which = bisect_right(self._ends, number)
-        file = self._files[which]
-        within = number - (self._ends[which - 1] if which else 0)
+        index = bisect_right(self._ends, number)
+        file = self._files[index]
+        within = number - (self._ends[index - 1] if index else 0)
         offset, line, _, input_number, size = file.row(within).item()
         if input_number >= len(file.kept.files):
             raise file._damaged("a number of an input is too large")

@@ -142,12 +142,12 @@ def shortages(splits: Sequence[SplitFiles], sequence_length: int) -> list[Shorta
     """The splits, in Megatron's order, that have fewer samples than the run needs. One data set,
     and a blend with weights, are read as often as needed. Raises ValueError for a pair that fills
     no sample."""
-    found = []
+    problems = []
     for split in splits:
         samples = sum(row.samples for row in _rows(split, sequence_length, drawn=False))
         if split.size is not None and round(samples) < split.size:
-            found.append(Shortage(split.name, round(samples), split.size))
-    return found
+            problems.append(Shortage(split.name, round(samples), split.size))
+    return problems
 
 
 def check_ids(splits: Sequence[SplitFiles], vocab_size: int) -> None:

@@ -58,13 +58,13 @@ class ScriptData:
         """See `DataSource`. The provider is called on every rank; every data set is asked for its
         first sample."""
         stage = "vp_stage" in inspect.signature(self.provider).parameters
-        found = self.provider(list(request.sizes), **({"vp_stage": None} if stage else {}))
-        if not isinstance(found, (tuple, list)) or len(found) != len(SPLITS):
+        datasets = self.provider(list(request.sizes), **({"vp_stage": None} if stage else {}))
+        if not isinstance(datasets, (tuple, list)) or len(datasets) != len(SPLITS):
             raise refused("returned no three data sets: train, valid and test, each may be None")
-        kept = [items.size if isinstance(items, OfFlags) else -1 for items in found]
-        if kept == list(request.sizes):
+        sizes = [items.size if isinstance(items, OfFlags) else -1 for items in datasets]
+        if sizes == list(request.sizes):
             return _of_flags(data, request, rows)
-        if data.mock_data or any(isinstance(items, OfFlags) for items in found):
+        if data.mock_data or any(isinstance(items, OfFlags) for items in datasets):
             raise ValueError(
                 "train_valid_test_datasets_provider: returned data sets of its own beside those of "
                 "the flags, or other numbers of samples than it was asked for; omit --mock-data, "
@@ -74,7 +74,7 @@ class ScriptData:
             None
             if items is None or size == 0
             else self._data_set(split, items, size, data, request, rows)
-            for split, items, size in zip(SPLITS, found, request.sizes, strict=True)
+            for split, items, size in zip(SPLITS, datasets, request.sizes, strict=True)
         )
         if train is None and request.sizes[0] != 0:
             raise refused("returned None for train; only a run with --skip-train needs none")
@@ -146,18 +146,18 @@ class ScriptDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`. Raises ValueError for one that is none, with what it lacks."""
-        item = self._item(index)
+        sample = self._item(index)
         if self._has_text:
-            return self._ids(index, item, "text", self._length + 1)
-        tokens = self._ids(index, item, "tokens", self._length)
-        mask = self._numbers(index, item, "loss_mask", self._length, "biuf").astype(np.float32)
+            return self._ids(index, sample, "text", self._length + 1)
+        tokens = self._ids(index, sample, "tokens", self._length)
+        mask = self._numbers(index, sample, "loss_mask", self._length, "biuf").astype(np.float32)
         # what has no loss may have any label, such as -100
-        labels = self._ids(index, item, "labels", self._length, mask != 0)
+        labels = self._ids(index, sample, "labels", self._length, mask != 0)
         positions = np.arange(self._length)
-        if item.get("position_ids") is not None:
-            positions = self._ids(index, item, "position_ids", self._length, limit=self._length)
-        if item.get("attention_mask") is not None:
-            self._check_attention(index, np.asarray(item["attention_mask"]), tokens)
+        if sample.get("position_ids") is not None:
+            positions = self._ids(index, sample, "position_ids", self._length, limit=self._length)
+        if sample.get("attention_mask") is not None:
+            self._check_attention(index, np.asarray(sample["attention_mask"]), tokens)
         # The bits of the mask, since a sample is one array of integers.
         return np.stack((tokens, labels, positions, np.zeros_like(tokens), mask.view(np.int32)))
 
@@ -183,15 +183,15 @@ class ScriptDataset:
         return {document: self._length}
 
     def _item(self, index: int) -> Mapping[str, Any]:
-        item = self._items[index]
-        if not isinstance(item, Mapping):
-            raise self._wrong(index, f"is {type(item).__name__}, no dictionary")
-        return item
+        sample = self._items[index]
+        if not isinstance(sample, Mapping):
+            raise self._wrong(index, f"is {type(sample).__name__}, no dictionary")
+        return sample
 
     def _ids(
         self,
         index: int,
-        item: Mapping[str, Any],
+        sample: Mapping[str, Any],
         key: str,
         length: int,
         counted: np.ndarray | None = None,
@@ -199,7 +199,7 @@ class ScriptDataset:
     ) -> np.ndarray:
         """Numbers [length] from 0 to below `limit`, without one to the vocabulary's size; 0 where
         they are not `counted`."""
-        ids = self._numbers(index, item, key, length, "iu").astype(np.int64)
+        ids = self._numbers(index, sample, key, length, "iu").astype(np.int64)
         if counted is not None:
             ids = np.where(counted, ids, 0)
         limit = limit or self._vocab_size
@@ -210,13 +210,13 @@ class ScriptDataset:
         return ids
 
     def _numbers(
-        self, index: int, item: Mapping[str, Any], key: str, length: int, kinds: str
+        self, index: int, sample: Mapping[str, Any], key: str, length: int, kinds: str
     ) -> np.ndarray:
-        if key not in item:
-            keys = ", ".join(map(str, item)) or "no key"
+        if key not in sample:
+            keys = ", ".join(map(str, sample)) or "no key"
             raise self._wrong(index, f"has {keys}; needed: text, or tokens, labels and loss_mask")
         try:
-            numbers = np.asarray(item[key])
+            numbers = np.asarray(sample[key])
         except (TypeError, RuntimeError) as error:  # a tensor of another device or dtype
             raise self._wrong(index, f"has no array of '{key}': {error}") from error
         if numbers.shape != (length,) or numbers.dtype.kind not in kinds:
@@ -230,17 +230,17 @@ class ScriptDataset:
     def _check_attention(self, index: int, mask: np.ndarray, tokens: np.ndarray) -> None:
         """Raise ValueError unless `mask` [1, s, s], True where nothing is seen, is what the model
         computes: causal, with --reset-attention-mask inside documents."""
-        seen = np.tri(self._length, dtype=bool)
+        causal = np.tri(self._length, dtype=bool)
         if self._eod is not None:
             ends = tokens == self._eod
             documents = ends.cumsum() - ends
-            seen &= documents[:, None] == documents
-        if mask.size != seen.size or not np.array_equal(mask.reshape(seen.shape) != 0, ~seen):
+            causal &= documents[:, None] == documents
+        if mask.size != causal.size or not np.array_equal(mask.reshape(causal.shape) != 0, ~causal):
             raise ValueError(
                 f"{self.index_split} sample {index} of {self.name}: attention is causal, with "
                 "--reset-attention-mask inside documents; leave attention_mask out "
                 "[attention-mask-given]"
             )
 
-    def _wrong(self, index: int, what: str) -> ValueError:
-        return refused(f"{self.index_split} sample {index} of {self.name} {what}")
+    def _wrong(self, index: int, problem: str) -> ValueError:
+        return refused(f"{self.index_split} sample {index} of {self.name} {problem}")

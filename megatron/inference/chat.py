@@ -34,12 +34,12 @@ class Chat:
     ) -> list[int]:
         """The ids after which the next answer begins. Raises ValueError saying what is wrong with
         the conversation."""
-        found = checked(messages)
+        chat = checked(messages)
         if self.encoder is not None:
-            return self.encoder.prompt(found, tools)
-        if tools or any(each.get("tool_calls") for each in found):
+            return self.encoder.prompt(chat, tools)
+        if tools or any(each.get("tool_calls") for each in chat):
             raise ValueError("tools need a chat template, and the model has none")
-        turns = [f"{each['role'].capitalize()}: {each['content']}\n" for each in found]
+        turns = [f"{each['role'].capitalize()}: {each['content']}\n" for each in chat]
         return [int(token) for token in self.tokenizer.tokenize("".join(turns) + "Assistant:")]
 
 

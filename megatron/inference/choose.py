@@ -38,8 +38,8 @@ def choose(
         ids = order if ids is None else ids[order]
     sums = probabilities.cumsum(0)
     draw = torch.rand((), generator=generator, dtype=torch.float64) * sums[-1]
-    place = min(int(torch.searchsorted(sums, draw, right=True)), len(sums) - 1)
-    return place if ids is None else int(ids[place])
+    index = min(int(torch.searchsorted(sums, draw, right=True)), len(sums) - 1)
+    return index if ids is None else int(ids[index])
 
 
 def _most_likely(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,8 +49,8 @@ def _most_likely(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tenso
     ordered, ids = probabilities.topk(min(FIRST_LOOK, len(probabilities)))
     if float(ordered.sum()) < limit:
         ordered, ids = probabilities.sort(descending=True, stable=True)
-    kept = ordered.cumsum(0) - ordered < limit
-    return ordered[kept], ids[kept]
+    within = ordered.cumsum(0) - ordered < limit
+    return ordered[within], ids[within]
 
 
 def log_probabilities(

@@ -152,8 +152,8 @@ class Engine:
         """Where the cache is full, read the later half of the text again (or more, if that leaves
         room for what is still to come)."""
         missing = generation.request.max_new_tokens - generation.count
-        kept = max(self.length // 2, self.length - missing + 1, 1)
-        generation.tokens = generation.tokens[-kept:]
+        tokens = max(self.length // 2, self.length - missing + 1, 1)
+        generation.tokens = generation.tokens[-tokens:]
         generation.cached = 0
 
     def _decode(self, decoding: list[Generation]) -> list[tuple[Generation, NewToken | None]]:

@@ -55,13 +55,13 @@ def open_trained_model(
     above 1 so many ranks of one launcher call this together and each loads its part; the checkpoint
     may have any layout. Raises ValueError or CheckpointError saying what to do.
     """
-    found = store.load(path, step)
-    if found is None:
+    stored = store.load(path, step)
+    if stored is None:
         raise ValueError(
             f"{path}: no checkpoint there ({store.TRACKER} is missing); give the directory that "
             "--save named, or an iter_XXXXXXX in it"
         )
-    saved = saved_config(found)
+    saved = saved_config(stored)
     config = replace(
         saved,
         data=with_tokenizer(saved.data, tokenizer_files or {}),
@@ -71,12 +71,12 @@ def open_trained_model(
     tokenizer = make_tokenizer(config)
     rows = tokenizer.vocab_size
     if config.data.tokenizer == saved.data.tokenizer:
-        _check_tokenizer(found.state.data.get("tokenizer"), tokenizer, str(found.directory))
+        _check_tokenizer(stored.state.data.get("tokenizer"), tokenizer, str(stored.directory))
     else:
         rows = saved.data.vocab_size or 0
         check_ids(rows, tokenizer, path)
     padded = padded_vocab_size(rows, config.model.make_vocab_size_divisible_by, tensor_parallel)
-    ctx, place = _grid(config, device)
+    ctx, grid = _grid(config, device)
     model = GPTModel(
         config.model,
         config.precision,
@@ -84,9 +84,9 @@ def open_trained_model(
         parameter_table(config.model, padded, tokenizer.vocab_size),
         tokenizer.vocab_size,
         torch.float32,
-        place,
+        grid,
     )
-    with found.reader() as reader, torch.no_grad():
+    with stored.reader() as reader, torch.no_grad():
         for parameter in model.parameters():
             sharding = sharding_of(parameter)
             read_into(
@@ -98,7 +98,7 @@ def open_trained_model(
                 rows,
             )
         reader.wait()
-    return TrainedModel(model.eval(), tokenizer, config, found.iteration, str(found.directory))
+    return TrainedModel(model.eval(), tokenizer, config, stored.iteration, str(stored.directory))
 
 
 def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
@@ -141,9 +141,11 @@ def _check_tokenizer(trained: Mapping | None, now: Tokenizer, directory: str) ->
     """The ids must mean what they meant in training; only the paths of the files may differ."""
     if not trained:
         return
-    here = now.identity()
+    identity = now.identity()
     differ = [
-        key for key in sorted({*trained, *here} - {"files"}) if trained.get(key) != here.get(key)
+        key
+        for key in sorted({*trained, *identity} - {"files"})
+        if trained.get(key) != identity.get(key)
     ]
     if differ:
         raise ValueError(

@@ -24,19 +24,21 @@ class Sampling:
 
     def problems(self) -> list[str]:
         """Everything that is wrong with these settings, one line each."""
-        found = []
+        problems = []
         if not 0.0 <= self.temperature < float("inf"):
-            found.append(f"--temperature {self.temperature}: must be a number from 0 (greedy) on")
+            problems.append(
+                f"--temperature {self.temperature}: must be a number from 0 (greedy) on"
+            )
         if self.top_k < 0:
-            found.append(f"--top-k {self.top_k}: must be 0 (every token) or more")
+            problems.append(f"--top-k {self.top_k}: must be 0 (every token) or more")
         if not 0.0 < self.top_p <= 1.0:
-            found.append(
+            problems.append(
                 f"--top-p {self.top_p}: must be above 0 and at most 1 (1 keeps every token)"
             )
         if not 0.0 < self.repetition_penalty < float("inf"):
-            found.append(
+            problems.append(
                 f"--repetition-penalty {self.repetition_penalty}: must be above 0 (1: no penalty)"
             )
         if not 0 <= self.seed < 2**63:
-            found.append(f"--seed {self.seed}: must be 0 or more, and below 2^63")
-        return found
+            problems.append(f"--seed {self.seed}: must be 0 or more, and below 2^63")
+        return problems

@@ -61,7 +61,7 @@ class TextStream:
     def _release(self, piece: str) -> str:
         """As much of what is held and of `piece` as cannot belong to a stop string."""
         text = self._held + piece
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        ends = [position for stop in self._stop if (position := text.find(stop)) >= 0]
         if ends:
             self.stopped = True
             self._held = ""

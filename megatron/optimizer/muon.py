@@ -147,8 +147,8 @@ class MuonAndAdam:
     ) -> None:
         self._muon = muon
         self.adam = adam.build_adam([group for group in groups if not group["muon"]], config)
-        rest = iter(self.adam.param_groups)
-        self.param_groups = [group if group["muon"] else next(rest) for group in groups]
+        adam_groups = iter(self.adam.param_groups)
+        self.param_groups = [group if group["muon"] else next(adam_groups) for group in groups]
         self.state: dict[Tensor, dict[str, Tensor]] = dict(self.adam.state)
         self._batches: list[tuple[dict[str, Any], Kind, list[Tensor]]] = []
         keys = [adam.MOMENTUM] + [adam.NEURONS] * (muon.neuron_beta2 is not None)

@@ -147,8 +147,8 @@ class OptimizerParamScheduler:
         max_lr = group.get("max_lr", self.max_lr)
         if self.lr_decay_style == "power":
             # the warm-up rises to the power law, the anneal falls from it
-            at = min(max(n, warmup + self.zero_lr_steps), anneal_start)
-            max_lr = max(min_lr, max_lr * self._power(max(at, 1)))
+            step = min(max(n, warmup + self.zero_lr_steps), anneal_start)
+            max_lr = max(min_lr, max_lr * self._power(max(step, 1)))
         decay = self.lr_decay_steps
         if n < self.zero_lr_steps:
             return 0.0

@@ -107,7 +107,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         sums = [(local - peak).exp(), torch.where(is_local, target, 0)] + [logit_sum] * (
             smoothing > 0.0
         )
-        total, target, *rest = reduce(torch.stack(sums), tp, "sum")
+        total, target, *extra = reduce(torch.stack(sums), tp, "sum")
         log_total = total.log() + peak
         if right is not None:
             torch.ge(target, largest, out=right)
@@ -122,7 +122,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         ctx.z_loss = z_loss
         if not smoothing:
             return log_total - target
-        return log_total - (1.0 - smoothing) * target - uniform * rest[0]
+        return log_total - (1.0 - smoothing) * target - uniform * extra[0]
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):

@@ -147,15 +147,15 @@ class SavePolicy(Hook):
                 # no number: not the disk's fault
                 if error.errno is None or final and error.errno != errno.ECHILD:
                     raise
-                what = "snapshot"
+                kind = "snapshot"
                 follows = "; training continues"
                 if not is_snapshot:
-                    what = "checkpoint"
+                    kind = "checkpoint"
                     follows = (
                         f". {save.what_remains(self._run.config.checkpoint)}{follows}, the next "
                         f"save is tried at iteration {self._next_save(iteration)}"
                     )
-                log.print_rank_0(f"WARNING: no {what} of iteration {iteration}: {error}{follows}")
+                log.print_rank_0(f"WARNING: no {kind} of iteration {iteration}: {error}{follows}")
         self._advise()
         self._lines.timers(["save-checkpoint"])
 

@@ -242,34 +242,34 @@ def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator
         yield "--optimizer muon", flags
     if isinstance(model, gpt.GPTModel):
         return
-    ours = "our GPTModel, also with changes"
+    remedy = "our GPTModel, also with changes"
     if ctx.cp.size > 1:
-        yield f"--context-parallel-size {ctx.cp.size}", ours
+        yield f"--context-parallel-size {ctx.cp.size}", remedy
     split = any(sharding_of(p).splits for p in model.parameters())
     if ctx.tp.size > 1 and not split:
         yield f"--tensor-model-parallel-size {ctx.tp.size}", "layers that are split over ranks"
-    for flag, given in {
+    for flag, refused_by in {
         "--num-experts": config.model.num_experts,
         "--torch-compile": config.training.torch_compile,
         "--fp8-format": config.precision.fp8,
         "--recompute-granularity": config.training.recompute,
         "numbers of subsets (--packed-samples, --log-subsets, --log-format)": config.counts_subsets,
     }.items():
-        if given:
-            yield flag, ours
+        if refused_by:
+            yield flag, remedy
 
 
 def _compare(model: nn.Module, ctx: ParallelContext) -> None:
     """Raise ValueError where ranks have other parameters, or other values of those that came with
     values. All ranks call this."""
-    given = [p for p in model.parameters() if sharding_of(p).init == GIVEN]
+    initial = [p for p in model.parameters() if sharding_of(p).init == GIVEN]
     records = [(sharding_of(p).name, sharding_of(p).shape) for p in model.parameters()]
-    text = repr((records, weight_hashes(given)))
+    text = repr((records, weight_hashes(initial)))
     digests = gather_objects(hashlib.sha256(text.encode()).hexdigest(), ctx.world)
-    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+    ranks = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if ranks:
         raise ValueError(
-            f"model_provider: the model of rank {', '.join(others)} has other parameters or "
+            f"model_provider: the model of rank {', '.join(ranks)} has other parameters or "
             "initial values than that of rank 0; draw them from torch's random numbers, which "
             "every rank begins alike [model-differs-between-ranks]"
         )

@@ -92,10 +92,10 @@ def build_tokenizer(args: Any) -> Tokenizer:
     return get_tokenizer()
 
 
-def _check_same(name: str, given: Mapping[str, Any]) -> None:
+def _check_same(name: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments that say something else than the flags."""
     args = get_args()
-    for key, value in given.items():
+    for key, value in values.items():
         if value is not None and value != getattr(args, key):
             raise ValueError(
                 f"{name}: {key} is {value}, by the flags {getattr(args, key)}; change the flag "
@@ -323,11 +323,11 @@ class BlendedMegatronDatasetBuilder:
         renamed = {"sequence_length": "seq_length", "random_seed": "seed"}
         same = ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         checked = renamed | {name: name for name in same}
-        said = {checked[name]: value for name, value in config.items() if name in checked}
+        values = {checked[name]: value for name, value in config.items() if name in checked}
         blend = config.get("blend")
         if isinstance(blend, tuple):  # as `get_blend_from_list` has it
             blend = None if blend == get_blend_from_list(get_args().data_path) else blend
-        _check_same("GPTDatasetConfig", {**said, "data_path": blend})
+        _check_same("GPTDatasetConfig", {**values, "data_path": blend})
         self._sizes = sizes
 
     def build(self) -> list[OfFlags]:

@@ -53,10 +53,10 @@ def _of_own_model(step: ForwardStep, batch: Batch, model: GPTModel) -> Losses | 
 def _call(forward_step: Callable[..., Any], batch: Batch, model: GPTModel) -> Losses | torch.Tensor:
     from megatron.model.gpt import GPTModel
 
-    given = micro_batch(batch)
-    current.update(given)
+    tensors = micro_batch(batch)
+    current.update(tensors)
     is_gpt = isinstance(model, GPTModel)
-    returned = forward_step(_once(given), ScriptModel(model, batch, given) if is_gpt else model)
+    returned = forward_step(_once(tensors), ScriptModel(model, batch, tensors) if is_gpt else model)
     if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
         raise ValueError(
             "forward_step: returned no (output, loss_func); name its first parameter batch if it "
@@ -92,8 +92,8 @@ def _metric(value: Any) -> Any:
     return value
 
 
-def _once(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield given
+def _once(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield tensors
     raise ValueError(
         "forward_step: took a second micro-batch from data_iterator; it is called once for each "
         "[one-micro-batch]"

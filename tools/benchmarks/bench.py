@@ -180,12 +180,12 @@ def main(argv: Sequence[str] | None = None, here: bool = False) -> int:
         print(f"{tree.name}: commit {commit_of(tree)}")
     results = []
     try:
-        for benchmark, given in read_words(options.words):
+        for benchmark, words in read_words(options.words):
             with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
                 setup = Setup(
                     Path(folder), options.small, options.peer, options.against, options.device
                 )
-                for case in cases_of(benchmark, given, setup):
+                for case in cases_of(benchmark, words, setup):
                     print(f"\n{benchmark.name}: {case.name}", flush=True)
                     try:
                         result = run_case(case, options.rounds, here, options.threads)

@@ -235,7 +235,8 @@ def interval(adam: Sequence[float], muon: Mapping[int, Sequence[float]]) -> list
         goal = statistics.fmean(draw.choices(adam, k=len(adam)))
         chosen = draw.choices(range(len(adam)), k=len(adam))
         losses = {
-            steps: statistics.fmean(values[one] for one in chosen) for steps, values in muon.items()
+            steps: statistics.fmean(values[seed] for seed in chosen)
+            for steps, values in muon.items()
         }
         ratios.append(steps_to(goal, losses) / max(muon))
     ratios.sort()

@@ -91,7 +91,8 @@ def config_for(
     differ = architecture.differences(model, back)
     if differ:
         differences = "; ".join(
-            f"{item.name} is {item.saved}, there it is {item.now}" for item in differ
+            f"{difference.name} is {difference.saved}, there it is {difference.now}"
+            for difference in differ
         )
         raise ConversionError(f"a {family.model_type} model cannot express this one: {differences}")
     return config

@@ -322,7 +322,7 @@ def megatron_import(
             if sharded
             else kind(folder_of_checkpoint, unpickler)
         )
-        given = (
+        typed = (
             parse_typed(build_parser(RunConfig, prog="args", description=""), [f"@{args_file}"])
             if args_file
             else {}
@@ -330,11 +330,11 @@ def megatron_import(
         flags = flags_from(
             checkpoint.args,
             str(checkpoint.source),
-            given=given,
+            given=typed,
             ignored=ignored,
             kind=checkpoint.kind,
         )
-        checkpoint.args |= given
+        checkpoint.args |= typed
         model = ModelConfig(
             **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
         )

@@ -36,7 +36,7 @@ def card(ours: Ours, config: dict[str, Any], tensors: Sequence[PendingTensor]) -
 def _training(ours: Ours) -> dict[str, str | None]:
     """Rows about how the weights came to be."""
     state, config = ours.found.state, ours.config
-    made = {name: state.versions.get(name) for name in ("suite", "commit", "torch")}
+    versions = {name: state.versions.get(name) for name in ("suite", "commit", "torch")}
     trained = state.consumed_train_samples - state.skipped_train_samples
     tokens = trained * config.model.seq_length
     most = "at most " if config.data.pad_samples else ""  # the rest is padding
@@ -46,7 +46,7 @@ def _training(ours: Ours) -> dict[str, str | None]:
         "iteration": f"{state.iteration:,}",
         "trained on": f"{trained:,} samples of {config.model.seq_length:,} tokens: {most}"
         f"{tokens:,} tokens",
-        "library": f"megatron-gpt-pretraining {made['suite']}, torch {made['torch']}",
-        "commit": made["commit"],
+        "library": f"megatron-gpt-pretraining {versions['suite']}, torch {versions['torch']}",
+        "commit": versions["commit"],
     }
     return rows if trained else rows | {"trained on": None}

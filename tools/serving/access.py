@@ -26,8 +26,8 @@ class Access:
         """Raises ApiError without the right key."""
         if self.api_key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(token.encode(), self.api_key.encode()):
             raise ApiError(
                 401,
                 "the API key is missing or wrong",
@@ -68,9 +68,9 @@ class Access:
 def check_content_type(request: Request) -> None:
     """Raises ApiError unless the body is JSON: a browser asks before it sends that to another
     site."""
-    given = request.headers.get("content-type")
-    if (given or "").partition(";")[0].strip().lower() != "application/json":
-        named = "no Content-Type" if given is None else f"Content-Type {given[:100]}"
+    content_type = request.headers.get("content-type")
+    if (content_type or "").partition(";")[0].strip().lower() != "application/json":
+        named = "no Content-Type" if content_type is None else f"Content-Type {content_type[:100]}"
         raise ApiError(
             415,
             f"{named}: must be application/json (curl: -H 'Content-Type: application/json')",

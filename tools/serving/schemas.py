@@ -138,12 +138,12 @@ class ChatBody(_Body):
 def read_json(data: bytes) -> dict[str, Any]:
     """The JSON object that a body is. Raises ApiError."""
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON ({str(error)[:200]})") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object")
-    return found
+    return value
 
 
 def parse(kind: type[BaseModel], data: Any) -> Any:
@@ -152,8 +152,8 @@ def parse(kind: type[BaseModel], data: Any) -> Any:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = [str(part) for part in first["loc"]]
-        name = place[0] if place else None
+        path = [str(part) for part in first["loc"]]
+        name = path[0] if path else None
         text = first["msg"].removeprefix("Value error, ")
         message = f"{name}: {text}" if name else text
         raise ApiError(400, message, param=name) from None

@@ -119,10 +119,10 @@ class Worker:
             traceback.print_exc(file=sys.stderr)
             with self._changed:
                 self.failed = True
-                left = [*self._running.values(), *self._waiting]
+                unfinished = [*self._running.values(), *self._waiting]
                 self._waiting.clear()
                 self._running.clear()
-            for job in left:
+            for job in unfinished:
                 job.emit(TextPiece("", None, "error"))
 
     def _admit(self) -> bool:

@@ -14,24 +14,24 @@ def parse_words(parser: Parser, argv: Sequence[str]) -> Parsed:
     argv = list(argv)
     end = argv.index("--") if "--" in argv else len(argv)
     words = argv[:end]
-    rest = argv[end + 1 :]
+    tail = argv[end + 1 :]
     loose = []
-    at = 0
+    index = 0
     seen: dict[str, list[str]] = {}
-    while at < len(words):
-        stop = at + 1
-        if not is_flag(words[at]):
-            loose.append(words[at])
+    while index < len(words):
+        stop = index + 1
+        if not is_flag(words[index]):
+            loose.append(words[index])
         else:
-            most = _most_values(parser, words[at])
-            while stop < len(words) and stop - at <= most and not is_flag(words[stop]):
+            most = _most_values(parser, words[index])
+            while stop < len(words) and stop - index <= most and not is_flag(words[stop]):
                 stop += 1
-            take(parser, words[at:stop], seen, parsed)
-        at = stop
+            take(parser, words[index:stop], seen, parsed)
+        index = stop
     if parser.after_dashes is None:
-        loose += rest
+        loose += tail
     elif end < len(argv):
-        parsed.typed[parser.after_dashes.name] = tuple(rest)
+        parsed.typed[parser.after_dashes.name] = tuple(tail)
     for flag in parser.positionals:
         number = len(loose) if flag.kind == "list" else 1
         if loose:

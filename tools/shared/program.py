@@ -28,7 +28,7 @@ def read(
     *,
     prog: str,
     description: str,
-    check: Callable[[Options], list[str]] = lambda given: [],
+    check: Callable[[Options], list[str]] = lambda parsed_options: [],
 ) -> Options:
     """The options that a command line gives. `check` returns what is wrong with values that can be
     read.
@@ -83,9 +83,9 @@ def run_program(
 ) -> int:
     """Read the command line and `run` the program; its exit code: 0, or 1 with one line on stderr
     where it could not be done. Raises SystemExit as `read` does."""
-    given = read(options, argv, prog=prog, description=description, check=check)
+    parsed_options = read(options, argv, prog=prog, description=description, check=check)
     try:
-        run(given)
+        run(parsed_options)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

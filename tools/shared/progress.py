@@ -43,11 +43,11 @@ class Progress:
             if done <= self._first:
                 return
             rate = (done - self._first) / max(now - self._start, 1e-9)
-            left = max(self.total - done, 0) / rate
+            remaining = max(self.total - done, 0) / rate
             share = min(1.0, done / self.total)
             text = (
                 f"{share:6.1%}, {details + ', ' if details else ''}{rate / 1e6:.1f} MB/s, ETA "
-                f"{clock(left)}"
+                f"{clock(remaining)}"
             )
         self._shown = now
         text = text[:COLUMNS]
@@ -65,10 +65,10 @@ def counted(make: Callable[[], Made], size: int, progress: Progress) -> Callable
     """`make`, which makes `size` bytes of a file, telling `progress` when it is called."""
 
     def made() -> Made:
-        found = make()
+        items = make()
         progress.shift += size
         progress.update(0, f"{progress.shift / 1e9:.2f} of {progress.total / 1e9:.2f} GB")
-        return found
+        return items
 
     return made
 

@@ -47,13 +47,13 @@ class ModelOptions:
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""
-        found = []
+        problems = []
         if problem := checkpoint_problem(self.checkpoint, self.ckpt_step):
-            found.append(f"CHECKPOINT: {problem}")
+            problems.append(f"CHECKPOINT: {problem}")
         for name in FILES:
             if (path := getattr(self, name)) and not os.path.exists(path):
-                found.append(f"--{name.replace('_', '-')} {path}: no such file")
-        return found
+                problems.append(f"--{name.replace('_', '-')} {path}: no such file")
+        return problems
 
     def open(self, tensor_parallel: int = 1) -> TrainedModel:
         """Load it, with a line on stderr about what was loaded. Raises as load_model."""

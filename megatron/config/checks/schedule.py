@@ -135,16 +135,16 @@ def _decay_ends(f: Facts, unit: str, horizon: str) -> Iterator[str]:
     fraction = f["lr_warmup_fraction"]
     before = f[warmup] if fraction is None else fraction * f[horizon]
     before += f["lr_init_iters"] * (_batch_size(f) if unit == "samples" else 1)
-    what = "the end of the warm-up"
+    phase = "the end of the warm-up"
     for end in (*f[ends], f[horizon]):
         if end - f[length] < before:
             yield (
                 f"{f.say(ends)}: the decay over {f.say(length)} that ends at {end} begins before "
-                f"{before:.0f}, {what}; let the ends rise by at least its length "
+                f"{before:.0f}, {phase}; let the ends rise by at least its length "
                 "[wsd-decays-overlap]"
             )
             return
-        before, what = end, "the end of the decay before it"
+        before, phase = end, "the end of the decay before it"
 
 
 def _weight_decay(f: Facts) -> Iterator[str]:

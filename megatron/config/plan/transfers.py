@@ -355,8 +355,8 @@ def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> 
 def _links(config: Config, sizes: Sizes, chunks: int, first: bool, last: bool) -> list[Transfer]:
     """Hidden states to the next virtual stage and their gradients to the one before."""
     m = config.model
-    item = sizes.item if m.apply_residual_connection_post_layernorm else sizes.residual
-    hidden = sizes.rows * sizes.hidden * item
+    element_bytes = sizes.item if m.apply_residual_connection_post_layernorm else sizes.residual
+    hidden = sizes.rows * sizes.hidden * element_bytes
     return [
         Transfer("pp", "send", chunks - last, (chunks - last) * hidden),
         Transfer("pp_gradients", "send", chunks - first, (chunks - first) * hidden),
@@ -398,7 +398,7 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     axes = axis_sizes(config, plan)
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
     layout = flat_layout(config, plan, stage)
-    item = BYTES[config.precision.main_dtype]
+    element_bytes = BYTES[config.precision.main_dtype]
     tensors = 1 if config.muon.muon_neuron_beta2 is None else 2
     most: list[Transfer] = []
     for rank in range(layout.shards):
@@ -408,15 +408,15 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
             if start < stop and by_muon(config, spec):
                 shape = spec.local_shape({"ep": axes["ep"]})
                 if is_experts(spec.name):
-                    one = math.prod(spec.local_shape(axes)[1:])
-                    shape = ((stop - start) // one, *shape[1:])
+                    matrix = math.prod(spec.local_shape(axes)[1:])
+                    shape = ((stop - start) // matrix, *shape[1:])
                 for axis in {axis for axis, _ in spec.splits} - {"ep"}:
                     alike[axis, is_qkv(spec.name), shape] += 1
         sent = []
         for (axis, _, shape), n in alike.items():
             elements = math.prod(shape)
             calls = -(-n // at_a_time(elements))
-            sent.append(Transfer(axis, "all-gather", calls, n * elements * item * tensors))
+            sent.append(Transfer(axis, "all-gather", calls, n * elements * element_bytes * tensors))
         most = max(most, sent, key=lambda transfers: sum(t.nbytes for t in transfers))
     return most
 

@@ -188,7 +188,7 @@ class EpochBuilder:
     ) -> EpochBlend:
         """A mix from its start, or from where the checkpoint left it. A `limited` one ends when
         each data set has given its weight in samples."""
-        since, given = self._position(datasets, weights) if split == "train" else (0, {})
+        since, taken_before = self._position(datasets, weights) if split == "train" else (0, {})
         available = since + sum(weights)
         if limited:
             if size is not None and size > available:
@@ -199,7 +199,7 @@ class EpochBuilder:
                 )
             size = available
         assert size is not None  # only a limited mix has an end of its own
-        return EpochBlend(datasets, weights, size, since=since, taken=given)
+        return EpochBlend(datasets, weights, size, since=since, taken=taken_before)
 
     def _position(
         self, datasets: list[EpochDataset], weights: list[int]
@@ -224,9 +224,9 @@ class EpochBuilder:
                 )
         draws = Shares(saved["weights"]).taken(before.consumed - saved["since"])
         drawn = dict(zip(saved_orders, draws, strict=True))
-        given = saved["taken"]
-        return before.consumed, given | {
-            name: given.get(name, 0) + count for name, count in drawn.items()
+        saved_taken = saved["taken"]
+        return before.consumed, saved_taken | {
+            name: saved_taken.get(name, 0) + count for name, count in drawn.items()
         }
 
 

@@ -47,7 +47,7 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
     rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
     blends: Blends = [None] * len(SPLITS) if generated else read_blends(data)
     assert isinstance(blends, list)  # packed samples have a flag of their own for each split
-    found: list[Dataset | None] = []
+    datasets: list[Dataset | None] = []
     sets: list[Dataset] | None = None
 
     def made(
@@ -75,7 +75,7 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
 
     for split, blend, size in zip(SPLITS, blends, request.sizes, strict=True):
         if size == 0:
-            found.append(None)
+            datasets.append(None)
         elif generated and split == "train":
             name = f"--dummy-data {data.dummy_data}"
             size_needed = generated.vocabulary
@@ -85,11 +85,11 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
                     f"{vocab_size}; give --vocab-size {size_needed} or more [token-id-out-of-range]"
                 )
             files = [(generated.subsets[0], generated.open(sequence_length))]
-            found.append(made(split, name, list(generated.subsets), files, size))
+            datasets.append(made(split, name, list(generated.subsets), files, size))
         elif blend is None:
-            found.append(None)
+            datasets.append(None)
         elif split == "valid" and data.multiple_validation_sets:
-            found.append(None)
+            datasets.append(None)
             sets = [
                 made(
                     f"valid-{name}",
@@ -101,7 +101,7 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
                 for name, paths in validation_sets(blend[0]).items()
             ]
         else:
-            found.append(
+            datasets.append(
                 made(
                     split,
                     f"--{split}-data-path {' '.join(blend[0])}",
@@ -109,7 +109,7 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
                     size,
                 )
             )
-    train, valid, test = found
+    train, valid, test = datasets
     return train, valid if sets is None else sets, test
 
 

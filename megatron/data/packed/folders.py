@@ -48,7 +48,7 @@ def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
         if any(name in (directory, directory.lstrip("z_")) for directory in on_the_way)
     ]
     if len(matching) != 1:
-        which = (
+        index = (
             f"belongs to {len(matching)} of them ({', '.join(matching)})"
             if matching
             else "belongs to none of them"
@@ -56,6 +56,6 @@ def subset_of(path: str, folder: str, names: Sequence[str]) -> str:
         choice = ", ".join(names) or "there are none"
         raise ValueError(
             f"{path}: the subsets of {folder} are its directories ({choice}), and this "
-            f"file {which}; move it, or rename a directory [packed-subset-unclear]"
+            f"file {index}; move it, or rename a directory [packed-subset-unclear]"
         )
     return matching[0]

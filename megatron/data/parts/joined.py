@@ -89,17 +89,17 @@ class Joined:
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from byte `start` on of the token files one behind the other. Raises
         ValueError where a file cannot give them."""
-        found = []
+        chunks = []
         number = bisect_right(self._ends, start)
         while count:
             begin = self._ends[number - 1] if number else 0
             size = min(count, self._ends[number] - start)
             if size:
-                found.append(self._part(number).read(start - begin, size))
+                chunks.append(self._part(number).read(start - begin, size))
             start += size
             count -= size
             number += 1
-        return found[0] if len(found) == 1 else b"".join(found)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _part(self, number: int) -> TokenBytes:
         opened = self._open.get(number)

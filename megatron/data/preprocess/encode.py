@@ -159,14 +159,18 @@ class Encoder:
         empty = 0
         lines = 0
         size = 0
-        kept = self._job.metadata_keys
-        collector = Collector(kept, block.text_start(), block.kind == "rows") if kept else None
+        metadata_keys = self._job.metadata_keys
+        collector = (
+            Collector(metadata_keys, block.text_start(), block.kind == "rows")
+            if metadata_keys
+            else None
+        )
         mark = self._mark
         mark[0] = block.number
         for texts_at, length in (
             conversations(block, self._job, self._job.chat)
             if self._job.chat
-            else records(block, keys, kept)
+            else records(block, keys, metadata_keys)
         ):
             lines += 1
             size += length

@@ -30,7 +30,7 @@ def open_tasks(files: tuple[str, ...]) -> dict[str, Any]:
     for file in files:
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-                found = read_tasks(file)
+                read = read_tasks(file)
         except Exception as error:  # lm-eval raises of many types
             text = " ".join(str(error).split())[:500]
             raise ValueError(
@@ -38,14 +38,14 @@ def open_tasks(files: tuple[str, ...]) -> dict[str, Any]:
                 f"({type(error).__name__}: {text}); fix the file, or omit it "
                 "[eval-task-unreadable]"
             ) from None
-        for name, task in found.items():
+        for name, task in read.items():
             if task.OUTPUT_TYPE not in KINDS:
                 raise ValueError(
                     f"--eval-tasks {file}: the output_type of {name} is {task.OUTPUT_TYPE}; "
                     f"during training it must be one of {', '.join(KINDS)}; score checkpoints "
                     "with tools/run_lm_eval.py [eval-task-unreadable]"
                 )
-        tasks |= found
+        tasks |= read
     return tasks
 
 

@@ -190,8 +190,8 @@ def _of_attempt(
                 for following in events[number:]
                 if following["event"] == "rollback"
             ]
-            kept = min([event["last"], *later, *([] if resumed_at is None else [resumed_at])])
-            share = (kept + 1 - event["first"]) / (event["last"] + 1 - event["first"])
+            last_kept = min([event["last"], *later, *([] if resumed_at is None else [resumed_at])])
+            share = (last_kept + 1 - event["first"]) / (event["last"] + 1 - event["first"])
             begin = event["time"] - event["seconds"]
             _add(spans, "other", begin)
             _add(spans, "productive", begin + event["seconds"] * min(1.0, max(0.0, share)))

@@ -33,9 +33,9 @@ def draw_goodput(path: str, runs: Sequence[Goodput]) -> None:
     matplotlib = load_matplotlib(f"--output {path}")
     longest = max(run.seconds for run in runs)
     unit, divisor = next(
-        one
-        for one in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
-        if longest >= 2 * one[1] or one[1] == 1.0
+        candidate
+        for candidate in (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+        if longest >= 2 * candidate[1] or candidate[1] == 1.0
     )
     size = (10, 1.6 + 0.7 * len(runs))
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")

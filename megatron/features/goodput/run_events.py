@@ -69,7 +69,7 @@ class RunEvents(Hook):
                 raise ValueError(problem)
 
     def on_start(self) -> None:
-        here = this_process()
+        process = this_process()
         if self._unreported:
             self._append_line(self._unreported, own_line=True)
         self._write(
@@ -77,8 +77,8 @@ class RunEvents(Hook):
             process_start=self._started,
             iteration=self._run.progress.iteration,
             ranks=self._run.runtime.world_size,
-            host=here.host,
-            pid=here.pid,
+            host=process.host,
+            pid=process.pid,
             starter=launcher.starter(),
         )
 
@@ -145,16 +145,16 @@ class RunEvents(Hook):
         """Seconds since 1970, by the clock as it was when this process started."""
         return time.monotonic() + self._clock
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, name: str) -> None:
         self._end()
         self._write_steps(self._run.progress.iteration)
-        self._under_way = (what, self._now())
+        self._under_way = (name, self._now())
 
     def _end(self) -> None:
         if self._under_way:
-            what, since = self._under_way
+            name, since = self._under_way
             self._under_way = None
-            self._write(what, iteration=self._run.progress.iteration, seconds=self._now() - since)
+            self._write(name, iteration=self._run.progress.iteration, seconds=self._now() - since)
 
     def _write_steps(self, last: int) -> None:
         if self._first is not None:

@@ -75,15 +75,15 @@ class TokenRates:
         for size in BLOCKS:
             if self.steps % size == 0:
                 self.blocks[size] = _over(list(self.window)[-size:])
-        found = {
+        rates = {
             "tgs (tokens/gpu/second)": rate,
             "tgs/last_tgs_1": rate,
             "tgs/tgs_all": self.tokens / self.seconds,
             "tgs/tgs_avg": self.rates / self.steps,
             "tgs/tgs_SMA": _over(self.window),
         }
-        found |= {f"tgs/last_tgs_{size}": value for size, value in self.blocks.items()}
-        return {name: round(value, 2) for name, value in found.items()}
+        rates |= {f"tgs/last_tgs_{size}": value for size, value in self.blocks.items()}
+        return {name: round(value, 2) for name, value in rates.items()}
 
 
 def _over(steps: Any) -> float:
@@ -221,11 +221,11 @@ class InternlmLines(LineFormat):
         runtime = self._runtime
         assert runtime is not None
         device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
-        here = (
+        host = (
             f"process rank {launcher.rank()} is bound to host:{socket.gethostname()} device: "
             f"{device}"
         )
-        print(start_line("set_device", here, datetime.now()), flush=True)
+        print(start_line("set_device", host, datetime.now()), flush=True)
         log.print_rank_0(
             start_line(
                 "launch",

@@ -56,23 +56,23 @@ def _load_meta(path: str, bin_bytes: int) -> np.ndarray:
         or meta.shape[1] < 2
         or meta.dtype.kind not in "iu"
     ):
-        said = (
+        problem = (
             f"{meta.dtype} {list(meta.shape)}" if isinstance(meta, np.ndarray) else "several arrays"
         )
         raise ValueError(
-            f"{path}: holds {said}, not integers [samples, 2] (first byte of each line, its "
+            f"{path}: holds {problem}, not integers [samples, 2] (first byte of each line, its "
             f"tokens); {how} [packed-meta-malformed]"
         )
     meta = np.stack((meta[:, 0], meta[:, -1]), 1).astype(np.int64)
     outside = (meta[:, 0] < 0) | (meta[:, 0] >= bin_bytes)
-    for wrong, column, what in (
+    for wrong, column, reason in (
         (outside, 0, f"line begins at byte {{}}, {path[:-5]} has {bin_bytes} bytes"),
         (meta[:, 1] < 0, 1, "line has {} tokens"),
     ):
         if wrong.any():
-            at = int(wrong.argmax())
+            row = int(wrong.argmax())
             raise ValueError(
-                f"{path}: entry {at} says that its {what.format(meta[at, column])}; {how} "
+                f"{path}: entry {row} says that its {reason.format(meta[row, column])}; {how} "
                 "[packed-meta-malformed]"
             )
     return meta
@@ -101,20 +101,20 @@ class JsonlTokens:
         """The line of a sample, without its end."""
         start = int(self._meta[sample, 0])
         after = int(self._meta[sample + 1, 0]) if sample + 1 < len(self._meta) else self.bin_bytes
-        found = b""
+        line = b""
         count = min(after - start, MAX_LINE_BYTES) if after > start else BLOCK_BYTES
         while True:
-            if len(found) >= MAX_LINE_BYTES:
+            if len(line) >= MAX_LINE_BYTES:
                 raise ValueError(f"its line has more than {MAX_LINE_BYTES} bytes")
-            count = min(count, self.bin_bytes - start - len(found))
+            count = min(count, self.bin_bytes - start - len(line))
             if count <= 0:
-                return found
-            searched = len(found)
-            found += read_at(self._file, self.path, start + searched, count)
-            end = found.find(b"\n", searched)
+                return line
+            searched = len(line)
+            line += read_at(self._file, self.path, start + searched, count)
+            end = line.find(b"\n", searched)
             if end >= 0:
-                return found[:end]
-            count = len(found)
+                return line[:end]
+            count = len(line)
 
     def ids(self, sample: int) -> np.ndarray:
         """All ids of a sample, int64."""
@@ -134,18 +134,18 @@ class JsonlTokens:
     def id_range(self, limit: int | None = None) -> tuple[int, int]:
         """(smallest, largest) id of the first lines until they have `limit` tokens (None: all), (0,
         -1) without any."""
-        seen = 0
+        tokens = 0
         lows: list[int] = []
         highs: list[int] = []
         for sample in range(len(self.lengths)):
-            if limit is not None and seen >= limit:
+            if limit is not None and tokens >= limit:
                 break
             ids = self.ids(sample)
-            seen += len(ids)
+            tokens += len(ids)
             if len(ids):
                 lows = [min([*lows, int(ids.min())])]
                 highs = [max([*highs, int(ids.max())])]
-        return (lows[0], highs[0]) if seen else (0, -1)
+        return (lows[0], highs[0]) if tokens else (0, -1)
 
     def read(self, sample: int, first: int, count: int) -> np.ndarray:
         """Ids `first .. first + count` of a sample, int64."""

@@ -37,17 +37,17 @@ def read_deepspeed(path: str) -> tuple[list[str], list[str]]:
     """(flags that the file stands for, problems). A value "auto" stands for no flag. Raises OSError
     where the file cannot be read."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except ValueError as error:
-        found = error
-    if not isinstance(found, dict):
-        why = f" ({found})" if isinstance(found, ValueError) else ""
+        content = error
+    if not isinstance(content, dict):
+        why = f" ({content})" if isinstance(content, ValueError) else ""
         return [], [
             f"--deepspeed_config {path}: not a JSON object{why} [deepspeed-config-malformed]"
         ]
     words: list[str] = []
     problems = []
-    for key, value in found.items():
+    for key, value in content.items():
         if value == "auto" or key in _NO_EFFECT:
             continue
         if key in _FLAGS:
@@ -62,8 +62,8 @@ def read_deepspeed(path: str) -> tuple[list[str], list[str]]:
         elif not _is_off(value):
             problems.append((key, _REMEDIES.get(key, "remove it from the file")))
     return words, [
-        f"--deepspeed_config {path}: {what}: not supported; {use} [deepspeed-config-not-supported]"
-        for what, use in problems
+        f"--deepspeed_config {path}: {name}: not supported; {use} [deepspeed-config-not-supported]"
+        for name, use in problems
     ]
 
 

@@ -116,9 +116,9 @@ def _literal(word: str) -> Any:
 
 
 def _flag(word: str, head: Sequence[str], text: str) -> ForeignFlag:
-    found = _ROW.fullmatch(word)
-    assert found, f"{word}: not NAME[:TYPE]=DEFAULT[!VALUE][?VALUE][,--SPELLING]"
-    name, takes, value, values, more = found.groups()
+    match = _ROW.fullmatch(word)
+    assert match, f"{word}: not NAME[:TYPE]=DEFAULT[!VALUE][?VALUE][,--SPELLING]"
+    name, takes, value, values, more = match.groups()
     default = value if takes == "str" else _literal(value)
     if takes is None:
         kinds = {bool: "off" if default else "switch", int: "int", float: "float", tuple: "list"}
@@ -153,9 +153,9 @@ def _table() -> dict[str, ForeignFlag]:
     flags = [
         _flag(word, head, text) for head, words, text in _rows(TABLE) for word in words.split()
     ]
-    found = {flag.name: flag for flag in flags}
-    assert len(found) == len(flags), "a foreign flag stands twice"
-    return found
+    table = {flag.name: flag for flag in flags}
+    assert len(table) == len(flags), "a foreign flag stands twice"
+    return table
 
 
 FOREIGN: Mapping[str, ForeignFlag] = _table()
@@ -224,14 +224,14 @@ def refused(typed: Mapping[str, Any]) -> list[str]:
 def replaced(typed: Mapping[str, Any], seq_length: int = 1) -> dict[str, list[str]]:
     """{flag as typed: words that are read in its place} of the flags that another one replaces.
     `seq_length`: the tokens of a sample."""
-    found = {}
+    values = {}
     for name, flag in FOREIGN.items():
         value = typed.get(name, flag.default)
         shown = flag.shown(value)
         if flag.verdict == READ_AS and shown and not flag.refuses(value):
             samples = value // seq_length if flag.takes == "int" else None
-            found[shown] = shlex.split(flag.text.format(shlex.quote(str(value)), samples=samples))
-    return found
+            values[shown] = shlex.split(flag.text.format(shlex.quote(str(value)), samples=samples))
+    return values
 
 
 def accepted(
@@ -239,23 +239,25 @@ def accepted(
 ) -> list[str]:
     """One paragraph about all typed flags that do nothing, or something else than in Megatron; []
     where there is none. `ignored`: flags as typed that only their family is known of."""
-    said: dict[str, list[str]] = {NO_EFFECT: [], MORE: [], READ_AS: []}
+    notes: dict[str, list[str]] = {NO_EFFECT: [], MORE: [], READ_AS: []}
     for name, value in typed.items():
         flag = FOREIGN[name]
         shown = flag.shown(value)
         if shown and flag.verdict == MORE:
-            said[MORE].append(f"{shown} ({flag.text})")
+            notes[MORE].append(f"{shown} ({flag.text})")
         elif shown and flag.verdict == NO_EFFECT:
-            said[NO_EFFECT].append(shown)
-    said[NO_EFFECT] += ignored
-    said[READ_AS] = [f"{was} = {' '.join(now)}" for was, now in replaced(typed, seq_length).items()]
+            notes[NO_EFFECT].append(shown)
+    notes[NO_EFFECT] += ignored
+    notes[READ_AS] = [
+        f"{was} = {' '.join(now)}" for was, now in replaced(typed, seq_length).items()
+    ]
     parts = (
         ("ignored, the results are the same (reasons: docs/flags.md): ", ", ", NO_EFFECT),
         ("more precision or memory than requested: ", "; ", MORE),
         ("replaced: ", "; ", READ_AS),
     )
     text = ". ".join(
-        start + between.join(said[verdict]) for start, between, verdict in parts if said[verdict]
+        start + between.join(notes[verdict]) for start, between, verdict in parts if notes[verdict]
     )
     if not text:
         return []
@@ -265,9 +267,9 @@ def accepted(
 def dumped(typed: Mapping[str, Any]) -> dict[str, Any]:
     """{name: value} of the foreign flags that stand in the argument dump: those of 2024, and those
     that were typed."""
-    found = {}
+    values = {}
     for name, flag in FOREIGN.items():
         if flag.dump or name in typed:
             value = typed.get(name, flag.default)
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+            values[name] = list(value) if isinstance(value, tuple) else value
+    return values

@@ -79,20 +79,20 @@ def argument_table(values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[s
 def tables() -> dict[str, list[tuple[Sequence[str], str]]]:
     """As `OtherFlags.tables`: one for each verdict, families of flags at its end. Of those that are
     refused the error says why, and the page only the names."""
-    found: dict[str, list[tuple[Sequence[str], str]]] = {}
+    rows: dict[str, list[tuple[Sequence[str], str]]] = {}
     for verdict, head in HEADS.items():
         flags = sorted(compat.FOREIGN.values(), key=lambda flag: flag.spelling)
-        found[head] = [
+        rows[head] = [
             ((flag.spelling, *flag.aliases), "" if verdict == compat.REFUSED else flag.reason)
             for flag in flags
             if flag.verdict == verdict
         ]
-        found[head] += [
+        rows[head] += [
             ([f"{start}*" for start in starts], "" if verdict == compat.REFUSED else text)
-            for which, starts, text in compat.prefixes()
-            if which == verdict
+            for kind, starts, text in compat.prefixes()
+            if kind == verdict
         ]
-    return found
+    return rows
 
 
 def read_as(

@@ -84,7 +84,9 @@ class SpikeActions(SpikePolicy):
 
     def tried(self, first: int) -> str:
         """What was tried against a spike at `first`, for a message."""
-        ranges = [f"{one.start} to {one.end}" for one in self.rewinds if one.first == first]
+        ranges = [
+            f"{rewind.start} to {rewind.end}" for rewind in self.rewinds if rewind.first == first
+        ]
         return (
             f"the run rolled back to before the spike at iteration {first} and skipped "
             f"{' and then '.join(ranges)}"

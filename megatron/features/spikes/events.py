@@ -43,9 +43,9 @@ def find_events(records: Sequence[Record]) -> list[Event]:
     """All spikes of a run in order. Records without a loss, and updates that fp16 skipped, are not
     looked at."""
     interval = log_interval(records)
-    seen = _looked_at(records)
+    examined = _looked_at(records)
     detector = SpikeDetector()
-    findings = [detector.check(_loss(r), r.grad_norm) for r in seen]
+    findings = [detector.check(_loss(r), r.grad_norm) for r in examined]
     groups: list[list[int]] = []
     for index, finding in enumerate(findings):
         if finding.spike and groups and index - groups[-1][-1] <= TOGETHER:
@@ -54,7 +54,7 @@ def find_events(records: Sequence[Record]) -> list[Event]:
             groups.append([index])
     before = [0, *(group[-1] + 1 for group in groups)]
     return [
-        _event(seen, findings, group, start, interval)
+        _event(examined, findings, group, start, interval)
         for group, start in zip(groups, before, strict=False)
     ]
 
@@ -89,7 +89,7 @@ def _loss(record: Record) -> float:
 
 
 def _event(
-    seen: Sequence[Record],
+    examined: Sequence[Record],
     findings: Sequence[Finding],
     group: Sequence[int],
     free: int,
@@ -102,31 +102,31 @@ def _event(
     peak = max(
         group, key=lambda index: (findings[index].kind == "non-finite", findings[index].loss_z)
     )
-    start = seen[min([*marked, first])].iteration - 2 * interval + 1
+    start = examined[min([*marked, first])].iteration - 2 * interval + 1
     return Event(
-        seen[first].iteration,
-        seen[last].iteration,
-        seen[peak].iteration,
+        examined[first].iteration,
+        examined[last].iteration,
+        examined[peak].iteration,
         max(1, start),
-        seen[last].iteration + interval,
-        _kind(seen, findings, group, peak),
+        examined[last].iteration + interval,
+        _kind(examined, findings, group, peak),
         findings[peak],
-        _loss(seen[peak]),
-        seen[peak].grad_norm,
+        _loss(examined[peak]),
+        examined[peak].grad_norm,
     )
 
 
 def _kind(
-    seen: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], peak: int
+    examined: Sequence[Record], findings: Sequence[Finding], group: Sequence[int], peak: int
 ) -> str:
     if any(findings[index].kind == "non-finite" for index in group):
         return "non-finite"
     first = group[0]
-    worst = seen[peak].iteration
+    worst = examined[peak].iteration
     f = findings[first]
     deviation = f.excess / f.loss_z / SIGMA if f.loss_z else 0.0
-    limit = _loss(seen[first]) - f.excess + abs(deviation)
-    for record in seen[peak + 1 :]:
+    limit = _loss(examined[first]) - f.excess + abs(deviation)
+    for record in examined[peak + 1 :]:
         if _loss(record) <= limit:
             return "benign" if record.iteration - worst <= RECOVERY else "slow"
-    return "malignant" if seen[-1].iteration - worst > RECOVERY else "open"
+    return "malignant" if examined[-1].iteration - worst > RECOVERY else "open"

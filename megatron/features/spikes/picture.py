@@ -35,8 +35,8 @@ def draw(path: str, run: Run, events: Sequence[Event], saved: Sequence[int]) -> 
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     top.plot(*run.panels["loss"], color=LOSS, linewidth=1)
     bottom.semilogy(*run.panels.get("grad_norm", ([], [])), color=NORM, linewidth=1)
-    for which in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
-        which(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.6)))
+    for set_formatter in (bottom.yaxis.set_major_formatter, bottom.yaxis.set_minor_formatter):
+        set_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.6)))
     top.set_ylabel("loss (nats per token)")
     bottom.set_ylabel("gradient norm")
     bottom.set_xlabel("iteration")

@@ -92,23 +92,23 @@ class SpikePolicy:
 
     def line(self, iteration: int, loss: float, grad_norm: float | None) -> str | None:
         """What is printed about the last iteration; None where there is nothing to print."""
-        found = self.finding
-        if found.kind == "level shift":
+        finding = self.finding
+        if finding.kind == "level shift":
             return (
                 f"level shift at iteration {iteration}: many outliers in a row; the new level is "
                 "accepted"
             )
-        if not found.spike:
+        if not finding.spike:
             return None
         norm = "" if grad_norm is None else f", gradient norm {grad_norm:.4g}"
-        what = {
-            "loss": f"loss {loss:.4f} is {found.excess:.3f} nats ({found.loss_z:.1f} sigma) above "
-            f"the trend{norm}",
-            "grad-norm": f"gradient norm {grad_norm or math.nan:.4g} is {found.ratio:.3g} times "
-            f"the trend ({found.norm_z:.1f} sigma), loss {loss:.4f}",
+        action = {
+            "loss": f"loss {loss:.4f} is {finding.excess:.3f} nats ({finding.loss_z:.1f} sigma) "
+            f"above the trend{norm}",
+            "grad-norm": f"gradient norm {grad_norm or math.nan:.4g} is {finding.ratio:.3g} times "
+            f"the trend ({finding.norm_z:.1f} sigma), loss {loss:.4f}",
             "non-finite": f"loss {loss}{norm}",
-        }[found.kind]
-        return f"spike at iteration {iteration}: {what}; {self._done()}"
+        }[finding.kind]
+        return f"spike at iteration {iteration}: {action}; {self._done()}"
 
     def _done(self) -> str:
         """The action taken on a spike, for the log."""
@@ -123,7 +123,7 @@ class SpikePolicy:
             "marks": list(self._marks),
             "spent": list(self._spent),
             "row": self._row and asdict(self._row),
-            "rewinds": [asdict(one) for one in self.rewinds],
+            "rewinds": [asdict(rewind) for rewind in self.rewinds],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class SpikePolicy:
             self._marks = list(map(int, state["marks"]))
             self._spent = list(map(int, state["spent"]))
             self._row = state["row"] and OpenSpike(**state["row"])
-            self.rewinds = [Rollback(**one) for one in state["rewinds"]]
+            self.rewinds = [Rollback(**rewind) for rewind in state["rewinds"]]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ForeignCheckpoint(
                 f"the state of {NAME} in the checkpoint lacks something or has it in another form "

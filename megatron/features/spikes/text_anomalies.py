@@ -77,14 +77,14 @@ def _repeats(ids: np.ndarray) -> tuple[float, int]:
     return best
 
 
-def rank(pieces: Sequence[Measures], others: Sequence[Measures] = ()) -> list[Suspicion]:
+def rank(pieces: Sequence[Measures], baseline: Sequence[Measures] = ()) -> list[Suspicion]:
     """How suspicious each of the pieces is, compared with each other and `others`."""
-    long = [piece for piece in (*pieces, *others) if piece.tokens >= FEW]
+    long = [piece for piece in (*pieces, *baseline) if piece.tokens >= FEW]
     return [_suspicion(piece, long) for piece in pieces]
 
 
-def _suspicion(piece: Measures, others: Sequence[Measures]) -> Suspicion:
-    found = [
+def _suspicion(piece: Measures, baseline: Sequence[Measures]) -> Suspicion:
+    anomalies = [
         (
             MOST * piece.repeated,
             f"{piece.repeated:.0%} of it repeats {piece.period} token{'s' * (piece.period > 1)}",
@@ -92,19 +92,19 @@ def _suspicion(piece: Measures, others: Sequence[Measures]) -> Suspicion:
         (MOST * piece.junk, f"{piece.junk:.0%} of its characters are no text"),
     ]
     if piece.tokens >= FEW:
-        for name, what in (
+        for name, text in (
             ("per_character", "tokens per character"),
             ("compressed", "of its size when compressed"),
         ):
-            values = np.array([getattr(one, name) for one in others])
+            values = np.array([getattr(measures, name) for measures in baseline])
             median = float(np.median(values))
             spread = max(1.4826 * float(np.median(np.abs(values - median))), SPREAD * median, 1e-9)
             value = getattr(piece, name)
-            found.append(
+            anomalies.append(
                 (
                     min(MOST, abs(value - median) / spread),
-                    f"{value:.2f} {what}, where {median:.2f} is usual",
+                    f"{value:.2f} {text}, where {median:.2f} is usual",
                 )
             )
-    score, reason = max(found)
+    score, reason = max(anomalies)
     return Suspicion(score, reason if score >= 3 else "nothing stands out")

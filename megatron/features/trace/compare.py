@@ -52,24 +52,24 @@ class Figure(NamedTuple):
 def check_agreement(traces: Sequence[RankTrace]) -> None:
     """Raise TraceError unless the ranks of each group call the same collectives in the same order,
     and what one sends to another is what that one receives."""
-    for number, one in enumerate(traces):
+    for number, trace in enumerate(traces):
         for other in traces[number + 1 :]:
-            _check_collectives(one, other)
-            _check_pair(one, other)
-            _check_pair(other, one)
+            _check_collectives(trace, other)
+            _check_pair(trace, other)
+            _check_pair(other, trace)
 
 
-def _check_collectives(one: RankTrace, other: RankTrace) -> None:
+def _check_collectives(first: RankTrace, second: RankTrace) -> None:
     shared = {
         message.ranks
-        for _, message in (*one.messages, *other.messages)
-        if message.operation not in PEERS and {one.rank, other.rank} <= set(message.ranks)
+        for _, message in (*first.messages, *second.messages)
+        if message.operation not in PEERS and {first.rank, second.rank} <= set(message.ranks)
     }
     for ranks in sorted(shared):
         _compare(
-            _collectives(one, ranks),
-            _collectives(other, ranks),
-            f"ranks {one.rank} and {other.rank} of one group call",
+            _collectives(first, ranks),
+            _collectives(second, ranks),
+            f"ranks {first.rank} and {second.rank} of one group call",
         )
 
 
@@ -127,10 +127,10 @@ def sent(trace: RankTrace) -> dict[str, int]:
         if message.operation != "receive" and axis in PARALLELISM:
             size = 1 if message.operation == "send" else len(message.ranks)
             totals[axis, message.operation, size] += message.nbytes
-    found = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)
+    axis_bytes = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)
     for (axis, operation, size), nbytes in totals.items():
-        found[PARALLELISM[axis]] += Transfer(axis, operation, 1, nbytes).sent(size)
-    return found
+        axis_bytes[PARALLELISM[axis]] += Transfer(axis, operation, 1, nbytes).sent(size)
+    return axis_bytes
 
 
 def figures(config: Config, plan: Plan, trace: RankTrace) -> list[Figure]:
@@ -139,7 +139,7 @@ def figures(config: Config, plan: Plan, trace: RankTrace) -> list[Figure]:
     held = activations(config, plan, trace.stage)
     peaks = trace.kind_peaks
     states = planned["main weights"] + planned["optimizer moments"] + planned["FP8 scales"]
-    found = [
+    rows = [
         Figure("weights", peaks.get("weights", 0), planned["weights"]),
         Figure("gradients", peaks.get("gradients", 0), planned["gradients"]),
         Figure("optimizer", peaks.get("optimizer", 0), states),
@@ -147,7 +147,7 @@ def figures(config: Config, plan: Plan, trace: RankTrace) -> list[Figure]:
         Figure("peak", trace.peak, sum(planned.values()) + held.total),
     ]
     plans = sent_by_axis(config, plan, trace.stage)
-    return found + [
+    return rows + [
         Figure(f"{SENT}{axis}", nbytes, plans[axis])
         for axis, nbytes in sent(trace).items()
         if nbytes or plans[axis]

@@ -170,7 +170,7 @@ def _write(path: Path, config: Config, plan: Plan, traces: Sequence[RankTrace]) 
     content = {
         "world_size": plan.world_size,
         "iteration": plan.train_iters,
-        "ranks": [_as_json(config, plan, one) for one in traces],
+        "ranks": [_as_json(config, plan, trace) for trace in traces],
     }
     try:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -205,8 +205,8 @@ def _as_json(config: Config, plan: Plan, trace: RankTrace) -> dict[str, Any]:
             for (axis, message), same in groupby(trace.messages)
         ],
         "plan": [
-            {"name": one.name, "traced": one.traced, "planned": one.planned}
-            for one in figures(config, plan, trace)
+            {"name": figure.name, "traced": figure.traced, "planned": figure.planned}
+            for figure in figures(config, plan, trace)
         ],
     }
 

@@ -214,8 +214,8 @@ class StepRecorder(TorchDispatchMode, Timers):
         finally:
             self._spans.pop()
             if name == "forward-compute":
-                kept = self.live["activations"] + self.live["communication"]
-                self.activations = max(self.activations, kept)
+                live_bytes = self.live["activations"] + self.live["communication"]
+                self.activations = max(self.activations, live_bytes)
 
     def begin_step(self) -> None:
         """From here on it is the step: counts begin again, and rules hold."""
@@ -342,8 +342,8 @@ class StepRecorder(TorchDispatchMode, Timers):
 
     def _read(self, name: str, inputs: list[torch.Tensor], args: Sequence[Any]) -> Any:
         """Zeros in place of the values that a listed function waits for."""
-        place = _place()
-        where = (Path(place.file).name, place.function)
+        line = _place()
+        where = (Path(line.file).name, line.function)
         if where == SORTS and name == "bincount":
             self._copies = self._within_capacity(inputs[0].numel(), args[2])
             return torch.empty(args[2], dtype=torch.int64, device="meta")
@@ -355,7 +355,7 @@ class StepRecorder(TorchDispatchMode, Timers):
             return _shares(self._copies, inputs[0])
         if where not in MAY_READ:
             raise TraceError(
-                f"{place}: {name} makes the host wait for the device in the training step; "
+                f"{line}: {name} makes the host wait for the device in the training step; "
                 "keep the value on the device, or read it after the step [trace-host-sync]"
             )
         self.operations["host sync"] += 1
@@ -374,23 +374,23 @@ class StepRecorder(TorchDispatchMode, Timers):
         key = storage._cdata
         if key in self._pieces:
             return
-        place = _place()
+        line = _place()
         if self.in_step:
-            self._check_width(name, tensor, place)
+            self._check_width(name, tensor, line)
         nbytes = storage.nbytes()
         kind = next((KINDS[span] for span in reversed(self._spans) if span in KINDS), "build")
         reference = weakref.ref(storage, partial(self._freed, key))
-        self._pieces[key] = _Piece(reference, kind, nbytes, name, place, self.in_step)
+        self._pieces[key] = _Piece(reference, kind, nbytes, name, line, self.in_step)
         self.live[kind] += nbytes
         self.total += nbytes
         self.kind_peaks[kind] = max(self.kind_peaks.get(kind, 0), self.live[kind])
         if self.total > self.peak:
             self.peak = self.total
             self.at_peak = dict(self.live)
-            self.peak_place = f"{self._spans[-1]}: {name} in {place}"
+            self.peak_place = f"{self._spans[-1]}: {name} in {line}"
 
-    def _check_width(self, name: str, tensor: torch.Tensor, place: SourceLine) -> None:
-        file = Path(place.file).name
+    def _check_width(self, name: str, tensor: torch.Tensor, line: SourceLine) -> None:
+        file = Path(line.file).name
         if (
             tensor.dtype != torch.float64
             or self.allow_float64
@@ -399,7 +399,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         ):
             return
         raise TraceError(
-            f"{place}: {name} makes a float64 tensor {list(tensor.shape)}; a GPU computes it many "
+            f"{line}: {name} makes a float64 tensor {list(tensor.shape)}; a GPU computes it many "
             "times slower: give the dtype [trace-widened]"
         )
 

@@ -135,7 +135,7 @@ def trace_rank(
             dict(recorder.flops),
             dict(recorder.operations.most_common()),
             dict(recorder.launches),
-            [(names.get(one.group, "world"), one) for one in recorder.messages],
+            [(names.get(message.group, "world"), message) for message in recorder.messages],
             recorder.timeline,
             run.metric_names or (),
         )
@@ -148,8 +148,8 @@ def _samples(config: Config) -> Any:
     packed = config.data.packed_samples
     subset = config.counts_subsets and not packed
     shape = (1, 4, rows * length) if packed else (rows, length + 1 + subset)
-    one = MicroBatch(torch.zeros(shape, dtype=torch.int64), packed, subset)
-    return itertools.repeat(one)
+    micro_batch = MicroBatch(torch.zeros(shape, dtype=torch.int64), packed, subset)
+    return itertools.repeat(micro_batch)
 
 
 def _count_subsets(run: Run) -> None:
@@ -192,14 +192,14 @@ def _name_kinds(run: Run, recorder: StepRecorder) -> None:
     recorder.adopt([run.buffers.flat], "gradients")
 
 
-def _check_kept(kept: list[Kept], when: str) -> None:
+def _check_kept(tensors: list[Kept], when: str) -> None:
     """Raise TraceError for memory that building or a step leaves behind."""
-    together = sum(one.nbytes for one in kept)
+    together = sum(tensor.nbytes for tensor in tensors)
     if together > KEPT_BYTES:
-        largest = kept[0]
+        largest = tensors[0]
         raise TraceError(
             f"{largest.place}: {largest.operation} makes {largest.nbytes:,} bytes that are still "
-            f"alive after {when} ({together:,} bytes in {len(kept)} tensors): something keeps a "
+            f"alive after {when} ({together:,} bytes in {len(tensors)} tensors): something keeps a "
             "reference [trace-memory-kept]"
         )
 
@@ -217,12 +217,12 @@ def _check_reductions(
             planned[_replicas(transfer.axis), transfer.operation] += transfer.nbytes
     found: Counter[tuple[str, str]] = Counter()
     places = {}
-    for message, place in recorder.reductions:
+    for message, line in recorder.reductions:
         # gloo scatters sums by an exchange of parts
         operation = "reduce-scatter" if message.operation == "all-to-all" else message.operation
         key = _replicas(names.get(message.group, "world")), operation
         found[key] += message.nbytes
-        places[key] = place
+        places[key] = line
     for (axis, operation), nbytes in found.items():
         if nbytes > planned[axis, operation]:
             raise TraceError(
@@ -246,9 +246,9 @@ def _replicas(axis: str) -> str:
 
 def _axis_names(ctx: ParallelContext) -> dict[str, str]:
     """The axis of each process group by torch's name of the group."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     experts = {"expert_shard": ctx.experts.shard, "expert_instances": ctx.experts.instances}
     for name, axis in [*((name, ctx.axis(name)) for name in AXES), *experts.items()]:
         if axis.group is not None:
-            found.setdefault(axis.group.group_name, name)
-    return found
+            names.setdefault(axis.group.group_name, name)
+    return names

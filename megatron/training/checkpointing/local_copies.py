@@ -168,10 +168,10 @@ class LocalCopies:
     def _mirror(self, folder: Path) -> None:
         group = self._world.group
         count = len(self._partners)
-        place = self._partners.index(self._rank)
+        index = self._partners.index(self._rank)
         for step in range(1, count):
-            to = self._partners[(place + step) % count]
-            source = self._partners[(place - step) % count]
+            to = self._partners[(index + step) % count]
+            source = self._partners[(index - step) % count]
             mirror = part_folder(folder, source, self._rank)
             file_transfer.exchange(
                 Route(part_folder(folder, self._rank, self._rank), to, group),
@@ -182,8 +182,8 @@ class LocalCopies:
     def _remove_others(self) -> None:
         """Remove what this node has of other saves than the newest."""
         run = self._node / self._newest.run
-        kept = self._newest.folder(self._node)
-        self._remove(lambda: local_copies.remove_others(run, kept))
+        newest = self._newest.folder(self._node)
+        self._remove(lambda: local_copies.remove_others(run, newest))
 
     def _remove(self, action: Callable[[], None]) -> None:
         """On one rank of each node; a failure is a warning."""
@@ -250,12 +250,12 @@ class LocalCandidate(Candidate):
                 for rank, places in self.places.items()
                 if rank not in chosen and attempt < len(places)
             }
-            mine = {
+            own = {
                 rank: local_copies.verify(Path(path))
                 for rank, (holder, path) in picks.items()
                 if holder == me
             }
-            for answers in gather_objects(mine, self.run.runtime.ctx.world):
+            for answers in gather_objects(own, self.run.runtime.ctx.world):
                 for rank, wrong in answers.items():
                     if wrong:
                         problems.append(f"rank {picks[rank][0]}: {wrong}")
@@ -334,7 +334,7 @@ def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
     path = c.non_persistent_local_ckpt_dir
     copies = LocalCandidate(path, newest.iteration, run, newest, places)
     # of the same iteration the checkpoint first
-    return sorted([*tries, copies], key=lambda one: -(one.step or 0))
+    return sorted([*tries, copies], key=lambda candidate: -(candidate.step or 0))
 
 
 def _places(

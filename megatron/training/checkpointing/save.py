@@ -319,7 +319,7 @@ def state_of(run: Run) -> RunState:
             **({OWN_MODEL: run.plan.own_model} if run.plan.own_model else {}),
         },
         skips=progress.skip_history.lines(),
-        skipped=[list(one) for one in progress.skip_history.executed],
+        skipped=[list(iterations) for iterations in progress.skip_history.executed],
         features=dict(progress.features),
     )
 

@@ -38,12 +38,12 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         raise ValueError(architecture_problem(wrong))
-    said = {field for difference in wrong for field in difference.fields}
+    named = {field for difference in wrong for field in difference.fields}
     compared = [
         name
         for name, flag in flags_of(type(now)).items()
         if not flag.per_run
-        and name not in said
+        and name not in named
         and (strict or hasattr(now.model, name) or hasattr(TokenizerConfig, name))
     ]
     changed = differences(values_of(saved), values_of(now), compared)

@@ -53,8 +53,8 @@ def this_process() -> ProcessId:
 def code_location(frames: Sequence[traceback.FrameSummary]) -> str:
     """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
-    ours = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
-    frame = (ours or list(frames))[-1]
+    own_frames = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
+    frame = (own_frames or list(frames))[-1]
     return f"{frame.name} ({_below_the_top(Path(frame.filename))}:{frame.lineno})"
 
 

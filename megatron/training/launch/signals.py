@@ -264,7 +264,7 @@ def _is_lost(error: BaseException) -> bool:
 def _timeout(error: BaseException, monitor: rank_monitor.MonitorClient, limit: str) -> str:
     """Where this rank waited, and what the ranks that do not wait are doing."""
     busy = monitor.ask()
-    others = (
+    actions = (
         f"{monitor.server_process} does not answer (stopped, or its network is cut)"
         if busy is None
         else "; ".join(busy[:8])
@@ -272,7 +272,7 @@ def _timeout(error: BaseException, monitor: rank_monitor.MonitorClient, limit: s
     )
     return (
         f"error: waited longer than {limit} allows in "
-        f"{code_location(traceback.extract_tb(error.__traceback__))}. Not waiting: {others}. Find "
+        f"{code_location(traceback.extract_tb(error.__traceback__))}. Not waiting: {actions}. Find "
         "out what keeps them, or allow more where so long a wait is right\n"
     )
 

@@ -47,11 +47,11 @@ class MetricsFile(ResultWriter):
             **r.columns,
             **r.counts,
         }
-        taken = row.keys() & r.metrics.keys()
-        if taken:
+        clashes = row.keys() & r.metrics.keys()
+        if clashes:
             raise ValueError(
-                f"forward_step: --metrics-file has a column {min(taken)} already; give this metric "
-                "another name [metric-name-taken]"
+                f"forward_step: --metrics-file has a column {min(clashes)} already; give this "
+                "metric another name [metric-name-taken]"
             )
         self._write({**row, **r.metrics})
 

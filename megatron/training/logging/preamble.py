@@ -183,10 +183,10 @@ def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
     there is one."""
     c = config.checkpoint
     if loaded and iteration:
-        again = "; so is every start with --ckpt-step" * (
+        note = "; so is every start with --ckpt-step" * (
             c.save == c.load and c.ckpt_step is not None
         )
-        start = f"resumed from iteration {iteration} ({loaded}{again})"
+        start = f"resumed from iteration {iteration} ({loaded}{note})"
     elif loaded:
         start = f"weights of {loaded}, from iteration 0"
     else:

@@ -112,6 +112,6 @@ def tokenize(
     ):
         words = [sys.executable, "-c", code, *more, input, f"{prefix}-{name}", vocab, merges]
         words += [str(workers)] * bool(more)
-        given = {"words": words, "writes": f"{prefix}-{name}_text_document", **common}
-        sides += setup.peer(name, needs, COMMAND, given)
+        options = {"words": words, "writes": f"{prefix}-{name}_text_document", **common}
+        sides += setup.peer(name, needs, COMMAND, options)
     yield Case(f"{workers} workers", sides, Path(input).stat().st_size / 1e6, "MB")

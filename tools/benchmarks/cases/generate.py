@@ -52,7 +52,7 @@ class Ours(Subject):
         trained = open_trained_model(model, device="cpu")
         self._engine = Engine(trained.model, batch, PROMPT + new)
         ids = prompts(batch, trained.tokenizer.vocab_size)
-        self._requests = [Request(one, new, Sampling(temperature=0.0)) for one in ids]
+        self._requests = [Request(prompt, new, Sampling(temperature=0.0)) for prompt in ids]
 
     def _first(self) -> list[int]:
         tokens = self._engine.run(self._requests)
@@ -100,9 +100,9 @@ def generate(
     width with random weights)."""
     new = 8 if setup.small else new
     model = model or make_run(setup.folder, setup.small)
-    given = {"batch": batch, "new": new}
-    sides = setup.ours("ours", "cases.generate:Ours", {**given, "model": model})
+    options = {"batch": batch, "new": new}
+    sides = setup.ours("ours", "cases.generate:Ours", {**options, "model": model})
     if setup.peers is None or "transformers" in setup.peers:
-        other = {**given, "model": hf or export(setup.folder, model)}
+        other = {**options, "model": hf or export(setup.folder, model)}
         sides += setup.peer("transformers", "transformers", "cases.generate:Transformers", other)
     yield Case(f"batch {batch}", sides, batch * new, "tokens")

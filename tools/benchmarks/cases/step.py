@@ -64,11 +64,11 @@ def layouts(
     ranks, *words = shlex.split(rest)
     common = {"size": asdict(shape), "dtype": dtype}
     ours = {"kind": "ours", **common}
-    given = {**ours, "flags": [*words, *shlex.split(flags)]}
-    one = {**ours, "flags": shlex.split(flags)}
-    sides = setup.ours(name, TRAINING, given, ranks=int(ranks), threads=1)
-    sides.append(Side("one rank", TRAINING, one, threads=1))
-    sides.append(Side("two apart", TRAINING, one, threads=1, ranks=2, apart=True))
+    side = {**ours, "flags": [*words, *shlex.split(flags)]}
+    single = {**ours, "flags": shlex.split(flags)}
+    sides = setup.ours(name, TRAINING, side, ranks=int(ranks), threads=1)
+    sides.append(Side("one rank", TRAINING, single, threads=1))
+    sides.append(Side("two apart", TRAINING, single, threads=1, ranks=2, apart=True))
     if name == "tp2" and shape.family == "llama" and dtype == "fp32":
         other = {"kind": "megatron-core", "agrees": False, **common}  # its own first weights
         for title, count in (("megatron-core tp2", 2), ("megatron-core one rank", 1)):

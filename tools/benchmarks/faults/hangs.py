@@ -121,8 +121,8 @@ def drawn(cells: Sequence[Cell], count: int, seed: int) -> list[Cell]:
     """So many cells, at least one of each place with each kind as far as that goes."""
     shuffled = random.Random(seed).sample(list(cells), len(cells))
     first = list({(cell.place, cell.kind): cell for cell in reversed(shuffled)}.values())
-    rest = [cell for cell in shuffled if cell not in first]
-    chosen = [*first, *rest][:count]
+    remaining = [cell for cell in shuffled if cell not in first]
+    chosen = [*first, *remaining][:count]
     return sorted(chosen, key=lambda cell: (list(PLACES).index(cell.place), KINDS.index(cell.kind)))
 
 
@@ -158,9 +158,9 @@ class Outcome:
 def run(cell: Cell, folder: Path) -> Outcome:
     """One cell."""
     folder.mkdir()
-    at, _, _ = PLACES[cell.place]
-    place = "data" if cell.place == "first iteration" else cell.place
-    inject.write(folder, [Fault(cell.kind, place, cell.culprit, at)])
+    phase, _, _ = PLACES[cell.place]
+    phase_name = "data" if cell.place == "first iteration" else cell.place
+    inject.write(folder, [Fault(cell.kind, phase_name, cell.culprit, phase)])
     shared = ranks.shared_files()
     reported: list[float] = []
     pids: list[int] = []

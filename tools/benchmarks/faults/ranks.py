@@ -147,8 +147,8 @@ def _spawn(
 
 def surroundings() -> dict[str, str]:
     """This process's environment without what a launcher gave it; one thread."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
-    return kept | {"OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
+    return variables | {"OMP_NUM_THREADS": "1"}
 
 
 def living(folder: Path) -> list[int]:

@@ -9,6 +9,6 @@ import pytest
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drop the skip of tests/conftest.py, and name the CPU as the device."""
     for item in items:
-        item.own_markers = [one for one in item.own_markers if one.name != "skip"]
+        item.own_markers = [marker for marker in item.own_markers if marker.name != "skip"]
         if isinstance(item, pytest.Function):
             item.module.DEVICE = "cpu"

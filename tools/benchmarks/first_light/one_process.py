@@ -95,13 +95,13 @@ def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
     rows = run.key_averages()
-    found = [  # of the device, without ranges of names, which hold kernels
+    names = [  # of the device, without ranges of names, which hold kernels
         (row.key, row.count, row.self_device_time_total / 1e6)
         for row in rows
         if not str(row.device_type).endswith("CPU")
         and not getattr(row, "is_user_annotation", False)
     ] or [(row.key, row.count, row.self_cpu_time_total / 1e6) for row in rows]
-    return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+    return sorted((row for row in names if row[2] > 0), key=lambda row: -row[2])
 
 
 def peak_gb() -> float:
@@ -129,20 +129,20 @@ def run_cell(cell: str, device: str, folder: Path, steps: int) -> bool:
     """Measure one and write its line; whether this process may go on."""
     alive = None
     usable = True
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             row, alive = measure(cell, device, folder, steps)
     except (Exception, SystemExit) as error:  # an error is a result, and others follow
-        message = said.getvalue().strip() if isinstance(error, SystemExit) else str(error)
+        message = output.getvalue().strip() if isinstance(error, SystemExit) else str(error)
         row = {"error": f"{type(error).__name__}: {message}"[:600]}
         usable = "CUDA error" not in message
         traceback.print_exc()
-    print(said.getvalue(), file=sys.stderr)
+    print(output.getvalue(), file=sys.stderr)
     if usable:
-        left = free(device)
-        row["left GiB"] = left / 2**30
-        usable = left < LEFT_BYTES and (alive is None or alive() is None)
+        free_after = free(device)
+        row["left GiB"] = free_after / 2**30
+        usable = free_after < LEFT_BYTES and (alive is None or alive() is None)
     with open(folder / "cells.jsonl", "a", encoding="utf-8") as file:
         print(json.dumps({"cell": cell, **row}), file=file)
     print(cell, {name: value for name, value in row.items() if name != "kernels"}, flush=True)

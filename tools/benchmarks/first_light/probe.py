@@ -111,13 +111,13 @@ class Probe:
         grad, x = self.random(k, m), self.random(k, n)
         total = torch.zeros(m, n, device=self.device)
         work = 2e-12 * m * n * k
-        found = {"product": work / self.seconds(lambda: grad.t() @ x)}
-        found["adds in fp32"] = gemm_adds_in_fp32(self.device, self.dtype)
-        if found["adds in fp32"]:
+        rates = {"product": work / self.seconds(lambda: grad.t() @ x)}
+        rates["adds in fp32"] = gemm_adds_in_fp32(self.device, self.dtype)
+        if rates["adds in fp32"]:
             add = torch.ops.aten.addmm.dtype_out
             call = self.seconds(lambda: add(total, grad.t(), x, torch.float32, out=total))
-            found["adding product"] = work / call
-        return found
+            rates["adding product"] = work / call
+        return rates
 
     def attention(self, width: int, heads: int, seq: int) -> dict[str, Any]:
         """TFLOP/s (causal half counted) forward, and forward with backward, of each backend on
@@ -129,17 +129,17 @@ class Probe:
         q, k, v = (t.permute(1, 2, 0, 3) for t in qkv.unbind(3))
         grad = self.random(batch, heads, seq, width)
         work = 2e-12 * batch * heads * seq * seq * width
-        found: dict[str, Any] = {}
+        rates: dict[str, Any] = {}
         for name, backend in BACKENDS.items():
             around = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
             try:
                 with around:
-                    found[name] = self._attention_rates(q, k, v, qkv, grad, work)
+                    rates[name] = self._attention_rates(q, k, v, qkv, grad, work)
             except RuntimeError as error:
                 if backend is None:
                     raise
-                found[name] = str(error).splitlines()[0][:120]
-        return found
+                rates[name] = str(error).splitlines()[0][:120]
+        return rates
 
     def _attention_rates(self, q, k, v, qkv, grad, work: float) -> dict[str, Any]:
         def forward() -> Tensor:
@@ -158,15 +158,15 @@ class Probe:
         """TFLOP/s of FP8 GEMMs of two forms of adding up."""
         n = 64 if self.small else 4096
         a, b = (self.random(n, n).to(torch.float8_e4m3fn) for _ in range(2))
-        one = torch.ones((), device=self.device)
+        scale = torch.ones((), device=self.device)
 
         def rate(fast: bool) -> float:
             def run() -> Tensor:
                 return torch._scaled_mm(
                     a,
                     b.t(),
-                    scale_a=one,
-                    scale_b=one,
+                    scale_a=scale,
+                    scale_b=scale,
                     out_dtype=self.dtype,
                     use_fast_accum=fast,
                 )

@@ -42,15 +42,15 @@ STEPS: Sequence[tuple[str, float, Step]] = (
 def run_step(session: Session, function: Step) -> dict[str, Any]:
     """Its state (`ok` or `failed`), problems, results and seconds."""
     began = time.monotonic()
-    found: dict[str, Any] = {"state": "ok", "problems": [], "results": {}}
+    report: dict[str, Any] = {"state": "ok", "problems": [], "results": {}}
     try:
-        found["results"] = function(session)
+        report["results"] = function(session)
     except Failed as error:
-        found |= {"state": "failed", "problems": error.problems, "results": error.facts}
+        report |= {"state": "failed", "problems": error.problems, "results": error.facts}
     except Exception as error:  # the next step may still tell something
-        found |= {"state": "failed", "problems": [f"{type(error).__name__}: {error}"]}
+        report |= {"state": "failed", "problems": [f"{type(error).__name__}: {error}"]}
         traceback.print_exc()
-    return {**found, "seconds": round(time.monotonic() - began, 1)}
+    return {**report, "seconds": round(time.monotonic() - began, 1)}
 
 
 def write(session: Session, head: str, out: Path) -> None:

@@ -57,8 +57,8 @@ class Session:
 
     def environment(self) -> dict[str, str]:
         """Of every process."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "OMP_"))}
-        kept |= {
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "OMP_"))}
+        variables |= {
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent / "step"))),
             "PYTHONUNBUFFERED": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -66,10 +66,10 @@ class Session:
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "TRITON_CACHE_DIR": str(self.folder / "triton"),
         }
-        kept.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several, one
+        variables.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several, one
         if self.small:  # compiling C++ takes minutes
-            kept["TORCHDYNAMO_DISABLE"] = "1"
-        return kept
+            variables["TORCHDYNAMO_DISABLE"] = "1"
+        return variables
 
     def run(self, **commands: Sequence[object]) -> dict[str, Process]:
         """Run these command lines of Python at the same time."""
@@ -104,10 +104,14 @@ class Session:
         return done
 
 
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["nothing printed"])[-1]
+
+
 def problems_of(processes: Mapping[str, Process]) -> list[str]:
     """A line for each that did not end with 0, with the last one that it printed."""
     return [
-        f"{name}: {one.ending}: {(one.text.strip().splitlines() or ['nothing printed'])[-1][:160]}"
-        for name, one in processes.items()
-        if one.code != 0
+        f"{name}: {process.ending}: {_last_line(process.text)[:160]}"
+        for name, process in processes.items()
+        if process.code != 0
     ]

@@ -112,8 +112,8 @@ def program(session: Session) -> dict[str, Any]:
     a user would type, bf16 with default dropouts and document masks."""
     flags = {"gpt": NO_DROPOUT, "llama": f"{NO_DROPOUT} {LLAMA_FLAGS}"}
     runs = {
-        f"{family}_{where}": (given, device)
-        for family, given in flags.items()
+        f"{family}_{where}": (words, device)
+        for family, words in flags.items()
         for where, device in (("cpu", "cpu"), ("device", session.device))
     }
     runs["bf16"] = f"{LLAMA_FLAGS} --bf16 --reset-attention-mask", session.device
@@ -121,9 +121,9 @@ def program(session: Session) -> dict[str, Any]:
     problems = problems_of(done)
     facts: dict[str, Any] = {}
     for family in flags:
-        ours, theirs = (losses(session, f"{family}_{where}") for where in ("device", "cpu"))
-        both = sorted(ours.keys() & theirs.keys())
-        apart = max((abs(ours[i][0] / theirs[i][0] - 1) for i in both), default=None)
+        on_device, on_cpu = (losses(session, f"{family}_{where}") for where in ("device", "cpu"))
+        both = sorted(on_device.keys() & on_cpu.keys())
+        apart = max((abs(on_device[i][0] / on_cpu[i][0] - 1) for i in both), default=None)
         facts[family] = {"iterations": len(both), "largest difference": apart}
         if apart is None or not apart <= LOSS_TOLERANCE:
             problems.append(f"{family}: the losses of CPU and device differ by {apart}")

@@ -24,7 +24,7 @@ FIGURES = {
 def shown(value: Any) -> str:
     """A figure with three digits, and several of them with their names."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {shown(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
     if isinstance(value, list):
         return " ".join(map(shown, value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -48,8 +48,8 @@ def bench_lines(facts: Mapping[str, Any]) -> list[str]:
 def summary(head: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
     """All results of the steps that ran."""
     lines = [head]
-    for place, (name, step) in enumerate(steps.items(), 1):
-        lines.append(f"{place} {name}: {step['state']}, {step['seconds']:.0f} s")
+    for number, (name, step) in enumerate(steps.items(), 1):
+        lines.append(f"{number} {name}: {step['state']}, {step['seconds']:.0f} s")
         facts = step["results"]
         rows = bench_lines(facts) if name == "bench" else fact_lines(facts)
         lines += [f"  {line}" for line in rows]
@@ -61,10 +61,10 @@ def write_kernels(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """The longest kernels of each contestant; no more of them stay in its row."""
     with open(file, "w", encoding="utf-8") as out:
         for row in rows:
-            found = row.get("kernels", [])
-            row["kernels"] = found[:TABLE]
-            total = sum(seconds for _, _, seconds in found) or 1.0
-            launches = sum(count for _, count, _ in found)
+            kernels = row.get("kernels", [])
+            row["kernels"] = kernels[:TABLE]
+            total = sum(seconds for _, _, seconds in kernels) or 1.0
+            launches = sum(count for _, count, _ in kernels)
             print(f"== {short(row['cell'])}: {launches} launches, {1e3 * total:.2f} ms", file=out)
             for name, count, seconds in row["kernels"]:
                 share = 100 * seconds / total

@@ -86,10 +86,11 @@ class Ours:
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the main weights (fp32), by global name."""
-        kept = self.run.optimizer.tensors()
+        tensors = self.run.optimizer.tensors()
         params = {sharding_of(p).name: p.detach() for p in self.run.model.parameters()}
         return {
-            name: kept.get(f"optimizer.fp32_param.{name}", p).clone() for name, p in params.items()
+            name: tensors.get(f"optimizer.fp32_param.{name}", p).clone()
+            for name, p in params.items()
         }
 
     def first_samples(self, steps: int) -> list[Tensor]:

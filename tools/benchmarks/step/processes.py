@@ -31,10 +31,10 @@ class OutOfMemory(WorkerFailed):
 def environment_of(setting: str, threads: int | None = None) -> dict[str, str]:
     """This environment without its variables for CPU threads, with those of `setting`: NAME=VALUE
     pairs separated by spaces, or nothing."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(THREAD_VARIABLES)}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(THREAD_VARIABLES)}
     if threads:
-        kept["OMP_NUM_THREADS"] = str(threads)
-    return kept | dict(pair.split("=", 1) for pair in setting.split())
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return variables | dict(pair.split("=", 1) for pair in setting.split())
 
 
 class Worker:

@@ -72,34 +72,34 @@ def parse_size(text: str) -> Size:
 
     Raises ValueError for a name or a field that does not exist and for a new size that lacks one.
     """
-    name, _, rest = text.partition(":")
+    name, _, changes = text.partition(":")
     kinds = {f.name: str if f.name == "family" else int for f in fields(Size) if f.name != "name"}
-    given: dict[str, Any] = {}
-    for word in filter(None, rest.split(",")):
+    values: dict[str, Any] = {}
+    for word in filter(None, changes.split(",")):
         key, _, value = word.partition("=")
         if key not in kinds or not value:
             raise ValueError(
                 f"{text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}"
             )
         try:
-            given[key] = kinds[key](value)
+            values[key] = kinds[key](value)
         except ValueError:
             raise ValueError(f"{text}: {key} is a whole number, not {value!r}") from None
-    if given.get("family", "gpt") not in ("gpt", "llama"):
-        raise ValueError(f"{text}: family is gpt or llama, not {given['family']!r}")
+    if values.get("family", "gpt") not in ("gpt", "llama"):
+        raise ValueError(f"{text}: family is gpt or llama, not {values['family']!r}")
     if name in NAMED:
-        return replace(NAMED[name], **given)
+        return replace(NAMED[name], **values)
     missing = [
         key
         for key in ("layers", "hidden", "heads", "seq", "micro_batch", "vocab")
-        if key not in given
+        if key not in values
     ]
     if missing:
         raise ValueError(
             f"{text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
             f"{', '.join(missing)} too"
         )
-    return Size(name, **given)
+    return Size(name, **values)
 
 
 def command_line(size: Size, dtype: str, device: str, extra: Sequence[str] = ()) -> list[str]:

@@ -129,12 +129,12 @@ class Training:
         """Parameters, compile time, peak memory of a device; of ours FLOPs and their share of the
         device's peak."""
         report = devices.memory_report(self.device)
-        found = {"M parameters": sum(p.numel() for p in self.runner.parameters()) / 1e6}
-        found |= self._facts
+        facts = {"M parameters": sum(p.numel() for p in self.runner.parameters()) / 1e6}
+        facts |= self._facts
         if "max allocated" in report:
-            found["peak GB"] = report["max allocated"] / 1e9
+            facts["peak GB"] = report["max allocated"] / 1e9
         if self.flops:
-            found["TFLOP/s"] = self.flops / statistics.median(self._seconds) / 1e12
+            facts["TFLOP/s"] = self.flops / statistics.median(self._seconds) / 1e12
             if peak := peak_of(devices.name(self.device)):
-                found["MFU %"] = 100 * found["TFLOP/s"] / peak
-        return found
+                facts["MFU %"] = 100 * facts["TFLOP/s"] / peak
+        return facts

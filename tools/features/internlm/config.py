@@ -51,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    found = to_flags(values, args.world_size)
-    found.problems = found.problems or refused(found.words, args.world_size)
-    if found.problems:
-        for problem in found.problems:
+    translation = to_flags(values, args.world_size)
+    translation.problems = translation.problems or refused(translation.words, args.world_size)
+    if translation.problems:
+        for problem in translation.problems:
             section = problem.partition(".")[0].partition(":")[0].partition(" ")[0]
             line = f", line {lines[section]}" if section in lines else ""
             print(f"error: {args.config}{line}: {problem}", file=sys.stderr)
@@ -63,5 +63,5 @@ def main(argv: Sequence[str]) -> int:
         f"# {args.config} for {args.world_size} ranks, by tools/internlm_config.py; "
         "docs/features/internlm.md says what differs."
     )
-    print("\n".join(found.lines))
+    print("\n".join(translation.lines))
     return 0

@@ -25,17 +25,17 @@ from tools.convert.links import GATE_UP, Names
 def _internlm2_names() -> Names:
     """InternLM2 keeps queries, keys and values by query group, as we do; w1 is the gate, w3 the up
     matrix."""
-    at = "model.layers.{}."
+    prefix = "model.layers.{}."
     return llama_names(
         {
             "embedding.word_embeddings": "model.tok_embeddings",
             "output_layer": "output",
-            INPUT_NORM: at + "attention_norm",
-            MLP_NORM: at + "ffn_norm",
-            LINEAR_QKV: at + "attention.wqkv",
-            PROJ: at + "attention.wo",
-            FC1: ((at + "feed_forward.w1", at + "feed_forward.w3"), GATE_UP),
-            FC2: at + "feed_forward.w2",
+            INPUT_NORM: prefix + "attention_norm",
+            MLP_NORM: prefix + "ffn_norm",
+            LINEAR_QKV: prefix + "attention.wqkv",
+            PROJ: prefix + "attention.wo",
+            FC1: ((prefix + "feed_forward.w1", prefix + "feed_forward.w3"), GATE_UP),
+            FC2: prefix + "feed_forward.w2",
         }
     )
 

@@ -100,8 +100,8 @@ def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
     if not files or files.keys() != wanted:
         wrong = sorted(wanted ^ files.keys()) or [(0, 0, 0)]
         name = "optimizer_tp{}_pp{}_zo{}.pt".format(*wrong[0])
-        what = "is of another layout than the model" if wrong[0] in files else "is missing"
-        raise ConversionError(f"{source}: {name} {what}; {_REMEDY}")
+        problem = "is of another layout than the model" if wrong[0] in files else "is missing"
+        raise ConversionError(f"{source}: {name} {problem}; {_REMEDY}")
     parts: dict[str, dict[str, list[StoredPart]]] = {kind: {} for kind in _BUFFERS}
     by_rank = unpickler.read_all(dict(sorted(files.items())))
     opened = list(by_rank.values())

@@ -96,9 +96,9 @@ class Section:
 
     def only(self, key: str, value: Any, why: str) -> None:
         """A key of which only one value can be honoured."""
-        found = self.take(key, value)
-        if found != value:
-            self.refuse(key, found, why)
+        actual = self.take(key, value)
+        if actual != value:
+            self.refuse(key, actual, why)
 
     def ignore(self, *keys: str, why: str) -> None:
         """Keys that change no number here; they become a comment."""

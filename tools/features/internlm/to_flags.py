@@ -295,8 +295,8 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         zero = inner.integer("size", -1, -1)
         inner.only("fsdp", False, "fully sharded weights are not built in")
         inner.done()
-    dp, rest = divmod(world_size, tensor * pipeline)
-    if rest or not dp:
+    dp, remainder = divmod(world_size, tensor * pipeline)
+    if remainder or not dp:
         args.problems.append(
             f"parallel: {world_size} ranks (--world-size) are not a multiple of tensor {tensor} x "
             f"pipeline {pipeline}; give the number of ranks of the run"

@@ -90,18 +90,20 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
         )
     theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
     notes = (lambda path: json_path(path[:-4]),) if to is ToMegatron else ()
-    found = [path for path in token_files(folder) if os.path.exists(theirs(path))]
-    if not found:
+    inputs = [path for path in token_files(folder) if os.path.exists(theirs(path))]
+    if not inputs:
         raise ValueError(
             f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} next to "
             "it; this command reads such files"
         )
-    for path in found:
+    for path in inputs:
         result = os.path.join(out, os.path.relpath(path, folder))
-        for there in (result, mine(result), *(note(result) for note in notes)):
-            if os.path.lexists(there):
-                raise ValueError(f"{there}: is there already; give another directory, or remove it")
-    for path in found:
+        for existing in (result, mine(result), *(note(result) for note in notes)):
+            if os.path.lexists(existing):
+                raise ValueError(
+                    f"{existing}: is there already; give another directory, or remove it"
+                )
+    for path in inputs:
         yield path, os.path.join(out, os.path.relpath(path, folder))[:-4]
 
 

@@ -133,9 +133,9 @@ def read_recipe(text: str) -> Script:
             if indent <= inside:
                 inside = None
                 continue
-            found = re.match(r"\s*['\"]?(--[\w-]+)['\"]?:\s*(.*?)\s*(?:\s#.*)?$", line)
-            if found:
-                script.words += _flag_of(found[1], found[2])
+            match = re.match(r"\s*['\"]?(--[\w-]+)['\"]?:\s*(.*?)\s*(?:\s#.*)?$", line)
+            if match:
+                script.words += _flag_of(match[1], match[2])
     return script
 
 

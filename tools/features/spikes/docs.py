@@ -71,13 +71,13 @@ def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     iteration = args.iteration
     assert iteration is not None, "problems() refuses neither --iteration nor --doc"
     read = places(reading, iteration, args.microbatch, args.dp_rank)
-    others = usual(reading, neighbours(reading, iteration, iteration))
+    baseline = usual(reading, neighbours(reading, iteration, iteration))
     if args.run is None or args.order == "suspicion":
-        return sorted(suspects(reading, read, others), key=lambda suspect: -suspect.score), ""
+        return sorted(suspects(reading, read, baseline), key=lambda suspect: -suspect.score), ""
     # torch, which takes longer to load than all the rest
     from tools.features.spikes.replay import check_replayable, state_before
 
     check_replayable(reading)
     state = state_before(args.run, iteration, args.ckpt_step)
-    ranked = suspects(reading, read, others, state.losses)
+    ranked = suspects(reading, read, baseline, state.losses)
     return sorted(ranked, key=lambda suspect: -height(suspect.loss)), state.directory

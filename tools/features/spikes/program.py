@@ -46,16 +46,16 @@ def cost(event: Event, run: Run) -> dict[str, float]:
     """The cost of skipping an event: iterations and, as far as the log says, samples,
     tokens, percent of the run."""
     total = next((r.train_iters for r in reversed(run.records) if r.train_iters), None)
-    at = next(r for r in run.records if r.iteration == event.peak)
+    peak = next(r for r in run.records if r.iteration == event.peak)
     count = event.end - event.start + 1
-    found: dict[str, float] = {"iterations": count}
-    if at.global_batch_size:
-        found["samples"] = count * at.global_batch_size
-        if at.consumed_samples and "consumed_tokens" in at.numbers:
-            found["tokens"] = round(
-                at.numbers["consumed_tokens"] / at.consumed_samples * found["samples"]
+    figures: dict[str, float] = {"iterations": count}
+    if peak.global_batch_size:
+        figures["samples"] = count * peak.global_batch_size
+        if peak.consumed_samples and "consumed_tokens" in peak.numbers:
+            figures["tokens"] = round(
+                peak.numbers["consumed_tokens"] / peak.consumed_samples * figures["samples"]
             )
-    return found | ({"percent": 100 * count / total} if total else {})
+    return figures | ({"percent": 100 * count / total} if total else {})
 
 
 def described(event: Event, run: Run, directory: str | None, saved: Sequence[int]) -> str:
@@ -104,15 +104,15 @@ def analyze(args: AnalyzeOptions) -> int:
             }
             for e in events
         ]
-        found = {
+        report = {
             "joins": run.joins,
             "log_interval": interval,
             "not_judged": blind,
             "events": rows,
         }
         if events:
-            found["restart"] = restart(events, args.load, saved)
-        print(json.dumps(without_nan(found), indent=1))
+            report["restart"] = restart(events, args.load, saved)
+        print(json.dumps(without_nan(report), indent=1))
         return FOUND if events else NONE
     trained = [r for r in run.records if r.trained]
     print(

@@ -117,9 +117,9 @@ class Progress:
         self._done = self._done + 1
         now = time.monotonic()
         if now - self._reported >= SECONDS:
-            left = (now - self._start) / self._done * (self._total - self._done)
+            remaining = (now - self._start) / self._done * (self._total - self._done)
             print(
-                f"  {self._done} of {self._total} iterations, {left:.0f} s left",
+                f"  {self._done} of {self._total} iterations, {remaining:.0f} s left",
                 file=sys.stderr,
                 flush=True,
             )
@@ -141,7 +141,7 @@ def replay_iteration(
     """All samples of an iteration."""
     read = places(reading, iteration)
     check_replayable(reading)
-    samples = [reading.dataset[place.sample] for place in read]
+    samples = [reading.dataset[row.sample] for row in read]
     losses_at_other = (
         [mean_loss(of_tokens) for of_tokens in other.losses(samples)]
         if other
@@ -231,14 +231,14 @@ def _replayed(
     highest: list[Row] = []
     measures = usual(reading, around) if args.json else []
     if not args.json:
-        which = (
+        iterations = (
             f"iterations {wanted.start} to {wanted.stop - 1}"
             if len(wanted) > 1
             else f"iteration {wanted.start}"
         )
         print(
-            f"{which} at {state.directory}{f' and {other.directory}' if other else ''}, forward "
-            "only",
+            f"{iterations} at {state.directory}{f' and {other.directory}' if other else ''}, "
+            "forward only",
             flush=True,
         )
     for iteration in [*wanted, *([] if args.json else around)]:

@@ -115,7 +115,7 @@ def _cut(
 def suspects(
     reading: Reading,
     read: Sequence[BatchRow],
-    others: Sequence[text_anomalies.Measures] = (),
+    baseline: Sequence[text_anomalies.Measures] = (),
     losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None,
 ) -> list[Suspect]:
     """The pieces of documents in these samples, in their order, compared with each other and with
@@ -135,8 +135,8 @@ def suspects(
             head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
             pieces.append((piece, row, head, own_losses))
     return [
-        _suspect(suspicion, *rest)
-        for suspicion, rest in zip(text_anomalies.rank(measures, others), pieces, strict=True)
+        _suspect(suspicion, *measured)
+        for suspicion, measured in zip(text_anomalies.rank(measures, baseline), pieces, strict=True)
     ]
 
 

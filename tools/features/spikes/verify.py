@@ -61,10 +61,10 @@ def skipped_as_asked(table: Table, reading: Reading) -> Iterator[str]:
             continue
         _, _, skipped, value = table.rows[n]
         if skipped != reading.plan.skips.is_skipped(n):
-            said = (
+            problem = (
                 "skipped without a request" if skipped else "trained, though it was to be skipped"
             )
-            yield f"{table.path}: iteration {n} was {said}"
+            yield f"{table.path}: iteration {n} was {problem}"
         elif skipped and value:
             yield (
                 f"{table.path}: iteration {n} is marked as skipped and has the hash "
@@ -75,16 +75,16 @@ def skipped_as_asked(table: Table, reading: Reading) -> Iterator[str]:
 def same_but_skipped(table: Table, reference: Table) -> Iterator[str]:
     """Iterations that read something else than in the reference, or other places of the data."""
     for n in sorted(table.rows.keys() & reference.rows.keys()):
-        mine = table.rows[n]
+        row = table.rows[n]
         other = reference.rows[n]
-        if mine[:2] != other[:2]:
+        if row[:2] != other[:2]:
             yield (
-                f"iteration {n}: {mine[1]} samples from {mine[0]} on in {table.path}, {other[1]} "
+                f"iteration {n}: {row[1]} samples from {row[0]} on in {table.path}, {other[1]} "
                 f"from {other[0]} on in {reference.path}"
             )
-        elif not mine[2] and mine != other:
-            said = "skipped" if other[2] else f"hash {other[3]:016x}"
-            yield f"iteration {n}: hash {mine[3]:016x} in {table.path}, {said} in {reference.path}"
+        elif not row[2] and row != other:
+            shown = "skipped" if other[2] else f"hash {other[3]:016x}"
+            yield f"iteration {n}: hash {row[3]:016x} in {table.path}, {shown} in {reference.path}"
 
 
 Opened = tuple[Reading, list[Sampler]]
@@ -105,8 +105,8 @@ class Data:
 
     def _open(self, run: str | None, flags: Sequence[str] | None = None) -> Opened:
         with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
-            found = open_run(run, flags, None, self._args.world_size)
-        return found, found.samplers()
+            opened = open_run(run, flags, None, self._args.world_size)
+        return opened, opened.samplers()
 
     def at(self, iteration: int, place: tuple[int, int]) -> Opened:
         """The data as an iteration at `place` (first sample, samples) read them."""
@@ -153,10 +153,10 @@ def _place(reading: Reading, iteration: int) -> tuple[int, int]:
     return reading.first_sample(iteration), reading.plan.global_batch_size(iteration)
 
 
-def report(what: str, found: Iterator[str]) -> bool:
+def report(title: str, problems: Iterator[str]) -> bool:
     """Print a line on a check, and lines on what it found; whether all is well."""
-    lines = list(found)
-    print(f"{'wrong' if lines else 'good'}: {what}")
+    lines = list(problems)
+    print(f"{'wrong' if lines else 'good'}: {title}")
     for line in lines[:SHOWN]:
         print(f"  {line}")
     if len(lines) > SHOWN:
