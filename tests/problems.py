@@ -35,6 +35,21 @@ def assert_problem(line: str, code: str, *named: object) -> None:
         assert str(each) in line, f"{each} is not named: {line}"
 
 
+def assert_reported(output: str, code: str, *named: object) -> None:
+    """Assert that a line of this output has this code and names each of these."""
+    lines = [line for line in output.splitlines() if f"[{code}]" in line]
+    named_in = [line for line in lines if all(str(each) in line for each in named)]
+    assert named_in, f"[{code}] with {named}: {output}"
+
+
+def numbers(line: str) -> list[float]:
+    """The numbers of a line, in order; 4,096 is one of them, the digits of iter_0000004 are none."""
+    return [
+        float(number.replace(",", ""))
+        for number in re.findall(r"(?<![\w.-])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?", line)
+    ]
+
+
 @contextlib.contextmanager
 def raises(kind: type[Exception], code: str, *named: object) -> Iterator[None]:
     """Assert that an exception of this kind comes, with one line as `assert_problem` wants it."""

@@ -253,58 +253,57 @@ def f32(low: int, high: int, shape: list) -> dict:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        (b"", "0 bytes with a header of 0"),
-        (b"1234567", "7 bytes with a header"),
-        ((1 << 62).to_bytes(8, "little") + b"{}", "a header of 4611686018427387904"),
+        (b"", "header of 0 "),
+        (b"1234567", "bad: 7 bytes"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "header of 4611686018427387904"),
         ((200_000_000).to_bytes(8, "little") + b"{}", "at most 100000000 allowed"),
-        (with_header(b"{}", b"data"), "its header speaks of"),
+        (with_header(b"{}", b"data"), "14 bytes, "),
         (with_header(b"{]"), "not JSON"),
-        (with_header(b"[]"), "not a JSON object"),
+        (with_header(b"[]"), "JSON object"),
         (with_header(b"\xff\xfe"), "not JSON"),
         (with_header(b"[" * 100_000), "not JSON"),
         (with_header(b'{"a":1' + b"0" * 5000 + b"}"), "not JSON"),
         (with_header(table(__metadata__=[1])), "__metadata__"),
         (with_header(table(__metadata__={"a": 1})), "__metadata__"),
-        (with_header(table(a=[1, 2])), "tensor a: the header lacks"),
-        (with_header(table(a={"dtype": "F32", "shape": [1]})), "tensor a: the header lacks"),
+        (with_header(table(a=[1, 2])), "tensor a: "),
+        (with_header(table(a={"dtype": "F32", "shape": [1]})), "data_offsets"),
         (
             with_header(table(a={**f32(0, 4, [1]), "dtype": "F33"}), b"1234"),
-            "tensor a: unknown dtype 'F33'",
+            "'F33'",
         ),
         (
             with_header(table(a={**f32(0, 4, [1]), "dtype": ["F32"]}), b"1234"),
-            "tensor a: unknown dtype",
+            "['F32']",
         ),
         (with_header(table(a=f32(0, 4, [1.0])), b"1234"), "whole numbers"),
         (with_header(table(a=f32(0, 4, [True])), b"1234"), "whole numbers"),
         (with_header(table(a=f32(0, 4, [-1])), b"1234"), "whole numbers"),
         (with_header(table(a=f32(0, 0, [0, 1 << 64]))), "whole numbers"),
         (with_header(table(a=f32(0, 4, [1] * 65)), b"1234"), "at most 64 dims"),
-        (with_header(table(a=f32(0, 4, [2])), b"1234"), "does not take 4 bytes"),
+        (with_header(table(a=f32(0, 4, [2])), b"1234"), "F32 [2] "),
         (
             with_header(table(a=f32(0, 4, [1]), b=f32(2, 6, [1])), b"123456"),
-            "tensor b: starts at byte",
+            "tensor b: ",
         ),
         (
             with_header(table(a=f32(0, 4, [1]), b=f32(8, 12, [1])), b"1" * 12),
-            "tensor b: starts at byte",
+            "tensor b: ",
         ),
         (
             with_header(table(a=f32(0, 1 << 40, [1 << 38])), b"1234"),
-            "tensor a: the file ends at byte",
+            "1099511627868",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "file",
 )
 def test_bad_files_are_one_clear_error(tmp_path, raw, words):
     (tmp_path / "bad").write_bytes(raw)
-    with pytest.raises(CheckpointError) as caught:
+    with problems.raises(CheckpointError, "checkpoint-damaged", tmp_path / "bad", words):
         SafetensorsFile(tmp_path / "bad")
-    assert words in str(caught.value) and str(tmp_path / "bad") in str(caught.value)
 
 
 def test_missing_file_and_missing_tensor(tmp_path):
-    with problems.raises(CheckpointError, "file-operation-failed", "No such file"):
+    with problems.raises(CheckpointError, "file-operation-failed", tmp_path / "nothing"):
         SafetensorsFile(tmp_path / "nothing")
     write_file(tmp_path / "x", [entry("a", torch.ones(1))])
     with (
@@ -316,7 +315,7 @@ def test_missing_file_and_missing_tensor(tmp_path):
 
 def test_a_header_that_no_reader_would_take_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(st, "MAX_HEADER_BYTES", 100)
-    with pytest.raises(CheckpointError, match="write fewer tensors into one file"):
+    with pytest.raises(CheckpointError, match="5 tensors .* 336 bytes.* 100 "):
         write_file(tmp_path / "x", [entry(f"tensor{n}", torch.ones(1)) for n in range(5)])
     assert not (tmp_path / "x").exists()
 

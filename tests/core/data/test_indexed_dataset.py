@@ -308,9 +308,9 @@ def test_a_damaged_pointer_never_reads_other_bytes(tmp_path):
     [
         ("golden.bin", "without .bin"),
         ("golden.idx", "without .idx"),
-        ("gone", "gone.idx: no such file; make it with tools/preprocess_data.py"),
-        ("text", "did you mean"),
-        ("half", "half.bin: no such file"),
+        ("gone", "gone.idx: .*tools/preprocess_data.py"),
+        ("text", "text_text_document"),
+        ("half", "half.bin: "),
     ],
 )
 def test_missing_files_name_the_likely_slip(tmp_path, given, words):
@@ -439,13 +439,13 @@ def test_nothing_is_left_where_the_system_takes_no_more(tmp_path):
 def test_the_builder_refuses_what_does_not_fit(tmp_path):
     with problems.raises(FileNotFoundError, "directory-missing"):
         IndexedDatasetBuilder(tmp_path / "gone" / "d")
-    with pytest.raises(ValueError, match="cannot be stored"):
+    with pytest.raises(ValueError, match="uint64"):
         IndexedDatasetBuilder(tmp_path / "d", np.uint64)
     builder = IndexedDatasetBuilder(tmp_path / "d", np.uint16)
     for tokens in ([70000], [-1], np.array([1, 65536], np.int64), [0.5]):
         with problems.raises(ValueError, "token-id-out-of-range"):
             builder.add_item(tokens)
-    with pytest.raises(ValueError, match="do not make sequences"):
+    with pytest.raises(ValueError, match="3 tokens .*\\[2"):
         builder.add_document([1, 2, 3], [2])
     other = write_corpus(tmp_path / "other", [2], np.int32)
     with problems.raises(ValueError, "data-dtype-differs"):

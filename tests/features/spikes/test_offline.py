@@ -14,6 +14,7 @@ from megatron.features.spikes.events import find_events
 from megatron.features.spikes.loss_outliers import MASKED, scale_of
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
+from tests.problems import numbers
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools.features.spikes import program as spikes
 from tools.features.spikes import replay as spike_replay
@@ -155,8 +156,8 @@ def test_docs_of_one_micro_batch_of_one_rank_and_back_from_a_document(corpus, ca
     [
         (["--iteration", "4", "--microbatch", "4"], "--microbatch 4: iteration 4 has 0 to 3"),
         (["--iteration", "4", "--dp-rank", "1"], "--dp-rank 1: iteration 4 has 0 to 0"),
-        (["--iteration", "4", "--order", "loss"], "--order loss: needs --iteration and a run"),
-        (["--doc", "4", "--order", "loss"], "--order loss: needs --iteration and a run"),
+        (["--iteration", "4", "--order", "loss"], "--order loss: needs --iteration"),
+        (["--doc", "4", "--order", "loss"], "--order loss: needs --iteration"),
         (["--doc", "80"], "--document 80: "),
     ],
 )
@@ -271,8 +272,8 @@ def test_what_stands_out_and_whether_another_state_finds_it_too():
             Replayed(9, BatchRow(1, 0, 0), 12.0, other), None if other is None else usual, 50
         )
 
-    assert told(12.0).startswith("data: at iteration 50 it stands out too (12.00, ")
-    assert told(5.1).startswith("data x state: at iteration 50 it is as others (5.10, ")
+    assert told(12.0).startswith("data: ") and numbers(told(12.0))[:2] == [50, 12.0]
+    assert told(5.1).startswith("data x state: ") and numbers(told(5.1))[:2] == [50, 5.1]
     assert "--other-ckpt" in told(None)
 
 
@@ -292,12 +293,9 @@ def test_replay_for_a_reader(run, capsys):
         lines[0]
         == f"iterations 3 to 4 at {run.save}/iter_0000002 and {run.save}/iter_0000006, forward only"
     )
-    assert lines[1].startswith("iteration 3: loss ") and " there; highest sample " in lines[1]
+    assert lines[1].startswith("iteration 3: loss ") and len(numbers(lines[1])) == 4
     assert lines[3].startswith("usual is ")
-    assert lines[3].endswith(
-        "(48 samples, 32 of them of neighbouring iterations); 0 of 16 stand out"
-    )
-    assert lines[4].startswith("no sample stands out at this state")
+    assert numbers(lines[3])[-4:] == [48, 32, 0, 16]
 
 
 def test_docs_by_loss(run, capsys):
@@ -308,22 +306,21 @@ def test_docs_by_loss(run, capsys):
     assert losses == sorted(losses, reverse=True) and len(losses) > 4
     _, out = said(capsys, "docs", "--iteration", "3", "--order", "loss", str(run.save))
     state = f"{run.save}/iter_0000002"
-    assert out.startswith(
-        f"iteration 3 reads {len(rows)} pieces of documents; losses in nats per token at {state}\n"
-    )
+    first = out.partition("\n")[0]
+    assert numbers(first) == [3, len(rows)] and first.endswith(state)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--iterations", "4-3"], "--iterations 4-3: the run has the iterations 1 to 6"),
-        (["--iterations", "3-7"], "--iterations 3-7: the run has the iterations 1 to 6"),
-        (["--iterations", "two"], "--iterations two: give the first and the last as A-B"),
-        (["--iterations", "2"], "no checkpoint before iteration 2"),
-        (["--iterations", "4", "--ckpt-step", "3"], "iter_0000003 does not exist"),
+        (["--iterations", "4-3"], "--iterations 4-3: "),
+        (["--iterations", "3-7"], "--iterations 3-7: "),
+        (["--iterations", "two"], "--iterations two: "),
+        (["--iterations", "2"], "--ckpt-step"),
+        (["--iterations", "4", "--ckpt-step", "3"], "[checkpoint-incomplete]"),
         (
             ["--iterations", "4", "--ckpt", "x"],
-            "give the checkpoint: --ckpt PATH/iter_XXXXXXX, or --load DIR",
+            "--ckpt or --load: ",
         ),
     ],
 )
@@ -359,5 +356,5 @@ def test_one_restart_for_several_spikes(tmp_path, capsys):
         "--load DIR --ckpt-step 148 --train-range-to-skip 149 151 299 301    (or any"
     )
     _, out = said(capsys, "analyze", str(log))
-    assert out.splitlines()[-2:] == ["all 2 in one restart:", f"  {found['restart']}"]
+    assert out.splitlines()[-1] == f"  {found['restart']}"
     assert len(find_events(read_run(str(log)).records)) == 2

@@ -12,6 +12,7 @@ import pytest
 from megatron.data.ledger import RECORD, read_ledger
 from tests.core.training.skipping import skip_runs
 from tests.core.training.skipping.skip_runs import argv, watched
+from tests.problems import numbers
 from tests.runs import Finished, write_text
 from tools.features.spikes import program as spikes
 
@@ -61,13 +62,11 @@ def changed(ledger: Path, place: Path, number: int, values: dict[str, int]) -> P
 
 def test_good_runs(text, whole, skips, capsys):
     code, out, err = verify(capsys, "--reference", whole.folder / "ledger", skips.save)
-    assert (code, err) == (0, "") and out.splitlines() == [
-        f"{skips.folder}/ledger: 6 iterations, 2 of them skipped",
-        "good: the iterations marked as skipped, and no others, are those that were to be skipped",
-        f"good: all others read what they do in {whole.folder}/ledger",
-        "good: the samples of the skipped iterations, read now, were trained nowhere, and are "
-        f"those of {whole.folder}/ledger",
-    ]
+    assert (code, err) == (0, "")
+    first, *good = out.splitlines()
+    assert first.startswith(f"{skips.folder}/ledger: ") and numbers(first) == [6, 2]
+    assert [line.partition(": ")[0] for line in good] == ["good"] * 3
+    assert [f"{whole.folder}/ledger" in line for line in good] == [False, True, True]
     assert verify(capsys, skips.save)[0] == 0
     flags = argv(text, skips.folder, "--train-range-to-skip", "2", "3")
     assert verify(capsys, "--ledger", skips.folder / "ledger", "--", *flags)[0] == 0
@@ -80,32 +79,28 @@ def test_a_data_position_that_stays(text, tmp_path, whole, capsys):
         text, tmp_path / "run", "--train-range-to-skip", "2", "3", hook=skip_runs.keep_position
     )
     code, out, _ = verify(capsys, mutant.save)
-    assert (
-        code == 1
-        and "  iteration 2: was skipped, and its samples were trained in iteration 4\n" in out
-    )
+    assert code == 1
+    assert [2, 4] in [numbers(line) for line in out.splitlines() if line.startswith("  iteration")]
     code, out, _ = verify(capsys, "--reference", whole.folder / "ledger", mutant.save)
-    assert (
-        code == 1
-        and f"wrong: all others read what they do in {whole.folder}/ledger\n  iteration 4: hash "
-        in out
-    )
+    assert code == 1
+    wrong = out.partition("\nwrong: ")[2].splitlines()
+    assert f"{whole.folder}/ledger" in wrong[0] and wrong[1].startswith("  iteration 4: hash ")
 
 
 @pytest.mark.parametrize(
     ("iteration", "values", "said"),
     [
-        (2, {"flag": 0, "hash": 7}, "iteration 2 was trained, though it was to be skipped"),
-        (5, {"flag": 1, "hash": 0}, "iteration 5 was skipped without a request"),
+        (2, {"flag": 0, "hash": 7}, "iteration 2 was trained"),
+        (5, {"flag": 1, "hash": 0}, "iteration 5 was skipped"),
         (
             3,
             {"hash": 7},
-            "iteration 3 is marked as skipped and has the hash 0000000000000007 of something read",
+            "hash 0000000000000007 of",
         ),
         (5, {"hash": 7}, "iteration 5: hash 0000000000000007 in"),
         (5, {"first": 41}, "iteration 5: 8 samples from 41 on in"),
-        (3, {"count": 9}, "by the run's flags 8 from 16 on"),
-        (4, {"iteration": 0}, "iteration 4 is not in it"),
+        (3, {"count": 9}, "flags 8 from 16 on"),
+        (4, {"iteration": 0}, "iteration 4 is"),
     ],
 )
 def test_every_wrong_record(tmp_path, whole, skips, capsys, iteration, values, said):
@@ -120,11 +115,8 @@ def test_a_reference_that_read_something_else(tmp_path, whole, skips, capsys):
     ledger = changed(whole.folder / "ledger", tmp_path / "ledger", 3, {"hash": 7})
     code, out, _ = verify(capsys, "--reference", ledger, skips.save)
     value = read_ledger(str(whole.folder / "ledger"))[1]["hash"][2]
-    assert (
-        code == 1
-        and f"iteration 3: its samples have the hash {value:016x} now, 0000000000000007 in {ledger}"
-        in out
-    )
+    assert code == 1
+    assert f"hash {value:016x} now, 0000000000000007 in {ledger}" in out
 
 
 def test_what_cannot_be_read(tmp_path, whole, skips, capsys):
@@ -165,7 +157,7 @@ def test_ranges_on_record_count_too(text, tmp_path, capsys):
     done = run(text, folder)
     assert [row["skipped"] for row in done.rows] == [0, 1, 0, 0, 0, 0]
     code, out, _ = verify(capsys, done.save)
-    assert code == 0 and "6 iterations, 1 of them skipped" in out
+    assert code == 0 and numbers(out.splitlines()[0]) == [6, 1]
     code, out, _ = verify(
         capsys,
         "--ledger",
@@ -173,7 +165,7 @@ def test_ranges_on_record_count_too(text, tmp_path, capsys):
         "--",
         *argv(text, folder, "--iterations-to-skip", "5"),
     )
-    assert code == 1 and "iteration 5 was trained, though it was to be skipped" in out
+    assert code == 1 and "iteration 5 was trained" in out
 
 
 @pytest.mark.campaign
@@ -195,4 +187,4 @@ def test_batch_sizes_that_changed(text, tmp_path, capsys):
     )
     assert [row["iteration"] for row in done.rows if row["skipped"]] == [2, 6]
     code, out, _ = verify(capsys, done.save)
-    assert code == 0 and "7 iterations, 2 of them skipped" in out, out
+    assert code == 0 and numbers(out.splitlines()[0]) == [7, 2], out

@@ -37,7 +37,7 @@ from tests.core.data.vocabularies import (
     write_sentencepiece,
     write_tiktoken,
 )
-from tests.problems import raises
+from tests.problems import numbers, raises
 from tests.tools.tokenizers.plain_bpe import PlainBPE, merge_symbols
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -192,16 +192,16 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("name", "content", "says"),
         [
-            ("vocab.json", b"{", "not a JSON file"),
-            ("vocab.json", b"\xff\xfe", "not a JSON file"),
-            ("vocab.json", b'["a"]', "not a JSON object of piece: id"),
-            ("vocab.json", b'{"a": "0"}', "not a JSON object of piece: id"),
-            ("vocab.json", b'{"<|endoftext|>": 0, "a": 2}', "its 2 ids are not 0 to 1"),
-            ("vocab.json", b'{"a": 0}', "has no piece <|endoftext|>"),
-            ("merges.txt", b"#version: 0.2\na b\na b c\n", "line 3: expected two pieces"),
-            ("merges.txt", b"a b\nab\n", "line 2: expected two pieces"),
-            ("merges.txt", b"#version: 0.2\n", "holds no merges"),
-            ("merges.txt", b"\xe9 a\n", "not UTF-8 text"),
+            ("vocab.json", b"{", "column 2"),
+            ("vocab.json", b"\xff\xfe", "0xff"),
+            ("vocab.json", b'["a"]', "piece: id"),
+            ("vocab.json", b'{"a": "0"}', "piece: id"),
+            ("vocab.json", b'{"<|endoftext|>": 0, "a": 2}', "2 ids"),
+            ("vocab.json", b'{"a": 0}', "<|endoftext|>"),
+            ("merges.txt", b"#version: 0.2\na b\na b c\n", "line 3: .*'a b c'"),
+            ("merges.txt", b"a b\nab\n", "line 2: .*'ab'"),
+            ("merges.txt", b"#version: 0.2\n", "merges.*merges.txt"),
+            ("merges.txt", b"\xe9 a\n", "UTF-8.*0xe9"),
         ],
     )
     def test_bad_files_are_named(
@@ -209,7 +209,8 @@ class TestFiles:
     ) -> None:
         files = write_bpe(tmp_path)
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{tmp_path / name}.*{says.replace('|', '[|]')}"):
+        said = f"{tmp_path / name}.*{says.replace('|', '[|]')}.*tokenizer-file-malformed"
+        with pytest.raises(ValueError, match=said):
             GPT2BPETokenizer(*files)
 
     def test_an_unknown_piece_is_id_0_and_said(
@@ -220,7 +221,8 @@ class TestFiles:
         tokenizer = GPT2BPETokenizer(vocab, merges)
         assert PlainBPE(vocab, merges).encode("abxy") == list(tokenizer.encode("abxy"))
         assert tokenizer.tokenize("abxy") == [tokenizer.tokenize("ab")[0], 0]
-        assert f"{vocab} has no id for 1 of the 2 products" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "WARNING" in said and vocab in said and numbers(said)[:2] == [1, 2]
 
     def test_a_byte_without_an_id_is_id_0(self, tmp_path: Path) -> None:
         vocab, merges = write_bpe(tmp_path)
@@ -373,7 +375,7 @@ class TestGPT2BPETokenizer:
         monkeypatch.setattr(gigatoken, "_as_json", special)
         tokenizer = GPT2BPETokenizer(*tiny)
         assert tokenizer.engine == "tiktoken"
-        assert "gigatoken gives other ids" in capsys.readouterr().out
+        assert "WARNING: gigatoken " in capsys.readouterr().out
 
     @pytest.mark.parametrize("package", ["tiktoken", "regex"])
     def test_without_an_engine_it_says_what_to_install(
@@ -445,9 +447,7 @@ class TestNullTokenizer:
 
     @pytest.mark.parametrize("text", ["100", "-1", "1.5", "x", "²", "1e2", "9" * 5000])
     def test_what_is_no_id(self, text: str) -> None:
-        with pytest.raises(
-            ValueError, match="where NullTokenizer reads whole numbers from 0 to 99|integer string"
-        ):
+        with pytest.raises(ValueError, match="NullTokenizer .* 0 to 99$|integer string"):
             NullTokenizer(100).tokenize(f"1 {text}")
 
 
@@ -541,17 +541,17 @@ class TestTikTokenizer:
     @pytest.mark.parametrize(
         ("content", "says"),
         [
-            ("[", "not a tiktoken vocabulary"),
-            ("{}", "not a tiktoken vocabulary"),
-            ('[{"rank": 0}]', "not a tiktoken vocabulary"),
-            ('[{"rank": 0, "token_bytes": "?"}]', "not a tiktoken vocabulary"),
-            ('[{"rank": 1, "token_bytes": "AA=="}]', "not ranked 0, 1, 2"),
-            ('[{"rank": 0, "token_bytes": "AA=="}]', "all 256 bytes among them"),
+            ("[", "JSONDecodeError"),
+            ("{}", "JSON"),
+            ('[{"rank": 0}]', "KeyError"),
+            ('[{"rank": 0, "token_bytes": "?"}]', "base64"),
+            ('[{"rank": 1, "token_bytes": "AA=="}]', "0, 1, 2"),
+            ('[{"rank": 0, "token_bytes": "AA=="}]', "256"),
         ],
     )
     def test_bad_files(self, tmp_path: Path, content: str, says: str) -> None:
         (tmp_path / "v.json").write_text(content)
-        with pytest.raises(ValueError, match=f"v.json: .*{says}"):
+        with pytest.raises(ValueError, match=f"v.json: .*{says}.*tokenizer-file-malformed"):
             build_tokenizer(
                 "TikTokenizer", tokenizer_model=str(tmp_path / "v.json"), vocab_size=2000
             )
@@ -623,7 +623,7 @@ class TestFlags:
     @pytest.mark.parametrize(
         ("flags", "says"),
         [
-            ({}, ["--tokenizer-type is missing: .*flag-missing"]),
+            ({}, ["--tokenizer-type .*flag-missing"]),
             ({"tokenizer_type": "gpt2bpetokenizer"}, ["GPT2BPETokenizer.*tokenizer-unknown"]),
             ({"tokenizer_type": "BertWordPieceCase"}, ["BertWordPieceCase.*tokenizer-unknown"]),
             ({"tokenizer_type": "zzz"}, ["zzz.*tokenizer-unknown"]),

@@ -93,19 +93,19 @@ def test_blend_grammar(items, blend):
 
 
 @pytest.mark.parametrize(
-    ("items", "words"),
+    ("items", "named"),
     [
-        ([], "--data-path: names no data"),
-        (["a", ""], "--data-path: names no data"),
-        (["0.3", "a", "b", "0.7"], "b stands where a weight is expected"),
-        (["0", "a", "0", "b"], "weight 0 must be a positive number"),
-        (["-1", "a", "2", "b"], "weight -1 must be"),
-        (["nan", "a", "1", "b"], "weight nan must be"),
-        (["inf", "a"], "weight inf must be"),
+        ([], "--data-path: names"),
+        (["a", ""], "--data-path: names"),
+        (["0.3", "a", "b", "0.7"], "b stands"),
+        (["0", "a", "0", "b"], "weight 0 "),
+        (["-1", "a", "2", "b"], "weight -1 "),
+        (["nan", "a", "1", "b"], "weight nan "),
+        (["inf", "a"], "weight inf "),
     ],
 )
-def test_bad_blends(items, words):
-    with pytest.raises(ValueError, match=words):
+def test_bad_blends(items, named):
+    with problems.raises(ValueError, "blend-malformed", named):
         parse_blend(items)
 
 
@@ -119,24 +119,23 @@ def test_blend_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "code", "named"),
     [
-        ("{", "is not JSON"),
-        ("[1]", "must be an object with the keys"),
-        ("{}", "must be an object with the keys"),
-        ('{"training": ["a"]}', "must be an object with the keys"),
-        ('{"train": 3}', "train must be a list"),
-        ('{"train": [["a"]]}', "train must be a list"),
-        ('{"train": []}', "names no data"),
-        ('{"valid": "1 a b 2"}', "valid: b stands where"),
+        ("{", "blend-file-malformed", "column 2"),
+        ("[1]", "blend-file-malformed", "train, valid, test"),
+        ("{}", "blend-file-malformed", "train, valid, test"),
+        ('{"training": ["a"]}', "blend-file-malformed", "train, valid, test"),
+        ('{"train": 3}', "blend-file-malformed", "train must"),
+        ('{"train": [["a"]]}', "blend-file-malformed", "train must"),
+        ('{"train": []}', "blend-malformed", "json, train:"),
+        ('{"valid": "1 a b 2"}', "blend-malformed", "json, valid: b"),
     ],
 )
-def test_bad_blend_files(tmp_path, text, words):
+def test_bad_blend_files(tmp_path, text, code, named):
     path = tmp_path / "blends.json"
     path.write_text(text)
-    with pytest.raises(ValueError) as caught:
+    with problems.raises(ValueError, code, f"--per-split-data-args-path {path}", named):
         read_split_blends(str(path))
-    assert words in str(caught.value) and f"--per-split-data-args-path {path}" in str(caught.value)
 
 
 def test_a_missing_blend_file():
@@ -203,15 +202,13 @@ def test_the_blend_is_cached_where_asked(members, tmp_path, capsys):
     for weights, size in (([1, 2, 2], 12), ([1, 2, 1], 11), ([9, 24, 4], None)):
         capsys.readouterr()
         BlendedDataset(members, weights, size, cache=cache)
-        assert "Build and save" in capsys.readouterr().out
+        assert f"{head}Build" in capsys.readouterr().out
 
 
 def test_asking_one_dataset_for_too_much(members):
-    with pytest.raises(ValueError) as caught:
+    named = ("--mid-level-dataset-surplus 0.005", "needs 5 samples", "part2, 4 were")
+    with problems.raises(ValueError, "dataset-surplus-too-small", *named):
         BlendedDataset(members, [1, 1, 1], 15, surplus=0.005)
-    text = str(caught.value)
-    assert text.startswith("--mid-level-dataset-surplus 0.005: the train blend needs 5 samples of ")
-    assert "part2, 4 were built" in text
 
 
 @pytest.mark.parametrize(
