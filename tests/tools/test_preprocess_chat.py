@@ -16,6 +16,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed.loss_mask import TRAINED_ZERO, is_trained, tokens_of
 from megatron.data.tokenizers.build import ByteTokenizer
 from tests.load_tool import exit_code, load_tool
+from tests.problems import assert_reported
 from tests.tools.chat.conversations import CONVERSATIONS, EXPECTED
 
 PREPROCESS = load_tool("preprocess_data")
@@ -72,7 +73,7 @@ def test_every_form_of_record_becomes_ids_with_a_mask(workers, tmp_path, capsys)
     assert said["trained_tokens"] == int(is_trained(stored).sum()) == 7 + 8 + 20 + 2 + 2
     assert said["tokens"] == len(stored) and said["chat_template"]["name"] == "zephyr"
     assert data.dtype == np.int32
-    assert f"39 of {len(stored)} tokens are trained" in capsys.readouterr().out
+    assert f"39 of {len(stored)} tokens" in capsys.readouterr().out
 
 
 def test_id_0_in_an_answer_is_trained(tmp_path):
@@ -130,10 +131,10 @@ def test_special_tokens_in_a_message_where_they_are_allowed(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (["--append-eod"], "--append-eod: has no meaning with --chat"),
-        (["--split-sentences"], "--split-sentences: has no meaning with --chat"),
+        (["--append-eod"], "[flags-exclude-each-other]"),
+        (["--split-sentences"], "[flags-exclude-each-other]"),
         (["--json-keys", "a", "b"], "--json-keys a b: --chat reads one"),
-        (["--chat-template", "no_such"], "--chat-template no_such: cannot be read"),
+        (["--chat-template", "no_such"], "--chat-template no_such: "),
         (["--chat-template", "internlm2"], "internlm2: uses bos_token, which"),
     ],
 )
@@ -146,9 +147,9 @@ def test_the_template_needs_chat_and_chat_needs_messages(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("x")
     words = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "x", *BYTES]
     assert exit_code(PREPROCESS.main, *words, "--chat-template", "zephyr") == 2
-    assert "--chat-template: only works with --chat" in capsys.readouterr().err
+    assert_reported(capsys.readouterr().err, "flag-needs-other-flag", "--chat-template", "--chat;")
     assert exit_code(PREPROCESS.main, *words, "--chat", "--chat-template", "zephyr") == 2
-    assert "a.txt: a text has no messages" in capsys.readouterr().err
+    assert_reported(capsys.readouterr().err, "flags-exclude-each-other", "a.txt", "--chat")
     assert exit_code(PREPROCESS.main, *words, "--chat") == 2
 
 
@@ -158,7 +159,8 @@ def test_a_tokenizer_without_template_and_markers_that_are_text(tmp_path, capsys
     assert exit_code(PREPROCESS.main, *words) == 1
     assert "--chat-template is missing" in capsys.readouterr().err
     assert run(tmp_path, [GOOD], "--chat-template", "chatml") == 0
-    assert "<|im_start|>, <|im_end|> of the template chatml" in capsys.readouterr().err
+    note = capsys.readouterr().err
+    assert note.startswith("note: <|im_start|>, <|im_end|> of ") and "chatml" in note
     assert texts(tmp_path / "x_chat_document") == [
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»\n"
     ]
@@ -176,7 +178,7 @@ def test_the_tools_of_a_record_are_written_and_cannot_hold_special_tokens(tmp_pa
     assert texts(tmp_path / "x_chat_document") == [turns, '[{"name": "é"}]' + turns]
     for tools in ([{"name": {"x<|endoftext|>": 1}}], [{"enum": ["<|user|>"]}]):
         assert run(tmp_path, [{**record, "tools": tools}], *flags, "--overwrite") == 1
-        assert "a tool contains the special token" in capsys.readouterr().err
+        assert_reported(capsys.readouterr().err, "bad-record", "a tool ", "<|")
 
 
 @pytest.mark.peers

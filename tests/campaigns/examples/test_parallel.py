@@ -218,10 +218,7 @@ def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
         f"Signal 9 (SIGKILL) received by PID {victim}\n" in here
         and "rank      : 3 (local_rank: 1)" in here
     )
-    assert (
-        f"traceback : rank 0 ends, because rank 3 (process {victim} on " in there
-        and ") terminated without reporting an error: " in there
-    )
+    assert "traceback : rank 0 ends, " in there and f"rank 3 (process {victim} on " in there
     assert [program.left_behind() for program in programs] == [[], []]
 
 

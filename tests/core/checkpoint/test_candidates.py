@@ -29,7 +29,7 @@ def test_from_the_trackers_down(tmp_path):
     (tmp_path / store.TRACKER).write_text("20")
     found, problems = candidates(tmp_path)
     assert [one.step for one in found] == [20, 10]
-    assert "iteration 40 exists as well; load it with --ckpt-step 40" in problems[0]
+    assert "iteration 40 " in problems[0] and "--ckpt-step 40" in problems[0]
     # is named, is not there: it is tried, which says why it fails
     (tmp_path / store.TRACKER).write_text("50")
     assert [one.step for one in candidates(tmp_path)[0]] == [50, 40, 30, 20, 10]
@@ -46,7 +46,7 @@ def test_a_damaged_or_missing_tracker_names_the_newest(tmp_path):
     assert candidates(tmp_path / "run", snapshot_roots=[tmp_path]) == ([], [])
     (tmp_path / store.TRACKER).write_bytes(b"\xb20")
     found, problems = candidates(tmp_path)
-    assert [one.step for one in found] == [20, 10] and "not an iteration" in problems[0]
+    assert [one.step for one in found] == [20, 10] and store.TRACKER in problems[0]
     for iteration in (10, 20):
         store.discard(store.iteration_directory(tmp_path, iteration), store.DISK)
     with raises(CheckpointError, "checkpoint-tracker-malformed"):

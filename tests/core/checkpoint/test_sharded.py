@@ -273,17 +273,17 @@ def test_damage_is_named_and_only_the_blocks_asked_for_are_judged(tmp_path):
                 CheckpointError, "checkpoint-damaged", path, "tensor w", "3145728"
             ):
                 reader.read("w", box)
-        with pytest.raises(CheckpointError, match="tensor w: checksum"):
+        with pytest.raises(CheckpointError, match="tensor w: .*checkpoint-damaged"):
             reader.verify()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda raw: raw[:-1], "the file ends at byte"),
-        (lambda raw: raw + b"x", "its header speaks of"),
+        (lambda raw: raw[:-1], "tensor "),
+        (lambda raw: raw + b"x", "bytes, its header"),
         (lambda raw: raw.replace(b'"pt"', b'"tp"'), "should be"),
-        (lambda raw: b"", "0 bytes with a header of 0"),
+        (lambda raw: b"", "header of 0 "),
     ],
 )
 def test_a_changed_file_is_not_trusted(tmp_path, change, words):

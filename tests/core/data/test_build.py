@@ -18,6 +18,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sampler import SequentialSampler
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
+from tests.problems import numbers
 
 COMMON = {"sequence_length": 8, "seed": 7, "vocab_size": 1000, "eod": 999}
 
@@ -176,52 +177,67 @@ def test_mock_data_needs_no_files(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "code", "named"),
     [
-        ({}, "--data-path: no data is named"),
+        ({}, "data-missing", ["--data-path"]),
         (
             {"data_path": ["a"], "mock_data": True},
-            "--data-path and --mock-data: each names the data",
+            "two-data-sources",
+            ["--data-path", "--mock-data"],
         ),
-        ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path and --train-data-path"),
-        ({"data_path": ["a"], "data_args_path": "b"}, "--data-path and --data-args-path"),
+        (
+            {"data_path": ["a"], "train_data_path": ["b"]},
+            "two-data-sources",
+            ["--data-path", "--train-data-path"],
+        ),
+        (
+            {"data_path": ["a"], "data_args_path": "b"},
+            "two-data-sources",
+            ["--data-path", "--data-args-path"],
+        ),
         (
             {"train_data_path": ["a"], "split": "1,1,1"},
-            "--split 1,1,1: has no meaning with --train-data-path",
+            "split-with-data-per-split",
+            ["--split 1,1,1", "--train-data-path"],
         ),
         (
             {"per_split_data_args_path": "x", "split": "1"},
-            "--split 1: has no meaning with --per-split",
+            "split-with-data-per-split",
+            ["--split 1", "--per-split-data-args-path"],
         ),
-        ({"valid_data_path": ["1", "a", "b", "c"]}, "--valid-data-path: b stands where a weight"),
+        (
+            {"valid_data_path": ["1", "a", "b", "c"]},
+            "blend-malformed",
+            ["--valid-data-path: b"],
+        ),
     ],
 )
-def test_flags_that_name_no_data_or_name_it_twice(flags, words):
-    with pytest.raises(ValueError, match=words):
+def test_flags_that_name_no_data_or_name_it_twice(flags, code, named):
+    with problems.raises(ValueError, code, *named):
         read_blends(data_flags(**flags))
 
 
 @pytest.mark.parametrize(
-    ("flags", "sizes", "changes", "words"),
+    ("flags", "sizes", "changes", "code", "named"),
     [
-        ({"split": "80,15,5"}, (0, 0, 0), {}, "make 0 training samples"),
+        ({"split": "80,15,5"}, (0, 0, 0), {}, "value-out-of-range", "--train-iters"),
+        ({"split": "999,1,0"}, (50, 20, 4), {}, "split-leaves-no-data", "40 sequences"),
+        ({"split": "x"}, (50, 20, 4), {}, "split-malformed", "--split x"),
+        ({}, (50, 0, 0), {"sequence_length": 5000}, "data-too-small", "5000 needs 5001"),
+        ({}, (50, 0, 0), {"vocab_size": 500}, "token-id-out-of-range", "500"),
+        ({}, (50, 0, 0), {"seed": -3}, "value-out-of-range", "--seed -3"),
         (
-            {"split": "999,1,0"},
+            {"split": "90,10,0"},
             (50, 20, 4),
-            {},
-            "--split 999,1,0: gives valid none of the 40 sequences",
+            {"sequence_length": 200},
+            "data-too-small",
+            "4 valid sequences",
         ),
-        ({"split": "x"}, (50, 20, 4), {}, "--split x: must be"),
-        ({}, (50, 0, 0), {"sequence_length": 5000}, "--seq-length 5000 needs 5001"),
-        ({}, (50, 0, 0), {"vocab_size": 500}, "the vocabulary has 500"),
-        ({}, (50, 0, 0), {"seed": -3}, "--seed -3"),
-        ({"split": "90,10,0"}, (50, 20, 4), {"sequence_length": 200}, "valid sequences hold"),
     ],
 )
-def test_requests_the_data_cannot_meet(corpora, flags, sizes, changes, words):
-    with pytest.raises(ValueError) as caught:
+def test_requests_the_data_cannot_meet(corpora, flags, sizes, changes, code, named):
+    with problems.raises(ValueError, code, named):
         build(sizes, changes, data_path=[corpora[0]], **flags)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_weights_need_a_size(corpora):
@@ -268,9 +284,8 @@ def test_the_data_order_is_recorded(corpora, tmp_path):
     for key, now in cases.items():
         lines = data_order_differences(saved, now)
         assert any(line.startswith(f"{key}: ") for line in lines), (key, lines)
-        assert all(" in the checkpoint, " in line for line in lines)
     line = data_order_differences(saved, cases["train.sequence_length"])[0]
-    assert line == "train.sequence_length: 8 in the checkpoint, 9 now (--seq-length)"
+    assert numbers(line) == [8, 9] and line.endswith("(--seq-length)")
 
 
 def test_moved_data_is_the_same_data(corpora, tmp_path):
@@ -306,6 +321,5 @@ def test_the_cyclic_order_depends_on_the_layout(corpora):
         data_order_fingerprint(train, valid, CyclicSampler(len(train), 2, 0, dp).order())
         for dp in (1, 2)
     )
-    assert data_order_differences(first, second) == [
-        "sampler.data_parallel_size: 1 in the checkpoint, 2 now (the number of ranks)"
-    ]
+    [line] = data_order_differences(first, second)
+    assert line.startswith("sampler.data_parallel_size: ") and numbers(line) == [1, 2]

@@ -90,9 +90,9 @@ def test_it_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "order", "sizes", "words"),
     [
-        ("epochs", "epoch", (10**6, 1, 1), "the given epochs have "),
+        ("epochs", "epoch", (10**6, 1, 1), "epochs-too-few"),
         ("epochs", "megatron", (9, 1, 1), "epochs: is kept by"),
-        ("weighted", "epoch", (9, None, 1), "weights need a number of valid samples"),
+        ("weighted", "epoch", (9, None, 1), "weights-without-number-of-samples"),
     ],
 )
 def test_what_keeps_the_run_from_starting(

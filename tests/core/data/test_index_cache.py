@@ -3,6 +3,7 @@ nobody can write to."""
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -51,7 +52,7 @@ def test_a_damaged_array_is_said_and_not_used(tmp_path, capsys):
         path = next(tmp_path.glob("*-a.npy"))
         path.write_bytes(path.read_bytes()[:-8] if damage is None else damage)
         assert cache.load("Kind", "text", ARRAYS) is None
-    assert "cannot be used" in capsys.readouterr().out
+    assert "WARNING" in capsys.readouterr().out
 
 
 def test_a_pickled_array_is_never_opened(tmp_path):
@@ -73,7 +74,7 @@ def test_an_unwritable_directory_is_said_once(tmp_path, capsys):
     cache = IndexCache(str(tmp_path / "file" / "cache"))
     assert not cache.writable() and not cache.writable()
     text = capsys.readouterr().out
-    assert text.count("built in memory") == 1 and "--data-cache-path" in text
+    assert text.count("in memory") == 1 and "--data-cache-path" in text
 
 
 def test_an_unwritable_directory_the_user_asked_for_is_an_error(tmp_path):
@@ -96,7 +97,7 @@ def test_a_full_disk_while_writing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(np, "save", full)
     arrays = IndexCache(str(tmp_path)).store("Kind", "text", ARRAYS)
     assert (arrays["a"] == ARRAYS["a"]).all() and list(tmp_path.iterdir()) == []
-    assert "No space left on device" in capsys.readouterr().out
+    assert os.strerror(errno.ENOSPC) in capsys.readouterr().out
     with problems.raises(ValueError, "path-not-writable", "--data-cache-path"):
         IndexCache(str(tmp_path), "--data-cache-path").store("Kind", "text", ARRAYS)
 

@@ -230,13 +230,9 @@ def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
         raise error
         yield
 
-    with pytest.raises(
-        RuntimeError, match="DataLoader worker died while it handed over a micro-batch"
-    ) as found:
+    with pytest.raises(RuntimeError, match="DataLoader worker") as found:
         next(batch.handed_out(broken(), True))
-    assert describe(found.value).startswith(
-        "error: a data worker died (DataLoader worker died while"
-    )
+    assert describe(found.value).startswith("error: a data worker died ")
     with pytest.raises(ValueError):
         next(batch.handed_out(broken(), False))
 

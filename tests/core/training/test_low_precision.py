@@ -3,6 +3,7 @@ dtypes."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -167,8 +168,8 @@ def test_checkpoints_of_fp32_moments_are_converted_and_back(dtype, data, tmp_pat
     assert steps(low) == [4, 5, 6] and steps(back) == [7, 8]
     name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
     for key in ("exp_avg", "exp_avg_sq"):
-        assert f" {key} of the checkpoint is float32: converted to {name}\n" in low.first_rank_log
-        assert f" {key} of the checkpoint is {name}: converted to float32\n" in back.first_rank_log
+        assert re.search(f" {key} .* float32: converted .* {name}$", low.first_rank_log, re.M)
+        assert re.search(f" {key} .* {name}: converted .* float32$", back.first_rank_log, re.M)
     assert "converted" not in straight.first_rank_log
     moments = [t for name, t in low.tensors().items() if ".exp_avg" in name]
     assert {t.dtype for t in moments} == {getattr(torch, name)}

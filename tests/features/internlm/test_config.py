@@ -3,6 +3,8 @@ executed."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -427,14 +429,15 @@ def test_what_may_stand_there(tmp_path):
 def test_missing_parts_are_all_named_at_once():
     problems = to_flags({"data": 3}, 1).problems
     for name in ("model", "adam", "lr_scheduler"):
-        assert f"{name}: is missing; a config has this dict" in problems
-    assert "data = 3: must be a dict" in problems
+        assert any(problem.startswith(f"{name}: is missing") for problem in problems)
+    assert any(problem.startswith("data = 3: ") for problem in problems)
     assert any(p.startswith("data.seq_len: is missing") for p in problems)
 
 
 def test_command_line(tmp_path, capsys):
     assert main([str(tmp_path / "none.py"), "--world-size", "1"]) == 1
-    assert capsys.readouterr().err == f"error: {tmp_path}/none.py: No such file or directory\n"
+    missing = os.strerror(errno.ENOENT)
+    assert capsys.readouterr().err == f"error: {tmp_path}/none.py: {missing}\n"
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path / "none.py"), "--world-size", "0"])
 

@@ -16,6 +16,7 @@ from megatron.features.internlm import token_files
 from megatron.features.internlm.token_files import JsonlTokens
 from tests.core.data.packed.packed_files import write_pair
 from tests.features.internlm.lines import write_lines
+from tests.problems import assert_reported
 from tools.features.internlm import token_data as TOOL
 from tools.shared import progress
 
@@ -106,23 +107,20 @@ def test_progress_within_a_long_file(lines, tmp_path, capsys, monkeypatch):
 
 def test_what_cannot_be_converted_is_said(lines, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    assert "the directory holds no .bin" in refused(
-        capsys, "to-megatron", tmp_path / "empty", tmp_path / "out"
-    )
-    assert "is no directory" in refused(capsys, "to-megatron", tmp_path / "none", tmp_path / "out")
-    assert "holds no .bin with a .idx next to it" in refused(
-        capsys, "to-internlm", lines, tmp_path / "out"
-    )
-    assert "give a directory apart from it" in refused(capsys, "to-megatron", lines, lines / "out")
-    assert "give a directory apart from it" in refused(capsys, "to-megatron", lines, lines)
+    said = refused(capsys, "to-megatron", tmp_path / "empty", tmp_path / "out")
+    assert_reported(said, "packed-folder-without-data", tmp_path / "empty")
+    said = refused(capsys, "to-megatron", tmp_path / "none", tmp_path / "out")
+    assert f"error: {tmp_path}/none: " in said
+    assert f"error: {lines}: " in refused(capsys, "to-internlm", lines, tmp_path / "out")
+    assert f"error: {lines}/out: " in refused(capsys, "to-megatron", lines, lines / "out")
+    assert f"error: {lines}: " in refused(capsys, "to-megatron", lines, lines)
     write_lines(tmp_path / "one/en/a.bin", [[1, 2]])
     write_lines(tmp_path / "there/en/a.bin", [[3]])
-    assert "a.bin: is there already" in refused(
-        capsys, "to-megatron", tmp_path / "one", tmp_path / "there"
-    )
+    said = refused(capsys, "to-megatron", tmp_path / "one", tmp_path / "there")
+    assert f"error: {tmp_path}/there/en/a.bin: " in said
     assert JsonlTokens(f"{tmp_path}/there/en/a.bin").ids(0).tolist() == [3]
     error = refused(capsys, "to-megatron", lines, tmp_path / "out", "--dtype", "uint16")
-    assert "cn/a.bin: sample " in error and "do not fit uint16" in error
+    assert_reported(error, "token-id-out-of-range", "cn/a.bin: sample ", "uint16")
     assert content(tmp_path / "out") == {}
     assert TOOL.main(["to-nowhere", "a", "b"]) == 2
 
@@ -142,7 +140,6 @@ def test_a_full_disk_leaves_nothing_half_done(tmp_path, capsys, monkeypatch):
         raise OSError(28, os.strerror(28), target)
 
     monkeypatch.setattr(token_files.os, "replace", full)
-    assert "No space left on device" in refused(
-        capsys, "to-internlm", tmp_path / "pairs", tmp_path / "out"
-    )
+    said = refused(capsys, "to-internlm", tmp_path / "pairs", tmp_path / "out")
+    assert os.strerror(28) in said
     assert content(tmp_path / "out") == {}

@@ -205,7 +205,7 @@ def test_a_script_that_is_refused_names_every_flag(tmp_path, capsys):
     out = capsys.readouterr().out
     keeps = sections(out)["what keeps it from running"]
     assert all(word in keeps for word in ("--multi-latent-attention", "--num-layer", "--lr"))
-    assert "not set in the script: LR" in out.splitlines()[1]
+    assert ": LR;" in out.splitlines()[1]
 
 
 @pytest.mark.parametrize(

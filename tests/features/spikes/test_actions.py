@@ -26,6 +26,7 @@ from tests.campaigns.e2e.programs import fork_program
 from tests.core.training.tiny_run import make_run, micro_batches, samples
 from tests.features.spikes.injected import inject, noisy
 from tests.forkrun import run_ranks
+from tests.problems import numbers
 from tests.runs import SMALL, Finished, plot, same_tensors, train, with_flags, write_text
 
 BASE = [*SMALL, "--split", "100,0,0", "--eval-iters", "0", "--save-interval", "15"]
@@ -125,10 +126,8 @@ def rewound_is_restarted(
         bad=SPIKES,
         world=world,
     )
-    assert (
-        f"rewind from iteration 33 to {back} ({source}), attempt 1 for the spike at 31"
-        in mine.first_rank_log
-    ), mine.log
+    [told] = lines_of(mine.first_rank_log, "rewind ")
+    assert numbers(told)[:4] == [33, back, 1, 31] and f"({source})" in told, mine.log
     assert [
         json.loads(line)["ranges"] for line in (mine.save / "skips.jsonl").read_text().splitlines()
     ] == ["30-33"]
@@ -277,7 +276,7 @@ def test_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
     )
     run(killed, data, *words, bad=SPIKES, kill_at=33 + 5)
     done = run(killed, data, *words, bad=SPIKES)
-    assert " resumed from iteration " in " ".join(done.log.split())
+    assert done.resumes
     assert len(lines_of(done.log, "rewind ")) == 1, done.log
     same_tensors(done.tensors(40), straight.tensors(40))
     assert done.series(*EXACT) == straight.series(*EXACT)
@@ -298,15 +297,9 @@ def test_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, data):
     assert code == EXIT_CODE, (code, out, err)
     told = lines_of(out, "rewind ")
     assert len(told) == 2, out
-    assert (
-        "attempt 1 for the spike at 31: iterations 16 to 29 are trained again, 30 to 32 are skipped"
-        in told[0]
-    )
-    assert "attempt 2 for the spike at 31: iterations 1 to 231 are skipped" in told[1]
-    assert (
-        "spike at iteration 31 and skipped 30 to 32 and then 1 to 231" in err
-        and "lower --lr" in err
-    )
+    assert numbers(told[0])[-6:] == [1, 31, 16, 29, 30, 32]
+    assert numbers(told[1].partition("attempt ")[2])[:4] == [2, 31, 1, 231]
+    assert "30 to 32" in err and "1 to 231" in err and "--lr" in err
     assert err.count("\n") == 1, err
 
 
@@ -467,10 +460,7 @@ def test_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
         rows[7]["lm_loss"]
     )
     (told,) = lines_of(done.log, "spike at iteration ")
-    assert (
-        told == "spike at iteration 5: loss nan, gradient norm nan; optimizer update skipped (1 "
-        "of 10 in 1000 iterations)"
-    )
+    assert numbers(told) == [5, 1, 10, 1000] and "loss nan" in told
     line = done.lines[4]
     assert line["iteration"] == "5" and "loss" not in line and "grad norm" not in line
     assert "spike-skipped 1 (nonfinite)" in done.log
@@ -491,7 +481,8 @@ def test_a_lasting_shift_of_the_loss_ends_no_run(tmp_path, data):
     )
     skipped = [row["iteration"] for row in done.rows if row["skip_reason"] == "spike"]
     assert skipped == list(range(31, 31 + LEVEL_SHIFT)), skipped
-    assert "level shift at iteration 95" in done.log
+    [told] = lines_of(done.log, "level shift ")
+    assert numbers(told)[0] == 95
     assert [row["skipped"] for row in done.rows[94:]] == [0] * 16
     assert store.load(done.save, 110).state.optimizer["step"] == 110 - LEVEL_SHIFT
 
@@ -524,10 +515,7 @@ def test_log_says_it_and_changes_no_byte_and_a_resumed_run_judges_alike(tmp_path
     says = run(tmp_path / "log", data, bad=SPIKES)
     same_tensors(off.tensors(40), says.tensors(40))
     assert "spike at" not in off.log and {row["spike"] for row in off.rows} == {None}
-    assert [line[:21] for line in lines_of(says.log, "spike at ")] == [
-        "spike at iteration 31",
-        "spike at iteration 32",
-    ]
+    assert [numbers(line)[0] for line in lines_of(says.log, "spike at ")] == [31, 32]
     assert [row["iteration"] for row in says.rows if row["spike"] == "loss"] == [31, 32]
     folder = tmp_path / "killed"
     words = "--load", str(folder / "save")

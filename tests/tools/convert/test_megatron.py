@@ -224,14 +224,12 @@ def test_ranks_must_be_complete_and_agree(tmp_path, convert):
     state = torch.load(victim, weights_only=False)
     state["model"]["language_model"]["encoder"]["final_norm.weight"][3] = 9.0
     torch.save(state, victim)
-    assert "tensor ranks 0 and 1 should hold the same" in convert(
-        "megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True
-    )
+    said = convert("megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True)
+    assert "final_norm.weight" in said and " 0 and 1 " in said
     state["model"]["word_embeddings_for_head"]["weight"] = torch.zeros(32, 64)
     torch.save(state, victim)
-    assert "is not the word embedding of the first stage" in convert(
-        "megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True
-    )
+    said = convert("megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True)
+    assert "word_embeddings_for_head" in said
     victim.unlink()
     assert "mp_rank_01_001" in convert(
         "megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True

@@ -274,13 +274,13 @@ def test_another_mix_goes_on_where_each_data_set_was_left(tmp_path):
         (
             ["epochs:2", "A", "epochs:1", "B"],
             (10**6, 0, 0),
-            "the given epochs have .* the run reads 1000000; raise",
+            "329 samples .* 1000000.*epochs-too-few",
         ),
-        (["epochs:0.001", "A", "epochs:1", "B"], (9, 0, 0), "epochs:0.001 of .*a make no sample"),
-        (["epochs:2", "A", "1", "B"], (9, 0, 0), "1 stands where epochs are expected"),
-        (["epochs:", "A"], (9, 0, 0), "epochs: stands where epochs are expected"),
-        (["1", "A", "2", "B"], (None, 0, 0), "weights need a number of train samples"),
-        (["S"], (9, 0, 0), "its train part holds 5 tokens, one sample of --seq-length 8 needs 9"),
+        (["epochs:0.001", "A", "epochs:1", "B"], (9, 0, 0), "epochs:0.001 of .*a .*epochs-too-few"),
+        (["epochs:2", "A", "1", "B"], (9, 0, 0), "--data-path: 1 .*blend-malformed"),
+        (["epochs:", "A"], (9, 0, 0), "epochs: .*blend-malformed"),
+        (["1", "A", "2", "B"], (None, 0, 0), "weights-without-number-of-samples"),
+        (["S"], (9, 0, 0), "5 tokens.*--seq-length 8 needs 9.*data-too-small"),
     ],
 )
 def test_what_cannot_be_met_is_refused(tmp_path, words, sizes, message):

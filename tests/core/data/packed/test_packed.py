@@ -218,18 +218,13 @@ def test_what_the_order_of_the_rows_depends_on(tmp_path):
 
     saved = data_order_fingerprint(build([path])[0], None)
     assert differs() == differs(str(tmp_path / "moved/a.bin")) == differs(sizes=(400, 0, 0)) == ""
-    assert re.fullmatch(
-        r"train.corpus.sha256: \w+ in the checkpoint, \w+ now \(the data files\)", differs(other)
-    )
-    assert (
-        differs(min_sample_length=2)
-        == "train.min_length: 0 in the checkpoint, 2 now (--min-sample-length)"
-    )
+    assert differs(other).startswith("train.corpus.sha256: ") and ";" not in differs(other)
+    shorter = differs(min_sample_length=2)
+    assert re.fullmatch(r"train.min_length: 0 .*, 2 .*\(--min-sample-length\)", shorter)
     assert "(--pack-into-one or --pad-samples)" in differs(pack_into_one=True)
-    assert "train.rows_per_batch: 1 in the checkpoint, 3 now (--global-batch-size)" == differs(
-        batch=6
-    )
-    assert "train.rows: 2 in the checkpoint, 1 now (--micro-batch-size)" in differs(rows=1)
+    larger = differs(batch=6)
+    assert re.fullmatch(r"train.rows_per_batch: 1 .*, 3 .*\(--global-batch-size\)", larger)
+    assert re.match(r"train.rows: 2 .*, 1 .*\(--micro-batch-size\)", differs(rows=1))
     assert "(--seq-length)" in differs(seq=5)
 
 
@@ -310,12 +305,11 @@ def test_ids_that_the_vocabulary_lacks_are_told_where_they_stand(tmp_path):
     [
         (
             ["a"],
-            r"a\.bin: the subsets of .* are its directories \(en\), and this file belongs to none "
-            r"of them",
+            r"a\.bin: .*\(en\), .*packed-subset-unclear",
         ),
         (
             ["en/cn/a", "cn/b"],
-            r"en/cn/a\.bin: .*\(cn, en\), and this file belongs to 2 of them \(cn, en\); move it",
+            r"en/cn/a\.bin: .*\(cn, en\), .* 2 of them \(cn, en\).*packed-subset-unclear",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_other_formats_do_not_come_here(calls, dtype):
         tensors = draw(CASES[case][0](20), dtype)
         results(CASES[case][1], tensors, torch.ones(CASES[case][1](*tensors).shape, dtype=dtype))
     assert not calls
-    assert "has no float" in native.unavailable_reason(CPU, dtype)
+    assert str(dtype).removeprefix("torch.") in native.unavailable_reason(CPU, dtype)
 
 
 def test_torch_compile_and_other_devices_do_not_come_here(monkeypatch):
@@ -215,7 +215,7 @@ def test_without_the_right_build_there_is_a_reason(monkeypatch, file):
     assert "DEFAULT" in load(file, 1, "DEFAULT")
     name = f"megatron.kernels.cpu.{file}_v3"
     monkeypatch.setitem(sys.modules, name, None)
-    assert f"{name} is not built" in load(file, 1, "AVX2")
+    assert name in load(file, 1, "AVX2")
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(INTERFACE=0))
     assert "version" in load(file, 1, "AVX2")
 

@@ -18,6 +18,7 @@ from megatron.training import loop
 from megatron.training.checkpointing import save
 from tests.core.training.checkpointing.saving_runs import run
 from tests.forkrun import RanksFailed
+from tests.problems import numbers
 from tests.runs import EXACT, same_tensors
 
 
@@ -114,8 +115,7 @@ def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
     assert store.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
     warnings = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
     assert len(warnings) == 1 and os.strerror(errno.ENOSPC) in warnings[0], done.first_rank_log
-    assert warnings[0].startswith("WARNING: no checkpoint of iteration 4: ")
-    assert "is of iteration 2; training continues" in warnings[0]
+    assert "iteration 4: " in warnings[0] and "iteration 2; " in warnings[0]
     assert sorted(path.name for path in done.save.iterdir() if path.name.startswith(".")) == []
 
 
@@ -125,11 +125,9 @@ def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path,
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
     assert store.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
     text = done.first_rank_log + (tmp_path / "log.1").read_text()
-    assert text.count("the process that writes checkpoints has died (exit code -9)") == 1, text
-    assert [
-        f"rank {rank} pauses training while it writes its part of iteration {n}" in text
-        for n in (2, 4, 6, 7)
-    ] == [False, False, True, True], text
+    assert text.count("(exit code -9)") == 1, text
+    pauses = [numbers(line) for line in text.splitlines() if "--async-save: saving synch" in line]
+    assert pauses == [[rank, 6], [rank, 7]], text
 
 
 @pytest.mark.campaign
@@ -138,12 +136,8 @@ def test_the_last_save_is_made_without_a_writer_that_died_in_it(data, tmp_path):
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
     assert store.iterations(done.save) == [2, 4, 6, 7] and store.latest(done.save) == 7
     text = done.first_rank_log
-    said = (
-        "WARNING: no checkpoint of iteration 7: rank 1: the process that writes checkpoints has "
-        "died"
-    )
-    assert text.count(said) == 1, text
-    assert text.count(" checkpoint of iteration 7 saved to ") == 1, text
+    assert text.count("iteration 7: rank 1: ") == 1, text
+    assert done.saved == [2, 4, 6, 7], text
 
 
 @pytest.mark.campaign
@@ -177,7 +171,7 @@ def not_a_number_in_3() -> None:
 
 @pytest.mark.campaign
 def test_a_loss_that_is_no_number_costs_no_save(data, tmp_path):
-    with pytest.raises(RanksFailed, match="the loss is nan"):
+    with pytest.raises(RanksFailed, match="loss is nan"):
         run(tmp_path, data, 2, "--async-save", hook=not_a_number_in_3)
     assert (
         store.latest(tmp_path / "save") == 2 and "settled at 2" in (tmp_path / "log.0").read_text()

@@ -21,7 +21,7 @@ from megatron.training.run import Run
 from tests import problems
 from tests.core.training.built_runs import built
 from tests.forkrun import RanksFailed
-from tests.problems import assert_problem
+from tests.problems import assert_problem, numbers
 from tests.runs import EXACT, SMALL, same_tensors, train, with_flags, write_text
 
 BASE = [
@@ -163,13 +163,9 @@ def test_damage_that_one_rank_sees_sends_all_of_them_back(straight, tmp_path):
             train(tmp_path / "asked", with_flags(argv, *how), 2, hook=rank_1_reads_badly)
     done = train(tmp_path, argv, 2, hook=rank_1_reads_badly)
     lines = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
-    assert (
-        "WARNING: cannot load iteration 6: rank 1: cannot read "
-        f"{tmp_path}/save/iter_0000006/weights_" in lines[-2]
-    )
-    assert lines[-1].startswith(
-        "WARNING: the checkpoint of iteration 4 is used instead of that of iteration 6"
-    )
+    assert "iteration 6: rank 1: " in lines[-2]
+    assert f"{tmp_path}/save/iter_0000006/weights_" in lines[-2]
+    assert numbers(lines[-1])[:2] == [4, 6] and done.resumes[-1] == 4
     assert [row["iteration"] for row in done.rows] == list(range(1, 9))
     assert done.series(*EXACT) == whole.series(*EXACT)
     same_tensors(done.tensors(), whole.tensors())
@@ -232,5 +228,5 @@ def test_flags_come_from_the_checkpoint_that_is_used(straight, tmp_path):
     )
     said = " ".join(done.log.split())
     assert f"WARNING: --use-checkpoint-args: {args} is damaged" in said
-    assert "iteration 6 is used instead of that of iteration 8" in said
+    assert done.resumes[-1] == 6
     assert [row["iteration"] for row in done.rows] == [7, 8]

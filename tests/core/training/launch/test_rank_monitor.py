@@ -32,6 +32,7 @@ from megatron.training.launch.rank_monitor import (
     MonitorServer,
     ProcessId,
 )
+from tests.problems import numbers
 
 
 class Ranks:
@@ -146,10 +147,10 @@ def test_who_is_missing_is_said(monkeypatch, capsys):
     ranks = Ranks(9, 2)
     said = ""
     patience = time.monotonic() + 10.0
-    while "waiting for 7 of 9 ranks to join: 2-8\n" not in said and time.monotonic() < patience:
+    while ": 2-8\n" not in said and time.monotonic() < patience:
         time.sleep(0.1)
         said += capsys.readouterr().out
-    assert "waiting for 7 of 9 ranks to join: 2-8\n" in said
+    assert numbers(said)[:2] == [7, 9] and ": 2-8\n" in said
     answers = ranks.lines[1].ask()
     assert answers[-1] == "ranks 2-8 never joined"
     this_thread = (
@@ -241,7 +242,7 @@ def test_rank_0_without_file_descriptors_waits_for_one(monkeypatch, capsys):
     place = ProcessId(0, 100, "here", "0")
     MonitorClient(address, server.token, place, lambda failure: None, place).close()
     assert len(attempts) == 4 and attempts[3] - attempts[0] > 0.8
-    assert capsys.readouterr().out.count("no file descriptor left") == 1
+    assert capsys.readouterr().out.count("file descriptor") == 1
 
 
 def test_the_limit_of_open_files_is_raised():
@@ -339,7 +340,7 @@ def named(ranks: Ranks, count: int) -> set[tuple[int, int]]:
 def test_a_rank_that_never_joins_is_named(capfd):
     ranks = Ranks(3, 2, startup=0.3)
     assert named(ranks, 2) == {(2, HUNG)}
-    assert "rank 2 (process unknown on" in capfd.readouterr().err
+    assert "rank 2 (process unknown" in capfd.readouterr().err
 
 
 def test_ranks_that_wait_for_each_other_and_the_one_at_odds(monkeypatch, capfd):

@@ -114,14 +114,9 @@ def test_iterations_that_were_trained_cannot_be_skipped(text, trained, tmp_path)
     (tmp_path / "run").mkdir()
     load = ("--load", str(trained / "save"), "--train-iters", "12", "--save-interval", "100")
     said = refused(text, tmp_path / "run", *load, "--train-range-to-skip", "5", "9")
-    assert (
-        "--train-range-to-skip 5 9: iterations of 5 to 8 have been trained already, the run "
-        "resumes from iteration 8; give --ckpt-step 3, the newest checkpoint before them, or "
-        "omit the range"
-    ) in said
-    assert "has no checkpoint before them: start a new run without --load" in refused(
-        text, tmp_path / "run", *load, "--train-range-to-skip", "2", "2", world=2
-    )
+    assert "--train-range-to-skip 5 9: " in said and "--ckpt-step 3, " in said
+    said = refused(text, tmp_path / "run", *load, "--train-range-to-skip", "2", "2", world=2)
+    assert "--train-range-to-skip 2 2: " in said and "--ckpt-step" not in said.splitlines()[-1]
     assert not (tmp_path / "run/save" / skip_log.FILE_NAME).exists()
     back = watched(
         text, tmp_path / "back", *load, "--ckpt-step", "3", "--train-range-to-skip", "5", "9"
@@ -151,7 +146,7 @@ def test_the_exit_code_of_a_refused_resume(text, trained, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: --train-range-to-skip 4 4: "), (
         done.stderr
     )
-    assert done.stderr.count("\n") == 1 and "building GPT model" not in done.stdout, done
+    assert done.stderr.count("\n") == 1 and "building" not in done.stdout, done
 
 
 @pytest.mark.campaign
@@ -206,10 +201,8 @@ def test_judged_again_where_an_older_checkpoint_is_loaded(text, tmp_path):
     (folder / "save/iter_0000004").rename(folder / "gone")
     with pytest.raises(RanksFailed, match="Refusal") as failure:
         watched(text, folder, *words, "--save-interval", "4")
-    assert (
-        "skips.jsonl: 5-5: iterations of 5 to 5 have been trained already, the run resumes from "
-        "iteration 6; give --ckpt-step 3, "
-    ) in str(failure.value)
+    assert "skips.jsonl: 5-5: " in str(failure.value)
+    assert "--ckpt-step 3, " in str(failure.value)
     done = watched(text, folder, *words, "--save-interval", "4", "--ckpt-step", "3")
     assert [row["iteration"] for row in done.rows if row["skipped"]] == [5]
 
@@ -233,10 +226,7 @@ def test_damage_of_the_file(text, trained, tmp_path):
     whole = path.read_text()
     path.write_text(whole + whole[:50])
     said = watched(text, folder, *words, "--iterations-to-skip", "12").first_rank_log
-    assert (
-        f"WARNING: {path}: its last line was cut off while it was written and does not count: '{{"
-        in said
-    )
+    assert f"WARNING: {path}: " in said
     assert path.read_text().startswith(whole)
     assert [one.ranges for one in skip_runs.records(folder / "save")] == ["9-10", "12-12"]
     path.write_text("x" + path.read_text())

@@ -255,8 +255,8 @@ def test_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
     assert (record.reason, record.source) == ("user", "command line")
     last = train(folder, argv(text, folder, "--train-iters", "12"))
     same_end(last, straight)
-    assert f"iterations to skip: 5-8 (user, {folder}/save/skips.jsonl)\n" in last.first_rank_log
-    assert last.first_rank_log.count("iterations to skip: 5-8 (user, command line, new)\n") == 1
+    assert f": 5-8 (user, {folder}/save/skips.jsonl)\n" in last.first_rank_log
+    assert last.first_rank_log.count(": 5-8 (user, command line, new)\n") == 1
     assert len(path.read_text().splitlines()) == 1
 
 
