@@ -149,10 +149,13 @@ def read(
 
 
 def judge(
-    argv: Sequence[str], world_size: int, tree: type[Config] = Config
+    argv: Sequence[str],
+    world_size: int,
+    tree: type[Config] = Config,
+    extra_args_provider: ExtraArgsProvider | None = None,
 ) -> tuple[list[str], list[str]]:
     """(notes, problems) of a command line on `world_size` ranks, as a dry run would say them."""
-    flags = parser(tree)
+    flags = parser(tree, extra_args_provider)
     parsed = parse(flags, [*argv, "--dry-run", "--world-size", str(world_size)])
     line, problems = _checked(tree, flags, parsed, launcher.read({})[0])
     return line.notes, problems

@@ -59,6 +59,12 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"--distributed-backend {facts['distributed_backend']}: no effect with one rank on the "
             "CPU [flag-has-no-effect]"
         )
+    kept = [name for name in ("layernorm", "mla_up_proj") if name in facts["recompute_modules"]]
+    if kept:
+        lines.append(
+            f"--recompute-modules {' '.join(kept)}: activations are kept, with the same results "
+            "[flag-has-no-effect]"
+        )
     if facts["control_file"] is not None and facts["save"] is None:
         lines.append(
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "

@@ -99,6 +99,7 @@ def read_as(
     parser: Parser, typed: dict[str, Any], foreign: dict[str, Any], ignored: Sequence[str]
 ) -> ReadAs:
     """As `OtherFlags.read_as`."""
+    typed, foreign, dense = _dense(typed, foreign)
     typed, foreign, shorter, too_long = _run_length(typed, foreign)
     seq_length = max(1, typed.get("seq_length") or 1)
     for words in compat.replaced(foreign, seq_length).values():
@@ -110,8 +111,32 @@ def read_as(
             "this command line is Megatron-LM's; --log-format megatron prints its log, too "
             "[log-format-of-megatron]"
         )
-    notes += shorter
+    notes += [*dense, *shorter]
     return ReadAs(typed, [*compat.refused(foreign), *too_long, *problems], notes)
+
+
+# Megatron-DeepSpeed's, of experts.
+_OF_EXPERTS = frozenset(
+    "create_moe_param_group use_tutel topk noisy_gate_policy enable_expert_tensor_parallelism "
+    "disable_moe_token_dropping moe_expert_parallel_size moe_loss_coeff moe_train_capacity_factor "
+    "moe_eval_capacity_factor moe_min_capacity".split()
+)
+
+
+def _dense(
+    typed: dict[str, Any], foreign: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(`typed` and `foreign`, notes) of a model with one expert, which is in Megatron-DeepSpeed one
+    without experts: its flags of experts do nothing there. Megatron's own has a router then."""
+    given = foreign.keys() & _OF_EXPERTS
+    if typed.get("num_experts") != 1 or not given:
+        return typed, foreign, []
+    note = (
+        "--num-experts 1: no experts, as in Megatron-DeepSpeed, whose flags of experts have no "
+        "effect then [megatron-flag-has-no-effect]"
+    )
+    typed = {name: value for name, value in typed.items() if name != "num_experts"}
+    return typed, {name: v for name, v in foreign.items() if name not in given}, [note]
 
 
 def _run_length(

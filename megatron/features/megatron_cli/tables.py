@@ -115,6 +115,8 @@ distribute_saved_activations=False
   | every tensor-parallel rank keeps the inputs of its layers whole; --sequence-parallel splits them
 
 [note]
+enable_zbh1_pipeline=False enable_zbh1_exact_semantics=False
+  | stages run one forward, one backward, with the same results
 use_grouped_gemm_for_dense_mlp=False | &one
 use_legacy_models=False | there is one model, with megatron-core's parameter names
 trust_remote_code=False | no code of a tokenizer's folder is run; tokenizer.json is read
@@ -333,7 +335,11 @@ allow_ambiguous_pad_tokens=False
 tokenizer_special_tokens:list= | use --tiktoken-special-tokens
 phase_transition_iterations:list= | the data order has no phases; use --continue-data-mix
 create_moe_param_group=False use_tutel=False topk=1 noisy_gate_policy=
-  enable_expert_tensor_parallelism=False disable_moe_token_dropping=False | &moe
+  enable_expert_tensor_parallelism=False disable_moe_token_dropping=False
+  moe_expert_parallel_size:int= moe_loss_coeff:float= moe_train_capacity_factor:float=
+  moe_eval_capacity_factor:float= moe_min_capacity:int=
+  | Megatron-DeepSpeed's experts are others; use --expert-model-parallel-size,
+  --moe-aux-loss-coeff, --moe-expert-capacity-factor
 kd=False mos=False teacher_forward=False load_teacher= hidden_size_teacher:int=
   num_layers_teacher:int= num_experts_teacher:list= num_attention_heads_teacher:int=
   | only pretraining is done here; omit the flag

@@ -282,3 +282,93 @@ def test_the_imports_of_a_python_script(tmp_path, capsys):
     path.write_text("import (")
     assert check_script.main([str(path)]) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+CONTROL = """
+A=1
+if [ $A = 2 ]; then
+    B=two  # of a branch
+elif [ $A = 3 ]  # then what
+then
+    B=three
+    # before the last
+else
+    # first of all
+    B=other; if true; then B=${B}s; fi
+    # a comment behind a clause
+fi # then
+case $A in
+    1) while [ $A -lt 3 ]  # until
+       do A=$((A + 1)); if [ $A = 2 ]; then continue; fi; done ;;  # do
+    *) B=never ;;
+esac
+C=
+for then in x y  # of two
+do  # it
+    C="$C$then"
+done
+if [ "$B" = others ]; then :; else B=wrong; fi  # else
+# if this then that
+python pretrain_gpt.py --b $B --a "$A" --c $C --d then fi
+"""
+
+
+def test_control_words_and_comments(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(CONTROL)
+    words = started(path, tmp_path, {})
+    assert read_shell(CONTROL, {}).words == words and words[:4] == ["--b", "others", "--a", "3"]
+
+
+@pytest.mark.parametrize("text", ["$(($N / ${M:-$(f)}))", "$(( ${N} / ${M} ))"])
+def test_a_sum_that_is_not_known_is_one_word(text):
+    script = read_shell(f"X={text}\nY=${{X}}\npython pretrain_gpt.py --a $Y --b 1", {})
+    assert len(script.words) == 4
+
+
+def launch(folder: Path, *words: str, program: str = "pretrain_own.py") -> Path:
+    """A launch script of a program, with `words` and what each run needs."""
+    path = folder / "run.sh"
+    path.write_text(shlex.join(["torchrun", "--nproc-per-node", "2", program, *words, *NEEDED]))
+    return path
+
+
+NEEDED = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 "
+    "--lr 1e-4 --mock-data --vocab-size 100"
+).split()
+PROVIDER = """
+def add_args(parser):
+    group = parser.add_argument_group("own")
+    group.add_argument("--loss-factor", "-z", type=float, default=1.0)
+    group.add_argument("--twice", action="store_true")
+"""
+
+
+def test_flags_of_a_script_of_one_s_own(tmp_path, capsys):
+    path = launch(tmp_path, "--loss-factor", "2", "--twice")
+    assert check_script.main([str(path)]) == 0
+    absent = capsys.readouterr().out
+    assert "--loss-factor --twice" in absent.splitlines()[1]
+    (tmp_path / "pretrain_own.py").write_text(PROVIDER)
+    assert check_script.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert sections(out)["of the script itself"].split() == ["--loss-factor", "2", "--twice"]
+    assert shlex.split(out.splitlines()[-1])[3] == "pretrain_own.py"
+    assert check_script.main([str(launch(tmp_path, "--loss-facto", "2"))]) == 1
+    assert "--loss-facto" in sections(capsys.readouterr().out)["what keeps it from running"]
+    (tmp_path / "pretrain_own.py").write_text("def (")
+    assert check_script.main([str(path)]) == 1
+
+
+@pytest.mark.parametrize("flag", ["--mtp-loss-scaling-factor", "--bert-no-binary-head"])
+def test_a_refused_flag_of_megatron_is_no_flag_of_the_script(tmp_path, flag):
+    assert check_script.main([str(launch(tmp_path, flag))]) == 1
+
+
+def test_notes_are_shown(tmp_path, capsys):
+    words = ["--recompute-activations", "--recompute-modules", "layernorm", "core_attn"]
+    assert check_script.main([str(launch(tmp_path, *words, program="pretrain_gpt.py"))]) == 0
+    notes = sections(capsys.readouterr().out)["notes"]
+    assert "--recompute-modules layernorm:" in notes

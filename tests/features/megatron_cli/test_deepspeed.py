@@ -41,6 +41,31 @@ def test_what_it_sets_are_flags(tmp_path):
     assert c == command_line.read([*BASE.split(), *expected.split()], {}, tree=RunConfig).config
 
 
+EXPERTS = (
+    "--moe-expert-parallel-size 2 --moe-loss-coeff 0.01 --moe-train-capacity-factor 1.0 "
+    "--moe-eval-capacity-factor 1.0 --moe-min-capacity 4 --create-moe-param-group"
+).split()
+
+
+def test_one_expert_of_megatron_deepspeed_is_none():
+    line = command_line.read([*BASE.split(), "--num-experts", "1", *EXPERTS], {}, tree=RunConfig)
+    assert line.config == command_line.read(BASE.split(), {}, tree=RunConfig).config
+    assert any("--num-experts 1" in note for note in line.notes)
+
+
+@pytest.mark.parametrize("number", ["2", None])
+def test_experts_of_megatron_deepspeed_are_refused(number):
+    words = ["--num-experts", number] * (number is not None)
+    _, problems = command_line.judge([*BASE.split(), *words, *EXPERTS], 1, RunConfig)
+    for flag in EXPERTS[::2]:
+        assert any(line.startswith(flag) for line in problems)
+
+
+def test_one_expert_of_megatron_is_one():
+    line = command_line.judge([*BASE.split(), "--num-experts", "1"], 1, RunConfig)
+    assert any("router" in problem for problem in line[1])
+
+
 def test_a_fixed_loss_scale(tmp_path):
     c = read(tmp_path, {"fp16": {"enabled": True, "loss_scale": 512}}).config
     assert c.precision.loss_scale == 512

@@ -169,7 +169,7 @@ def test_values_that_happen_here_anyway_are_silent(name, value):
         (["--warmup", "0.01"], "--lr-warmup-fraction"),
         (["--zero-stage", "3"], "--zero-stage 1"),
         (["--train-iters-to-skip", "3"], "--iterations-to-skip"),
-        (["--topk", "8"], "mixture-of-experts"),
+        (["--topk", "8"], "--moe-aux-loss-coeff"),
     ],
 )
 def test_what_a_refusal_recommends(argv, remedy):

@@ -10,11 +10,12 @@ those to write otherwise.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +26,14 @@ from megatron.features.megatron_cli import flags as megatron_flags
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
 from megatron.training import script_imports
+from tools.features.megatron_cli.own_flags import adding, own_flags, taken
 from tools.features.megatron_cli.read_script import Script, read_recipe, read_shell, shown
 from tools.shared.program import read
 
 MAX_BYTES = 1 << 17  # of a script
 ON_A_NODE = 8  # ranks that one torchrun starts
 _CODE = re.compile(r" \[[a-z0-9-]+\]$")
+OWN = "of the script itself"
 _KEPT = "\0"  # a blank at which a line is not broken
 
 
@@ -84,13 +87,14 @@ def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
     return "no effect", foreign.text
 
 
-def table(words: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
-    """{kind: (flag with its values, what differs)}."""
+def table(words: Sequence[str], own: Collection[str] = ()) -> dict[str, list[tuple[str, str]]]:
+    """{kind: (flag with its values, what differs)}; `own` are flags of the script itself."""
     flags = command_line.parser(RunConfig)
     starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
     rows: dict[str, list[tuple[str, str]]] = {}
     for first, end in zip(starts, [*starts[1:], len(words)], strict=True) if words else ():
-        kind, text = fate(flags, words[first:end])
+        each = words[first:end]
+        kind, text = (OWN, "") if taken(each, own) else fate(flags, each)
         rows.setdefault(kind, []).append((shown(list(words[first:end])), text))
     return rows
 
@@ -102,11 +106,13 @@ def fewest_ranks(words: Sequence[str]) -> int:
     return math.prod(max(1, typed.get(name, 1)) for name in sizes)
 
 
-def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
-    """(lines, is it accepted?)."""
+def report(script: Script, world_size: int | None, beside: Path) -> tuple[list[str], bool]:
+    """(lines, is it accepted?) of a command line in the file `beside`."""
     ranks = world_size or script.ranks or fewest_ranks(script.words)
-    notes, problems = command_line.judge(script.words, ranks, RunConfig)
-    rows = table(script.words)
+    own, about_own = own_flags(script, beside, command_line.parser(RunConfig))
+    provider = functools.partial(adding, own) if own else None
+    notes, problems = command_line.judge(script.words, ranks, RunConfig, provider)
+    rows = table(script.words, own)
     count = sum(map(len, rows.values()))
     counts = [counted(len(problems), "problem")] * bool(problems)
     counts += [counted(count, "flag"), counted(ranks, "rank")]
@@ -116,6 +122,7 @@ def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
     if script.unresolved:
         names = ", ".join(script.unresolved)
         lines += [f"not set in the script: {names}; give NAME=VALUE for each"]
+    lines += about_own
     lines += section("what keeps it from running", (_CODE.sub("", each) for each in problems))
     differing = (f"{flag}: {text}" for flag, text in rows.get("differs", ()))
     lines += section(
@@ -124,7 +131,7 @@ def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
     if not problems:
         others = (note for note in notes if not note.startswith("flags of Megatron-LM"))
         lines += section("notes", (_CODE.sub("", note) for note in others))
-    for kind in ("no effect", "supported"):
+    for kind in (OWN, "no effect", "supported"):
         flags = [flag.replace(" ", _KEPT) for flag, _ in rows.get(kind, ())]
         text = textwrap.fill("  ".join(flags), 96, break_on_hyphens=False, break_long_words=False)
         lines += section(f"{kind} ({len(flags)})", text.replace(_KEPT, " ").splitlines())
@@ -134,9 +141,9 @@ def report(script: Script, world_size: int | None) -> tuple[list[str], bool]:
     if ranks > ON_A_NODE:
         judged = f"--dry-run --world-size {ranks} --device cuda --device-memory 80"
         start = "start it as the script does; does it fit GPUs of 80 GiB? (on any machine)"
-        return [*lines, "", f"{start}:", f"python pretrain_gpt.py {words} {judged}"], True
+        return [*lines, "", f"{start}:", f"python {script.program} {words} {judged}"], True
     start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
-    return [*lines, "", f"{start} pretrain_gpt.py {words}"], True
+    return [*lines, "", f"{start} {script.program} {words}"], True
 
 
 def counted(number: int, noun: str) -> str:
@@ -199,6 +206,6 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    lines, accepted = report(script, options.world_size)
+    lines, accepted = report(script, options.world_size, options.script)
     print("\n".join(lines))
     return 0 if accepted else 1

@@ -14,6 +14,7 @@ from tools.features.megatron_cli.expansion import Value, Variables
 if TYPE_CHECKING:
     from tools.features.megatron_cli.shell import Launch
 
+GPT = "pretrain_gpt.py"
 _BATCH = re.compile(r"^#SBATCH\s+(.*)$", re.M)
 _SIZES = {
     "N": "nodes",
@@ -33,12 +34,13 @@ _SIZES = {
 
 @dataclass
 class Script:
-    """The command line in a script. `words` follow pretrain_gpt.py; `ranks` is None where the
-    script does not say how many it starts."""
+    """The command line in a script. `words` follow `program`; `ranks` is None where the script does
+    not say how many it starts."""
 
     words: list[str] = field(default_factory=list)
     found: bool = False
     ranks: int | None = None
+    program: str = GPT
 
     @property
     def unresolved(self) -> list[str]:
@@ -62,7 +64,7 @@ def read_shell(text: str, given: dict[str, str]) -> Script:
     if not shell.launches:
         return Script()
     launch = shell.launches[-1]
-    return Script(list(launch.words), True, _ranks(launch, batch))
+    return Script(list(launch.words), True, _ranks(launch, batch), launch.program)
 
 
 def _slurm(batch: dict[str, int]) -> dict[str, Value]:

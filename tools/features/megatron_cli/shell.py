@@ -8,7 +8,7 @@ import fnmatch
 import os.path
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
@@ -24,16 +24,20 @@ _STARTERS = {
     *("singularity", "apptainer", "docker", "podman", "enroot", "bash", "sh", "command"),
 }
 _SHELLS = ("bash", "sh")
+# `$(...)` with parentheses in it and in these, blanks, or a part without both
+_PARTS = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\s+|[^\s$]+|\$")
 _UNSET = re.compile(r"\$\{\w+[^}]*\}|\$\w+")
 _ORDER = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command that starts pretrain_gpt.py: the words before it, and those after it."""
+    """A command that starts pretrain_gpt.py, or a script of one's own: the words before it, its
+    path, and the words after it."""
 
     launcher: tuple[str, ...]
     words: tuple[str, ...]
+    program: str
 
 
 class _Exit(Exception):
@@ -60,7 +64,7 @@ class _Words:
 
     def add_split(self, text: str) -> None:
         """Add a value without quotes: its blanks end words, but within `$(...)`."""
-        for part in re.findall(r"\$\([^()]*\)|\s+|[^\s$]+|\$", text):
+        for part in _PARTS.findall(text):
             self.cut() if part.isspace() else self.add(part)
 
     def add_value(self, value: Value, quoted: bool) -> None:
@@ -149,7 +153,7 @@ class Shell:
             return False
 
     def _negated(self, node: Node) -> bool | None:
-        status = self._body(node.named_children)
+        status = self._body(_uncommented(node))
         return None if status is None else not status
 
     def _define(self, node: Node) -> bool:
@@ -160,18 +164,19 @@ class Shell:
 
     def _if(self, node: Node) -> bool | None:
         """Also of its elif clauses, one after the other."""
-        then = [_text(child) for child in node.children].index("then")
-        condition, rest = (
-            node.children[:then],
-            [child for child in node.children[then:] if child.is_named],
-        )
-        body = [child for child in rest if child.type not in ("elif_clause", "else_clause")]
-        status = self._body(child for child in condition if child.is_named)
+        then = [child.type for child in node.children].index("then")
+        start = node.children[then].start_byte
+        parts = _uncommented(node)
+        condition = [child for child in parts if child.start_byte < start]
+        rest = parts[len(condition) :]
+        clauses = [child for child in rest if child.type in ("elif_clause", "else_clause")]
+        body = [child for child in rest if child not in clauses]
+        status = self._body(condition)
         if status is None:
             status = self._unless_exit(body) is not False
         elif status:
             self._body(body)
-        for clause in () if status else rest[len(body) :]:
+        for clause in () if status else clauses:
             if clause.type == "else_clause" or self._if(clause):
                 if clause.type == "else_clause":
                     self._body(clause.named_children)
@@ -179,7 +184,7 @@ class Shell:
         return status
 
     def _for(self, node: Node) -> bool:
-        name, *values, body = node.named_children
+        name, *values, body = _uncommented(node)
         for word in [word for value in values for word in self.expand(value)]:
             self.variables.set(_text(name), word)
             if not self._round(body):
@@ -187,7 +192,7 @@ class Shell:
         return True
 
     def _while(self, node: Node) -> bool:
-        *condition, body = node.named_children
+        *condition, body = _uncommented(node)
         wanted = node.children[0].type == "while"
         while self._body(condition) is wanted and self._round(body):
             pass
@@ -202,12 +207,12 @@ class Shell:
         return True
 
     def _case(self, node: Node) -> bool | None:
-        value, *items = node.named_children
+        value, *items = _uncommented(node)
         word = self.expand_text(value)
         for item in items:
             patterns = item.children_by_field_name("value")
             if any(fnmatch.fnmatchcase(word, self.expand_text(each)) for each in patterns):
-                return self._body(item.named_children[len(patterns) :])
+                return self._body(_uncommented(item)[len(patterns) :])
         return True
 
     def _assign(self, node: Node) -> bool:
@@ -338,7 +343,9 @@ class Shell:
             return
         program = next((n for n, word in enumerate(words) if PROGRAM.search(word)), None)
         if program is not None:
-            self.launches.append(Launch(tuple(words[:program]), tuple(words[program + 1 :])))
+            self.launches.append(
+                Launch(tuple(words[:program]), tuple(words[program + 1 :]), words[program])
+            )
             return
         shells = (n for n, word in enumerate(words) if os.path.basename(word) in _SHELLS)
         shell = next(shells, len(words) - 2)
@@ -348,7 +355,7 @@ class Shell:
             count = len(self.launches)
             self.run(rest[0] if "c" in options else self.files.get(rest[0], ""), rest[1:])
             self.launches[count:] = (
-                Launch((*words[: max(shell, 0)], *launch.launcher), launch.words)
+                replace(launch, launcher=(*words[: max(shell, 0)], *launch.launcher))
                 for launch in self.launches[count:]
             )
 

@@ -1,0 +1,64 @@
+"""The flags that a script of one's own adds, read from its text; nothing of it is executed."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from megatron.arguments import Parser, is_flag
+from megatron.small_files import read_text
+from megatron.training.script_imports import MAX_BYTES
+from tools.features.megatron_cli.read_script import GPT, Script
+
+
+def own_flags(script: Script, beside: Path, flags: Parser) -> tuple[list[str], list[str]]:
+    """(spellings that the program of `script` adds to `flags`, notes). It is looked for here and in
+    the directory of the launch script `beside`; of one that is not there, all unknown flags count.
+    """
+    path = Path(script.program)
+    found = next((p for p in (path, beside.parent / path) if p.is_file()), None)
+    if found is None and path.name != GPT:
+        starts = [word.partition("=")[0] for word in script.words if is_flag(word)]
+        spellings = [word for word in starts if not _is_known(word, flags)]
+        taken = f"; taken for its own flags: {' '.join(spellings)}" * bool(spellings)
+        return spellings, [f"{script.program} is not here{taken}"]
+    spellings = _added(found) if found else []
+    notes = []
+    if path.name != GPT:
+        notes = [f"what {script.program} imports: python tools/check_script.py {found}"]
+    return [word for word in spellings if not _is_known(word, flags)], notes
+
+
+def _is_known(spelling: str, flags: Parser) -> bool:
+    """A flag here, or one of Megatron's."""
+    others = flags.others
+    return bool(flags.find(spelling) or others.ignores(spelling) or others.explain(spelling))
+
+
+def _added(path: Path) -> list[str]:
+    """The flags in calls of `add_argument`; none of a text that is no Python."""
+    try:
+        tree = ast.parse(read_text(path, limit=MAX_BYTES))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return [
+        word.value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+        for word in call.args
+        if isinstance(word, ast.Constant) and isinstance(word.value, str) and is_flag(word.value)
+    ]
+
+
+def adding(spellings: Collection[str], parser: argparse.ArgumentParser) -> None:
+    """Add flags that take any number of values."""
+    for number, spelling in enumerate(dict.fromkeys(spellings)):
+        parser.add_argument(spelling, nargs="*", dest=f"_own_{number}")
+
+
+def taken(words: Sequence[str], spellings: Collection[str]) -> bool:
+    """Is this flag, with its values, one of the script's own?"""
+    return words[0].partition("=")[0] in spellings
