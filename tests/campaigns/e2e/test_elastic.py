@@ -46,11 +46,13 @@ def argv(folder: Path, *more: str) -> list[str]:
 
 
 def node(folder: Path, name: str, port: int, *more: str) -> Program:
-    """torchrun on a node of two ranks. Its rendezvous store would keep the address of rank 0 from a
-    node that joins later (torch 2.13), hence the variable."""
+    """torchrun on a node of two ranks. The first node has the rendezvous store: on several hosts
+    the endpoint says so, here any node could take the port. The store would keep the address of
+    rank 0 from a node that joins later (torch 2.13), hence the variable."""
     words = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 9 --rdzv-backend c10d --rdzv-id run"
-    seconds = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"
-    where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", seconds]
+    seconds = "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=10"
+    host = f"is_host={str(name == 'first').lower()}"
+    where = ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"{seconds},{host}"]
     return spawn_program(
         ["-m", "torch.distributed.run", *words.split(), *where, "waiting.py", *more],
         folder / name,
