@@ -404,6 +404,8 @@ def run(folder: Path, script: str | None, *flags: str, world: int = 1) -> list[d
         (folder / "script.py").write_text(script)
         script = str(folder / "script.py")
     argv = with_flags(FLAGS, "--metrics-file", str(folder / "m"), *flags)
+    if "--bf16" in argv:
+        argv.remove("--fp64")
     run_ranks(world, _rank, folder, script, argv, seconds=100.0)
     return [json.loads(row) for row in (folder / "m").read_text().splitlines()]
 
@@ -449,6 +451,15 @@ def test_what_a_script_changes_and_sums_itself(tmp_path, layout):
     wanted = numbers(run(tmp_path / "one", OF_AUGUST_2026, *words))
     rows = numbers(run(tmp_path / "own", OF_AUGUST_2026, *words, "--summed", *flags, world=world))
     assert [pytest.approx(row, rel=1e-6) for row in wanted] == rows
+
+
+@pytest.mark.parametrize("layout", ["data", pytest.param("tensor", marks=pytest.mark.campaign)])
+def test_a_script_in_bf16_has_the_numbers_of_ours(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    words = ["--mock-data", "--bf16", *flags]
+    wanted = numbers(run(tmp_path / "ours", None, *words, world=world))
+    rows = numbers(run(tmp_path / "own", OF_AUGUST_2026, *words, world=world))
+    assert [pytest.approx(row, rel=1e-6) for row in wanted] == rows  # its report is in fp32
 
 
 WITH_FACTOR = OF_AUGUST_2026.replace(

@@ -15,9 +15,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron.checkpoint import store
-from megatron.config.plan.parameters import parameter_table
+from megatron.config.plan.parameters import ParameterSpec, parameter_table
 from megatron.inference.load_model import open_trained_model
-from megatron.parallel.sharding import Sharding, draw_values
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    vocab_parallel_cross_entropy,
+)
+from megatron.parallel.sharding import Sharding, draw_values, parameter
 from megatron.training import GPTModel, ModelType, get_args, pretrain, script_model
 from tests.core.parity.layouts import CP, DISTRIBUTED, PP, TP
 from tests.core.training.built_runs import config_of
@@ -162,6 +168,54 @@ def unmarked(pre_process, post_process):
     return model
 
 
+class Split(nn.Module):
+    """A bigram model of our parallel layers between norms of plain torch; losses [b, s]."""
+
+    PARAMETERS = {  # shape, the dim that is split
+        "embedding": ((216, 24), 0),
+        "up": ((40, 24), 0),
+        "up.bias": ((40,), 0),
+        "down": ((24, 40), 1),
+        "down.bias": ((24,), None),
+        "head": ((216, 24), 0),
+    }
+
+    def __init__(self, pg_collection):
+        super().__init__()
+        ctx, args = pg_collection, get_args()
+
+        def made(name):
+            spec = split_spec(name)
+            partial = spec.partial_axes(ctx.sequence_parallel)
+            return parameter(spec, ctx, args.params_dtype, partial=partial)
+
+        self.tp = ctx.tp
+        self.embedding = VocabParallelEmbedding(made("embedding"), ctx)
+        self.norm, self.last_norm = nn.LayerNorm(24), nn.LayerNorm(24)
+        for p in (*self.norm.parameters(), *self.last_norm.parameters()):
+            p.sequence_parallel = True
+        self.up = ColumnParallelLinear(made("up"), made("up.bias"), ctx)
+        self.down = RowParallelLinear(made("down"), made("down.bias"), ctx)
+        self.head = ColumnParallelLinear(made("head"), None, ctx)
+
+    def forward(self, tokens, labels):
+        x = self.embedding(tokens)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        logits = self.head(self.last_norm(x))
+        return vocab_parallel_cross_entropy(logits, labels, vocab_size=211, tp=self.tp)
+
+
+def split_spec(name):
+    shape, dim = Split.PARAMETERS[name]
+    splits = () if dim is None else (("tp", dim),)
+    return ParameterSpec(name, shape, splits, init="normal", std=0.2)
+
+
+def split_step(data_iterator, model):
+    tokens, labels, mask, *_ = next(data_iterator).values()
+    return model(tokens, labels), functools.partial(gpt_loss, mask)
+
+
 class Counting(Nano):
     def forward(self, tokens):
         self.shift += 1
@@ -182,6 +236,7 @@ PROVIDERS = {
     "unmarked": (unmarked, gpt_step),
     "nano": (without_dropout, own_step),
     "dropout": (lambda **offered: Nano(), own_step),
+    "split": (Split, split_step),
     "counting": (Counting, own_step),
     "of each rank": (of_each_rank, own_step),
     "nothing": (lambda pre_process: None, own_step),
@@ -207,6 +262,8 @@ def run(
     folder.mkdir(exist_ok=True)
     files = ["--save", folder / "save", "--load", folder / "save", "--metrics-file", folder / "m"]
     argv = with_flags(FLAGS, *map(str, files), *flags)
+    if "--bf16" in argv:
+        argv.remove("--fp64")
     killed = (
         pytest.raises(RanksFailed, match="exit code -9") if kill_at else contextlib.nullcontext()
     )
@@ -220,10 +277,35 @@ def run(
     return list(by_iteration.values()), tensors
 
 
-def by_plain_torch() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+class Whole(nn.Module):
+    """`Split` in plain torch; logits [b, s, 216], of padding without a chance."""
+
+    def __init__(self):
+        super().__init__()
+        values = {
+            name: draw_values(Sharding(name, spec.shape, init=spec.init, std=spec.std), 1234)
+            for name in Split.PARAMETERS
+            for spec in [split_spec(name)]
+        }
+        self.weights = nn.ParameterDict(
+            {name.replace(".", "_"): nn.Parameter(value) for name, value in values.items()}
+        )
+        self.norm, self.last_norm = nn.LayerNorm(24), nn.LayerNorm(24)
+
+    def forward(self, tokens):
+        w = self.weights
+        x = w["embedding"][tokens]
+        wide = F.gelu(F.linear(self.norm(x), w["up"], w["up_bias"]))
+        x = x + F.linear(wide, w["down"], w["down_bias"])
+        return F.linear(self.last_norm(x), w["head"])[..., :211]
+
+
+def by_plain_torch(
+    made=without_dropout,
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(loss, gradient norm) of each step, and the weights, by torch's own loop."""
     torch.manual_seed(1234)
-    model, data = without_dropout().double(), Texts()
+    model, data = made().double(), Texts()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1}]
     groups.append({"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0})
@@ -236,7 +318,9 @@ def by_plain_torch() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]
         optimizer.zero_grad()
         (loss / count).backward()
         norm = nn.utils.clip_grad_norm_(trained, 0.5)
-        model.unused.grad = torch.zeros(5).double()  # as the suite, with a moment for it too
+        for p in trained:
+            if p.grad is None:  # as the suite, with a moment for it too
+                p.grad = torch.zeros_like(p)
         optimizer.step()
         steps.append(((loss / count).item(), norm.item()))
     return steps, {name: p.detach() for name, p in model.named_parameters()}
@@ -244,6 +328,7 @@ def by_plain_torch() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]
 
 LAYOUTS = {
     "one": (1, []),
+    "both": (4, [*DISTRIBUTED, TP, "2", "--overlap-grad-reduce"]),
     "data": (2, []),
     "sharded": (2, DISTRIBUTED),
     "overlapped": (2, [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]),
@@ -266,6 +351,44 @@ def test_a_module_of_torch_trains_as_in_a_plain_loop(tmp_path, layout):
     assert {name for name in tensors if not name.startswith("optimizer.")} == weights.keys()
     for name, values in weights.items():
         torch.testing.assert_close(tensors[name], values, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor",
+        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("one", "sharded", "sequence")),
+        pytest.param("both", marks=pytest.mark.campaign),
+    ],
+)
+def test_a_module_of_our_parallel_layers_trains_as_in_a_plain_loop(tmp_path, layout):
+    world, flags = LAYOUTS[layout]
+    rows, tensors = run(tmp_path / "own", "split", *flags, world=world)
+    steps, weights = by_plain_torch(Whole)
+    assert [row["lm_loss"] for row in rows] == pytest.approx([loss for loss, _ in steps], rel=1e-10)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(
+        [norm for _, norm in steps], rel=1e-10
+    )
+    for name, values in weights.items():
+        name = name.removeprefix("weights.").replace("_bias", ".bias")
+        torch.testing.assert_close(tensors[name], values, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name, layout", [("nano", "sharded"), ("split", "tensor")])
+def test_a_model_in_bf16(tmp_path, name, layout):
+    """Losses near those of fp64; a run that was killed goes on bit for bit."""
+    world, flags = LAYOUTS[layout]
+    flags = [*flags, "--bf16", "--save-interval", "2"]
+    rows, tensors = run(tmp_path / "whole", name, *flags, world=world)
+    steps, _ = by_plain_torch(Whole if name == "split" else without_dropout)
+    for row, (loss, norm) in zip(rows, steps, strict=True):
+        assert row["lm_loss"] == pytest.approx(loss, rel=1e-2)
+        assert row["grad_norm"] == pytest.approx(norm, rel=3e-2)
+    run(tmp_path / "two", name, *flags, world=world, kill_at=4)
+    again, after = run(tmp_path / "two", name, *flags, world=world)
+    assert again == rows
+    same_tensors(tensors, after)
 
 
 @pytest.mark.parametrize(
