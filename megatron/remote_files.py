@@ -3,7 +3,9 @@ fails."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -23,11 +25,11 @@ class StoreFailed(OSError):
         super().__init__(f"tried {tries} times: {type(error).__name__}: {text}")
 
 
-def open_store(url: str) -> tuple[Any, str]:
+def open_store(url: str, **options: Any) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it. Raises ValueError for a URL that cannot be
     used here."""
     try:
-        return importlib.import_module("fsspec.core").url_to_fs(url)
+        return importlib.import_module("fsspec.core").url_to_fs(url, **options)
     except ImportError as error:
         raise ValueError(
             f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its "
@@ -37,6 +39,18 @@ def open_store(url: str) -> tuple[Any, str]:
         raise ValueError(
             f"{url}: {error}; give a URL such as s3://bucket/path [url-not-supported]"
         ) from None
+
+
+def client(url: str) -> Any:
+    """fsspec's file system for URLs of this kind, of which this process has one: it does not
+    outlive a fork, nor may it be closed by the other process, so it is kept. Raises ValueError as
+    `open_store` does."""
+    return _client(url.partition("://")[0], os.getpid())
+
+
+@functools.cache
+def _client(protocol: str, process: int) -> Any:
+    return open_store(f"{protocol}://", skip_instance_cache=True)[0]
 
 
 def patiently(action: Callable[[], Result], waits: Iterable[float]) -> Result:

@@ -101,6 +101,15 @@ class DataConfig(TokenizerConfig):
         help="GiB that the blocks in --object-storage-cache-path may fill",
         dump=False,
     )
+    object_storage_prefetch: int = arg(
+        8,
+        minimum=0,
+        per_run=True,
+        needs="object_storage_cache_path",
+        help="iterations whose data are fetched ahead from the object store; 0 fetches them when "
+        "they are read",
+        dump=False,
+    )
     data_order: Literal["megatron", "epoch"] = arg(
         "megatron",
         help=(

@@ -24,6 +24,7 @@ from megatron.parallel.zigzag import my_chunks
 from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
+    from megatron.data.object_storage.read_ahead import Ahead, ReadAhead
     from megatron.model.gpt import TokenMetrics
     from megatron.model.moe import RouterStep
 
@@ -283,13 +284,19 @@ def load_samples(
     dataset: Any,
     micro_batches: Iterator[list[int]],
     num_workers: int,
+    ahead: Ahead | None = None,
 ) -> Generator[MicroBatch, None, None]:
     """Read micro-batches of a dataset of `Sample` in order, `num_workers` processes ahead (0: in
-    this process).
+    this process). `ahead`: of data in an object store, what is fetched before.
 
     Raises ValueError where data cannot be read, in one line also when a worker met it.
     """
     parent = os.getpid()
+    fetching = None
+    if ahead:
+        from megatron.data.object_storage.read_ahead import ReadAhead
+
+        fetching = ReadAhead(ahead, dataset.dataset, micro_batches, lambda: _start_worker(parent))
     with warnings.catch_warnings():
         # torch's advice for fewer workers than cores, which suits those that compute
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -302,10 +309,12 @@ def load_samples(
             multiprocessing_context="fork" if num_workers else None,
         )
         batches = iter(loader)
-    return handed_out(batches, num_workers > 0)
+    return handed_out(batches, num_workers > 0, fetching)
 
 
-def handed_out(batches: Iterator[MicroBatch], workers: bool) -> Generator[MicroBatch, None, None]:
+def handed_out(
+    batches: Iterator[MicroBatch], workers: bool, fetching: ReadAhead | None = None
+) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a DataLoader, whose errors become one line; close() ends its workers."""
     try:
         while True:
@@ -325,8 +334,12 @@ def handed_out(batches: Iterator[MicroBatch], workers: bool) -> Generator[MicroB
                 raise ValueError(
                     text.strip().rpartition("\n")[2].partition(": ")[2] if caught else text
                 ) from error
+            if fetching:
+                fetching.take()
             yield batch
     finally:
+        if fetching:
+            fetching.close()
         # Python kills workers that are alive when it exits, which torch reports as an error.
         if workers and hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron import log
+from megatron.data.object_storage.read_ahead import Ahead, ahead_of
 from megatron.data.sample_lookup import Dataset
 from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
@@ -114,6 +115,10 @@ class Evaluation(Hook):
         batch = self._run.plan.evaluation_batch
         return self._run.config.training.eval_iters * batch.global_batch_size // batch.divisor
 
+    def _ahead(self) -> Ahead | None:
+        batch = self._run.plan.evaluation_batch
+        return ahead_of(self._run.config.data, batch.global_batch_size // batch.divisor)
+
     def _validation_samples(self, number: int) -> tuple[Iterator[MicroBatch], int]:
         """The samples of a validation set, and how many micro-batches of them one validation
         reads."""
@@ -130,6 +135,7 @@ class Evaluation(Hook):
                 samples,
                 itertools.chain.from_iterable(evaluation_samples(sampler, n) for n in starts),
                 run.config.data.num_workers,
+                self._ahead(),
             )
         remaining = sampler.micro_batches_left(0)
         # take micro-batches in rounds
@@ -184,6 +190,7 @@ class Evaluation(Hook):
                 Samples(self._data.test, run.plan.vocab_size),
                 evaluation_samples(sampler, 0),
                 run.config.data.num_workers,
+                self._ahead(),
             )
             self._evaluate(
                 self._data.test,

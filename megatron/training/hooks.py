@@ -43,6 +43,10 @@ def build_hooks(
         from megatron.training.script_model import OwnModelChecks
 
         hooks.append(OwnModelChecks(run))
+    if config.data.object_storage_cache_path:
+        from megatron.training.store_reads import StoreReads
+
+        hooks.append(StoreReads(config.data, run.runtime.ctx.world))
     hooks.append(IterationLog(lines))
     hooks += [skipping, evaluation, saving]
     control = config.checkpoint.control_file

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from megatron import log
+from megatron.data.object_storage.read_ahead import ahead_of
 from megatron.data.samples import Samples
 from megatron.training.agreement import Agreement
 from megatron.training.batch import MicroBatch, load_samples, training_samples
@@ -115,7 +116,9 @@ class Trainer:
             next((counter.hash_of for counter in run.counters if counter.hash_of), None),
             with_subset=any(counter.with_subset for counter in run.counters),
         )
-        return load_samples(samples, numbers, run.config.data.num_workers)
+        per_iteration = run.plan.batch.final_global_batch_size // self.data.train_sampler.step
+        ahead = ahead_of(run.config.data, per_iteration)
+        return load_samples(samples, numbers, run.config.data.num_workers, ahead)
 
     def train_one(self, iteration: int, samples: Iterator[MicroBatch]) -> Requests:
         """One iteration with its counters, schedule and log line; the requests of all ranks. A

@@ -4,11 +4,14 @@ share.
     account            bytes used, and the bound; locked by whoever changes what is there
     blocks/KEY/NUMBER  a block of one file, and behind it its checksum
     partial            the block that is being written, by the owner of that lock
+    windows/*          of each process that reads ahead: the blocks that it still needs
     users              locked by every process that uses the directory
 
 A block appears by a rename, so it is whole; what a power failure left of one is seen by its
-checksum, which each process compares when it first reads it. The bytes used are counted before they
-are written, and a block that needs room waits for those to go that were needed longest ago.
+checksum, which each process compares when it first reads it. The bytes used are counted before
+they are written. Where there is no room, those blocks go whose stamp is oldest, but none of a
+window: a block's stamp, its time of change, is when it was fetched or, by a process that reads
+ahead, last found to be needed.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import multiprocessing
 import os
 import struct
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron import remote_files
 from megatron.checksums import block_sum
@@ -40,7 +44,6 @@ ATTEMPT = 30.0  # seconds that one request may take
 DEADLINE = 180.0  # seconds after which a store that fails is given up
 LONGEST_PAUSE = 10.0
 _ACCOUNT = struct.Struct("<qq")
-_STAMP = struct.Struct("<q")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,18 @@ class Counts(NamedTuple):
     waited: float
     blocks: float
     bytes: float
+
+
+class Needed(NamedTuple):
+    """A block that a read needs."""
+
+    stored: StoredFile
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Its path below blocks/."""
+        return f"{self.stored.key}/{self.number:08x}"
 
 
 class _Account:
@@ -112,9 +127,10 @@ class BlockCache:
         self._counts = shared.RawArray(ctypes.c_double, len(Counts._fields))
         self._counting = shared.Lock()
         self._checked: dict[str, set[int]] = {}
-        self._stores: dict[tuple[int, str], Any] = {}
+        self._noted: dict[Needed, None] | None = None
         with self._explained():
-            make_directories(os.path.join(folder, "blocks"))
+            for name in ("blocks", "windows"):
+                make_directories(os.path.join(folder, name))
             self._users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT, 0o666)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,10 +139,15 @@ class BlockCache:
 
     def set_bound(self, bound: int) -> None:
         """Keep the directory at so many bytes from now on, and remove what is beyond."""
-        with self._account() as account:
+        with self._explained(), self.locked() as account:
             account.bound = bound
             account.write()
             self._make_room(account, 0)
+
+    def bound(self) -> int:
+        """Bytes that the blocks may fill."""
+        with self._explained(), self.locked() as account:
+            return account.bound
 
     def counts(self) -> Counts:
         """So far."""
@@ -135,6 +156,9 @@ class BlockCache:
     def read(self, stored: StoredFile, start: int, count: int) -> bytes:
         """`count` bytes of a file from byte `start` on. Raises ValueError where they cannot be
         had."""
+        if self._noted is not None:
+            self._noted.update((Needed(stored, n), None) for n in stored.blocks(start, count))
+            return bytes(count)
         pieces = []
         end = start + count
         for number in stored.blocks(start, count):
@@ -144,8 +168,34 @@ class BlockCache:
             pieces.append(self._missed(stored, number)[inside] if piece is None else piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def noted(self, read: Callable[[int], object], numbers: Sequence[int]) -> Sequence[Needed]:
+        """The blocks that `read` needs for each of `numbers`; it is given zeros in their place."""
+        self._noted = {}
+        try:
+            for number in numbers:
+                read(number)
+            return list(self._noted)
+        finally:
+            self._noted = None
+
+    def announce(self, needed: Sequence[Needed], stamp: int) -> list[Needed]:
+        """The blocks that are not there; those that are get this stamp. While the cache is
+        locked."""
+        missing = []
+        for block in needed:
+            try:
+                os.utime(self._path(*block), ns=(stamp, stamp))
+            except FileNotFoundError:
+                missing.append(block)
+        return missing
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether so many blocks fit, after old ones were removed."""
+        with self._explained(), self.locked() as account:
+            return self._make_room(account, blocks * _on_disk(BLOCK_BYTES + SUM_BYTES))
+
     def _path(self, stored: StoredFile, number: int) -> str:
-        return os.path.join(self.folder, "blocks", stored.key, f"{number:08x}")
+        return os.path.join(self.folder, "blocks", Needed(stored, number).name)
 
     def _cached(self, stored: StoredFile, number: int, inside: slice) -> bytes | None:
         """Bytes of a block; None if it is not there, or damaged."""
@@ -190,18 +240,11 @@ class BlockCache:
             block = self._cached(stored, number, slice(0, size))
             if block is not None:
                 return block, True
-            block = self._download(stored, number * BLOCK_BYTES, size)
+            block = download(stored.url, number * BLOCK_BYTES, size)
             with self._explained():
                 kept = self._store(path, block + block_sum(block).encode(), stamp)
             self._count(Counts(0, 0.0, 1, size))
         return block, kept
-
-    def _download(self, stored: StoredFile, start: int, size: int) -> bytes:
-        protocol = stored.url.partition("://")[0]
-        key = os.getpid(), protocol  # a client does not outlive a fork
-        if key not in self._stores:
-            self._stores[key] = remote_files.open_store(stored.url)[0]
-        return download(self._stores[key], stored.url, start, size)
 
     def _count(self, counts: Counts) -> None:
         with self._counting:
@@ -216,7 +259,7 @@ class BlockCache:
             raise unusable(self.folder, error) from error
 
     @contextlib.contextmanager
-    def _account(self) -> Iterator[_Account]:
+    def locked(self) -> Iterator[_Account]:
         """The account, locked; a lock of its own each time, since forked processes share one."""
         file = os.open(
             os.path.join(self.folder, "account"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
@@ -230,7 +273,7 @@ class BlockCache:
     def _store(self, path: str, data: bytes, stamp: int) -> bool:
         """Write a block where there is room for it: whether there is."""
         size = _on_disk(len(data))
-        with self._account() as account:
+        with self.locked() as account:
             if not self._make_room(account, size):
                 return False
             account.used += size
@@ -250,7 +293,7 @@ class BlockCache:
             return True
 
     def _remove(self, path: str) -> None:
-        with self._explained(), self._account() as account:
+        with self._explained(), self.locked() as account:
             with contextlib.suppress(FileNotFoundError):
                 account.used -= _on_disk(os.stat(path).st_size)
                 os.unlink(path)
@@ -264,13 +307,31 @@ class BlockCache:
         blocks = sorted(self._blocks())
         account.used = sum(size for _, size, _ in blocks)
         wanted = account.bound - max(size, account.bound // SPARE)
+        needed = self._needed()
         for _, block_size, path in blocks:
             if account.used <= wanted:
                 break
-            os.unlink(path)
+            if path in needed:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
             account.used -= block_size
         account.write()
         return account.used + size <= account.bound
+
+    def _needed(self) -> set[str]:
+        """The paths of the blocks in the windows of all processes that still are."""
+        names: set[str] = set()
+        for entry in os.scandir(os.path.join(self.folder, "windows")):
+            file = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)  # its process has ended
+            except BlockingIOError:
+                names.update(os.pread(file, os.fstat(file).st_size, 0).decode().splitlines())
+            finally:
+                os.close(file)
+        return {os.path.join(self.folder, "blocks", name) for name in names}
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
         """(stamp, bytes on the disk, path) of every block."""
@@ -284,18 +345,35 @@ class BlockCache:
 
     def _tidy(self) -> None:
         """Count what is there."""
-        with self._account() as account:
+        with self.locked() as account:
             account.used = sum(size for _, size, _ in self._blocks())
             account.write()
 
 
-def download(files: Any, url: str, start: int, size: int, deadline: float = DEADLINE) -> bytes:
-    """Bytes of a file of a store, asked for until `deadline` seconds have passed. Raises
+class Window:
+    """The blocks that this process still needs, until it ends."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        path = os.path.join(cache.folder, "windows", uuid.uuid4().hex)
+        with cache.locked():  # or it would seem to be of a process that has ended
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def hold(self, blocks: Iterable[Needed]) -> None:
+        """Have these blocks, and no other, stay if they are there; while the cache is locked."""
+        names = "".join(f"{name}\n" for name in {block.name for block in blocks}).encode()
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, names, 0)
+
+
+def download(url: str, start: int, size: int) -> bytes:
+    """Bytes of a file of a store, asked for until DEADLINE seconds have passed. Raises
     ValueError."""
+    files = remote_files.client(url)
     path = files._strip_protocol(url)
     try:
         return remote_files.patiently(
-            lambda: remote_files.read_range(files, path, start, size, ATTEMPT), pauses(deadline)
+            lambda: remote_files.read_range(files, path, start, size, ATTEMPT), pauses(DEADLINE)
         )
     except FileNotFoundError:
         raise ValueError(

@@ -69,8 +69,8 @@ def local_word(url: str, folder: str, bound: int) -> str:
     """
     folder = os.path.abspath(folder)
     block_cache(folder).set_bound(bound)
-    files, root = remote_files.open_store(url)
-    root = root.rstrip("/")
+    files = remote_files.client(url)
+    root = files._strip_protocol(url).rstrip("/")
     if posixpath.normpath(root) != root or ".." in root.split("/"):
         raise ValueError(f"{url}: give a URL without //, . and .. [url-not-supported]")
     protocol = url.partition("://")[0]
@@ -91,7 +91,7 @@ def local_word(url: str, folder: str, bound: int) -> str:
     os.makedirs(os.path.dirname(mirror), exist_ok=True)
     with alone(f"{mirror}.lock"):
         if not os.path.isdir(mirror):
-            _copy(files, protocol, facts, mirror, folder)
+            _copy(protocol, facts, mirror, folder)
     start = glob.escape(mirror) if glob.has_magic(root) else mirror
     return _local(start, root)
 
@@ -137,9 +137,7 @@ def _prefix(path: str) -> str:
     return whole if inside else posixpath.splitext(path)[0]
 
 
-def _copy(
-    files: Any, protocol: str, facts: Mapping[str, Mapping[str, Any]], mirror: str, cache: str
-) -> None:
+def _copy(protocol: str, facts: Mapping[str, Mapping[str, Any]], mirror: str, cache: str) -> None:
     """Make the directory `mirror`, at once."""
     making = f"{mirror}.{uuid.uuid4().hex}"
     copied = {name: info["size"] for name, info in facts.items() if name.endswith(COPIED)}
@@ -149,7 +147,7 @@ def _copy(
 
     def copy_piece(name: str, start: int) -> None:
         size = min(PIECE, copied[name] - start)
-        data = download(files, f"{protocol}://{name}", start, size)
+        data = download(f"{protocol}://{name}", start, size)
         with open(_local(making, name), "r+b") as file:
             file.seek(start)
             file.write(data)

@@ -203,7 +203,7 @@ def test_processes_share_blocks_and_the_bound(
         if not child:
             random = np.random.default_rng(seed)
             cache = BlockCache(folder)
-            for start in random.integers(0, stored.size - 700, 300).tolist():
+            for start in random.integers(0, stored.size - 700, 100).tolist():
                 if cache.read(stored, start, 700) != whole[start : start + 700]:
                     os._exit(3)
                 if filled_or_changing(tmp_path / "cache") > 6 * 4096:
