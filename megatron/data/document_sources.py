@@ -13,6 +13,7 @@ that an answer reads some pages of it whatever its size. PREFIX.json has its che
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -225,6 +226,26 @@ class _File:
             "tools/preprocess_data.py [data-file-damaged]"
         )
 
+    @property
+    def fields_size(self) -> int:
+        """Bytes of the fields."""
+        return len(self._fields)
+
+    def shifted(
+        self, inputs: Sequence[int], document: int, start: int
+    ) -> tuple[memoryview, memoryview, memoryview]:
+        """Rows, entries and fields as they are in a file whose inputs have these numbers, behind so
+        many documents and bytes of fields."""
+        rows = self._rows.copy()
+        if self.count and int(rows["file"].max()) >= len(inputs):
+            raise self._damaged("a number of an input is too large")
+        rows["file"] = np.asarray(inputs, "<u4")[rows["file"]]
+        rows["fields"] += start
+        entries = np.empty(len(self._hashes), ENTRY)
+        entries["hash"] = self._hashes
+        entries["document"] = self._numbers + np.uint64(document)
+        return rows.data, entries.data, self._fields.data
+
     def row(self, number: int) -> np.void:
         """The ROW of a document."""
         return self._rows[number]
@@ -250,6 +271,36 @@ class _File:
             raise self._damaged("a number of a document is too large")
         keys = self.kept.keys
         return [number for number in numbers if id_of(self.fields(number), keys) == name]
+
+
+def merge(target: str, prefixes: Sequence[str], folder: str) -> bool:
+    """Write the sources of the documents of all these pairs, one pair behind the other; False if
+    some pair has none, or the keys differ. `folder`: for files that are removed again. Raises
+    OSError, and ValueError for a damaged file."""
+    notes = [metadata.note(prefix) or {} for prefix in prefixes]
+    if not all("sources" in note.get(metadata.FILES, {}) for note in notes):
+        return False
+    files = [_File(prefix, note) for prefix, note in zip(prefixes, notes, strict=True)]
+    keys = files[0].kept.keys
+    if any(file.kept.keys != keys for file in files):
+        return False
+    inputs: dict[tuple[str, int], int] = {}
+    paths = [f"{folder}/{kind}" for kind in KINDS]
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(open(path, "wb")) for path in paths]
+        documents = fields = 0
+        for file in files:
+            numbers = [
+                inputs.setdefault((name, size), len(inputs)) for name, size in file.kept.files
+            ]
+            for piece, output in zip(
+                file.shifted(numbers, documents, fields), outputs, strict=True
+            ):
+                output.write(piece)
+            documents += file.count
+            fields += file.fields_size
+    write(target, Kept(keys, list(inputs)), paths)
+    return True
 
 
 class DocumentSources:

@@ -28,6 +28,7 @@ from tests.tools.kills import status_of_killed
 
 PREPROCESS = load_tool("preprocess_data")
 INSPECT = load_tool("inspect_data")
+MERGE = load_tool("merge_datasets")
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
 KEEP = ["--metadata-keys", "id", "url", "licence"]
 # composed and decomposed are two ids; half a surrogate pair is one, too
@@ -138,6 +139,39 @@ def test_each_document_of_json_lines_has_its_line_and_each_id_its_documents(corp
         assert sources.with_id("None") == sources.with_id("a-") == []
         assert len(sources.with_id("twice")) == 3
         assert exit_code(INSPECT.main, "check", prefix) == 0
+
+
+def test_a_merge_joins_them(corpus: Path) -> None:
+    """Of a set it is what one machine writes, except for lines that a part does not know."""
+    write_jsonl(corpus / "in")
+    assert preprocess(corpus, "x", *KEEP) == 0
+    in_tasks(corpus, "x2", 2)
+    out = corpus / "out"
+    alone = f"{out}/x_text_document"
+    assert (
+        exit_code(MERGE.main, "--input", f"{out}/x2_text_document", "--output-prefix", f"{out}/m")
+        == 0
+    )
+    once, merged = DocumentSources(alone), DocumentSources(f"{out}/m")
+    assert len(once) == len(merged)
+    for number in range(len(once)):
+        expected, found = once.document(number), merged.document(number)
+        assert found == {**expected, "line": found["line"]}
+        assert found["line"] in (expected["line"], None)
+    assert merged.with_id("twice") == once.with_id("twice") and len(once.with_id("twice")) == 3
+    assert exit_code(INSPECT.main, "check", f"{out}/m") == 0
+    # the same input twice is one input
+    twice = ("--input", alone, alone, "--output-prefix", f"{out}/m", "--overwrite")
+    assert exit_code(MERGE.main, *twice) == 0
+    merged = DocumentSources(f"{out}/m")
+    assert merged.document(len(once) + 7) == {**once.document(7), "document": len(once) + 7}
+    assert len(merged.with_id("twice")) == 6
+    # a pair without them
+    assert preprocess(corpus, "y") == 0
+    mixed = ("--input", alone, f"{out}/y_text_document", "--output-prefix", f"{out}/m")
+    assert exit_code(MERGE.main, *mixed, "--overwrite") == 0
+    assert not os.path.exists(f"{out}/m.sources")
+    assert exit_code(INSPECT.main, "check", f"{out}/m") == 0
 
 
 @pytest.mark.parametrize("kind", ["gz", "txt", "txt-lines", "chat"])
