@@ -3,6 +3,7 @@ was killed on the way; and the rest of the tool without Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -192,6 +193,18 @@ def test_flags_that_do_not_go_together(
         problems.assert_problem(capsys.readouterr().err.strip(), code)
 
 
+def descendants(process: int) -> list[int]:
+    """The processes below this raylet that make parts, and what they have forked."""
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for child in map(int, task.read_text().split()):
+                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::_make"):
+                    found.append(child)
+                found += descendants(child)
+    return found
+
+
 def driver(folder: Path, prefix: str, *more: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), *words(folder, "jsonl", prefix, *more)],
@@ -199,6 +212,77 @@ def driver(folder: Path, prefix: str, *more: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def kill_one(cluster: Any, nodes: list[Any], draw: random.Random) -> bool:
+    """Kill a process at work, or a whole machine, at random; whether there was one."""
+    if nodes and draw.random() < 0.3:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        return True
+    raylets = [
+        info.process.pid
+        for node in [cluster.head_node, *nodes]
+        for info in node.all_processes["raylet"]
+    ]
+    found = [process for raylet in raylets for process in descendants(raylet)]
+    if not found:
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(draw.choice(found), signal.SIGKILL)
+    return True
+
+
+@PEERS
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(3)),
+        *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 8)),
+    ],
+)
+def test_four_kills_of_processes_and_machines(cluster: Any, corpus: Path, seed: int) -> None:
+    """Of 0.1 to 4 seconds of work, and a driver that is killed at last and started again."""
+    draw = random.Random(seed)
+    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
+    (corpus / "jsonl" / "0.jsonl").write_text(text * 20)
+    flags = ("--part-bytes", 8000)
+    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    nodes = [cluster.add_node(num_cpus=1)]
+    cluster.wait_for_nodes()
+    try:
+        started = driver(corpus, "x", *flags, *ray(cluster))
+        kills = 0
+        while kills < 4 and started.poll() is None:
+            time.sleep(draw.uniform(0.1, 1))
+            kills += kill_one(cluster, nodes, draw)
+        if seed % 3 == 0:
+            started.kill()
+        output, errors = started.communicate(timeout=120)
+        assert started.returncode == (0 if seed % 3 else -signal.SIGKILL), output + errors
+        assert kills == 4
+        again = driver(corpus, "x", *flags, *ray(cluster))
+        output, errors = again.communicate(timeout=120)
+        assert again.returncode == 0, output + errors
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
+def test_a_part_that_cannot_be_written(
+    cluster: Any, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = corpus / "out" / "x_text_document.parts"
+    (parts / "000003.bin").mkdir(parents=True)
+    assert run(corpus, "jsonl", "x", *ray(cluster)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert line.startswith("error: part 3: ") and "/000003." in line
+    (parts / "000003.bin").rmdir()
+    assert run(corpus, "jsonl", "x", *ray(cluster)) == 0
+    assert run(corpus, "jsonl", "once", "--task", "0/1", "--workers", 1) == 0
+    assert_same(corpus, "once", "x")
 
 
 @PEERS

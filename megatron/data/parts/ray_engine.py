@@ -2,7 +2,7 @@
 importer of ray.
 
 Ray schedules the parts that are not whole, and tries a part again when its process or machine goes
-away, or when it meets an OSError (RAY_TASK_MAX_RETRIES, 3 times). That is safe at any moment: a
+away (RAY_TASK_MAX_RETRIES, 3 times). That is safe at any moment: a
 part appears whole or not at all. Inputs and output are on a file system that all machines share.
 """
 
@@ -61,7 +61,7 @@ def make_parts(
         shared = ray.put(corpus)
         task = ray.remote(
             num_cpus=corpus.limits.workers,
-            retry_exceptions=[OSError, WorkerKilled],
+            retry_exceptions=[WorkerKilled],
             runtime_env={"env_vars": _environ()},
         )(_make)
         folder = os.getcwd()
@@ -75,7 +75,7 @@ def make_parts(
                 try:
                     made = made.plus(ray.get(reference))
                 except ray.exceptions.RayError as error:
-                    failures.append(_failure(running[reference], error))
+                    failures.append(_failure(corpus, running[reference], error))
                 del running[reference]
             if len(failures) >= FAILURES:
                 for reference in running:
@@ -97,13 +97,14 @@ def _environ() -> dict[str, str]:
     return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _failure(number: int, error: Any) -> str:
+def _failure(corpus: Corpus, number: int, error: Any) -> str:
     """The line about a part. Raises what is no fault of the input."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, ValueError):
         return str(cause)
     if isinstance(cause, OSError):
-        return f"part {number}: {cause.filename}: cannot be used ({cause.strerror or cause})"
+        name = cause.filename or corpus.sets[0].folder  # none where a disk is full
+        return f"part {number}: {name}: cannot be used ({cause.strerror or cause})"
     if cause is not None:
         raise error
     reason = (str(error).splitlines() or [type(error).__name__])[0]
