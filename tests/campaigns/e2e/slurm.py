@@ -194,16 +194,16 @@ def running(folder: Path) -> Iterator[Cluster]:
                 f"--seed-file={folder}/munged.seed",
             )
         )
-        _until(lambda: (folder / "munge/socket").exists(), folder)
+        wait_until(lambda: (folder / "munge/socket").exists(), folder)
         daemons.append(_start(cluster, LOGIN, "slurmctld", "-D"))
         daemons += [_start(cluster, name, "slurmd", "-D") for name in NODES]
-        _until(
+        wait_until(
             lambda: cluster.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle", "idle"],
             folder,
         )
         yield cluster
         cluster.call("scancel", "--user=root")
-        _until(lambda: not cluster.call("squeue", "-h").strip(), folder)
+        wait_until(lambda: not cluster.call("squeue", "-h").strip(), folder)
     finally:
         for daemon in reversed(daemons):
             _stop(daemon)
@@ -212,7 +212,8 @@ def running(folder: Path) -> Iterator[Cluster]:
             holder.stdout.close()
 
 
-def _until(done, folder: Path, seconds: float = 30.0) -> None:
+def wait_until(done, folder: Path, seconds: float = 30.0) -> None:
+    """Wait until `done` is true; `folder`: of the cluster."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -220,7 +221,7 @@ def _until(done, folder: Path, seconds: float = 30.0) -> None:
                 f"--- {file.name}\n{file.read_text(errors='replace')[-1500:]}"
                 for file in [*folder.glob("*.out"), *folder.glob("*.log")]
             )
-            raise RuntimeError(f"the cluster does not start\n{said}")
+            raise RuntimeError(f"the cluster is not ready\n{said}")
         time.sleep(0.2)
 
 

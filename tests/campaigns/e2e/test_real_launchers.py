@@ -7,9 +7,11 @@ SLURM is a cluster of this test's own: two nodes and a login node in network nam
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +20,11 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import store
+from megatron.data.indexed_dataset import IndexedDataset
 from tests.campaigns.e2e import slurm
 from tests.campaigns.e2e.launched import argv, rows
 from tests.campaigns.e2e.programs import SCRIPT, Program, free_port, left_in, spawn_program
+from tests.forkrun import ROOT
 from tests.runs import EXACT
 from tools.benchmarks.faults import inject
 from tools.benchmarks.faults.inject import Fault
@@ -98,6 +102,26 @@ def test_batch_job(cluster, folder, two_ranks, launcher, options):
     job = batch(cluster, folder, [*launcher, SCRIPT, *argv()], *options)
     assert slurm.wait_for_job(cluster, job) == "COMPLETED", (folder / "err.0").read_text()
     assert rows(folder) == two_ranks.series(*EXACT) and not left_in(folder)
+
+
+def test_an_array_of_tokenizing_jobs(cluster, folder):
+    """On two nodes, each job the task that SLURM's variables say."""
+    (folder / "in").mkdir()
+    for number in range(3):
+        lines = [json.dumps({"text": f"{number} {line} " * (line % 9)}) for line in range(300)]
+        (folder / "in" / f"{number}.jsonl").write_text("\n".join(lines))
+    words = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--workers", "1"]
+    words += ["--tokenizer-type", "ByteTokenizer", "--input", f"{folder}/in/*.jsonl"]
+    one = [*words, "--output-prefix", f"{folder}/one"]
+    subprocess.run(one, check=True, capture_output=True)
+    words += ["--output-prefix", f"{folder}/x", "--part-bytes", "2000", "--task", "slurm"]
+    options = ["--array=0-3", "--output", f"{folder}/log.%a", "--error", f"{folder}/err.%a"]
+    job = batch(cluster, folder, words, *options)
+    slurm.wait_until(lambda: not cluster.call("squeue", "-h", "-j", job).strip(), cluster.folder)
+    said = [path.read_text() for path in sorted(folder.glob("log.*"))]
+    assert [text.startswith(f"Task {task} of 4: ") for task, text in enumerate(said)] == [True] * 4
+    read = IndexedDataset(folder / "x_text_document").identity
+    assert read == IndexedDataset(folder / "one_text_document").identity
 
 
 def test_torchrun_in_srun(cluster, folder, two_ranks):
