@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.filesystem import MANIFEST
+from megatron.config.script import NO_SCRIPT, Script
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 
@@ -31,6 +32,7 @@ def load_model(
     tokenizer_files: Mapping[str, str] | None = None,
     device: str = "auto",
     tensor_parallel: int = 1,
+    script: Script = NO_SCRIPT,
 ) -> LanguageModel:
     """The model of a run directory or an iter_XXXXXXX in it, with its tokenizer. What is said on
     the way goes to stderr. Arguments and errors are those of `open_trained_model`."""
@@ -40,7 +42,7 @@ def load_model(
 
     with contextlib.redirect_stdout(sys.stderr):
         return LanguageModel(
-            open_trained_model(str(path), step, tokenizer_files, device, tensor_parallel)
+            open_trained_model(str(path), step, tokenizer_files, device, tensor_parallel, script)
         )
 
 

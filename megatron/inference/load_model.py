@@ -15,9 +15,11 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import padded_vocab_size
 from megatron.config.precision import PrecisionConfig
+from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
 from megatron.device import choose_device, device_notes
+from megatron.inference import script_model
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box, sharding_of
@@ -45,6 +47,7 @@ def open_trained_model(
     tokenizer_files: Mapping[str, Any] | None = None,
     device: str = "auto",
     tensor_parallel: int = 1,
+    script: Script = NO_SCRIPT,
 ) -> TrainedModel:
     """The newest checkpoint of the run directory `path` (or that of `step`, or the iter_XXXXXXX
     that `path` is).
@@ -53,7 +56,8 @@ def open_trained_model(
     `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others; for a model of numbers,
     which knows of no tokenizer, also tokenizer_type. With `tensor_parallel`
     above 1 so many ranks of one launcher call this together and each loads its part; the checkpoint
-    may have any layout. Raises ValueError or CheckpointError saying what to do.
+    may have any layout. `script`: one whose model_provider makes the model. Raises ValueError or
+    CheckpointError saying what to do.
     """
     stored = store.load(path, step)
     if stored is None:
@@ -61,7 +65,7 @@ def open_trained_model(
             f"{path}: no checkpoint there ({store.TRACKER} is missing); give the directory that "
             "--save named, or an iter_XXXXXXX in it"
         )
-    saved = saved_config(stored)
+    saved = saved_config(stored, own_model=script.model_provider is not None)
     config = replace(
         saved,
         data=with_tokenizer(saved.data, tokenizer_files or {}),
@@ -77,15 +81,20 @@ def open_trained_model(
         check_ids(rows, tokenizer, path)
     padded = padded_vocab_size(rows, config.model.make_vocab_size_divisible_by, tensor_parallel)
     ctx, grid = _grid(config, device)
-    model = GPTModel(
-        config.model,
-        config.precision,
-        ctx,
-        parameter_table(config.model, padded, tokenizer.vocab_size),
-        tokenizer.vocab_size,
-        torch.float32,
-        grid,
+    arguments: dict[str, Any] = dict(
+        config=config.model,
+        precision=config.precision,
+        ctx=ctx,
+        table=parameter_table(config.model, padded, tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        dtype=torch.float32,
+        device=grid,
     )
+    if script.model_provider is None:
+        model = GPTModel(**arguments)
+    else:
+        args = stored.directory / store.ARGS
+        model = script_model.build(script, config, tokenizer, args, arguments)
     with stored.reader() as reader, torch.no_grad():
         for parameter in model.parameters():
             sharding = sharding_of(parameter)
@@ -98,7 +107,11 @@ def open_trained_model(
                 rows,
             )
         reader.wait()
-    return TrainedModel(model.eval(), tokenizer, config, stored.iteration, str(stored.directory))
+        if script.model_provider is not None:
+            script_model.check_names(model, reader.names(), str(stored.directory))
+            script_model.check_cache(model.eval())
+    model.eval()
+    return TrainedModel(model, tokenizer, config, stored.iteration, str(stored.directory))
 
 
 def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:

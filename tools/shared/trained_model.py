@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.arguments import arg
+from megatron.config.script import NO_SCRIPT
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.inference.generate import checkpoint_problem, load_model
 
@@ -41,6 +42,12 @@ class ModelOptions:
     tokenizer_model: str | None = arg(
         None, metavar="FILE", help="model file of another tokenizer (default: the path of training)"
     )
+    script: str | None = arg(
+        None,
+        metavar="FILE",
+        help="of a model of your own: the script that trained it, whose model_provider makes it (a "
+        "GPTModel with other modules in it); it is run as far as its call of pretrain",
+    )
     device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
         "auto", help="auto: the accelerator, if there is one"
     )
@@ -50,6 +57,8 @@ class ModelOptions:
         problems = []
         if problem := checkpoint_problem(self.checkpoint, self.ckpt_step):
             problems.append(f"CHECKPOINT: {problem}")
+        if self.script is not None and not os.path.isfile(self.script):
+            problems.append(f"--script {self.script}: no such file")
         for name in FILES:
             if (path := getattr(self, name)) and not os.path.exists(path):
                 problems.append(f"--{name.replace('_', '-')} {path}: no such file")
@@ -58,7 +67,16 @@ class ModelOptions:
     def open(self, tensor_parallel: int = 1) -> TrainedModel:
         """Load it, with a line on stderr about what was loaded. Raises as load_model."""
         files = {name: path for name in FLAGS if (path := getattr(self, name))}
-        model = load_model(self.checkpoint, self.ckpt_step, files, self.device, tensor_parallel)
+        script = NO_SCRIPT
+        if self.script is not None:
+            if tensor_parallel > 1:
+                raise ValueError(f"--script {self.script}: needs one process, without a launcher")
+            from tools.shared.script_file import script_of
+
+            script = script_of(self.script)
+        model = load_model(
+            self.checkpoint, self.ckpt_step, files, self.device, tensor_parallel, script
+        )
         trained = model.trained
         print(f"loaded {trained.directory} (iteration {trained.iteration})", file=sys.stderr)
         return trained

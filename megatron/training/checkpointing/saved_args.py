@@ -24,7 +24,8 @@ def saved_config(
     if name and not own_model:
         raise ForeignCheckpoint(
             f"{checkpoint.directory} is of {name}, a script's own model; only the script, with its "
-            "model_provider, can load it [own-model]"
+            "model_provider, can load it: tools/generate.py, evaluate.py and serve.py take a "
+            "GPTModel with other modules by --script FILE [own-model]"
         )
     saved = saved_flags.read(checkpoint.directory / store.ARGS, tree)
     for text in saved.notes:

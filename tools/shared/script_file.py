@@ -1,0 +1,64 @@
+"""What a script of a user's own gives to `pretrain`, without training."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron import program
+from megatron.config.script import ExtraArgsProvider, Script
+
+
+class _Given(BaseException):
+    """The script has called pretrain."""
+
+    def __init__(self, script: Script):
+        super().__init__()
+        self.script = script
+
+
+def _pretrain(  # as `program.pretrain` is called
+    train_valid_test_datasets_provider: Any,
+    model_provider: Any,
+    model_type: Any,
+    forward_step_func: Any,
+    process_non_loss_data_func: Any = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> None:
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        if extra_args_provider is not None:
+            extra_args_provider(parser)
+        parser.set_defaults(**args_defaults or {})
+
+    raise _Given(
+        Script(forward_step_func, add_arguments, train_valid_test_datasets_provider, model_provider)
+    )
+
+
+def script_of(path: str) -> Script:
+    """Run a script as far as its call of `pretrain`; what it gives to it. Raises ValueError where
+    it fails before, or does not call it."""
+    real, words, places = program.pretrain, sys.argv, sys.path
+    sys.argv = [path]
+    sys.path = [str(Path(path).resolve().parent), *sys.path]
+    program.pretrain = _pretrain  # scripts take it from there
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except _Given as given:
+        return given.script
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"--script {path}: {type(error).__name__}: {error} [script-fails]"
+        ) from error
+    finally:
+        program.pretrain, sys.argv, sys.path = real, words, places
+    raise ValueError(
+        f"--script {path}: does not call megatron.training.pretrain; give the script that trained "
+        "the model [script-fails]"
+    )
