@@ -92,16 +92,16 @@ OFTEN = ("two ranks", "bf16, untied, rope, swiglu, RMSNorm, GQA")
 )
 def test_killed_twice_and_resumed(case, tmp_path):
     world, extra = CASES[case]
-    part = 5 if case in OFTEN else 10
+    part = 3 if case in OFTEN else 10
     # the samples of the run are more than an epoch of this
     data = write_text(tmp_path / "text", 26 * part)
     straight = train(tmp_path / "straight", flags(tmp_path / "straight", data, part, extra), world)
     assert [row["iteration"] for row in straight.rows] == list(range(1, 4 * part + 1))
     argv = flags(tmp_path / "killed", data, part, extra)
     # dies in that one, resumes from `part`
-    train(tmp_path / "killed", argv, world, kill_at=part + 3)
-    # dies in 2 * part + 4, resumes from 2 * part
-    train(tmp_path / "killed", argv, world, kill_at=part + 4)
+    train(tmp_path / "killed", argv, world, kill_at=part + 2)
+    # dies in 2 * part + 2, resumes from 2 * part
+    train(tmp_path / "killed", argv, world, kill_at=part + 2)
     resumed = train(tmp_path / "killed", argv, world)
     assert resumed.resumes[-1] == 2 * part
     assert resumed.series(*EXACT) == straight.series(*EXACT)
