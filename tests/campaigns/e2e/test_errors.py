@@ -80,7 +80,8 @@ def test_a_lone_culprit_says_it_and_rank_0_points_to_it(folder):
     assert culprit == (1, "rank 1: error: planted\n")
     assert (
         code == 1
-        and other.startswith("rank 0 ends, because rank 1 (process ")
+        and other.startswith("rank 0 ends, ")
+        and " rank 1 (process " in other
         and other.endswith(") failed: planted\n")
     )
 
@@ -124,5 +125,5 @@ def nan_on_rank_1(rank: int, world: int, folder: Path) -> list:
 
 def test_a_nan_names_the_rank_that_has_it(folder):
     (code, text), quiet = run_ranks(1, nan_on_rank_1, folder)[0]
-    assert code == 1 and text.startswith("error: iteration 1: the loss is nan (found on rank 1); ")
+    assert code == 1 and text.startswith("error: iteration 1: ") and "nan (found on rank 1)" in text
     assert text.count("\n") == 1 and quiet == (1, "")

@@ -210,20 +210,20 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
         ),
         (
             lambda: load_problems.transformer_engine_unavailable_reason(CPU, torch.bfloat16),
-            "needs a CUDA device, but the device is cpu",
+            "CUDA device",
         ),
         (
             lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64),
-            "not installed; pip install flash-attn",
+            "pip install flash-attn",
         ),
         (lambda: flash_attention.unavailable_reason(CUDA, torch.float32, 64), "fp16 and bf16 only"),
         (lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 512), "at most 256"),
         (
             lambda: flash_attention.unavailable_reason(CPU, torch.bfloat16, 64),
-            "needs a CUDA device",
+            "CUDA device",
         ),
-        (lambda: apex.unavailable_reason(CUDA, torch.bfloat16), "PyPI's apex is not it"),
-        (lambda: apex.unavailable_reason(CPU, torch.bfloat16), "needs a CUDA device"),
+        (lambda: apex.unavailable_reason(CUDA, torch.bfloat16), "github.com/NVIDIA/apex"),
+        (lambda: apex.unavailable_reason(CPU, torch.bfloat16), "CUDA device"),
         (lambda: apex.unavailable_reason(CUDA, torch.float64), "not for fp64"),
         (
             lambda: apex.gradient_unavailable_reason(CUDA, torch.bfloat16, torch.float32),
@@ -249,7 +249,7 @@ def test_a_library_whose_extension_does_not_load_is_not_there(monkeypatch, tmp_p
     monkeypatch.syspath_prepend(str(tmp_path))
     load_problems.load_problem.cache_clear()
     reason = flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64)
-    assert "does not load" in reason and "undefined symbol" in reason
+    assert "undefined symbol" in reason
     assert "libcudart" in apex.unavailable_reason(CUDA, torch.bfloat16)
     load_problems.load_problem.cache_clear()
 
@@ -278,6 +278,6 @@ def test_a_broken_library_is_one_clear_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", broken)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(
-        ValueError, match="is installed but does not load .*; pip install --no-build-isolation '"
+        ValueError, match="transformer_engine.pytorch.*; pip install --no-build-isolation '"
     ):
         transformer_engine.load()

@@ -120,9 +120,7 @@ def broken(batch, model):
 def test_nan_loss_stops_before_the_step():
     run = make_run()
     before = [p.detach().clone() for p in run.model.parameters()]
-    with pytest.raises(
-        NotFinite, match="iteration 7: the loss is nan .found on rank 0.*--train-range-to-skip 7 7"
-    ):
+    with pytest.raises(NotFinite, match="iteration 7: .* nan .* rank 0.*--train-range-to-skip 7 7"):
         train_step(run, broken, micro_batches(samples(), 2), 7)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
@@ -188,7 +186,7 @@ def broken_step(rank: int, world: int) -> str:
 
 def test_a_nan_loss_is_found_on_the_last_stage():
     first, last = run_ranks(2, broken_step)
-    assert first == last and "iteration 7: the loss is nan (found on rank 1)" in first
+    assert first == last and "iteration 7: " in first and " nan " in first and " rank 1)" in first
 
 
 def without_extras(batch, model):
