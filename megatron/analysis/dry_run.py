@@ -36,6 +36,12 @@ def report(line: CommandLine) -> None:
             print(f"memory: {text}", flush=True)
     lines, problems = _data_lines(line, plan)
     print("\n".join(lines), flush=True)
+    if preflight.resumes(line):
+        print(
+            "order of the data: compared with the checkpoint's when a run has built its indices, "
+            "not in a dry run",
+            flush=True,
+        )
     print("\n".join(_kernel_lines(line)), flush=True)
     preflight.check_dry(line, plan, problems)
     step = as_batch_step(line.script)

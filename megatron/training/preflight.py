@@ -83,6 +83,13 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
         command_line.refuse(list(dict.fromkeys([*problems, *more])), launcher.info())
 
 
+def resumes(line: CommandLine) -> bool:
+    """Whether the run goes on from a checkpoint that is on this machine."""
+    c = line.config.checkpoint
+    fetched = line.load_url or line.snapshot_url
+    return not (c.load is None or c.finetune or fetched) and _newest(c, c.load) is not None
+
+
 def _of_memory(config: Config, plan: Plan) -> Iterator[str]:
     """Too little memory on this host, if it is certain that the run computes on CPUs."""
     device = config.training.device

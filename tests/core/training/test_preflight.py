@@ -214,6 +214,12 @@ def test_a_dry_run_shows_it(folder, capsys):
     preflight.check_dry(line, plan)
 
 
+def test_a_dry_run_of_a_resume_says_that_the_order_of_the_data_is_not_compared(folder, capsys):
+    for words in (resumed(folder), [*BASE, "--data-path", str(folder / "a")]):
+        plot().main([*words, "--dry-run"])
+        assert ("\norder of the data: " in capsys.readouterr().out) == ("--load" in words)
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
