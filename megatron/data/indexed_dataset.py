@@ -10,7 +10,7 @@ import os
 import struct
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class IndexedDataset:
         self._index: mmap.mmap | None = None  # of a pair
         self._check_index: Callable[[], None]  # raises ValueError if the index was cut short
         self._bytes_at: Callable[[int, int], bytes]  # of the .bin: first byte, how many
+        self._probe: Callable[[Sequence[tuple[int, int]]], list[bytes]]  # the same of many places
         if parts:
             self._open_parts()
         else:
@@ -113,6 +114,7 @@ class IndexedDataset:
         weakref.finalize(self, tokens.close)
         self.bin_bytes = tokens.size
         self._bytes_at = tokens.read
+        self._probe = tokens.probe
 
     def _open_parts(self) -> None:
         joined = Joined(self.path_prefix, IndexedDataset)
@@ -124,6 +126,7 @@ class IndexedDataset:
         self.document_indices = joined.arrays["document_indices"]
         self.bin_bytes = joined.bin_bytes
         self._bytes_at = joined.read
+        self._probe = lambda ranges: [joined.read(*each) for each in ranges]
 
     def _read_header(self, index: memoryview) -> tuple[np.dtype, int, int]:
         if len(index) < HEADER.size:
@@ -379,11 +382,9 @@ class IndexedDataset:
         """
         pages = hashlib.sha256()
         step = max(1, self.bin_bytes // PROBES // PROBE_BYTES) * PROBE_BYTES
-        size = self.dtype.itemsize
-        for start in range(0, self.bin_bytes, step):
-            pages.update(
-                self._read(start, min(PROBE_BYTES, self.bin_bytes - start) // size).tobytes()
-            )
+        starts = range(0, self.bin_bytes, step)
+        for page in self._probe([(n, min(PROBE_BYTES, self.bin_bytes - n)) for n in starts]):
+            pages.update(page)
         return {
             "sequences": len(self),
             "dtype": self.dtype.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.data.file_access import open_to_read, read_at
@@ -16,6 +17,9 @@ class TokenBytes(Protocol):
 
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from byte `start` on. Raises ValueError where they cannot be had."""
+
+    def probe(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """As `read`, of a few bytes in many places, whose neighbours are not wanted."""
 
     def close(self) -> None:
         """It is not read again."""
@@ -32,6 +36,10 @@ class LocalTokens:
     def read(self, start: int, count: int) -> bytes:
         """See `TokenBytes`."""
         return read_at(self._file, self._path, start, count)
+
+    def probe(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `TokenBytes`."""
+        return [self.read(*each) for each in ranges]
 
     def close(self) -> None:
         """See `TokenBytes`."""

@@ -91,6 +91,8 @@ def local_word(url: str, folder: str, bound: int) -> str:
     os.makedirs(os.path.dirname(mirror), exist_ok=True)
     with alone(f"{mirror}.lock"):
         if not os.path.isdir(mirror):
+            for left in glob.glob(f"{glob.escape(mirror)}.*/"):
+                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
             _copy(protocol, facts, mirror, folder)
     start = glob.escape(mirror) if glob.has_magic(root) else mirror
     return _local(start, root)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from megatron.data.object_storage.block_cache import BlockCache, StoredFile, block_cache
+from megatron.data.object_storage.block_cache import (
+    BlockCache,
+    StoredFile,
+    block_cache,
+    download,
+)
 from megatron.small_files import read_json
 
 
@@ -55,6 +62,11 @@ class RemoteTokens:
     def read(self, start: int, count: int) -> bytes:
         """See `TokenBytes`."""
         return self._cache.read(self.stored, start, count)
+
+    def probe(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `TokenBytes`. Asked for side by side, and not in blocks."""
+        with ThreadPoolExecutor(max(1, len(ranges))) as pool:
+            return list(pool.map(lambda each: download(self.stored.url, *each), ranges))
 
     def close(self) -> None:
         """Nothing is open."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,8 @@ def test_needed_blocks_stay_while_their_process_is_there(
 
 def test_what_is_read_next_is_there(tmp_path: Path) -> None:
     """With a cache that holds a part of the data: nothing is missed, nothing is fetched that no
-    micro-batch of the window needs, and resumed, it begins with what is read next."""
+    micro-batch of the window needs, and resumed, it begins with what is read next. What another
+    process will read, as a validation, stays until then."""
     write_corpus(tmp_path / "c", LENGTHS, seed=1)
     folder = tmp_path / "cache"
     data = data_flags(
@@ -97,10 +99,13 @@ def test_what_is_read_next_is_there(tmp_path: Path) -> None:
     cache = block_cache.block_cache(str(folder))
     for first in (0, 150):
         cache.set_bound(0)
-        cache.set_bound(50 * PAGE)
-        numbers = [[n, n + 1] for n in range(first, 300, 2)]
+        numbers = [[n, n + 1] for n in range(first, 280, 2)]
         needed = [cache.noted(dataset.__getitem__, batch) for batch in numbers]
+        most = max(len(set(chain(*needed[n : n + 5]))) for n in range(len(numbers)))
+        cache.set_bound((most + 12) * PAGE)
         read_ahead = ReadAhead(Ahead(str(folder), 5), dataset, iter(numbers), lambda: None)
+        slow = None
+        later = {block.number for block in cache.noted(dataset.__getitem__, [298, 299])}
         try:
             missed = cache.counts().missed
             for at, batch in enumerate(numbers):
@@ -108,12 +113,19 @@ def test_what_is_read_next_is_there(tmp_path: Path) -> None:
                 assert soon(lambda window=window: window <= blocks(folder))
                 if at == 0:
                     assert blocks(folder) == window
+                    slow = ReadAhead(
+                        Ahead(str(folder), 1), dataset, iter([[298, 299]]), lambda: None
+                    )
+                    assert soon(lambda later=later: later <= blocks(folder))
                 for number in batch:
                     assert len(dataset[number]) == 33
                 read_ahead.take()
+                assert later <= blocks(folder)
             assert cache.counts().missed == missed
         finally:
             read_ahead.close()
+            if slow:
+                slow.close()
 
 
 def test_a_failing_store_does_not_end_it_quietly(tmp_path: Path) -> None:

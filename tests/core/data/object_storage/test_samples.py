@@ -91,6 +91,22 @@ def test_samples_are_those_of_the_files(
     assert [replace(row, name="") for row in rows] == [replace(row, name="") for row in local_rows]
 
 
+def test_a_copy_that_was_not_finished_is_made_again(store: Path, tmp_path: Path) -> None:
+    """Killed while the index was copied, and after."""
+    folder = tmp_path / "cache"
+    data = of_store(folder, store, data_path=("@/a",), split="1,0,0")
+
+    def work() -> int:
+        build_datasets(data, sizes=(9, 0, 0), sequence_length=32)
+        return 0
+
+    assert status_of_killed("rename", 1, work) == -9
+    assert len(list((folder / "files").glob("*/"))) == 1
+    assert len(build_datasets(data, sizes=(9, 0, 0), sequence_length=32)[0][8]) == 33
+    [mirrored] = (folder / "files").glob("*/")
+    assert len(mirrored.name) == 16
+
+
 def test_what_is_not_there_is_said(store: Path, tmp_path: Path) -> None:
     for word in ("@/x", "@/x*", "@/nowhere/x"):
         data = of_store(tmp_path / "cache", store, data_path=(word,))
