@@ -68,6 +68,9 @@ class Options:
     )
     lr_min: float = arg(2**-14, above=0, help="least learning rate of --transfer")
     lr_max: float = arg(2**-2, above=0, help="largest one; each is the one before times root 2")
+    decoupled: bool = arg(
+        False, help="with muP: --decoupled-lr equal to each learning rate of --transfer"
+    )
     runs: Path | None = arg(
         None,
         parse=Path,
@@ -324,6 +327,8 @@ class Trials:
             "steps": options.steps,
         }
         run |= {"base_width": options.base_width, "flags": list(options.flags)}
+        if mup and options.decoupled:
+            run["decoupled"] = True
         name = json.dumps(run)
         if name not in self._losses:
             self._losses[name] = final_loss(options, width, mup, lr, seed)
@@ -338,6 +343,8 @@ def final_loss(options: Options, width: int, mup: bool, lr: float, seed: int) ->
     warm_up = str(max(1, options.steps // 10))
     flags = ["--lr", str(lr), "--lr-decay-style", "linear", "--lr-warmup-iters", warm_up]
     flags += ["--train-iters", str(options.steps), "--no-check-for-nan-in-loss-and-grad"]
+    if mup and options.decoupled:
+        flags += ["--decoupled-lr", str(lr)]
     run = build(options, width, mup, seed, flags)
     losses = train(run, batches(seed, fixed=False), options.steps)
     count = max(1, int(options.steps * LAST))

@@ -64,6 +64,42 @@ def test_logits_that_are_not_divided_show(check):
     assert last_slopes(out)["logits"][1] > 0.5
 
 
+def test_an_untied_output_layer_is_scaled_twice_unless_its_rate_is_decoupled(check):
+    untied = ["--", "--untie-embeddings-and-output-weights"]
+    code, out, err = check(*SMALL, *untied)
+    assert code == 1
+    assert_problem(err.rstrip(), "mup-not-flat", "logits")
+    assert last_slopes(out)["logits"][1] < -0.4
+    code, out, _ = check(*SMALL, *untied, "--decoupled-lr", "0.005")
+    assert code == 0 and abs(last_slopes(out)["logits"][1]) < 0.3
+
+
+def test_the_best_rate_is_looked_for_around_the_last_one_and_each_run_made_once(
+    check, tool, monkeypatch, tmp_path
+):
+    trained = []
+
+    def final_loss(options, width, mup, lr, seed):
+        trained.append((width, mup, lr, seed))
+        best = 2**-7 if mup else 2**-7 * 64 / width
+        return abs(tool.math.log2(lr / best)) + seed / 10
+
+    monkeypatch.setattr(tool, "final_loss", final_loss)
+    words = ["--transfer", "--widths", "64", "128", "--runs", str(tmp_path / "runs.jsonl")]
+    code, out, err = check(*words)
+    assert (code, err) == (0, "")
+    assert [row.split()[2:] for row in out.splitlines() if row.startswith("grid steps")] == [
+        ["+0", "-2"],
+        ["+0", "+0"],
+    ]
+    # from the middle, 2^-8, two steps further than the five about it; without muP so again
+    assert len(trained) == len(set(trained)) == 2 * (7 + 7 + 7 + 5)
+    count = len(trained)
+    assert check(*words)[1] == out and len(trained) == count
+    check(*words, "--decoupled")
+    assert {mup for _, mup, _, _ in trained[count:]} == {True}, "without muP the model is the same"
+
+
 def test_the_exponent_of_a_power(tool):
     assert tool.slope((4, 8, 64), [3 * width**0.7 for width in (4, 8, 64)]) == pytest.approx(0.7)
 
