@@ -311,7 +311,7 @@ def test_two_runs_do_not_write_one_prefix(
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
         other.stdout.readline()
         assert run(*corpus, "--output-prefix", f"{tmp_path}/out/x") == 1
-        assert f"another run writes in {folder}" in capsys.readouterr().err
+        assert str(folder) in capsys.readouterr().err
         other.communicate(b"\n")
     assert run(*corpus, "--workers", "1", "--output-prefix", f"{tmp_path}/out/x") == 0
     assert contents(tmp_path / "out", "x").keys() == ENDS

@@ -87,8 +87,8 @@ def test_no_dims():
 @pytest.mark.parametrize(
     ("box", "words"),
     [
-        (((0, 3),), "has 1 dims, the tensor has 2"),
-        (((0, 3), (2, 5)), "2:5 in dim 1, which is not within 0:4"),
+        (((0, 3),), "1 dims, "),
+        (((0, 3), (2, 5)), "2:5 in dim 1, "),
         (((2, 1), (0, 4)), "2:1 in dim 0"),
         (((-1, 1), (0, 4)), "-1:1 in dim 0"),
     ],
