@@ -225,7 +225,7 @@ def test_ranks_must_be_complete_and_agree(tmp_path, convert):
     state["model"]["language_model"]["encoder"]["final_norm.weight"][3] = 9.0
     torch.save(state, victim)
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True)
-    assert "final_norm.weight" in said and " 0 and 1 " in said
+    assert "final_layernorm.weight" in said and " 0 and 1 " in said
     state["model"]["word_embeddings_for_head"]["weight"] = torch.zeros(32, 64)
     torch.save(state, victim)
     said = convert("megatron-import", tmp_path / "theirs", tmp_path / "o", fails=True)
