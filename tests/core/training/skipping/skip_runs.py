@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint import skip_log
 from megatron.config.skip_ranges import SkipRanges
-from megatron.data import gpt_dataset, indexed_dataset
+from megatron.data import gpt_dataset, token_bytes
 from megatron.parallel.random import DropoutSeeds
 from megatron.training import build, build_data, loop, step
 from megatron.training.logging import training_log
@@ -101,7 +101,7 @@ def note_reads(folder: str) -> None:
 def note_bytes(folder: str) -> None:
     """... and how many bytes of token files it reads."""
     note_reads(folder)
-    read_at = indexed_dataset.read_at
+    read_at = token_bytes.read_at
 
     def noted(file, path, start, count):
         if path.endswith(".bin"):
@@ -109,7 +109,7 @@ def note_bytes(folder: str) -> None:
                 notes.write(f"{count}\n")
         return read_at(file, path, start, count)
 
-    indexed_dataset.read_at = noted
+    token_bytes.read_at = noted
 
 
 def note_batches(folder: str) -> None:
