@@ -53,7 +53,7 @@ from megatron.training import (
 def model_provider(pre_process=True, post_process=True):
     args = get_args()
     print_rank_0("the model is made now")
-    spec = get_gpt_layer_with_transformer_engine_spec(args.num_experts, args.moe_grouped_gemm)
+    spec = get_gpt_layer_with_transformer_engine_spec(args.num_experts, False)
     return GPTModel(
         config=core_transformer_config_from_args(args),
         transformer_layer_spec=spec,
@@ -144,7 +144,7 @@ def builder(args, pre_process, post_process, vp_stage=None, config=None, pg_coll
     return GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(
-            args.num_experts, args.moe_grouped_gemm, args.qk_layernorm
+            args.num_experts, False, args.qk_layernorm
         ),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
