@@ -65,6 +65,14 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"--recompute-modules {' '.join(kept)}: activations are kept, with the same results "
             "[flag-has-no-effect]"
         )
+    untied = facts["untie_embeddings_and_output_weights"]
+    if facts["use_mup"] and untied and facts["decoupled_lr"] is None:
+        lines.append(
+            "--use-mup and --untie-embeddings-and-output-weights: logits and the learning rate of "
+            "the output layer are both divided by the width, as in Megatron-LM, so that wider "
+            "models learn less there; --decoupled-lr with the value of --lr keeps its rate "
+            "[mup-output-layer-scaled-twice]"
+        )
     if facts["control_file"] is not None and facts["save"] is None:
         lines.append(
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
