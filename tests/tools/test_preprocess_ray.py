@@ -271,6 +271,25 @@ def test_four_kills_of_processes_and_machines(cluster: Any, corpus: Path, seed: 
 
 @PEERS
 @pytest.mark.campaign
+def test_an_encoder_that_is_killed(cluster: Any, corpus: Path) -> None:
+    """Not the task's own process, but one of the --workers that it has forked."""
+    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
+    (corpus / "jsonl" / "0.jsonl").write_text(text * 400)
+    flags = ("--workers", 2, "--part-bytes", 4000000)
+    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1") == 0
+    (raylet,) = (info.process.pid for info in cluster.head_node.all_processes["raylet"])
+    started = driver(corpus, "x", *flags, *ray(cluster))
+    encoders: list[int] = []
+    while not encoders and started.poll() is None:
+        encoders = [child for task in descendants(raylet) for child in descendants(task)]
+    os.kill(encoders[0], signal.SIGKILL)
+    output, errors = started.communicate(timeout=120)
+    assert started.returncode == 0, output + errors
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
 def test_a_part_that_cannot_be_written(
     cluster: Any, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
