@@ -10,7 +10,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.training import is_first_or_last_pipeline_stage, mpu, script_args
 from tests.forkrun import run_ranks
 
-pytest.importorskip("megatron.core", reason="needs megatron-core (make peers)")
+pytest.importorskip("megatron.core.parallel_state")
 pytestmark = [pytest.mark.peers, pytest.mark.campaign]
 
 RANKS = (
