@@ -7,6 +7,7 @@ import errno
 import functools
 import os
 import signal
+import time
 
 import pytest
 
@@ -90,6 +91,8 @@ def terminate_at_5() -> None:
     def asked(run, forward_step, samples, iteration, own):
         if iteration == 5 and run.runtime.rank == run.runtime.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+            while not run.services.signals.received:  # a thread hears of it
+                time.sleep(0.001)
         return step(run, forward_step, samples, iteration, own)
 
     loop.train_step = asked
