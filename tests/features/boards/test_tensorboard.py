@@ -23,8 +23,7 @@ from megatron.training.logging import output
 from megatron.training.result import IterationResult
 from tests import problems
 from tests.core.training.tiny_run import make_run
-from tests.forkrun import run_ranks
-from tests.runs import NO_DROPOUT, SMALL, Finished, plot, train, with_flags, write_text
+from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +59,6 @@ def test_tags_of_a_run(text, tmp_path):
         assert points(found, tag) == expected
     losses = [loss for split, _, loss in done.evaluations if split == "validation"]
     assert [value for _, value in points(found, "loss/valid")] == pytest.approx(losses, rel=1e-6)
-
-
-def _with_flags(rank: int, world: int, argv: list[str]) -> None:
-    def add_flags(parser):
-        parser.add_argument("--loss-factor", type=float, default=0.5)
-
-    plot().main(argv, extra_args_provider=add_flags)
-
-
-def test_arguments_of_a_script_are_among_the_texts(tmp_path):
-    words = ["--mock-data", "--train-iters", "4", "--eval-iters", "0", "--onnx-safe", "yes"]
-    board = ["--tensorboard-dir", str(tmp_path)]
-    run_ranks(1, _with_flags, with_flags(SMALL, *words, *board), seconds=60.0)
-    found = events(tmp_path)
-    values = {
-        name: found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val
-        for name in ("loss_factor", "hidden_size", "onnx_safe")
-    }
-    assert values == {"loss_factor": [b"0.5"], "hidden_size": [b"32"], "onnx_safe": [b"yes"]}
 
 
 @pytest.mark.campaign

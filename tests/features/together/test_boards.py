@@ -13,8 +13,10 @@ from megatron.features.boards.reader import read_scalars
 from megatron.features.boards.tensorboard import TensorBoard
 from megatron.features.goodput.accounting import KINDS, read_goodput
 from megatron.features.registry import READERS
+from tests.features.boards.test_tensorboard import events
+from tests.forkrun import run_ranks
 from tests.problems import assert_problem, numbers
-from tests.runs import SMALL, train, write_text
+from tests.runs import SMALL, plot, train, with_flags, write_text
 from tools.features.spikes import program as spikes
 
 
@@ -89,3 +91,22 @@ def test_the_scalars_of_goodput_are_what_the_tool_prints(tmp_path):
     kinds = {f"time/{kind.replace('-', '_')}_seconds": run.of(kind) for kind in KINDS}
     expected = {"time/effective_share": run.share, "time/failures": run.failures, **kinds}
     assert last == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+def _with_flags(rank: int, world: int, argv: list[str]) -> None:
+    def add_flags(parser):
+        parser.add_argument("--loss-factor", type=float, default=0.5)
+
+    plot().main(argv, extra_args_provider=add_flags)
+
+
+def test_arguments_of_a_script_are_among_the_texts(tmp_path):
+    words = ["--mock-data", "--train-iters", "4", "--eval-iters", "0", "--onnx-safe", "yes"]
+    board = ["--tensorboard-dir", str(tmp_path)]
+    run_ranks(1, _with_flags, with_flags(SMALL, *words, *board), seconds=60.0)
+    found = events(tmp_path)
+    values = {
+        name: found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val
+        for name in ("loss_factor", "hidden_size", "onnx_safe")
+    }
+    assert values == {"loss_factor": [b"0.5"], "hidden_size": [b"32"], "onnx_safe": [b"yes"]}
