@@ -65,7 +65,7 @@ def parse_and_validate_args(
     from megatron.training import script_args
 
     script = Script(
-        extra_args_provider=_extra_arguments(extra_args_provider, args_defaults), complete=False
+        extra_args_provider=extra_arguments(extra_args_provider, args_defaults), complete=False
     )
     _early["given"] = {"extra_args_provider": extra_args_provider, "args_defaults": args_defaults}
     line = command_line.read(sys.argv[1:], os.environ, script, RunConfig)
@@ -84,9 +84,11 @@ def pretrain_cfg_container_from_args(args: Any, model_cfg: Any = None) -> Pretra
     return PretrainConfig(args, _early["given"])
 
 
-def _extra_arguments(
+def extra_arguments(
     provider: ExtraArgsProvider | None, defaults: Mapping[str, Any] | None
 ) -> ExtraArgsProvider:
+    """A script's own flags, and its defaults, as one function of the parser."""
+
     def add(parser: Any) -> None:
         if provider is not None:
             provider(parser)
@@ -144,7 +146,7 @@ def _pretrain(
 
         script = Script(
             forward_step_func,
-            _extra_arguments(extra_args_provider, args_defaults),
+            extra_arguments(extra_args_provider, args_defaults),
             train_valid_test_datasets_provider,
             model_provider,
             arguments,

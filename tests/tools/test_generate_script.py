@@ -121,7 +121,15 @@ def test_the_text_of_a_changed_model(trained, tmp_path, capfd):
     assert_problem(capfd.readouterr().err.splitlines()[-1], "own-model", "--script")
 
 
-@pytest.mark.parametrize("text", ["raise KeyError(1)", "x = 1", "not python"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "raise KeyError(1)",
+        "x = 1",
+        "not python",
+        "from megatron.training import parse_and_validate_args\nparse_and_validate_args()",
+    ],
+)
 def test_a_script_that_gives_no_model(text, tmp_path):
     (tmp_path / "s.py").write_text(text)
     with raises(ValueError, "script-fails", str(tmp_path / "s.py")):

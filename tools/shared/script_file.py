@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ class _Given(BaseException):
         self.script = script
 
 
-def _pretrain(  # as `program.pretrain` is called
+def _pretrain(  # in place of `program._pretrain`, which gets scripts of 2024 and 2026 alike
     train_valid_test_datasets_provider: Any,
     model_provider: Any,
     model_type: Any,
@@ -31,23 +30,31 @@ def _pretrain(  # as `program.pretrain` is called
     args_defaults: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> None:
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
-        if extra_args_provider is not None:
-            extra_args_provider(parser)
-        parser.set_defaults(**args_defaults or {})
-
     raise _Given(
-        Script(forward_step_func, add_arguments, train_valid_test_datasets_provider, model_provider)
+        Script(
+            forward_step_func,
+            program.extra_arguments(extra_args_provider, args_defaults),
+            train_valid_test_datasets_provider,
+            model_provider,
+        )
+    )
+
+
+def _parse(*_: Any, **__: Any) -> None:
+    """In place of `program.parse_and_validate_args`: the flags are those of the checkpoint."""
+    raise ValueError(
+        "parse_and_validate_args has no command line here; give pretrain the providers, "
+        "extra_args_provider and args_defaults instead"
     )
 
 
 def script_of(path: str) -> Script:
     """Run a script as far as its call of `pretrain`; what it gives to it. Raises ValueError where
     it fails before, or does not call it."""
-    real, words, places = program.pretrain, sys.argv, sys.path
+    real, words, places = (program._pretrain, program.parse_and_validate_args), sys.argv, sys.path
     sys.argv = [path]
     sys.path = [str(Path(path).resolve().parent), *sys.path]
-    program.pretrain = _pretrain  # scripts take it from there
+    program._pretrain, program.parse_and_validate_args = _pretrain, _parse
     try:
         runpy.run_path(path, run_name="__main__")
     except _Given as given:
@@ -57,7 +64,11 @@ def script_of(path: str) -> Script:
             f"--script {path}: {type(error).__name__}: {error} [script-fails]"
         ) from error
     finally:
-        program.pretrain, sys.argv, sys.path = real, words, places
+        (program._pretrain, program.parse_and_validate_args), sys.argv, sys.path = (
+            real,
+            words,
+            places,
+        )
     raise ValueError(
         f"--script {path}: does not call megatron.training.pretrain; give the script that trained "
         "the model [script-fails]"
