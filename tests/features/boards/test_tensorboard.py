@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.analysis.run_reader import read_run
 from megatron.config.logging import LoggingConfig
@@ -23,6 +22,7 @@ from megatron.training.logging import output
 from megatron.training.result import IterationResult
 from tests import problems
 from tests.core.training.tiny_run import make_run
+from tests.features.boards.event_files import events
 from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
 
 
@@ -34,12 +34,6 @@ def text(tmp_path_factory) -> str:
 def run(text: str, folder: Path, *extra: str, world: int = 1) -> Finished:
     data = ["--data-path", text, "--split", "80,10,10", "--train-iters", "6"]
     return train(folder, [*SMALL, *data, *extra], world)
-
-
-def events(folder: Path):
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
-    accumulator.Reload()
-    return accumulator
 
 
 def points(board, tag: str) -> list[tuple[int, float]]:

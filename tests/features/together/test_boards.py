@@ -13,7 +13,7 @@ from megatron.features.boards.reader import read_scalars
 from megatron.features.boards.tensorboard import TensorBoard
 from megatron.features.goodput.accounting import KINDS, read_goodput
 from megatron.features.registry import READERS
-from tests.features.boards.test_tensorboard import events
+from tests.features.boards.event_files import events
 from tests.forkrun import run_ranks
 from tests.problems import assert_problem, numbers
 from tests.runs import SMALL, plot, train, with_flags, write_text

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.core.training.test_script_model import run
+from tests.core.training.own_models import run
 
 
 @pytest.mark.parametrize("name, form", [("nano", "aurora"), ("changed", "internlm")])
