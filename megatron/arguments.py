@@ -725,14 +725,14 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             continue
         (from_files if words and is_flag(words[0]) else typed).extend(words)
     for words in (from_files, typed):
-        seen: dict[str, list[str]] = {}
+        typed_values: dict[str, list[str]] = {}
         starts = [
             index
             for index, word in enumerate(words)
             if index == 0 or (word[:1] == "-" and is_flag(word))
         ]
         for start, end in itertools.pairwise([*starts, len(words)]):
-            take(parser, words[start:end], seen, parsed)
+            take(parser, words[start:end], typed_values, parsed)
     if parser.extra and not parsed.unread_file:
         parsed.problems += parser.extra.problems(parsed.broken)
     return parsed
@@ -746,7 +746,9 @@ def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     return parsed.typed
 
 
-def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: Parsed) -> None:
+def take(
+    parser: Parser, words: list[str], typed_values: dict[str, list[str]], parsed: Parsed
+) -> None:
     """One flag and the words up to the next one."""
     spelling, equals, value = words[0].partition("=")
     values = [value] * bool(equals) + words[1:]
@@ -783,12 +785,12 @@ def take(parser: Parser, words: list[str], seen: dict[str, list[str]], parsed: P
         return
     if not parser.read(flag, spelling, values, parsed):
         return
-    if not flag.extend and seen.get(flag.name, values) != values:
+    if not flag.extend and typed_values.get(flag.name, values) != values:
         parsed.notes.append(
             f"{spelling} is given more than once; the last one counts: {' '.join(values)} "
             "[flag-given-twice]"
         )
-    seen[flag.name] = values
+    typed_values[flag.name] = values
 
 
 def is_flag(word: str) -> bool:

@@ -290,9 +290,9 @@ def world_size() -> int:
 def rank_in_same_run(environ: Environ) -> int | None:
     """The rank of a process with these variables, if it belongs to the run and the attempt of this
     process; else None."""
-    other = read(environ)[0]
+    launched = read(environ)[0]
     same = all(environ.get(name) == os.environ.get(name) for name in _RUN)
-    return other.rank if same and other.world_size == world_size() > 1 else None
+    return launched.rank if same and launched.world_size == world_size() > 1 else None
 
 
 def under_torchrun() -> bool:

@@ -61,10 +61,10 @@ def detail(text: str) -> None:
         print_rank_0(text)
 
 
-def detail_datetime(what: str) -> None:
+def detail_datetime(event: str) -> None:
     """A detail with the time, `[what] datetime: ...` with a trailing space, as Megatron prints
     it."""
-    detail(f"[{what}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
+    detail(f"[{event}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
 
 
 def info(module: str, text: str) -> None:

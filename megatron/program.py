@@ -37,9 +37,9 @@ class ModelType(enum.Enum):
 class PretrainConfig:
     """What `pretrain_cfg_container_from_args` makes: the arguments, and how they were read."""
 
-    def __init__(self, arguments: Any, given: Mapping[str, Any]):
+    def __init__(self, arguments: Any, provider_kwargs: Mapping[str, Any]):
         self.arguments = arguments
-        self.given = given
+        self.provider_kwargs = provider_kwargs
 
 
 _EMBEDDING_RANKS = ("get_embedding_ranks", "get_position_embedding_ranks")
@@ -67,7 +67,10 @@ def parse_and_validate_args(
     script = Script(
         extra_args_provider=extra_arguments(extra_args_provider, args_defaults), complete=False
     )
-    _early["given"] = {"extra_args_provider": extra_args_provider, "args_defaults": args_defaults}
+    _early["provider_kwargs"] = {
+        "extra_args_provider": extra_args_provider,
+        "args_defaults": args_defaults,
+    }
     line = command_line.read(sys.argv[1:], os.environ, script, RunConfig)
     return script_args.begin_early(line)
 
@@ -81,7 +84,7 @@ def pretrain_cfg_container_from_args(args: Any, model_cfg: Any = None) -> Pretra
             "perhaps that of gpt_config_from_args; a model of your own is a model_provider "
             "[no-such-argument]"
         )
-    return PretrainConfig(args, _early["given"])
+    return PretrainConfig(args, _early["provider_kwargs"])
 
 
 def extra_arguments(
@@ -97,18 +100,18 @@ def extra_arguments(
     return add
 
 
-def pretrain(*given: Any, **named: Any) -> None:
+def pretrain(*args: Any, **kwargs: Any) -> None:
     """Train with a script's own functions, in the order of Megatron's arguments: see `_pretrain`.
 
     Or of Megatron of August 2026: `pretrain(config, datasets_provider, model_type, forward_step,
     model_provider=None)`, with `config` of `pretrain_cfg_container_from_args`.
     """
-    if not (given and isinstance(given[0], PretrainConfig)):
-        return _pretrain(*given, **named)
-    config, data, model_type, step, *rest = given
-    (provider,) = rest or (named.pop("model_provider", None),)
-    named |= {**config.given, "arguments": config.arguments}
-    return _pretrain(data, provider, model_type, step, **named)
+    if not (args and isinstance(args[0], PretrainConfig)):
+        return _pretrain(*args, **kwargs)
+    config, data, model_type, step, *provider_args = args
+    (provider,) = provider_args or (kwargs.pop("model_provider", None),)
+    kwargs |= {**config.provider_kwargs, "arguments": config.arguments}
+    return _pretrain(data, provider, model_type, step, **kwargs)
 
 
 def _pretrain(
@@ -123,7 +126,7 @@ def _pretrain(
     argv: Sequence[str] | None = None,
     services: Services | None = None,
     arguments: Any = None,
-    **others: Any,
+    **unsupported: Any,
 ) -> None:
     """Train with a script's own functions, in the order of Megatron's arguments.
 
@@ -140,7 +143,7 @@ def _pretrain(
     """
 
     def work(words: Sequence[str], watch: SignalWatch | None = None) -> None:
-        functions = {"process_non_loss_data_func": process_non_loss_data_func, **others}
+        functions = {"process_non_loss_data_func": process_non_loss_data_func, **unsupported}
         _check_arguments(model_type, functions)
         from megatron.config.script import Script
 
@@ -190,10 +193,10 @@ def _check_arguments(model_type: Any, arguments: Mapping[str, Any]) -> None:
 def _check_packages() -> None:
     """Raise ValueError where another project's megatron.training comes first on the path."""
     spec = importlib.util.find_spec("megatron.training")
-    here = Path(__file__).parent
-    if spec is not None and spec.origin and Path(spec.origin).parent.parent != here:
+    package = Path(__file__).parent
+    if spec is not None and spec.origin and Path(spec.origin).parent.parent != package:
         raise ValueError(
-            f"{Path(spec.origin).parent} comes before {here} on Python's path, and is another "
+            f"{Path(spec.origin).parent} comes before {package} on Python's path, and is another "
             "project's megatron.training; take it off PYTHONPATH, or put this suite first "
             "[other-megatron]"
         )
@@ -237,8 +240,8 @@ def run(
         )
     if watch:  # without it, the streams are the caller's
         tolerate_failing_streams()
-    with save_services(line, services, watch) as made:
-        train(line, tokenizer, made, watch)
+    with save_services(line, services, watch) as complete_services:
+        train(line, tokenizer, complete_services, watch)
 
 
 def train(

@@ -26,7 +26,7 @@ class Usage:
     """Seconds of processor time that were used up to now: by all processes on this process's cores,
     and by this one."""
 
-    at: float
+    time: float
     everybody: float
     own: float
 
@@ -50,10 +50,10 @@ def usage(stat: Path = Path("/proc/stat")) -> Usage | None:
 def busy_cores(before: Usage | None, after: Usage | None, ranks: int) -> int:
     """Cores that other processes kept busy between the two; other ranks of this run, which start as
     well, do not count."""
-    if before is None or after is None or after.at - before.at < 0.1:
+    if before is None or after is None or after.time - before.time < 0.1:
         return 0
     by_others = (after.everybody - before.everybody) - (after.own - before.own)
-    return max(0, round(by_others / (after.at - before.at)) - (ranks - 1))
+    return max(0, round(by_others / (after.time - before.time)) - (ranks - 1))
 
 
 def spinning_fits(environ: Mapping[str, str], free: int, info: launcher.LaunchInfo) -> bool:

@@ -179,10 +179,10 @@ class Sizes:
 
     def _see(self, name: str, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) else output
-        step, place = divmod(self._calls, self._number)
+        step, micro_batch = divmod(self._calls, self._number)
         if step == 0:
             self._first.append(x.detach().clone())
-        size = x.detach() if step == 0 else x.detach() - self._first[place]
+        size = x.detach() if step == 0 else x.detach() - self._first[micro_batch]
         self.values[name] += [[]] * (step + 1 - len(self.values[name]))
         self.values[name][step] = [*self.values[name][step], float(size.abs().mean())]
         self._calls += 1
@@ -198,14 +198,16 @@ def measure(options: Options, mup: bool) -> Table:
     flags += ["--train-iters", str(options.steps + 1)]
     table: Table = {name: [[] for _ in range(options.steps + 1)] for name in TYPES}
     for width in options.widths:
-        found = []
+        sizes_of_seeds = []
         for seed in range(1, options.seeds + 1):
             run = build(options, width, mup, seed, flags)
             sizes = Sizes(run)
             train(run, batches(seed, fixed=True), options.steps + 1)
-            found.append(sizes)
+            sizes_of_seeds.append(sizes)
         for name in TYPES:
-            for step, values in enumerate(zip(*(s.means(name) for s in found), strict=True)):
+            for step, values in enumerate(
+                zip(*(s.means(name) for s in sizes_of_seeds), strict=True)
+            ):
                 table[name][step].append(sum(values) / len(values))
     return table
 
@@ -267,16 +269,16 @@ Losses = dict[int, dict[int, float]]
 def transfer(options: Options) -> None:
     """Find the best learning rate of each width with and without muP, and print all losses."""
     trials = Trials(options)
-    found: dict[bool, Losses] = {False: {}, True: {}}
-    start = dict.fromkeys(found, len(rates(options)) // 2)
+    losses: dict[bool, Losses] = {False: {}, True: {}}
+    start = dict.fromkeys(losses, len(rates(options)) // 2)
     for width in options.widths:
-        for mup, by_width in found.items():
+        for mup, by_width in losses.items():
             by_width[width] = descend(trials, width, mup, start[mup])
             start[mup] = best(by_width[width])
-    for mup, by_width in found.items():
+    for mup, by_width in losses.items():
         print_losses(options, TITLES[mup], by_width)
     if options.output:
-        draw_transfer(options, found)
+        draw_transfer(options, losses)
 
 
 def best(losses: dict[int, float]) -> int:
@@ -351,15 +353,15 @@ def final_loss(options: Options, width: int, mup: bool, lr: float, seed: int) ->
     return sum(losses[-count:]) / count
 
 
-def print_losses(options: Options, title: str, found: Losses) -> None:
+def print_losses(options: Options, title: str, of_widths: Losses) -> None:
     """One line per learning rate, and the best of each width."""
     print(f"\n{title}: loss\n{'learning rate':<16}", end="")
-    print("".join(f"{f'width {width}':>12}" for width in found))
-    for index in sorted(set().union(*found.values())):
-        numbers = [losses.get(index) for losses in found.values()]
+    print("".join(f"{f'width {width}':>12}" for width in of_widths))
+    for index in sorted(set().union(*of_widths.values())):
+        numbers = [losses.get(index) for losses in of_widths.values()]
         cells = "".join(f"{'' if n is None else format(n, '.4f'):>12}" for n in numbers)
         print(f"{rates(options)[index]:<16.3g}{cells}".rstrip())
-    chosen = [best(losses) for losses in found.values()]
+    chosen = [best(losses) for losses in of_widths.values()]
     print(f"{'best':<16}" + "".join(f"{rates(options)[i]:>12.3g}" for i in chosen))
     print(f"{'grid steps':<16}" + "".join(f"{i - chosen[0]:>+12d}" for i in chosen))
 
@@ -393,7 +395,7 @@ def draw_coordinates(options: Options, tables: dict[bool, Table]) -> None:
     plots.save_figure(figure, options.output, "--output")
 
 
-def draw_transfer(options: Options, found: dict[bool, Losses]) -> None:
+def draw_transfer(options: Options, of_widths: dict[bool, Losses]) -> None:
     """Loss over learning rate, a line for each width: without muP on the left, with it right."""
     from megatron.analysis import plots
 
@@ -401,7 +403,7 @@ def draw_transfer(options: Options, found: dict[bool, Losses]) -> None:
     matplotlib = plots.load_matplotlib("--output")
     figure = matplotlib.figure.Figure(figsize=(10, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axes, (mup, by_width) in zip(panels, found.items(), strict=True):
+    for axes, (mup, by_width) in zip(panels, of_widths.items(), strict=True):
         for number, (width, losses) in enumerate(by_width.items()):
             color = plots.RUNS[number % len(plots.RUNS)]
             x = [rates(options)[index] for index in losses]

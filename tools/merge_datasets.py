@@ -74,11 +74,11 @@ def inputs(words: Sequence[str], output: str, threads: int) -> list[str]:
         raise ValueError(f"--output-prefix {output}: is one of the inputs; give another place")
     first = IndexedDataset(prefixes[0])
     for prefix in prefixes:
-        other = IndexedDataset(prefix)
-        other.check()
-        if other.dtype != first.dtype:
+        dataset = IndexedDataset(prefix)
+        dataset.check()
+        if dataset.dtype != first.dtype:
             raise ValueError(
-                f"{prefix}: holds {other.dtype.name}, {prefixes[0]} holds {first.dtype.name}; "
+                f"{prefix}: holds {dataset.dtype.name}, {prefixes[0]} holds {first.dtype.name}; "
                 "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
             )
     with ThreadPoolExecutor(threads) as pool:  # or damage would get a checksum of its own

@@ -632,15 +632,15 @@ def _make_here(
     """Make these parts in this process; what was made, and no failures: the first is raised."""
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
-    made = Made()
+    counts = Made()
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
         for number in numbers:
             report = functools.partial(
                 _report, speed, progress, subject=f"part {number} of {len(corpus.units)}, "
             )
-            made = made.plus(corpus.make(number, report, stop.held))
-    return made, []
+            counts = counts.plus(corpus.make(number, report, stop.held))
+    return counts, []
 
 
 def _make_on_cluster(config: Config, corpus: Corpus) -> tuple[Made, list[str]]:
@@ -651,15 +651,15 @@ def _make_on_cluster(config: Config, corpus: Corpus) -> tuple[Made, list[str]]:
     progress = Progress(0)
     before = Made()
 
-    def report(made: Made, left: int) -> None:
+    def report(total: Made, remaining: int) -> None:
         nonlocal before
-        new = made._replace(
-            documents=made.documents - before.documents, bytes=made.bytes - before.bytes
+        new = total._replace(
+            documents=total.documents - before.documents, bytes=total.bytes - before.bytes
         )
-        before = made
-        rest = (time.time() - speed.start) / made.parts * left if made.parts else 0
-        eta = f", ETA {clock(rest)}" if made.parts else ""
-        _report(speed, progress, new, subject=f"{left} parts to make{eta}, ")
+        before = total
+        seconds = (time.time() - speed.start) / total.parts * remaining if total.parts else 0
+        eta = f", ETA {clock(seconds)}" if total.parts else ""
+        _report(speed, progress, new, subject=f"{remaining} parts to make{eta}, ")
 
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)

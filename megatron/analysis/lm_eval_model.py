@@ -116,7 +116,7 @@ class MegatronGPT(TemplateLM):
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
-        **given: Any,
+        **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         pending = (
             Window((context + target)[-(self.max_length + 1) :][:-1], target)
@@ -142,7 +142,7 @@ class MegatronGPT(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
         return answers
 
-    def generate_until(self, requests: Sequence[Any], **given: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], **kwargs: Any) -> list[str]:
         """The continuation of each context, up to its first stop string. Raises ValueError if the
         model has no positions left for a context."""
         asked = [self._request(*request.args) for request in requests]
@@ -166,21 +166,23 @@ class MegatronGPT(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, answers[-1])
         return answers
 
-    def _request(self, context: str, given: dict[str, Any]) -> tuple[Request, list[str]]:
-        stop = given.get("until") or []
+    def _request(self, context: str, options: dict[str, Any]) -> tuple[Request, list[str]]:
+        stop = options.get("until") or []
         stop = [stop] if isinstance(stop, str) else list(stop)
-        count = int(given.get("max_gen_toks") or given.get("max_new_tokens") or self.max_gen_toks)
+        count = int(
+            options.get("max_gen_toks") or options.get("max_new_tokens") or self.max_gen_toks
+        )
         room = self.max_length - count
         if room < 1:
             raise ValueError(
                 f"max_gen_toks {count}: must be less than the {self.max_length} positions of the "
                 "model"
             )
-        temperature = float(given.get("temperature") or 0.0)
+        temperature = float(options.get("temperature") or 0.0)
         sampling = Sampling(
-            temperature if given.get("do_sample", temperature > 0) else 0.0,
-            top_p=float(given.get("top_p") or 1.0),
-            top_k=int(given.get("top_k") or 0),
+            temperature if options.get("do_sample", temperature > 0) else 0.0,
+            top_p=float(options.get("top_p") or 1.0),
+            top_k=int(options.get("top_k") or 0),
         )
         prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
         return Request(prompt, count, sampling, (self._eod,)), stop

@@ -52,8 +52,8 @@ def spelled(parts: SkipRanges) -> str:
     return " ".join([f"{first}-{last}" for first, last in parts.ranges])
 
 
-_NAMES = [one.name for one in fields(SkipRecord)]
-_TYPES = [int if one.type == "int" else str for one in fields(SkipRecord)]
+_NAMES = [column.name for column in fields(SkipRecord)]
+_TYPES = [int if column.type == "int" else str for column in fields(SkipRecord)]
 
 
 def now() -> str:

@@ -62,5 +62,5 @@ class FromCheckpoint:
     problems: list[str] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)
     # those of the values that differ from their defaults
-    taken: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

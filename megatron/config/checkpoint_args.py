@@ -78,21 +78,21 @@ def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -
         if (flag.group == "model" or flag.trained) and name not in typed:
             result.values[name] = values[name]
             if values[name] != flag.default:
-                result.taken[name] = values[name]
+                result.changed[name] = values[name]
     _take_tokenizer_files(saved, typed, folder, result)
-    result.notes += _taken_notes(result.taken, folder, typed.get("log_format", SHORT) == SHORT)
+    result.notes += _taken_notes(result.changed, folder, typed.get("log_format", SHORT) == SHORT)
     merged = config_from(Config, {**result.values, **typed})
     result.problems += _contradictions(saved.model, merged.model, typed, folder)
 
 
-def _taken_notes(taken: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
+def _taken_notes(changed: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
     """What came from the checkpoint: as flags in one line, or one line each."""
-    if short and taken:
+    if short and changed:
         return [
             f"--use-checkpoint-args: from {folder}: "
-            f"{' '.join(to_args_text(config_from(Config, dict(taken))).split())}"
+            f"{' '.join(to_args_text(config_from(Config, dict(changed))).split())}"
         ]
-    return [f"Setting {name} to {value} from checkpoint" for name, value in taken.items()]
+    return [f"Setting {name} to {value} from checkpoint" for name, value in changed.items()]
 
 
 def _take_tokenizer_files(
@@ -108,7 +108,7 @@ def _take_tokenizer_files(
         if name in typed or path is None:
             continue
         if os.path.exists(path):
-            result.values[name] = result.taken[name] = path
+            result.values[name] = result.changed[name] = path
             continue
         result.lost.add(name)
         flag = flags_of(Config)[name].spelling

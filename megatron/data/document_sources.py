@@ -159,13 +159,13 @@ class Collector:
         )
 
 
-def write(target: str, kept: Kept, paths: Sequence[str]) -> None:
+def write(target: str, sources: Kept, paths: Sequence[str]) -> None:
     """Write the file out of those in `paths` (of KINDS). Takes 48 bytes of memory for each document
     with an id. Raises OSError."""
     rows, entries, fields = paths
     index = np.fromfile(entries, ENTRY)
     index = index[np.argsort(index["hash"], kind="stable")]
-    text = json_of({"keys": kept.keys, "files": kept.files})
+    text = json_of({"keys": sources.keys, "files": sources.files})
     with open(target, "wb") as file:
         file.write(
             HEADER.pack(

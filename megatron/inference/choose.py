@@ -15,12 +15,12 @@ def choose(
     logits: torch.Tensor,
     sampling: Sampling,
     generator: torch.Generator,
-    seen: Sequence[int] = (),
+    previous: Sequence[int] = (),
 ) -> int:
     """The next token by `sampling`, from logits [vocab] on any device; of equal ones, greedy takes
-    the first. `seen`: the tokens that the repetition penalty is for."""
-    if sampling.repetition_penalty != 1.0 and seen:
-        repeated = torch.tensor(sorted(set(seen)), device=logits.device)
+    the first. `previous`: the tokens that the repetition penalty is for."""
+    if sampling.repetition_penalty != 1.0 and previous:
+        repeated = torch.tensor(sorted(set(previous)), device=logits.device)
         some = logits[repeated]
         penalty = sampling.repetition_penalty
         logits = logits.clone()

@@ -39,7 +39,7 @@ class Scaling(Protocol):
 
     formats: Formats
 
-    def scale(self, which: int, amax: Tensor, training: bool) -> Tensor:
+    def scale(self, operand: int, amax: Tensor, training: bool) -> Tensor:
         """`scale_pair` of the input (0), the weight (1) or the output's gradient (2), whose largest
         magnitude is `amax`. `training`: whether a backward can follow."""
 

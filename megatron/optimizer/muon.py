@@ -197,7 +197,7 @@ def _batches(
 ) -> Iterator[tuple[Kind, list[Tensor]]]:
     """Weights of one kind, as many as are updated at a time."""
     for kind in dict.fromkeys(kinds):
-        alike = [param for param, other in zip(params, kinds, strict=True) if other == kind]
+        alike = [param for param, k in zip(params, kinds, strict=True) if k == kind]
         ranks = 1 if kind.axis is None else muon._axis(kind.axis).size
         count = at_a_time(ranks * math.prod(kind.shape))
         for start in range(0, len(alike), count):

@@ -120,18 +120,18 @@ class LayerScaling:
             self.weight_cast = cast
         return cast
 
-    def scale(self, which: int, amax: torch.Tensor, training: bool) -> torch.Tensor:
+    def scale(self, operand: int, amax: torch.Tensor, training: bool) -> torch.Tensor:
         """`scale_pair` of the input (0), the weight (1) or the output's gradient (2)."""
         if self.delayed and training:
-            largest_amax = self.step_amax[which]
+            largest_amax = self.step_amax[operand]
             torch.maximum(largest_amax, amax, out=largest_amax)
         fixed = None
         if self.has_scales:
-            fixed = self.state[which, 0]
+            fixed = self.state[operand, 0]
         else:
             for axis in self.axes:
                 amax = all_reduce(amax, axis, "max")
-        return scale_pair(amax, fixed, self.largest[which])
+        return scale_pair(amax, fixed, self.largest[operand])
 
 
 def _scalings(model: nn.Module) -> list[LayerScaling]:

@@ -21,10 +21,10 @@ class Agreement:
         self._run = run
         self._started = started
 
-    def own(self, others: Iterable[Requests | None] = ()) -> Requests:
+    def own(self, of_features: Iterable[Requests | None] = ()) -> Requests:
         """The requests of this rank: signal and time, and those of others (features) added."""
         total = Requests(bool(self._run.services.signals.received), self._time_is_up())
-        for requests in others:
+        for requests in of_features:
             if requests:
                 total = Requests(*map(operator.add, total, requests))
         return total

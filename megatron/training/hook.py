@@ -69,18 +69,18 @@ class Hook:
         return ()
 
 
-def placed(hooks: Sequence[Hook], others: Iterable[Hook]) -> list[Hook]:
-    """`hooks` with each of `more` among them: right before the first that it must precede, or last.
-    Raises ValueError where that is not possible."""
+def placed(hooks: Sequence[Hook], added: Iterable[Hook]) -> list[Hook]:
+    """`hooks` with each of `added` among them: right before the first that it must precede, or
+    last. Raises ValueError where that is not possible."""
     order = list(hooks)
-    waiting = list(others)
+    waiting = list(added)
     while waiting:
         # one that names none that waits, too
-        kinds = {type(other).__name__ for other in waiting}
+        kinds = {type(h).__name__ for h in waiting}
         hook = next((h for h in waiting if kinds.isdisjoint(h.before + h.after)), waiting[0])
         waiting.remove(hook)
         name = type(hook).__name__
-        names = [type(other).__name__ for other in order]
+        names = [type(h).__name__ for h in order]
         end = len(order)
         precede = [
             index

@@ -198,7 +198,7 @@ def get_timers() -> ScriptTimers:
     return _of_run("timers")
 
 
-def _of_run(what: str) -> Any:
-    if what not in _run:
-        raise RuntimeError(f"get_{what}(): there are none before the run has begun")
-    return _run[what]
+def _of_run(name: str) -> Any:
+    if name not in _run:
+        raise RuntimeError(f"get_{name}(): there are none before the run has begun")
+    return _run[name]

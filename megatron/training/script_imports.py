@@ -74,25 +74,25 @@ def unusable(name: str) -> Callable[..., NoReturn]:
 
 class Import(NamedTuple):
     """A name that a script imports, and what to do: nothing, write another import line, or (not
-    `here`) use something else."""
+    `available`) use something else."""
 
     module: str
     name: str
-    here: bool
+    available: bool
     advice: str
 
 
 def imports_of(text: str, path: Path, has: Callable[[str], bool]) -> list[Import]:
     """What the Python text of the file `path` imports from Megatron when it is loaded, outside of
     `try:`, in order; `has` says what megatron.training has. Raises SyntaxError."""
-    found = []
+    imports = []
     for node in _unconditional(ast.parse(text)):
         module = node.module or ""
         if node.level or not _is_megatron_s(module, path):
             continue
         for alias in node.names:
-            found.append(_judged(module, alias.name, has))
-    return list(dict.fromkeys(found))
+            imports.append(_judged(module, alias.name, has))
+    return list(dict.fromkeys(imports))
 
 
 def _unconditional(node: ast.AST) -> Iterator[ast.ImportFrom]:
@@ -134,10 +134,10 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def rows(found: Sequence[Import]) -> list[str]:
+def rows(imports: Sequence[Import]) -> list[str]:
     """Names, each with its advice."""
-    width = max((len(each.name) for each in found), default=0)
-    return [f"{each.name:{width}}  {each.advice}" for each in found]
+    width = max((len(each.name) for each in imports), default=0)
+    return [f"{each.name:{width}}  {each.advice}" for each in imports]
 
 
 def refuse(name: str, has: Callable[[str], bool]) -> None:
@@ -147,16 +147,16 @@ def refuse(name: str, has: Callable[[str], bool]) -> None:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     try:
-        found = imports_of(read_text(path, limit=MAX_BYTES), path, has)
+        imports = imports_of(read_text(path, limit=MAX_BYTES), path, has)
     except (OSError, ValueError, SyntaxError):
         return
-    absent = [each for each in found if not each.here]
+    absent = [each for each in imports if not each.available]
     if not any(each.name == name for each in absent):
         return
     lines = [
         f"{path} imports what {_OURS} does not have; use instead what follows [names-not-here]"
     ]
     lines += rows(absent)
-    if other := [each for each in found if each.here and each.advice]:
-        lines += ["and write:", *rows(other)]
+    if moved := [each for each in imports if each.available and each.advice]:
+        lines += ["and write:", *rows(moved)]
     raise ImportError("\n  ".join(lines), name=_OURS)

@@ -58,7 +58,7 @@ class GPTModel(gpt.GPTModel):
         max_sequence_length: int | None = None,
         pre_process: bool | None = None,
         post_process: bool | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         if not _chunk:
             raise RuntimeError("GPTModel: it can be made in model_provider alone")
@@ -67,7 +67,7 @@ class GPTModel(gpt.GPTModel):
             max_sequence_length=max_sequence_length,
             pre_process=pre_process,
             post_process=post_process,
-            **others,
+            **kwargs,
         )
         super().__init__(**_chunk)
         self._as_built = _facts(self)
@@ -95,7 +95,7 @@ def _facts(model: nn.Module) -> list[object]:
     return facts
 
 
-def _check_arguments(**given: Any) -> None:
+def _check_arguments(**arguments: Any) -> None:
     """Raise ValueError for arguments of a GPT that say something else than the flags."""
     m = _chunk["config"]
     expected = {
@@ -109,7 +109,7 @@ def _check_arguments(**given: Any) -> None:
         "rotary_percent": m.rotary_percent,
         "rotary_base": m.rotary_base,
     }
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None or name in _PASSED_OVER:
             continue
         if name not in expected and value is not False:

@@ -109,36 +109,36 @@ def get_gpt_layer_local_spec(
     qk_layernorm: bool | None = None,
     multi_latent_attention: bool | None = None,
     experimental_attention_variant: str | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> None:
     """None: layers are made as the flags say, which the arguments must not contradict."""
-    given = {
+    checked = {
         "num_experts": num_experts,
         "qk_layernorm": qk_layernorm,
         "multi_latent_attention": multi_latent_attention,
         "experimental_attention_variant": experimental_attention_variant,
     }
     same = ("normalization", "qk_l2_norm")
-    _check_same("layer spec", given | {k: v for k, v in others.items() if k in same})
+    _check_same("layer spec", checked | {k: v for k, v in kwargs.items() if k in same})
 
 
-def get_gpt_layer_with_transformer_engine_spec(*given: Any, **named: Any) -> None:
+def get_gpt_layer_with_transformer_engine_spec(*args: Any, **kwargs: Any) -> None:
     """The same; --transformer-impl says what computes them."""
-    get_gpt_layer_local_spec(*given, **named)
+    get_gpt_layer_local_spec(*args, **kwargs)
 
 
 def get_gpt_decoder_block_spec(
-    config: Any, use_transformer_engine: bool | None = None, **others: Any
+    config: Any, use_transformer_engine: bool | None = None, **kwargs: Any
 ) -> None:
     """The same, of a model with experts."""
-    get_gpt_layer_local_spec(**others)
+    get_gpt_layer_local_spec(**kwargs)
 
 
 # All that the micro-batch of Megatron's current script may have.
 _BATCH_KEYS = ("cu_seqlens", "cu_seqlens_padded", "hybrid_cp_group", "local_cp_size", "max_seqlen")
 
 
-def get_batch_on_this_tp_rank(data: Any, **others: Any) -> Mapping[str, Any]:
+def get_batch_on_this_tp_rank(data: Any, **kwargs: Any) -> Mapping[str, Any]:
     """The micro-batch of an iterator, whole on each tensor-parallel rank. Or what the first of
     these ranks gives, on all of them: a dictionary with keys of the micro-batch, as Megatron's
     script fills it; a collective. Raises ValueError for a tensor of another shape."""
@@ -158,20 +158,20 @@ def _of_first_rank(data: Mapping[str, Any]) -> dict[str, Any]:
     tp = context().tp
     if tp.size == 1:
         return {**data}
-    here, device = dict(current), current["tokens"].device
+    batch, device = dict(current), current["tokens"].device
     # of each key: as it is (0), no tensor (1), another tensor (2)
     states = [
         0 if data.get(key) is value else 1 if data.get(key) is None else 2
-        for key, value in here.items()
+        for key, value in batch.items()
     ]
     for key, state in zip(
-        here, broadcast_(torch.tensor(states, device=device), tp).tolist(), strict=True
+        batch, broadcast_(torch.tensor(states, device=device), tp).tolist(), strict=True
     ):
         if state == 1:
-            here[key] = None
+            batch[key] = None
         elif state == 2:
-            here[key] = broadcast_(_shaped_as(key, data if tp.rank == 0 else here, here), tp)
-    return here
+            batch[key] = broadcast_(_shaped_as(key, data if tp.rank == 0 else batch, batch), tp)
+    return batch
 
 
 def _shaped_as(key: str, data: Mapping[str, Any], current: Mapping[str, Any]) -> torch.Tensor:
@@ -188,7 +188,7 @@ def _shaped_as(key: str, data: Mapping[str, Any], current: Mapping[str, Any]) ->
     return torch.clone(tensor, memory_format=torch.contiguous_format)
 
 
-def get_batch_on_this_cp_rank(batch: Mapping[str, Any], **others: Any) -> Mapping[str, Any]:
+def get_batch_on_this_cp_rank(batch: Mapping[str, Any], **kwargs: Any) -> Mapping[str, Any]:
     """What is given: `next(data_iterator)` has this rank's part of the sequence."""
     return batch
 
@@ -207,7 +207,7 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True) -> An
     return value
 
 
-def mtp_on_this_rank(**given: Any) -> bool:
+def mtp_on_this_rank(**kwargs: Any) -> bool:
     """False: no layers predict further tokens, and --mtp-num-layers is refused."""
     return False
 
@@ -254,11 +254,11 @@ class RerunStateMachine:
         """Is it `threshold` times as large as the largest of the first `num_samples` values of
         `context`, or larger? False for these values themselves."""
         value = abs(float(result))
-        seen, largest = (0, 0.0) if resample else self._largest.get(context, (0, 0.0))
-        if seen >= num_samples:
+        count, largest = (0, 0.0) if resample else self._largest.get(context, (0, 0.0))
+        if count >= num_samples:
             return value >= threshold * largest
         if math.isfinite(value):
-            self._largest[context] = seen + 1, max(largest, value)
+            self._largest[context] = count + 1, max(largest, value)
         return False
 
 
@@ -276,7 +276,7 @@ def get_ltor_masks_and_position_ids(
     reset_position_ids: bool,
     reset_attention_mask: bool,
     eod_mask_loss: bool,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(attention_mask, loss_mask, position_ids) of the micro-batch, as `next(data_iterator)` has
     them. Raises ValueError for arguments that say something else than the flags."""

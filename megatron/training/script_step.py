@@ -132,10 +132,10 @@ class ScriptModel:
     before, dropout, the routers' exchange.
     """
 
-    def __init__(self, model: GPTModel, batch: Batch, given: Mapping[str, Any]):
+    def __init__(self, model: GPTModel, batch: Batch, fields: Mapping[str, Any]):
         self._model = model
         self._batch = batch
-        self._given = given
+        self._given = fields
 
     def __call__(
         self,
@@ -146,7 +146,7 @@ class ScriptModel:
         labels: torch.Tensor | None = None,
         *,
         loss_mask: torch.Tensor | None = None,
-        **others: None,
+        **kwargs: None,
     ) -> torch.Tensor:
         """Per-token losses [b, s] with labels, else logits [b, s, vocabulary]; of a chunk before
         the last, hidden states. `loss_mask` is for loss_func. Raises ValueError for an attention
@@ -156,7 +156,7 @@ class ScriptModel:
                 "model: attention is causal, with --reset-attention-mask inside documents; pass "
                 "the attention_mask of the micro-batch or None [attention-mask-given]"
             )
-        for name, value in {"decoder_input": decoder_input, **others}.items():
+        for name, value in {"decoder_input": decoder_input, **kwargs}.items():
             if value is not None:
                 raise ValueError(
                     f"model: {name} has no effect here; leave it out [no-such-argument]"

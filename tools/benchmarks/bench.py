@@ -108,15 +108,15 @@ def read_words(words: Sequence[str]) -> list[tuple[Benchmark, dict[str, list[str
     return asked
 
 
-def cases_of(benchmark: Benchmark, given: dict[str, list[str]], setup: Setup) -> Iterator[Case]:
+def cases_of(benchmark: Benchmark, requested: dict[str, list[str]], setup: Setup) -> Iterator[Case]:
     """The cases of every combination of its parameters. Raises ValueError for a value that is
     none."""
     values: dict[str, Sequence[Any]] = {}
     for name, default in benchmark.parameters.items():
         usual = default if isinstance(default, tuple) else (default,)
         kind = type(usual[0])
-        values[name] = [kind(text) for text in given[name]] if name in given else usual
-        if setup.small and name not in given:
+        values[name] = [kind(text) for text in requested[name]] if name in requested else usual
+        if setup.small and name not in requested:
             values[name] = usual[:1]
     for chosen in itertools.product(*values.values()):
         yield from benchmark.cases(setup, **dict(zip(values, chosen, strict=True)))
@@ -166,9 +166,9 @@ def list_benchmarks() -> None:
         print(textwrap.fill("; ".join(shown), 100, initial_indent="    ", subsequent_indent="    "))
 
 
-def main(argv: Sequence[str] | None = None, here: bool = False) -> int:
+def main(argv: Sequence[str] | None = None, in_process: bool = False) -> int:
     """Exit codes: 0 measured, 1 sides disagree or a process failed, 2 a wrong command line.
-    `here`: all sides in this process."""
+    `in_process`: all sides in this process."""
     parser = build_parser()
     options = parser.parse_intermixed_args(argv)
     if not options.words:
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None, here: bool = False) -> int:
                 for case in cases_of(benchmark, words, setup):
                     print(f"\n{benchmark.name}: {case.name}", flush=True)
                     try:
-                        result = run_case(case, options.rounds, here, options.threads)
+                        result = run_case(case, options.rounds, in_process, options.threads)
                     except OutOfMemory as error:
                         print(f"  out of memory: {error}", flush=True)
                         continue

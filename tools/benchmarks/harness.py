@@ -94,11 +94,11 @@ class Setup:
 
     def ours(self, name: str, subject: str, arguments: dict[str, Any], **more: Any) -> list[Side]:
         """Our side, and the same of every other checkout."""
-        others = [
+        checkouts = [
             Side(f"{name} in {tree.name}", subject, arguments, tree, **more | {"prepare": ()})
             for tree in self.trees
         ]
-        return [Side(name, subject, arguments, **more), *others]
+        return [Side(name, subject, arguments, **more), *checkouts]
 
     def commands(self, arguments: Callable[[Path], dict[str, Any]]) -> list[Side]:
         """Sides that are whole processes, by the arguments of a Command in each checkout."""
@@ -130,8 +130,8 @@ class Benchmark:
     @property
     def parameters(self) -> dict[str, Any]:
         """Defaults by name; a tuple has several values, each of which gives cases."""
-        _, *rest = inspect.signature(self.cases).parameters.values()
-        return {parameter.name: parameter.default for parameter in rest}
+        _, *parameters = inspect.signature(self.cases).parameters.values()
+        return {parameter.name: parameter.default for parameter in parameters}
 
 
 REGISTRY: dict[str, Benchmark] = {}
@@ -195,7 +195,7 @@ class Running:
 
     side: Side
     setting: str
-    here: bool
+    in_process: bool
     threads: int | None = None
     seconds: list[float] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -208,11 +208,11 @@ class Running:
             arguments = side.arguments | ({"launcher": launcher} if launcher else {})
             job: dict[str, Any] = {"subject": side.subject, "arguments": arguments}
             job |= {"tree": str(side.tree), "launcher": launcher}
-            job |= {"waiting": side.waiting and not self.here}
+            job |= {"waiting": side.waiting and not self.in_process}
             name = f"{side.name}, rank {rank}" if side.ranks > 1 else side.name
             self._workers.append(
                 Here(job)
-                if self.here and side.tree == ROOT
+                if self.in_process and side.tree == ROOT
                 else Worker(name, job, environment_of(self.setting, side.threads or self.threads))
             )
         for process in self._workers:
@@ -267,17 +267,17 @@ def agree(side: str, value: Any, expected: Any, tolerance: float) -> None:
 
 
 def run_case(
-    case: Case, rounds: int, here: bool = False, threads: int | None = None
+    case: Case, rounds: int, in_process: bool = False, threads: int | None = None
 ) -> dict[str, Any]:
-    """The figures of a case: seconds of every turn, rates and ratios, by side. `here`: all sides in
-    this process; `threads`: of CPUs, of each other process. Raises Disagreement and
+    """The figures of a case: seconds of every turn, rates and ratios, by side. `in_process`: all
+    sides in this process; `threads`: of CPUs, of each other process. Raises Disagreement and
     WorkerFailed."""
     running: list[Running] = []
     expected: Any = None
     try:
         for side in case.sides:
-            setting = side.settings[0] if here else fastest_setting(side, threads)
-            running.append(Running(side, setting, here, threads))
+            setting = side.settings[0] if in_process else fastest_setting(side, threads)
+            running.append(Running(side, setting, in_process, threads))
             agreed = running[-1].start()
             agree(side.name, agreed, expected, case.tolerance)
             expected = agreed if expected is None else expected
@@ -318,11 +318,11 @@ def figures(case: Case, running: Sequence[Running]) -> dict[str, Any]:
         sides[runner.side.name] = {"seconds": runner.seconds, "median": median, **runner.facts}
         sides[runner.side.name]["rate"] = case.amount / median
         sides[runner.side.name] |= {"setting": runner.setting} if runner.setting else {}
-    ours, *others = running
+    first, *compared = running
     ratios = {}
-    for other in others:
-        values = [a / b for a, b in zip(other.seconds, ours.seconds, strict=True)]
-        ratios[other.side.name] = {
+    for peer in compared:
+        values = [a / b for a, b in zip(peer.seconds, first.seconds, strict=True)]
+        ratios[peer.side.name] = {
             "median": statistics.median(values),
             "range": [min(values), max(values)],
         }

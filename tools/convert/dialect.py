@@ -201,7 +201,7 @@ class Dialect:
 
     def write(self, m: ModelConfig) -> dict[str, Any]:
         """Flags -> config.json. What it cannot express differs when it is read again."""
-        acts = [name for name, ours in self.activations.items() if ours == m.activation]
+        acts = [name for name, activation in self.activations.items() if activation == m.activation]
         config = {
             "num_hidden_layers": m.num_layers,
             "hidden_size": m.hidden_size,

@@ -20,7 +20,7 @@ from tools.convert.options import of_features
 
 FAMILIES: Mapping[str, Family] = {
     **family_table.FAMILIES,
-    **{name: item for formats in of_features() for name, item in formats.families().items()},
+    **{name: family for formats in of_features() for name, family in formats.families().items()},
 }
 
 # What tests/tools/convert/test_verified_exports.py compared with transformers: by family the values

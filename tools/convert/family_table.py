@@ -104,8 +104,8 @@ def llama_names(changes: Sources | None = None, *, gated: bool = True) -> Names:
         **(changes or {}),
     }
     return {
-        ours: ((theirs,), SAME) if isinstance(theirs, str) else theirs
-        for ours, theirs in table.items()
+        native_name: ((hf_name,), SAME) if isinstance(hf_name, str) else hf_name
+        for native_name, hf_name in table.items()
     }
 
 

@@ -390,18 +390,20 @@ def side_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def opened_folder(place: Path | str) -> Iterator[Path | RemoteFolder]:
-    """The folder `place`, of a URL with its small files on the disk. Raises ConversionError,
+def opened_folder(path_or_url: Path | str) -> Iterator[Path | RemoteFolder]:
+    """The folder `path_or_url`, of a URL with its small files on the disk. Raises ConversionError,
     ValueError for a URL that cannot be used, CheckpointError where the store refuses."""
-    if not is_url(str(place)):
-        yield Path(place)
+    if not is_url(str(path_or_url)):
+        yield Path(path_or_url)
         return
-    with opened(str(place), lambda name: name in _WANTED) as folder:
+    with opened(str(path_or_url), lambda name: name in _WANTED) as folder:
         if CONFIG not in folder.names:
-            raise ConversionError(f"{place}: there is no {CONFIG}; give the URL of a whole folder")
+            raise ConversionError(
+                f"{path_or_url}: there is no {CONFIG}; give the URL of a whole folder"
+            )
         yield folder
 
 
-def target_of(place: Path | str) -> Path | Remote:
-    """Where to write the folder `place`. Raises ValueError for a URL that cannot be used."""
-    return Remote(str(place).rstrip("/")) if is_url(str(place)) else Path(place)
+def target_of(path_or_url: Path | str) -> Path | Remote:
+    """Where to write the folder `path_or_url`. Raises ValueError for a URL that cannot be used."""
+    return Remote(str(path_or_url).rstrip("/")) if is_url(str(path_or_url)) else Path(path_or_url)

@@ -30,7 +30,7 @@ from tools.convert.hf_files import (
     write_folder,
 )
 from tools.convert.links import ConversionError, Header, Link, check, links_of
-from tools.convert.native import Ours, write_checkpoint
+from tools.convert.native import NativeCheckpoint, write_checkpoint
 from tools.convert.stores.remote_folder import RemoteFolder
 
 MOST = 1 << 20  # channels, heads, experts
@@ -112,9 +112,9 @@ class HFModel:
         """Output matrices of a tied model that the files hold too: they must be the embedding, bit
         for bit."""
         names = {
-            theirs[0] + ".weight"
-            for ours, (theirs, _) in self.family.names.items()
-            if ours == "output_layer"
+            hf_names[0] + ".weight"
+            for native_name, (hf_names, _) in self.family.names.items()
+            if native_name == "output_layer"
         }
         copies = {name for name in names & self.headers.keys() if self.model.tied}
         embedding = self.family.names["embedding.word_embeddings"][0][0] + ".weight"
@@ -146,7 +146,10 @@ class HFModel:
         """Our tensors, made of its."""
         return [
             PendingTensor(
-                link.ours, self.headers[link.theirs[0]][0], link.shape, _Joined(self, link)
+                link.native_name,
+                self.headers[link.foreign_names[0]][0],
+                link.shape,
+                _Joined(self, link),
             )
             for link in self.links
         ]
@@ -156,7 +159,7 @@ class HFModel:
         return [
             PendingTensor(name, *self.headers[name], _Read(self, name))
             for link in self.links
-            for name in link.theirs
+            for name in link.foreign_names
         ] + [
             PendingTensor(name, *self.headers[name], _Read(self, name))
             for name in self.constants.keys() & self.headers.keys()
@@ -181,7 +184,7 @@ class _Joined:
     link: Link
 
     def __call__(self) -> torch.Tensor:
-        return self.link.join([self.source.read(name) for name in self.link.theirs])
+        return self.link.join([self.source.read(name) for name in self.link.foreign_names])
 
 
 @dataclass(frozen=True)
@@ -242,25 +245,27 @@ class AsHF:
     files: Mapping[str, Path | bytes]
 
 
-def as_hf(ours: Ours, family_name: str | None = None, vocab_size: int | None = None) -> AsHF:
+def as_hf(
+    native: NativeCheckpoint, family_name: str | None = None, vocab_size: int | None = None
+) -> AsHF:
     """What hf-export writes. Raises ConversionError where no family, or not this one, is this
     model."""
-    base = ours.base
-    rows = ours.vocab_size(vocab_size)
-    family = _family(ours, family_name, base)
+    base = native.base
+    rows = native.vocab_size(vocab_size)
+    family = _family(native, family_name, base)
     if base.get("model_type") != family.model_type:
-        base = {key: base[key] for key in base if key.endswith("_token_id")} or ours.special_ids()
-    tensors = ours.outgoing(links_of(ours.model, rows, family.names), rows)
+        base = {key: base[key] for key in base if key.endswith("_token_id")} or native.special_ids()
+    tensors = native.outgoing(links_of(native.model, rows, family.names), rows)
     dtype = tensors[0].dtype
     tensors += [
         PendingTensor(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
-        for name, value in family.constant_names(ours.model).items()
+        for name, value in family.constant_names(native.model).items()
     ]
-    config = config_for(family, ours.model, rows, base)
+    config = config_for(family, native.model, rows, base)
     dtype_name = str(dtype).removeprefix("torch.")
     config = config | {"dtype" if "dtype" in config else "torch_dtype": dtype_name}
-    files = _files_of(ours.base_folder) if ours.base_folder else _own_files(ours)
-    card = {model_card.NAME: model_card.card(ours, config, tensors)}
+    files = _files_of(native.base_folder) if native.base_folder else _own_files(native)
+    card = {model_card.NAME: model_card.card(native, config, tensors)}
     return AsHF(config, tensors, {**files, **card})
 
 
@@ -268,20 +273,20 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return {file.name: file for file in side_files(folder)}
 
 
-def _family(ours: Ours, name: str | None, base: dict[str, Any]) -> Family:
+def _family(native: NativeCheckpoint, name: str | None, base: dict[str, Any]) -> Family:
     if name or base.get("model_type") in FAMILIES:
         return FAMILIES[name or base["model_type"]]
-    return fitting(ours.model)
+    return fitting(native.model)
 
 
-def _own_files(ours: Ours) -> dict[str, Path | bytes]:
+def _own_files(native: NativeCheckpoint) -> dict[str, Path | bytes]:
     """The tokenizer files of a model that was trained here, under the names that transformers
     knows; none where the tokenizer's own are not on this machine."""
     try:
-        contents = hf_tokenizer.files(ours.tokenizer(), ours.model.max_position_embeddings)
+        contents = hf_tokenizer.files(native.tokenizer(), native.model.max_position_embeddings)
     except ConversionError:
         return {}
-    return contents | _copied_files(ours.config.data)
+    return contents | _copied_files(native.config.data)
 
 
 def _copied_files(d: TokenizerConfig) -> dict[str, Path]:
@@ -311,17 +316,17 @@ def hf_export(
     """Write a Hugging Face folder of a checkpoint of ours, unless `check` raises. Returns what to
     say of it."""
     new_target(target)
-    with Ours(source, step, tokenizer) as ours:
-        model = as_hf(ours, family, vocab_size)
+    with NativeCheckpoint(source, step, tokenizer) as native:
+        model = as_hf(native, family, vocab_size)
         if chat_template:
-            template = template_for(ours.tokenizer(), chat_template, None)
+            template = template_for(native.tokenizer(), chat_template, None)
             model = replace(
                 model, files={**model.files, "chat_template.jinja": template.source.encode()}
             )
         if check:
-            check(model, ours.model)
+            check(model, native.model)
         names = write_folder(
-            target, model.config, model.tensors, model.files, shard_bytes, ours.identity
+            target, model.config, model.tensors, model.files, shard_bytes, native.identity
         )
         copied = ", ".join(model.files) or "no tokenizer files"
         report = (
@@ -329,5 +334,5 @@ def hf_export(
             f"file{'s' * (len(names) > 1)}; with it: {copied}"
         )
         return "\n".join(
-            [report, *(f"note: {note}" for note in notes_on(model.config, ours.model))]
+            [report, *(f"note: {note}" for note in notes_on(model.config, native.model))]
         )

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from tools.convert.hf_files import HFFolder, PendingTensor
 from tools.convert.huggingface import HFModel, as_hf
 from tools.convert.links import ConversionError, is_vocabulary
-from tools.convert.native import Ours
+from tools.convert.native import NativeCheckpoint
 from tools.convert.stores.remote_folder import RemoteFolder
 from tools.convert.verification import is_hf
 from tools.shared.progress import Progress
@@ -26,34 +26,34 @@ def inspect(path: Path | RemoteFolder, step: int | None = None, tensors: bool = 
     """What is in a folder, as lines."""
     if is_hf(path):
         return "\n".join(_inspect_hf(path, tensors))
-    with _ours(path, step) as ours:
-        return "\n".join(_inspect_ours(ours, tensors))
+    with _opened_native(path, step) as native:
+        return "\n".join(_inspect_native(native, tensors))
 
 
-def _inspect_ours(ours: Ours, tensors: bool) -> Iterable[str]:
-    state = ours.found.state
-    reader = ours.reader
-    yield f"{ours.found.directory}: checkpoint of this suite, iteration {ours.found.iteration}"
+def _inspect_native(native: NativeCheckpoint, tensors: bool) -> Iterable[str]:
+    checkpoint, reader = native.checkpoint, native.reader
+    state = checkpoint.state
+    yield f"{checkpoint.directory}: checkpoint of this suite, iteration {checkpoint.iteration}"
     yield f"  consumed samples: {state.consumed_train_samples}; written by: " + (
         ", ".join(f"{name} {size}" for name, size in state.layout.items()) or "unknown"
     )
-    yield f"  architecture: {_flags(ours.model)}"
+    yield f"  architecture: {_flags(native.model)}"
     names = reader.names()
     table = {name: (reader.dtype(name), reader.shape(name)) for name in names}
-    yield from _sums("weights", [table[name] for name in ours.weights()])
+    yield from _sums("weights", [table[name] for name in native.weights()])
     states = [table[name] for name in names if name.startswith("optimizer.")]
     yield from _sums("optimizer", states) if states else ["  optimizer: none"]
     yield (
-        f"  files: {len(ours.found.manifest.files)}, "
-        f"{sum(f.bytes for f in ours.found.manifest.files.values()):,} bytes"
+        f"  files: {len(checkpoint.manifest.files)}, "
+        f"{sum(f.bytes for f in checkpoint.manifest.files.values()):,} bytes"
     )
     if tensors:
         yield from (f"  {name} {_format(*table[name])}" for name in names)
 
 
-def _ours(path: Path | RemoteFolder, step: int | None) -> Ours:
+def _opened_native(path: Path | RemoteFolder, step: int | None) -> NativeCheckpoint:
     assert isinstance(path, Path), "opened_folder checks that a URL has a config.json"
-    return Ours(path, step)
+    return NativeCheckpoint(path, step)
 
 
 def _inspect_hf(path: Path | RemoteFolder, tensors: bool) -> Iterable[str]:
@@ -108,23 +108,26 @@ def diff(
         with HFModel(a) as first, HFModel(b) as second:
             return _compare(first.outgoing(), second.outgoing())
     if is_hf(a) or is_hf(b):
-        with HFModel(a if is_hf(a) else b) as model, _ours(b if is_hf(a) else a, step) as ours:
-            sides = as_hf(ours, model.family.model_type, model.rows).tensors, model.outgoing()
+        with (
+            HFModel(a if is_hf(a) else b) as model,
+            _opened_native(b if is_hf(a) else a, step) as native,
+        ):
+            sides = as_hf(native, model.family.model_type, model.rows).tensors, model.outgoing()
             return _compare(*(sides[::-1] if is_hf(a) else sides))
-    with _ours(a, step) as first, _ours(b, step) as second:
+    with _opened_native(a, step) as first, _opened_native(b, step) as second:
         return _compare(_all_of(first, weights_only), _all_of(second, weights_only))
 
 
-def _all_of(ours: Ours, weights_only: bool) -> list[PendingTensor]:
+def _all_of(native: NativeCheckpoint, weights_only: bool) -> list[PendingTensor]:
     """Every tensor of a checkpoint of ours (or its weights), vocabularies without padding rows."""
-    rows = ours.vocab_size()
+    rows = native.vocab_size()
     tensors = []
-    for name in ours.weights() if weights_only else ours.reader.names():
-        shape = ours.reader.shape(name)
+    for name in native.weights() if weights_only else native.reader.names():
+        shape = native.reader.shape(name)
         plain = name.split(".", 2)[2] if name.startswith("optimizer.") else name
         shape = (rows, *shape[1:]) if is_vocabulary(plain) else shape
         tensors.append(
-            PendingTensor(name, ours.reader.dtype(name), shape, _Read(ours, name, shape))
+            PendingTensor(name, native.reader.dtype(name), shape, _Read(native, name, shape))
         )
     return tensors
 
@@ -133,12 +136,12 @@ def _all_of(ours: Ours, weights_only: bool) -> list[PendingTensor]:
 class _Read:
     """Reads the first rows of one of our tensors."""
 
-    ours: Ours
+    native: NativeCheckpoint
     name: str
     shape: tuple[int, ...]
 
     def __call__(self) -> torch.Tensor:
-        return self.ours.read(self.name, self.shape)
+        return self.native.read(self.name, self.shape)
 
 
 def _compare(a: Sequence[PendingTensor], b: Sequence[PendingTensor]) -> tuple[str, bool]:

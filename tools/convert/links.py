@@ -88,9 +88,9 @@ class Link:
     """One tensor of ours, the other side's tensors that it is made of, and how. Shapes are global,
     without padding rows."""
 
-    ours: str
+    native_name: str
     shape: Shape
-    theirs: tuple[str, ...]
+    foreign_names: tuple[str, ...]
     transform: Transform
     model: ModelConfig
 
@@ -98,13 +98,13 @@ class Link:
         """Shapes of the other side's tensors."""
         return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
 
-    def split(self, ours: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Our tensor -> the other side's."""
-        return self.transform.split(ours, self.model)
+        return self.transform.split(tensor, self.model)
 
-    def join(self, theirs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The other side's tensors -> ours."""
-        return self.transform.join(theirs, self.model)
+        return self.transform.join(tensors, self.model)
 
 
 def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
@@ -124,8 +124,10 @@ def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
             for expert in (range(spec.shape[0]) if "{expert}" in entry[0][0] else (0,))
             for template in entry[0]
         ]
-        theirs = tuple(f"{name.format(layer[2]) if layer else name}.{kind}" for name in templates)
-        links.append(Link(spec.name, spec.shape, theirs, entry[1], model))
+        foreign_names = tuple(
+            f"{name.format(layer[2]) if layer else name}.{kind}" for name in templates
+        )
+        links.append(Link(spec.name, spec.shape, foreign_names, entry[1], model))
     return links
 
 
@@ -140,7 +142,7 @@ def check(
     another shape is named."""
     shapes: dict[str, Shape] = {}
     for link in links:
-        for name, shape in zip(link.theirs, link.their_shapes(), strict=True):
+        for name, shape in zip(link.foreign_names, link.their_shapes(), strict=True):
             assert name not in shapes, f"{name} is assigned twice"
             shapes[name] = shape
     extra = sorted(
@@ -165,10 +167,10 @@ def check(
                 "full-precision model"
             )
     for link in links:
-        formats = {headers[name][0] for name in link.theirs if name in headers}
+        formats = {headers[name][0] for name in link.foreign_names if name in headers}
         if len(formats) > 1:
             wrong.append(
-                f"{source}: {', '.join(link.theirs)} become one tensor, but are "
+                f"{source}: {', '.join(link.foreign_names)} become one tensor, but are "
                 f"{sorted(map(str, formats))}"
             )
     if len(wrong) > SHOWN:

@@ -32,7 +32,7 @@ from tools.convert import torch_dist
 from tools.convert.hf_files import PendingTensor, new_folder, work_folder
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
-from tools.convert.native import Ours, write_checkpoint
+from tools.convert.native import NativeCheckpoint, write_checkpoint
 from tools.convert.torch_dist_export import write_torch_dist
 from tools.convert.torch_files import TorchFile, Unpickler
 from tools.shared.progress import Progress, counted
@@ -330,7 +330,7 @@ def megatron_import(
         flags = flags_from(
             checkpoint.args,
             str(checkpoint.source),
-            given=typed,
+            overrides=typed,
             ignored=ignored,
             kind=checkpoint.kind,
         )
@@ -380,23 +380,25 @@ def megatron_export(
     if sharded and kind != "core":
         raise ConversionError("--ckpt-format torch_dist: has no older model; omit --model legacy")
     new_folder(target)
-    with Ours(source, step) as ours:
-        table, rows, args = _export_plan(ours, tp, pp, sharded, kind)
+    with NativeCheckpoint(source, step) as native:
+        table, rows, args = _export_plan(native, tp, pp, sharded, kind)
         with (
             work_folder(target, "partial") as partial,
             Unpickler(partial) as unpickler,
         ):
             (partial / "run" / "release").mkdir(parents=True)
-            total = sum(prod(spec.shape) * ours.reader.dtype(spec.name).itemsize for spec in table)
+            total = sum(
+                prod(spec.shape) * native.reader.dtype(spec.name).itemsize for spec in table
+            )
             progress = Progress(total)
             if sharded:
                 folder = partial / "run" / "release"
                 _write_sharded(
-                    ours, table, args | {"transformer_impl": layers}, folder, unpickler, progress
+                    native, table, args | {"transformer_impl": layers}, folder, unpickler, progress
                 )
             for p in range(0 if sharded else pp):
                 numbers = range(
-                    p * ours.model.num_layers // pp, (p + 1) * ours.model.num_layers // pp
+                    p * native.model.num_layers // pp, (p + 1) * native.model.num_layers // pp
                 )
                 stage = stage_table(table, numbers, p == 0, p == pp - 1)
                 for t in range(tp):
@@ -404,7 +406,7 @@ def megatron_export(
                         partial / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     )
                     folder.mkdir()
-                    entries, paths = _rank(ours, stage, numbers.start, t, tp, p, kind)
+                    entries, paths = _rank(native, stage, numbers.start, t, tp, p, kind)
                     progress.update(
                         total * (p * tp + t) // (pp * tp), f"rank {p * tp + t + 1} of {pp * tp}"
                     )
@@ -423,7 +425,7 @@ def megatron_export(
 
 
 def _write_sharded(
-    ours: Ours,
+    native: NativeCheckpoint,
     table: Sequence[ParameterSpec],
     args: dict,
     folder: Path,
@@ -432,20 +434,20 @@ def _write_sharded(
 ) -> None:
     parts = []
     for spec in table:
-        shape = _their_shape(spec, spec.shape, ours.model)
-        dtype = ours.reader.dtype(spec.name)
-        make = _Slice(ours, spec, 0, 1, shape)
+        shape = _their_shape(spec, spec.shape, native.model)
+        dtype = native.reader.dtype(spec.name)
+        make = _Slice(native, spec, 0, 1, shape)
         parts.append((spec, dtype, shape, counted(make, prod(shape) * dtype.itemsize, progress)))
-    write_torch_dist(folder, parts, ours.model, args, unpickler)
+    write_torch_dist(folder, parts, native.model, args, unpickler)
 
 
 def _export_plan(
-    ours: Ours, tp: int, pp: int, sharded: bool, kind: str
+    native: NativeCheckpoint, tp: int, pp: int, sharded: bool, kind: str
 ) -> tuple[list[ParameterSpec], int, dict[str, Any]]:
     """(our tensors, rows of the vocabulary padded for tp, their arguments). Raises ConversionError
     for a bad layout."""
-    model = ours.model
-    size = ours.vocab_size()
+    model = native.model
+    size = native.vocab_size()
     if tp < 1 or pp < 1 or model.num_layers % pp or model.query_groups % tp or model.ffn % tp:
         raise ConversionError(
             f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}: "
@@ -454,7 +456,7 @@ def _export_plan(
         )
     unit = model.make_vocab_size_divisible_by * tp
     rows = -(-size // unit) * unit
-    d = ours.config.data
+    d = native.config.data
     args = args_for(
         model,
         {
@@ -472,16 +474,22 @@ def _export_plan(
     )
     table = parameter_table(model, rows, size)
     names = {spec.name for spec in table}
-    strange = sorted(names ^ set(ours.weights()))
+    strange = sorted(names ^ set(native.weights()))
     if strange:
         raise ConversionError(
-            f"{ours.found.directory}: is not the model of its args: {', '.join(strange[:5])}"
+            f"{native.checkpoint.directory}: is not the model of its args: {', '.join(strange[:5])}"
         )
     return table, rows, args
 
 
 def _rank(
-    ours: Ours, stage: Sequence[ParameterSpec], first_layer: int, t: int, tp: int, p: int, kind: str
+    native: NativeCheckpoint,
+    stage: Sequence[ParameterSpec],
+    first_layer: int,
+    t: int,
+    tp: int,
+    p: int,
+    kind: str,
 ) -> tuple[list[Entry], dict[str, tuple[str, ...]]]:
     """(tensors to write, the path of each) of one rank."""
     entries = []
@@ -495,10 +503,10 @@ def _rank(
         if tied_copy and name == WORD_EMBEDDING:
             name = TIED_COPY if kind == "legacy" else OUTPUT_LAYER
         path = ("model", *legacy_path(name)) if kind == "legacy" else ("model", name)
-        shape = _their_shape(spec, spec.local_shape({"tp": tp}), ours.model)
+        shape = _their_shape(spec, spec.local_shape({"tp": tp}), native.model)
         paths[name] = path
         entries.append(
-            Entry(name, ours.reader.dtype(spec.name), shape, _Slice(ours, spec, t, tp, shape))
+            Entry(name, native.reader.dtype(spec.name), shape, _Slice(native, spec, t, tp, shape))
         )
     return entries, paths
 
@@ -508,7 +516,7 @@ class _Slice:
     """Makes a tensor rank's part of one of our tensors, in their shape; rows that we do not hold
     are 0."""
 
-    ours: Ours
+    native: NativeCheckpoint
     spec: ParameterSpec
     rank: int
     tp: int
@@ -519,15 +527,17 @@ class _Slice:
         for _, dim in self.spec.splits:
             width_of_rank = self.spec.shape[dim] // self.tp
             box[dim] = (self.rank * width_of_rank, (self.rank + 1) * width_of_rank)
-        stored = self.ours.reader.shape(self.spec.name)
+        stored = self.native.reader.shape(self.spec.name)
         if is_vocabulary(self.spec.name) and stored[0] < self.spec.shape[0]:
             (start, stop) = box[0]
             width = box[1]
             end = max(start, min(stop, stored[0]))
             padded = torch.zeros(
-                stop - start, width[1], dtype=self.ours.reader.dtype(self.spec.name)
+                stop - start, width[1], dtype=self.native.reader.dtype(self.spec.name)
             )
             if end > start:
-                padded[: end - start] = self.ours.reader.read(self.spec.name, ((start, end), width))
+                padded[: end - start] = self.native.reader.read(
+                    self.spec.name, ((start, end), width)
+                )
             return padded
-        return self.ours.reader.read(self.spec.name, tuple(box)).reshape(self.shape)
+        return self.native.reader.read(self.spec.name, tuple(box)).reshape(self.shape)

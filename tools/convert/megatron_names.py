@@ -188,10 +188,10 @@ TIED_COPY = "word_embeddings_for_head.weight"  # of the older model, on the last
 _IGNORED = re.compile(r".*(_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)")
 
 
-def our_name(theirs: str) -> str | None:
+def our_name(megatron_name: str) -> str | None:
     """Our name of a tensor of either model, its layer number as it is; None for what is no
     weight."""
-    name = theirs.removeprefix("module.")
+    name = megatron_name.removeprefix("module.")
     if _IGNORED.fullmatch(name):
         return None
     for pattern, new in (*_LEGACY, *_FUSED) if name.startswith("language_model.") else _FUSED:
@@ -199,12 +199,12 @@ def our_name(theirs: str) -> str | None:
     return name
 
 
-def legacy_path(ours: str) -> tuple[str, ...]:
+def legacy_path(native_name: str) -> tuple[str, ...]:
     """Where the older model keeps a tensor of ours (its layer number as it is): the keys below
     `model`. Raises ConversionError for what that model has not."""
-    if ours == TIED_COPY:
+    if native_name == TIED_COPY:
         return ("word_embeddings_for_head", "weight")
-    head, tail = ours.split(".", 1)
+    head, tail = native_name.split(".", 1)
     if head == "embedding":
         return "language_model", "embedding", *tail.split(".")
     if head == "output_layer":
@@ -221,7 +221,7 @@ def legacy_path(ours: str) -> tuple[str, ...]:
         tail = tail.replace(our_part, their_part)
     if "q_layernorm" in tail or "k_layernorm" in tail:
         raise ConversionError(
-            f"{ours}: the older model has no norms of queries and keys; give --model core"
+            f"{native_name}: the older model has no norms of queries and keys; give --model core"
         )
     return "language_model", "encoder", tail
 
@@ -230,24 +230,24 @@ def flags_from(
     args: Mapping[str, Any],
     source: str,
     *,
-    given: Mapping[str, Any] = MappingProxyType({}),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
     ignored: Collection[str] = (),
     kind: str = "core",
 ) -> dict[str, Any]:
     """Our flags of the architecture and of the tokenizer from their arguments.
 
-    `given`: flags that count more; `ignored`: unknown arguments that may be set; `kind` of the
+    `overrides`: flags that count more; `ignored`: unknown arguments that may be set; `kind` of the
     model: core, legacy or deepspeed. Raises ConversionError, naming every argument that cannot be
     represented, is missing, or is set and not known.
     """
     problems: list[str] = []
-    renamed = _renamed(args, source, given, problems) | dict(given)
+    renamed = _renamed(args, source, overrides, problems) | dict(overrides)
     if kind == "legacy":
         problems += [
             f"{source}: {name} {args[name]!r}: the older model computes with {fixed!r} whatever "
             f"this says; give --args FILE with {_flag(name)} [config-key-not-supported]"
             for name, fixed in _LEGACY_FIXED.items()
-            if args.get(name) not in (None, fixed) and name not in given
+            if args.get(name) not in (None, fixed) and name not in overrides
         ]
     problems += _refused(renamed, source, ignored)
     flags = {
@@ -288,20 +288,21 @@ def _not_supported(source: str, name: str, args: Mapping[str, Any]) -> str:
 
 
 def _renamed(
-    args: Mapping[str, Any], source: str, given: Collection[str], problems: list[str]
+    args: Mapping[str, Any], source: str, overrides: Collection[str], problems: list[str]
 ) -> dict[str, Any]:
     """The arguments, those that are flags here under our names."""
     renamed = dict(args)
-    for theirs, ours in _RENAMED.items():
-        value = renamed.pop(theirs, None)
+    for megatron_name, native_name in _RENAMED.items():
+        value = renamed.pop(megatron_name, None)
         if value is None:
             continue
-        if renamed.get(ours) not in (None, value) and ours not in given:
+        if renamed.get(native_name) not in (None, value) and native_name not in overrides:
             problems.append(
-                f"{source}: {theirs} is {value!r} and {ours} {renamed[ours]!r}; give --args FILE "
-                f"with {_flag(ours)} [config-key-not-supported]"
+                f"{source}: {megatron_name} is {value!r} and {native_name} "
+                f"{renamed[native_name]!r}; give --args FILE with {_flag(native_name)} "
+                "[config-key-not-supported]"
             )
-        renamed[ours] = value
+        renamed[native_name] = value
     heads = renamed.pop("num_key_value_heads", None)
     if isinstance(heads, int) and heads != renamed.get("num_attention_heads"):
         renamed |= {"num_query_groups": heads, "group_query_attention": True}

@@ -8,22 +8,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.convert.hf_files import PendingTensor
-from tools.convert.native import Ours
+from tools.convert.native import NativeCheckpoint
 
 NAME = "README.md"
 
 
-def card(ours: Ours, config: dict[str, Any], tensors: Sequence[PendingTensor]) -> bytes:
+def card(
+    native: NativeCheckpoint, config: dict[str, Any], tensors: Sequence[PendingTensor]
+) -> bytes:
     """The content of README.md; `config` and `tensors` are those of the export."""
     family = config["model_type"]
     rows = {
         "architecture": family,
         "parameters": f"{sum(math.prod(tensor.shape) for tensor in tensors):,}",
         "number format": str(tensors[0].dtype).removeprefix("torch."),
-        "context": f"{ours.model.max_position_embeddings:,} tokens",
+        "context": f"{native.model.max_position_embeddings:,} tokens",
         "vocabulary": f"{config['vocab_size']:,} rows",
-        "tokenizer": ours.found.state.data.get("tokenizer", {}).get("class"),
-        **_training(ours),
+        "tokenizer": native.checkpoint.state.data.get("tokenizer", {}).get("class"),
+        **_training(native),
     }
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
     return (
@@ -33,14 +35,14 @@ def card(ours: Ours, config: dict[str, Any], tensors: Sequence[PendingTensor]) -
     ).encode()
 
 
-def _training(ours: Ours) -> dict[str, str | None]:
+def _training(native: NativeCheckpoint) -> dict[str, str | None]:
     """Rows about how the weights came to be."""
-    state, config = ours.found.state, ours.config
+    state, config = native.checkpoint.state, native.config
     versions = {name: state.versions.get(name) for name in ("suite", "commit", "torch")}
     trained = state.consumed_train_samples - state.skipped_train_samples
     tokens = trained * config.model.seq_length
     most = "at most " if config.data.pad_samples else ""  # the rest is padding
-    begin = ours.base.get("model_type")
+    begin = native.base.get("model_type")
     rows = {
         "started from": f"a Hugging Face model of family {begin}" if begin else None,
         "iteration": f"{state.iteration:,}",

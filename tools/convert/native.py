@@ -50,7 +50,7 @@ from tools.shared.progress import Progress, counted
 ORIGIN = "huggingface"
 
 
-class Ours:
+class NativeCheckpoint:
     """An open checkpoint: architecture, and the weights without the vocabulary's padding. A context
     manager."""
 
@@ -67,7 +67,7 @@ class Ours:
                 f"{path}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
                 "directory that --save named, or an iter_XXXXXXX in it"
             )
-        self.found: Checkpoint = checkpoint
+        self.checkpoint: Checkpoint = checkpoint
         self.config: Config = saved_config(checkpoint, RunConfig)
         self.rows = self.config.data.vocab_size if tokenizer else None
         if tokenizer:
@@ -84,8 +84,8 @@ class Ours:
     def identity(self) -> str:
         """A text that another checkpoint does not have: its path, and the manifest with the
         checksums of all tensors."""
-        digest = hashlib.sha256(read_bytes(self.found.directory / manifest.FILE_NAME))
-        return f"{self.found.directory.absolute()} {digest.hexdigest()}"
+        digest = hashlib.sha256(read_bytes(self.checkpoint.directory / manifest.FILE_NAME))
+        return f"{self.checkpoint.directory.absolute()} {digest.hexdigest()}"
 
     @property
     def base_folder(self) -> Path | None:
@@ -93,7 +93,11 @@ class Ours:
         from, if it is known."""
         d = self.config.data
         files = [Path(file) for file in (d.tokenizer_model, d.vocab_file) if file]
-        folders = [self.found.directory.parent / ORIGIN, *files, *(file.parent for file in files)]
+        folders = [
+            self.checkpoint.directory.parent / ORIGIN,
+            *files,
+            *(file.parent for file in files),
+        ]
         return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
     @property
@@ -101,14 +105,14 @@ class Ours:
         """The config.json of the model that this one was imported from, or nothing."""
         return read_json(self.base_folder / CONFIG) if self.base_folder else {}
 
-    def vocab_size(self, given: int | None = None) -> int:
+    def vocab_size(self, requested: int | None = None) -> int:
         """Rows of the vocabulary that count: as given, else the imported model's, else those of the
         tokenizer."""
-        rows = given or self.rows or self.base.get("vocab_size") or self.tokenizer().vocab_size
+        rows = requested or self.rows or self.base.get("vocab_size") or self.tokenizer().vocab_size
         stored = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
         if rows > stored:
             raise ConversionError(
-                f"{self.found.directory}: holds {stored} rows of the vocabulary, {rows} are "
+                f"{self.checkpoint.directory}: holds {stored} rows of the vocabulary, {rows} are "
                 f"requested; give --vocab-size {stored} or less"
             )
         return rows
@@ -120,11 +124,11 @@ class Ours:
                 tokenizer = make_tokenizer(self.config)
         except ValueError as error:
             raise ConversionError(
-                f"{error}\n{self.found.directory}: its tokenizer says how many rows of the "
+                f"{error}\n{self.checkpoint.directory}: its tokenizer says how many rows of the "
                 "vocabulary are no padding; give --vocab-size N instead"
             ) from None
         if self.rows:
-            check_ids(self.rows, tokenizer, self.found.directory)
+            check_ids(self.rows, tokenizer, self.checkpoint.directory)
         data = self.config.data
         if data.tokenizer == "NullTokenizer" and data.packed_samples:
             tokenizer.eod = None  # which id ends a sample only the tokenizer of its text knows
@@ -159,15 +163,20 @@ class Ours:
         """Every tensor of the other side, made of ours when it is written. Raises ConversionError
         where ours are not those of the links."""
         check(
-            [Link(link.ours, link.shape, (link.ours,), SAME, link.model) for link in links],
+            [
+                Link(link.native_name, link.shape, (link.native_name,), SAME, link.model)
+                for link in links
+            ],
             {name: self.header(name, vocab_size) for name in self.weights()},
-            str(self.found.directory),
+            str(self.checkpoint.directory),
         )
         return [
-            PendingTensor(name, self.reader.dtype(link.ours), shape, _Part(self, link, index))
+            PendingTensor(
+                name, self.reader.dtype(link.native_name), shape, _Part(self, link, index)
+            )
             for link in links
             for index, (name, shape) in enumerate(
-                zip(link.theirs, link.their_shapes(), strict=True)
+                zip(link.foreign_names, link.their_shapes(), strict=True)
             )
         ]
 
@@ -175,7 +184,7 @@ class Ours:
         """Close all files."""
         self.reader.close()
 
-    def __enter__(self) -> Ours:
+    def __enter__(self) -> NativeCheckpoint:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -186,12 +195,12 @@ class Ours:
 class _Part:
     """Makes one of a link's tensors."""
 
-    ours: Ours
+    native: NativeCheckpoint
     link: Link
     index: int
 
     def __call__(self) -> torch.Tensor:
-        return self.link.split(self.ours.read(self.link.ours, self.link.shape))[
+        return self.link.split(self.native.read(self.link.native_name, self.link.shape))[
             self.index
         ].contiguous()
 

@@ -87,9 +87,9 @@ def unverified_option(text: str = "") -> Any:
     )
 
 
-def ignored_keys(what: str) -> Any:
+def ignored_keys(keys: str) -> Any:
     """--ignore-config-key."""
-    return arg((), metavar="KEY", help=f"{what} that are not known and change nothing")
+    return arg((), metavar="KEY", help=f"{keys} that are not known and change nothing")
 
 
 def finish(options: Any) -> int:

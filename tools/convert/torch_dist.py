@@ -219,7 +219,7 @@ class TorchDistCheckpoint:
             raise ConversionError(f"{self.source}: {name}: {wrong}")
         return tensor
 
-    def _sort(self, tensor: StoredTensor, theirs: str, table: Parts) -> None:
+    def _sort(self, tensor: StoredTensor, megatron_name: str, table: Parts) -> None:
         """Note in `found` which of our tensors it is a part of."""
 
         def add(name: str, part: Part, piece: Piece) -> None:
@@ -231,7 +231,7 @@ class TorchDistCheckpoint:
                 )
             parts[part] = piece
 
-        name = our_name(theirs)
+        name = our_name(megatron_name)
         if name is None:
             return
         layer = _LAYER.fullmatch(name)

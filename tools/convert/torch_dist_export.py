@@ -46,8 +46,8 @@ def _place(
     if spec.layer is None:
         return spec.name, list(shape), [0] * len(shape), list(shape)
     tail = spec.name.removeprefix(f"{LAYER_PREFIX}{spec.layer}.")
-    for pattern, theirs in renamed:
-        tail = re.sub(pattern, theirs, tail)
+    for pattern, megatron_name in renamed:
+        tail = re.sub(pattern, megatron_name, tail)
     offsets = [spec.layer] + [0] * len(shape)
     return LAYER_PREFIX + tail, [layers, *shape], offsets, [1, *shape]
 

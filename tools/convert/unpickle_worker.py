@@ -131,7 +131,7 @@ class Table(dict):
         pass
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> TensorView:
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rebuild_args: Any) -> TensorView:
     """Stands for torch._utils._rebuild_tensor_v2."""
     numbers = (offset, *shape, *stride)
     if (
@@ -148,7 +148,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> T
     return TensorView(storage, offset, tuple(shape), tuple(stride))
 
 
-def _parameter(data: Any, *rest: Any) -> Any:
+def _parameter(data: Any, *rebuild_args: Any) -> Any:
     """Stands for torch._utils._rebuild_parameter."""
     return data
 
@@ -232,7 +232,7 @@ ALLOWED: dict[tuple[str, str], Any] = {
     ("deepspeed.utils.mixed_precision_linkage", "fragment_address"): Namespace,
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Namespace,
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): Namespace,
-    **{("signal", one.name): Opaque() for one in signal.Signals},  # of Python 3.11.2
+    **{("signal", sig.name): Opaque() for sig in signal.Signals},  # of Python 3.11.2
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
     **{("torch", name): f"torch.{name}" for name in _DTYPES},
 }

@@ -19,7 +19,7 @@ from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import draw_values, parameter
 from tools.convert.hf_files import PendingTensor, new_folder, side_files
 from tools.convert.links import ConversionError
-from tools.convert.native import Ours, write_checkpoint
+from tools.convert.native import NativeCheckpoint, write_checkpoint
 
 _EXPERTS = ".mlp.experts."
 
@@ -30,13 +30,13 @@ class _Copies:
     has part e modulo `parts`. The parts of a copy have one probability, a share of its own, for
     which their outputs make up."""
 
-    ours: Ours
+    native: NativeCheckpoint
     name: str
     count: int
     parts: int
 
     def __call__(self) -> torch.Tensor:
-        dense = self.ours.reader.read(self.name)
+        dense = self.native.reader.read(self.name)
         inward = "linear_fc2" in self.name
         parts = torch.stack(dense.chunk(self.parts, -1 if inward else -2))
         if inward:
@@ -101,13 +101,13 @@ def _with_experts(model: ModelConfig, source: Path, parts: int, **flags: Any) ->
     return changed
 
 
-def _tokenizer(ours: Ours) -> tuple[dict[str, Any] | None, list[Path]]:
+def _tokenizer(native: NativeCheckpoint) -> tuple[dict[str, Any] | None, list[Path]]:
     """(its flags, files to copy): those of an imported model are found among the copies."""
-    data = ours.config.data
+    data = native.config.data
     flags = {field.name: getattr(data, field.name) for field in fields(TokenizerConfig)}
     flags["tokenizer_type"] = data.tokenizer  # which flags may leave to the default of a run
-    if ours.base_folder and flags["tokenizer_type"] != "NullTokenizer":
-        return None, side_files(ours.base_folder)
+    if native.base_folder and flags["tokenizer_type"] != "NullTokenizer":
+        return None, side_files(native.base_folder)
     return {name: value for name, value in flags.items() if value is not None}, []
 
 
@@ -117,24 +117,26 @@ def upcycle(
     """Make a run directory of a dense checkpoint with experts, each a `parts`-th of an MLP: `flags`
     are num_experts, moe_router_topk and moe_layer_freq. Returns what to say of it."""
     new_folder(target)
-    with Ours(source, step) as ours:
-        model = _with_experts(ours.model, source, parts, **flags)
-        rows = ours.reader.shape(WORD_EMBEDDING)[0]
-        dtype = ours.reader.dtype(WORD_EMBEDDING)
+    with NativeCheckpoint(source, step) as native:
+        model = _with_experts(native.model, source, parts, **flags)
+        rows = native.reader.shape(WORD_EMBEDDING)[0]
+        dtype = native.reader.dtype(WORD_EMBEDDING)
         weights = []
-        dense_names = set(ours.weights())
+        dense_names = set(native.weights())
         for spec in parameter_table(model, rows, rows):
             name = spec.name.replace(_EXPERTS, ".mlp.")
             if name in dense_names:
-                copies = _Copies(ours, name, flags["num_experts"], parts)
-                make = copies if _EXPERTS in spec.name else _Read(ours, name)
-                weights.append(PendingTensor(spec.name, ours.reader.dtype(name), spec.shape, make))
+                copies = _Copies(native, name, flags["num_experts"], parts)
+                make = copies if _EXPERTS in spec.name else _Read(native, name)
+                weights.append(
+                    PendingTensor(spec.name, native.reader.dtype(name), spec.shape, make)
+                )
             else:
                 repeat = parts if ".router." in spec.name else 1
-                drawn = _Drawn(spec, ours.config.training.seed, dtype, repeat)
+                drawn = _Drawn(spec, native.config.training.seed, dtype, repeat)
                 weights.append(PendingTensor(spec.name, dtype, spec.shape, drawn))
-        tokenizer, files = _tokenizer(ours)
-        family = ours.base.get("model_type", "")
+        tokenizer, files = _tokenizer(native)
+        family = native.base.get("model_type", "")
         written = write_checkpoint(target, model, weights, rows, family, files, flags=tokenizer)
         count = sum(torch.Size(weight.shape).numel() for weight in weights)
     return (
@@ -148,8 +150,8 @@ def upcycle(
 class _Read:
     """Reads one of our tensors."""
 
-    ours: Ours
+    native: NativeCheckpoint
     name: str
 
     def __call__(self) -> torch.Tensor:
-        return self.ours.reader.read(self.name)
+        return self.native.reader.read(self.name)

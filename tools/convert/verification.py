@@ -29,7 +29,7 @@ from tools.convert.families import unverified
 from tools.convert.hf_files import CONFIG, HFFolder, remove_folder
 from tools.convert.hf_tokenizer import ODD_TEXTS
 from tools.convert.links import SHOWN, ConversionError
-from tools.convert.native import Ours
+from tools.convert.native import NativeCheckpoint
 from tools.convert.stores.remote_folder import RemoteFolder
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def is_hf(path: Path | RemoteFolder) -> bool:
 
 
 def verify(
-    ours: Path,
-    theirs: Path | RemoteFolder,
+    native: Path,
+    hf: Path | RemoteFolder,
     step: int | None = None,
     tolerance: float = TOLERANCE,
     length: int = LENGTH,
@@ -62,20 +62,20 @@ def verify(
     Both models are in memory. Raises ConversionError where transformers is missing or has no such
     model.
     """
-    if not is_hf(theirs):
+    if not is_hf(hf):
         raise ConversionError(
-            f"{theirs}: no Hugging Face folder (there is no {CONFIG}); give what hf-export wrote, "
+            f"{hf}: no Hugging Face folder (there is no {CONFIG}); give what hf-export wrote, "
             "or what hf-import read"
         )
-    return _compare(*_open_both(ours, theirs, step), tolerance, length)
+    return _compare(*_open_both(native, hf, step), tolerance, length)
 
 
 def _open_both(
-    ours: Path, theirs: Path | RemoteFolder, step: int | None
+    native: Path, hf: Path | RemoteFolder, step: int | None
 ) -> tuple[TrainedModel, PreTrainedModel]:
-    their_model = _transformers_model(theirs)
+    their_model = _transformers_model(hf)
     with contextlib.redirect_stdout(sys.stderr):
-        return open_trained_model(str(ours), step, device="cpu"), their_model
+        return open_trained_model(str(native), step, device="cpu"), their_model
 
 
 def _compare(
@@ -184,15 +184,15 @@ def _transformers_model(folder: Path | RemoteFolder) -> PreTrainedModel:
 # --- after a conversion
 
 
-def check_comparable(made: AsHF, model: ModelConfig, remote: bool) -> None:
+def check_comparable(exported: AsHF, model: ModelConfig, remote: bool) -> None:
     """Raise ConversionError if an export, into an object store if it is `remote`, can neither be
     compared with transformers here nor is one that the tests compared."""
-    model_type = made.config["model_type"]
+    model_type = exported.config["model_type"]
     try:
         if model_type not in _transformers().CONFIG_MAPPING:
             raise ConversionError(f"transformers has no {model_type} models")
-        values = sum(torch.Size(tensor.shape).numel() for tensor in made.tensors)
-        _needs_memory(values, sum(tensor.bytes for tensor in made.tensors) if remote else 0)
+        values = sum(torch.Size(tensor.shape).numel() for tensor in exported.tensors)
+        _needs_memory(values, sum(tensor.bytes for tensor in exported.tensors) if remote else 0)
     except ConversionError as error:
         _known(model_type, model, str(error))
 
@@ -215,42 +215,42 @@ def _known(model_type: str, model: ModelConfig, reason: str) -> str:
 
 def verified(
     report: str,
-    ours: Path,
-    theirs: Path | RemoteFolder,
-    made: Path | Remote,
+    native: Path,
+    hf: Path | RemoteFolder,
+    written: Path | Remote,
     step: int | None = None,
     *,
     export: bool = False,
     tokenizer: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """`report` of a conversion that wrote `made`, with a line on what the comparison found or why
-    there was none. `tokenizer`: the flags of it that were given for an export.
+    """`report` of a conversion that wrote `written`, with a line on what the comparison found or
+    why there was none. `tokenizer`: the flags of it that were given for an export.
 
     Raises ConversionError if the models differ, and for an `export` that neither is compared nor
-    one that the tests compared; `made` is removed then.
+    one that the tests compared; `written` is removed then.
     """
-    words = ["verify", str(ours), str(theirs)]
+    words = ["verify", str(native), str(hf)]
     words += ["--ckpt-step", str(step)] if step is not None else []
     later = f"later: python tools/convert_checkpoint.py {shlex.join(words)}"
     try:
         _transformers()
-        needed = _needs_memory(*_sizes(theirs))
+        needed = _needs_memory(*_sizes(hf))
         if needed > WORTH_SAYING:
             print(
                 f"verifying on random ids: takes {needed / 1e9:.1f} GB of memory (--unverified "
                 "skips it)",
                 file=sys.stderr,
             )
-        text, good = _compare(*_open_both(ours, theirs, step), TOLERANCE, LENGTH)
+        text, good = _compare(*_open_both(native, hf, step), TOLERANCE, LENGTH)
     except (ConversionError, CheckpointError, ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
         if not export:
             return f"{report}\nnot verified: {reason}; {later}"
         try:
-            with HFFolder(theirs) as folder, Ours(ours, step) as source:
+            with HFFolder(hf) as folder, NativeCheckpoint(native, step) as source:
                 verdict = _known(folder.config["model_type"], source.model, reason)
         except ConversionError:
-            remove_folder(made)
+            remove_folder(written)
             raise
         return f"{report}\n{verdict}; {later}"
     if good:
@@ -259,22 +259,22 @@ def verified(
             f"{TOLERANCE} of the largest value"
         )
         if export:
-            lines += f"\n{_tokenizers_compared(ours, theirs, step, tokenizer)}"
+            lines += f"\n{_tokenizers_compared(native, hf, step, tokenizer)}"
         return lines
-    remove_folder(made)
+    remove_folder(written)
     raise ConversionError(
-        f"{text}\n{made}: removed, since the two models do not compute the same; --unverified "
+        f"{text}\n{written}: removed, since the two models do not compute the same; --unverified "
         "keeps it"
     )
 
 
 def _tokenizers_compared(
-    ours: Path, theirs: Path | RemoteFolder, step: int | None, flags: Mapping[str, Any]
+    native: Path, hf: Path | RemoteFolder, step: int | None, flags: Mapping[str, Any]
 ) -> str:
-    """A line on whether AutoTokenizer of the folder `theirs` gives the ids of our tokenizer."""
-    folder = theirs.path if isinstance(theirs, RemoteFolder) else theirs
+    """A line on whether AutoTokenizer of the folder `hf` gives the ids of our tokenizer."""
+    folder = hf.path if isinstance(hf, RemoteFolder) else hf
     try:
-        with Ours(ours, step, flags) as source:
+        with NativeCheckpoint(native, step, flags) as source:
             tokenizer = source.tokenizer()
         loaded = _transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

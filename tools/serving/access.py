@@ -51,8 +51,8 @@ class Access:
                 code="host_not_allowed",
             )
         if origin is not None:
-            place = origin.partition("://")[2]
-            if place != host and not is_loopback(name_of(place)):
+            host_of_origin = origin.partition("://")[2]
+            if host_of_origin != host and not is_loopback(name_of(host_of_origin)):
                 raise ApiError(
                     403,
                     f"Origin {origin[:100]}: without --api-key the server answers to its own page "
@@ -78,10 +78,10 @@ def check_content_type(request: Request) -> None:
         )
 
 
-def name_of(place: str) -> str:
+def name_of(address: str) -> str:
     """Of `name:port`, where an IPv6 address has brackets; empty if it is neither."""
     try:
-        return urlsplit(f"//{place}").hostname or ""
+        return urlsplit(f"//{address}").hostname or ""
     except ValueError:
         return ""
 

@@ -104,7 +104,10 @@ class Form:
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
                 # of tokens with the same text (parts of a character) the most likely one
-                {self.detokenize([other]): value for other, value in reversed(token.alternatives)}
+                {
+                    self.detokenize([alternative]): value
+                    for alternative, value in reversed(token.alternatives)
+                }
                 for token in tokens
             ],
             "text_offset": offsets,
@@ -113,7 +116,7 @@ class Form:
     def _chat_logprob(self, token: NewToken) -> dict[str, Any]:
         return {
             **self._named(token.id, token.logprob),
-            "top_logprobs": [self._named(*other) for other in token.alternatives],
+            "top_logprobs": [self._named(*alternative) for alternative in token.alternatives],
         }
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:

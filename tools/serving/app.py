@@ -147,12 +147,12 @@ async def _body(request: Request, served: Served) -> dict[str, Any]:
         if len(data) > served.limits.body_bytes:
             limit = served.limits.body_bytes
             raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-    found = read_json(bytes(data))
-    model = found.get("model")
+    body = read_json(bytes(data))
+    model = body.get("model")
     if model is not None and model != served.name:
         text = f"the model {str(model)[:100]!r} does not exist; this server has {served.name!r}"
         raise ApiError(404, text, param="model", code="model_not_found")
-    return found
+    return body
 
 
 def _check_count(served: Served, n: object, prompt: object = None) -> None:
@@ -292,8 +292,8 @@ async def _collect(
     """Wait until every answer is finished, or its client has gone. Raises ApiError."""
     gone = asyncio.create_task(_disconnected(request))
     try:
-        left = len(jobs)
-        while left:
+        unfinished = len(jobs)
+        while unfinished:
             following = asyncio.create_task(pieces.get())
             await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
@@ -302,7 +302,7 @@ async def _collect(
             number, piece = following.result()
             _check_piece(piece)
             answers[number].add(piece)
-            left -= piece.finish_reason is not None
+            unfinished -= piece.finish_reason is not None
     finally:
         gone.cancel()
         worker.cancel(jobs)
@@ -337,14 +337,14 @@ async def _stream(
                 yield _event(form.chunk(number, echo[number], [], None))
         held: list[list[NewToken]] = [[] for _ in jobs]
         count = 0
-        left = len(jobs)
-        while left:
+        unfinished = len(jobs)
+        while unfinished:
             number, piece = await pieces.get()
             _check_piece(piece)
             if piece.token is not None:
                 held[number].append(piece.token)
                 count += 1
-            left -= piece.finish_reason is not None
+            unfinished -= piece.finish_reason is not None
             if piece.text or piece.finish_reason:
                 yield _event(form.chunk(number, piece.text, held[number], piece.finish_reason))
                 held[number] = []

@@ -17,7 +17,7 @@ def parse_words(parser: Parser, argv: Sequence[str]) -> Parsed:
     tail = argv[end + 1 :]
     loose = []
     index = 0
-    seen: dict[str, list[str]] = {}
+    typed_values: dict[str, list[str]] = {}
     while index < len(words):
         stop = index + 1
         if not is_flag(words[index]):
@@ -26,7 +26,7 @@ def parse_words(parser: Parser, argv: Sequence[str]) -> Parsed:
             most = _most_values(parser, words[index])
             while stop < len(words) and stop - index <= most and not is_flag(words[stop]):
                 stop += 1
-            take(parser, words[index:stop], seen, parsed)
+            take(parser, words[index:stop], typed_values, parsed)
         index = stop
     if parser.after_dashes is None:
         loose += tail

@@ -52,14 +52,14 @@ def read(
     problems = [*parsed.problems, *missing(parser, parsed), *out_of_range(parser, parsed)]
     if not any(flag.required and flag.name not in parsed.typed for flag in parser.flags):
         unread = tuple(flags[name].spelling for name in parsed.broken)
-        given = options(**parsed.typed)
-        problems += [problem for problem in check(given) if not problem.startswith(unread)]
+        typed_options = options(**parsed.typed)
+        problems += [problem for problem in check(typed_options) if not problem.startswith(unread)]
     if problems:
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         raise SystemExit(2)
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
-    return given
+    return typed_options
 
 
 def out_of_range(parser: Parser, parsed: Parsed) -> list[str]:

@@ -59,10 +59,10 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"--distributed-backend {facts['distributed_backend']}: no effect with one rank on the "
             "CPU [flag-has-no-effect]"
         )
-    kept = [name for name in ("layernorm", "mla_up_proj") if name in facts["recompute_modules"]]
-    if kept:
+    ignored = [name for name in ("layernorm", "mla_up_proj") if name in facts["recompute_modules"]]
+    if ignored:
         lines.append(
-            f"--recompute-modules {' '.join(kept)}: activations are kept, with the same results "
+            f"--recompute-modules {' '.join(ignored)}: activations are kept, with the same results "
             "[flag-has-no-effect]"
         )
     untied = facts["untie_embeddings_and_output_weights"]

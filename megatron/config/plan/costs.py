@@ -36,9 +36,9 @@ class Sizes:
         self.etp = p.expert_tensor_parallel
         own_tokens = self.sequence or self.tp == 1
         self.expert_tokens = self.rows * self.etp if own_tokens else self.tokens
-        self.item = BYTES[config.precision.params_dtype]
-        self.wide = max(4, self.item)
-        self.residual = self.wide if m.fp32_residual_connection else self.item
+        self.itemsize = BYTES[config.precision.params_dtype]
+        self.wide = max(4, self.itemsize)
+        self.residual = self.wide if m.fp32_residual_connection else self.itemsize
         self.hidden = m.hidden_size
         self.query = m.num_attention_heads * m.head_dim // self.tp
         self.key = m.groups_per_rank(self.tp) * m.head_dim
@@ -50,13 +50,15 @@ class Sizes:
         # The C++, where it is built: it widens nothing.
         self.native = self.on_cpu and config.precision.params_dtype in ("float32", "bfloat16")
 
-    def norm(self, rows: int, width: int, item: int) -> int:
-        """What a norm keeps of its input (of `item` bytes an element) and of its statistics."""
+    def norm(self, rows: int, width: int, itemsize: int) -> int:
+        """What a norm keeps of its input (of `itemsize` bytes an element) and of its statistics."""
         m = self.config.model
         layer_norm = m.normalization == "LayerNorm"
         if m.apply_layernorm_1p and (layer_norm or not self.on_cpu):
-            item = max(item, self.wide)
-        return rows * (width * item + self.wide * (2 if layer_norm else 0 if self.on_cpu else 1))
+            itemsize = max(itemsize, self.wide)
+        return rows * (
+            width * itemsize + self.wide * (2 if layer_norm else 0 if self.on_cpu else 1)
+        )
 
     def attention(self) -> int:
         """Queries, keys and values as the projection made them and as the core takes them, the
@@ -71,12 +73,14 @@ class Sizes:
             widths += self.query + self.key
         if copied and (m.qk_layernorm or m.positions != "rope"):
             widths += self.query  # queries of all groups, made contiguous
-        nbytes = self.tokens * self.item * (widths + self.query)
+        nbytes = self.tokens * self.itemsize * (widths + self.query)
         if m.qk_layernorm and m.qk_layernorm_all_heads:
             nbytes += self.tokens * 2 * self.wide
         elif m.qk_layernorm:
-            statistics = self.norm(1, 0, self.item) * (heads + groups)
-            widened = self.norm(1, 1, self.item) - self.norm(1, 0, self.item) > self.item
+            statistics = self.norm(1, 0, self.itemsize) * (heads + groups)
+            widened = (
+                self.norm(1, 1, self.itemsize) - self.norm(1, 0, self.itemsize) > self.itemsize
+            )
             nbytes += self.tokens * (
                 statistics + (self.wide * (self.query + self.key) if widened else 0)
             )
@@ -87,7 +91,7 @@ class Sizes:
             or self.config.precision.fp64
         )
         # kernels/cuda/torch_flash.py takes them on a CUDA device
-        flash = not self.on_cpu and self.item == 2 and m.head_dim % 8 == 0 and m.head_dim <= 192
+        flash = not self.on_cpu and self.itemsize == 2 and m.head_dim % 8 == 0 and m.head_dim <= 192
         chunked = chunked and not flash or backend in ("local", "unfused")
         recomputed = "core_attn" in t.recomputed_modules
         if not recomputed and backend == "unfused":
@@ -123,20 +127,20 @@ class Sizes:
         # geglu's C++ keeps GELU's input in bf16; elsewhere on a CPU the slope is kept beside it.
         widths = {
             "swiglu": 3 if self.fuses_swiglu else 4,
-            "geglu": 5 if self.on_cpu and not (self.native and self.item == 2) else 4,
+            "geglu": 5 if self.on_cpu and not (self.native and self.itemsize == 2) else 4,
         }.get(m.activation, 2)
-        return self.item * widths * ffn
+        return self.itemsize * widths * ffn
 
     def layer(self, number: int) -> int:
         """All that a layer keeps: its norms' inputs and results, and the two blocks."""
         m = self.config.model
-        normed = self.rows * self.hidden * self.item
+        normed = self.rows * self.hidden * self.itemsize
         before = 0 if m.no_pre_layernorm else 2
         outputs = m.post_self_attn_layernorm + m.post_mlp_layernorm
         return (
             2 * normed
             + before * self.norm(self.rows, self.hidden, self.residual)
-            + outputs * self.norm(self.rows, self.hidden, self.item)
+            + outputs * self.norm(self.rows, self.hidden, self.itemsize)
             + self.attention()
             + self._mlp(number)
             - self.recomputed_mlp(number)
@@ -155,10 +159,10 @@ class Sizes:
         ffn = m.ffn // self.tp
         inner = ffn * (2 if m.gated else 1)
         first = self.linear_backward(inner, self.hidden)
-        first += self.tokens * (self.item * inner - self.width(ffn))
+        first += self.tokens * (self.itemsize * inner - self.width(ffn))
         second = self.linear_backward(ffn, self.hidden)  # of the transposed matrix
-        second += self.tokens * self.item * (ffn - self.hidden)
-        return max(attention, first, second) + self.rows * self.hidden * self.item
+        second += self.tokens * self.itemsize * (ffn - self.hidden)
+        return max(attention, first, second) + self.rows * self.hidden * self.itemsize
 
     def linear_backward(self, outputs: int, inputs: int) -> int:
         """The gradients of a column-parallel layer's weight (before it is added to that of other
@@ -166,14 +170,15 @@ class Sizes:
         p = self.config.precision
         weight = inputs * (0 if self.on_cpu or p.params_dtype == p.grad_dtype else outputs)
         gathered = self.tokens + self.rows if self.sequence else 0
-        return self.item * (weight + (self.tokens + gathered) * inputs)
+        return self.itemsize * (weight + (self.tokens + gathered) * inputs)
 
     def head(self) -> int:
         """Final norm, output layer and loss: above all the logits."""
         nbytes = (
-            self.norm(self.rows, self.hidden, self.residual) + self.rows * self.hidden * self.item
+            self.norm(self.rows, self.hidden, self.residual)
+            + self.rows * self.hidden * self.itemsize
         )
-        nbytes += self.tokens * (self.vocab * self.item + IDS + self.loss)
+        nbytes += self.tokens * (self.vocab * self.itemsize + IDS + self.loss)
         return nbytes + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
     def loss_scratch(self) -> int:
@@ -187,7 +192,7 @@ class Sizes:
     def embedding_backward(self) -> int:
         """The gradients of the embedding's results and, where they are not summed in fp32 by row,
         of its whole matrix, before it is added."""
-        rows = self.tokens * (self.wide + (self.item if self.item < self.wide else 0))
+        rows = self.tokens * (self.wide + (self.itemsize if self.itemsize < self.wide else 0))
         if self.config.precision.grad_dtype in ("bfloat16", "float16"):
             rows += self.vocab * self.wide
         return rows * self.hidden

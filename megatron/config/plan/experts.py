@@ -19,7 +19,7 @@ class Sizes(Protocol):
     rows: int
     expert_tokens: int
     hidden: int
-    item: int
+    itemsize: int
     wide: int
     native: bool
 
@@ -44,9 +44,9 @@ def _activation(sizes: Sizes) -> int:
     m = sizes.config.model
     width = m.expert_ffn // sizes.etp
     if "moe_act" in sizes.config.training.recomputed_modules:
-        return sizes.item * width * (2 if m.gated else 1)
+        return sizes.itemsize * width * (2 if m.gated else 1)
     fused = m.activation == "swiglu" and sizes.native and sizes.fuses_swiglu
-    return sizes.width(width) + sizes.item * width * (not fused)
+    return sizes.width(width) + sizes.itemsize * width * (not fused)
 
 
 def kept(sizes: Sizes) -> int:
@@ -57,7 +57,7 @@ def kept(sizes: Sizes) -> int:
     the router: its logits and scores.
     """
     m = sizes.config.model
-    copied = 0 if sizes.native and sizes.item == 4 else sizes.hidden * sizes.item
+    copied = 0 if sizes.native and sizes.itemsize == 4 else sizes.hidden * sizes.itemsize
     nbytes = _copies(sizes) * (copied + _activation(sizes) + 3 * NUMBER)
     nbytes += sizes.rows * m.experts * 3 * sizes.wide
     modules = sizes.config.training.recomputed_modules
@@ -74,5 +74,5 @@ def backward(sizes: Sizes) -> int:
     width = m.expert_ffn // sizes.etp
     inner = width * (2 if m.gated else 1)
     matrix = sizes.linear_backward(inner, sizes.hidden) - sizes.linear_backward(0, sizes.hidden)
-    gradients = copies * sizes.item * (sizes.hidden + inner)
+    gradients = copies * sizes.itemsize * (sizes.hidden + inner)
     return max(copies * width * 3 * sizes.wide, matrix + gradients - copies * _activation(sizes))

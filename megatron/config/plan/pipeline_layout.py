@@ -112,22 +112,22 @@ def parse_layout(layout: str, num_layers: int, stages: int, chunks: int | None =
     may have a virtual stage of their own. `chunks`: virtual stages of a rank, where given. Raises
     ValueError with flag, position and remedy.
     """
-    items = expand(layout)
-    _check(layout, items, num_layers)
+    entries = expand(layout)
+    _check(layout, entries, num_layers)
     sizes = [0]
     empty = True
-    for item in items:
-        if item.symbol == "|" and empty:
-            _refuse(layout, item.position, "this virtual stage is empty; give it a layer")
-        empty = item.symbol == "|"
+    for entry in entries:
+        if entry.symbol == "|" and empty:
+            _refuse(layout, entry.position, "this virtual stage is empty; give it a layer")
+        empty = entry.symbol == "|"
         if empty:
             sizes.append(0)
-        sizes[-1] += item.symbol == "t"
+        sizes[-1] += entry.symbol == "t"
     if len(sizes) % stages or (chunks is not None and len(sizes) != stages * chunks):
         per_rank = "" if chunks is None else f" x {CHUNKS} {chunks} = {stages * chunks}"
         _refuse(
             layout,
-            items[-1].position,
+            entries[-1].position,
             f"the layout ends after {len(sizes)} virtual stages, which must be "
             + ("a multiple of " if chunks is None else "")
             + f"--pipeline-model-parallel-size {stages}{per_rank}",
@@ -140,7 +140,7 @@ def parse_layout(layout: str, num_layers: int, stages: int, chunks: int | None =
     if len(sizes) > stages == 1:
         _refuse(
             layout,
-            next(item.position for item in items if item.symbol == "|"),
+            next(entry.position for entry in entries if entry.symbol == "|"),
             "virtual stages need --pipeline-model-parallel-size 2 or more",
         )
     return tuple(map(tuple, split))

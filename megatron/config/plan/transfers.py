@@ -98,7 +98,7 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
     ]
-    whole = sizes.tokens * sizes.hidden * sizes.item
+    whole = sizes.tokens * sizes.hidden * sizes.itemsize
     if stage == 0:
         per_micro_batch += _tensor_parallel(sizes, whole, forward=1, gathered_grads=1)
     if last:
@@ -164,7 +164,7 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     With sequence parallelism a column-parallel layer's input is gathered in forward and once more
     in backward.
     """
-    whole = sizes.tokens * sizes.hidden * sizes.item
+    whole = sizes.tokens * sizes.hidden * sizes.itemsize
     layers = len(chunk)
     m = config.model
     runs = config.training.recomputed_runs(layers)
@@ -188,7 +188,7 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     sent += _times(norms, [Transfer("tp", "all-reduce", 1, sizes.tokens * sizes.wide)])
     if sizes.tp > m.query_groups:  # queries, keys and values of all ranks, and their gradients
         width = (m.num_attention_heads + 2 * m.query_groups) * m.head_dim
-        nbytes = sizes.tokens * width * sizes.item
+        nbytes = sizes.tokens * width * sizes.itemsize
         sent += _times(layers + sum(runs), [Transfer("tp", "all-gather", 1, nbytes)])
         sent += _times(layers, [Transfer("tp", "reduce-scatter", 1, nbytes)])
     cores = 2 * layers + (layers if "core_attn" in modules else sum(runs))
@@ -257,7 +257,7 @@ def _shared_again(config: Config, sizes: Sizes) -> list[Transfer]:
 
 def _gather(sizes: Sizes) -> Transfer:
     """The input of a column-parallel layer, under sequence parallelism."""
-    return Transfer("tp", "all-gather", 1, sizes.tokens * sizes.hidden * sizes.item)
+    return Transfer("tp", "all-gather", 1, sizes.tokens * sizes.hidden * sizes.itemsize)
 
 
 def _sum(sizes: Sizes) -> Transfer:
@@ -290,7 +290,7 @@ def _exchange(sizes: Sizes) -> tuple[str, int, int, int]:
     """(Axis of the ranks whose tokens are brought together; bytes of these tokens, of the
     probabilities and of the numbers of their experts)."""
     copies = sizes.expert_tokens * sizes.config.model.moe_router_topk
-    whole = sizes.expert_tokens * sizes.hidden * sizes.item
+    whole = sizes.expert_tokens * sizes.hidden * sizes.itemsize
     axis = "tp" if sizes.etp == sizes.tp else "etp"
     return axis, whole, copies * sizes.wide, copies * IDS
 
@@ -338,7 +338,7 @@ def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> 
     keys_values = 2 * sizes.tokens * sizes.key  # of one rank
     if config.parallel.cp_comm_type == "all_gather":
         return [
-            Transfer("cp", "all-gather", cores, cores * sizes.cp * keys_values * sizes.item),
+            Transfer("cp", "all-gather", cores, cores * sizes.cp * keys_values * sizes.itemsize),
             Transfer("cp", "reduce-scatter", layers, layers * sizes.cp * keys_values * sizes.wide),
         ]
     hops = sizes.cp - 1  # of two parts each
@@ -347,7 +347,7 @@ def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> 
             "cp",
             "send",
             2 * hops * (cores + layers),
-            hops * keys_values * (cores * sizes.item + layers * sizes.wide),
+            hops * keys_values * (cores * sizes.itemsize + layers * sizes.wide),
         )
     ]
 
@@ -355,7 +355,7 @@ def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> 
 def _links(config: Config, sizes: Sizes, chunks: int, first: bool, last: bool) -> list[Transfer]:
     """Hidden states to the next virtual stage and their gradients to the one before."""
     m = config.model
-    element_bytes = sizes.item if m.apply_residual_connection_post_layernorm else sizes.residual
+    element_bytes = sizes.itemsize if m.apply_residual_connection_post_layernorm else sizes.residual
     hidden = sizes.rows * sizes.hidden * element_bytes
     return [
         Transfer("pp", "send", chunks - last, (chunks - last) * hidden),

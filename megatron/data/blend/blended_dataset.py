@@ -31,49 +31,49 @@ class EpochCounts(list[float]):
     wrote `epochs:`."""
 
 
-def parse_blend(items: Sequence[str], flag: str = "--data-path") -> Blend:
-    """megatron-core's grammar: an odd number of items, or no weight where pairs would have one, is
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
+    """megatron-core's grammar: an odd number of words, or no weight where pairs would have one, is
     prefixes; else pairs of weight and prefix. Ours: `epochs:2` in the place of every weight is how
     often the data are read. Raises ValueError for a mixture and for weights that are not positive
     numbers.
     """
-    items = [str(item).strip() for item in items]
-    if not items or not all(items):
+    words = [str(word).strip() for word in words]
+    if not words or not all(words):
         raise ValueError(
             f"{flag}: names no data; give prefixes, or pairs of weight and prefix [blend-malformed]"
         )
-    if any(item.startswith(EPOCHS) for item in items):
-        return _parse_epochs(items, flag)
-    numbers = [_as_float(item) for item in items[::2]]
-    if len(items) % 2 == 1 or all(number is None for number in numbers):
-        return items, None
+    if any(word.startswith(EPOCHS) for word in words):
+        return _parse_epochs(words, flag)
+    numbers = [_as_float(word) for word in words[::2]]
+    if len(words) % 2 == 1 or all(number is None for number in numbers):
+        return words, None
     weights: list[float] = []
-    for item, weight in zip(items[::2], numbers, strict=True):
+    for word, weight in zip(words[::2], numbers, strict=True):
         if weight is None:
             raise ValueError(
-                f"{flag}: {item[:200]} stands where a weight is expected; give pairs of weight and "
+                f"{flag}: {word[:200]} stands where a weight is expected; give pairs of weight and "
                 "prefix [blend-malformed]"
             )
         if not 0 < weight < math.inf:
             raise ValueError(
-                f"{flag}: weight {item[:200]} must be a positive number; omit data that is not "
+                f"{flag}: weight {word[:200]} must be a positive number; omit data that is not "
                 "wanted [blend-malformed]"
             )
         weights.append(weight)
-    return items[1::2], weights
+    return words[1::2], weights
 
 
-def _parse_epochs(items: list[str], flag: str) -> Blend:
+def _parse_epochs(words: list[str], flag: str) -> Blend:
     counts = EpochCounts()
-    for item in items[::2]:
-        count = _as_float(item.removeprefix(EPOCHS)) if item.startswith(EPOCHS) else None
-        if count is None or not 0 < count < math.inf or len(items) % 2:
+    for word in words[::2]:
+        count = _as_float(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
+        if count is None or not 0 < count < math.inf or len(words) % 2:
             raise ValueError(
-                f"{flag}: {item[:200]} stands where epochs are expected; give pairs such as "
+                f"{flag}: {word[:200]} stands where epochs are expected; give pairs such as "
                 "epochs:2 PREFIX [blend-malformed]"
             )
         counts.append(count)
-    return items[1::2], counts
+    return words[1::2], counts
 
 
 def _as_float(word: str) -> float | None:
@@ -84,12 +84,12 @@ def _as_float(word: str) -> float | None:
 
 
 def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
-    """A file with the items of --data-path, as `blend_words` reads it."""
+    """A file with the words of --data-path, as `blend_words` reads it."""
     return parse_blend(blend_words(_read(path, flag).splitlines()), f"{flag} {path}")
 
 
 def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> list[Blend | None]:
-    """A JSON file {"train": [...], "valid": "...", ...}: a list of items, or one string of them,
+    """A JSON file {"train": [...], "valid": "...", ...}: a list of words, or one string of them,
     for each split."""
     try:
         blends = parse_json(_read(path, flag))
@@ -102,17 +102,17 @@ def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> li
         )
     split_blends: list[Blend | None] = []
     for name in SPLITS:
-        items = blends.get(name)
-        if isinstance(items, str):
-            items = items.split()
-        if items is not None and not (
-            isinstance(items, list) and all(isinstance(i, str | int | float) for i in items)
+        words = blends.get(name)
+        if isinstance(words, str):
+            words = words.split()
+        if words is not None and not (
+            isinstance(words, list) and all(isinstance(i, str | int | float) for i in words)
         ):
             raise ValueError(
                 f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of "
                 "them [blend-file-malformed]"
             )
-        split_blends.append(None if items is None else parse_blend(items, f"{flag} {path}, {name}"))
+        split_blends.append(None if words is None else parse_blend(words, f"{flag} {path}, {name}"))
     return split_blends
 
 

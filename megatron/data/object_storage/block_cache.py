@@ -242,9 +242,9 @@ class BlockCache:
                 return block, True
             block = download(stored.url, number * BLOCK_BYTES, size)
             with self._explained():
-                kept = self._store(path, block + block_sum(block).encode(), stamp)
+                cached = self._store(path, block + block_sum(block).encode(), stamp)
             self._count(Counts(0, 0.0, 1, size))
-        return block, kept
+        return block, cached
 
     def _count(self, counts: Counts) -> None:
         with self._counting:

@@ -91,8 +91,8 @@ def local_word(url: str, folder: str, bound: int) -> str:
     os.makedirs(os.path.dirname(mirror), exist_ok=True)
     with alone(f"{mirror}.lock"):
         if not os.path.isdir(mirror):
-            for left in glob.glob(f"{glob.escape(mirror)}.*/"):
-                shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+            for unfinished in glob.glob(f"{glob.escape(mirror)}.*/"):
+                shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
             _copy(protocol, facts, mirror, folder)
     start = glob.escape(mirror) if glob.has_magic(root) else mirror
     return _local(start, root)
@@ -107,8 +107,8 @@ def _files_of(files: Any, root: str) -> dict[str, Mapping[str, Any]]:
     if glob.has_magic(root):
         stem, suffix = posixpath.splitext(root)
         pattern = stem if suffix in (".idx", ".bin") else root
-        found = [*files.glob(f"{pattern}.idx"), *files.glob(plan_path(pattern))]
-        prefixes = {_prefix(path) for path in found}
+        paths = [*files.glob(f"{pattern}.idx"), *files.glob(plan_path(pattern))]
+        prefixes = {_prefix(path) for path in paths}
         fixed = root[: min(root.find(sign) for sign in "*?[" if sign in root)]
         listing = _below(files, fixed)
     else:
@@ -129,8 +129,8 @@ def _files_of(files: Any, root: str) -> dict[str, Mapping[str, Any]]:
 def _below(files: Any, start: str) -> dict[str, Mapping[str, Any]]:
     """The files whose path begins so."""
     folder, _, name = start.rpartition("/")
-    found = files.find(folder, detail=True, prefix=name) if folder else {}
-    return {path: info for path, info in found.items() if path.startswith(start)}
+    listing = files.find(folder, detail=True, prefix=name) if folder else {}
+    return {path: info for path, info in listing.items() if path.startswith(start)}
 
 
 def _prefix(path: str) -> str:

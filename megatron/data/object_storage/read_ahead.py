@@ -58,15 +58,15 @@ class ReadAhead:
         start: Callable[[], None],
     ) -> None:
         forked = multiprocessing.get_context("fork")
-        self._taken = forked.Semaphore(0)
+        self._consumed = forked.Semaphore(0)
         self._process = forked.Process(
-            target=_run, args=(ahead, dataset, micro_batches, start, self._taken), daemon=True
+            target=_run, args=(ahead, dataset, micro_batches, start, self._consumed), daemon=True
         )
         self._process.start()
 
     def take(self) -> None:
         """The training loop has taken a micro-batch."""
-        self._taken.release()
+        self._consumed.release()
         if self._process.exitcode:
             log.warn_once(
                 "the process that fetches data of the object store ahead has ended (exit code "
@@ -84,13 +84,13 @@ def _run(
     dataset: Dataset,
     micro_batches: Iterator[list[int]],
     start: Callable[[], None],
-    taken: multiprocessing.synchronize.Semaphore,
+    consumed: multiprocessing.synchronize.Semaphore,
 ) -> None:
     start()
     cache = block_cache(ahead.folder)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            _Fetcher(cache, ahead.micro_batches, taken, pool).run(dataset, micro_batches)
+            _Fetcher(cache, ahead.micro_batches, consumed, pool).run(dataset, micro_batches)
     except (ValueError, OSError):
         pass  # whoever reads the data meets it too, and says so
 
@@ -102,12 +102,12 @@ class _Fetcher:
         self,
         cache: BlockCache,
         depth: int,
-        taken: multiprocessing.synchronize.Semaphore,
+        consumed: multiprocessing.synchronize.Semaphore,
         pool: ThreadPoolExecutor,
     ) -> None:
         self._cache = cache
         self._depth = depth
-        self._taken = taken
+        self._consumed = consumed
         self._pool = pool
         self._window = Window(cache)
         self._batches: deque[Sequence[Needed]] = deque()
@@ -119,7 +119,7 @@ class _Fetcher:
         for micro_batch in micro_batches:
             while len(self._batches) >= self._depth:
                 self._wait(None)
-            if not self._batches and self._taken.acquire(block=False):
+            if not self._batches and self._consumed.acquire(block=False):
                 continue  # it was read already
             self._batches.append(self._cache.noted(dataset.__getitem__, micro_batch))
             stamp = max(stamp + 1, time.time_ns())
@@ -149,7 +149,7 @@ class _Fetcher:
         """For the loop to take a micro-batch, whose blocks may go then."""
         if not self._batches:
             time.sleep(FULL)
-        elif self._taken.acquire(timeout=seconds):
+        elif self._consumed.acquire(timeout=seconds):
             self._batches.popleft()
             with self._cache.locked():
                 self._window.hold(chain.from_iterable(self._batches))

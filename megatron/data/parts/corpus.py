@@ -66,11 +66,11 @@ class Corpus:
         """Make the part, unless it is whole; what of it was made here. `report` hears of each
         block, and `held` is a context that nothing stops half-way. Raises ValueError and
         OSError."""
-        made = Made()
+        counts = Made()
         unit = self.units[number]
 
         def write(folder: str) -> None:
-            nonlocal made
+            nonlocal counts
             tokenizer = tokenizer_of(self.job.tokenizer)
             pairs = [f"{folder}/{key}" for key in range(len(self.sets))]
             work = Unfinished(
@@ -92,8 +92,8 @@ class Corpus:
                 with held():
                     described = descriptions(self.job, tokenizer, work)
                     work.finish([{**each, **record} for each in described])
-            made = Made(
+            counts = Made(
                 1, work.documents, sum(work.tokens), work.done, work.bad, tuple(work.having)
             )
 
-        return made if making.make(self.sets, number, write) else Made()
+        return counts if making.make(self.sets, number, write) else Made()

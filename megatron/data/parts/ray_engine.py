@@ -51,10 +51,10 @@ def make_parts(
     ValueError for a cluster that is not reached.
     """
     waiting = [number for number in range(len(corpus.units)) if not is_whole(corpus.sets, number)]
-    made = Made()
+    counts = Made()
     failures: list[str] = []
     if not waiting:
-        return made, failures
+        return counts, failures
     with _connected(address) as ray:
         _say_size(ray, corpus, len(waiting))
         waiting.reverse()
@@ -73,7 +73,7 @@ def make_parts(
             done, _ = ray.wait(list(running), num_returns=len(running), timeout=TICK)
             for reference in done:
                 try:
-                    made = made.plus(ray.get(reference))
+                    counts = counts.plus(ray.get(reference))
                 except ray.exceptions.RayError as error:
                     failures.append(_failure(corpus, running[reference], error))
                 del running[reference]
@@ -81,8 +81,8 @@ def make_parts(
                 for reference in running:
                     ray.cancel(reference)
                 running.clear()
-            report(made, len(running) + len(waiting))
-    return made, failures
+            report(counts, len(running) + len(waiting))
+    return counts, failures
 
 
 def _make(corpus: Corpus, number: int, folder: str) -> Made:

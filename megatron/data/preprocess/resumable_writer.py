@@ -101,7 +101,7 @@ class Unfinished:
     texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
     there was something to resume; `discarded`: why it was not resumed. `finishing`:
     whether only names are left to be given. Work that is not `lasting` is removed however it ends.
-    With `kept` it also writes where each document came from (`document_sources`); `having`: how
+    With `sources` it also writes where each document came from (`document_sources`); `having`: how
     many documents have each key.
     """
 
@@ -113,7 +113,7 @@ class Unfinished:
         parts: int,
         job: dict[str, Any],
         lasting: bool = True,
-        kept: Kept | None = None,
+        sources: Kept | None = None,
     ):
         self.folder = f"{prefix}.unfinished"
         self.pairs = list(pairs)
@@ -128,10 +128,10 @@ class Unfinished:
         self.text_bytes = [0] * len(pairs)
         self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
         self._bad_size = 0
-        self._kept = kept
-        self._kept_sizes = [0] * len(document_sources.KINDS if kept else ())
+        self._kept = sources
+        self._kept_sizes = [0] * len(document_sources.KINDS if sources else ())
         self._kept_files: list[io.BufferedWriter] = []
-        self.having = [0] * len(kept.keys if kept else ())
+        self.having = [0] * len(sources.keys if sources else ())
         self.finishing = False
         self._lasting = lasting
         # lengths and counts, by key and part

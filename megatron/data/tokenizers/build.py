@@ -96,18 +96,18 @@ def tokenizer_from(config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
-def with_tokenizer(data: DataT, given: Mapping[str, Any]) -> DataT:
-    """`data` of a run with the tokenizer flags `given`. A run of NullTokenizer, on ids alone, takes
+def with_tokenizer(data: DataT, flags: Mapping[str, Any]) -> DataT:
+    """`data` of a run with these tokenizer `flags`. A run of NullTokenizer, on ids alone, takes
     any type; every other one only other files. Raises ValueError."""
     trained = data.tokenizer
-    kind = given.get("tokenizer_type", trained)
+    kind = flags.get("tokenizer_type", trained)
     if trained not in (kind, "NullTokenizer"):
         raise ValueError(
             f"--tokenizer-type {kind}: the model was trained with {trained}; omit the flag "
             "[tokenizer-not-that-of-training]"
         )
     needed = [name for name, _ in TOKENIZER_FILES.get(kind, ())]
-    for name, value in given.items():
+    for name, value in flags.items():
         if name != "tokenizer_type" and name not in needed:
             add = ", or add --tokenizer-type" if trained == "NullTokenizer" else ""
             raise ValueError(
@@ -115,8 +115,8 @@ def with_tokenizer(data: DataT, given: Mapping[str, Any]) -> DataT:
                 "[tokenizer-not-that-of-training]"
             )
     if kind != trained and kind != "TikTokenizer":
-        given = {**given, "vocab_size": None}
-    return replace(data, **given)
+        flags = {**flags, "vocab_size": None}
+    return replace(data, **flags)
 
 
 def check_ids(rows: int, tokenizer: Tokenizer, directory: object) -> None:

@@ -57,16 +57,16 @@ class TrainedModel(MegatronGPT):
         self.use(run.model[0], tokenizer, run.config.training.micro_batch_size)
         self._dp = run.runtime.ctx.dp
 
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **given: Any) -> list[Any]:
-        return self._shared(super()._loglikelihood_tokens, requests, given)
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[Any]:
+        return self._shared(super()._loglikelihood_tokens, requests, kwargs)
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], **given: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Any], **kwargs: Any) -> list[float]:
         """The log-likelihood of each text, every token predicted once."""
-        return self._shared(super().loglikelihood_rolling, requests, given)
+        return self._shared(super().loglikelihood_rolling, requests, kwargs)
 
-    def _shared(self, answer: Callable, requests: Sequence[Any], given: dict[str, Any]) -> list:
+    def _shared(self, answer: Callable, requests: Sequence[Any], kwargs: dict[str, Any]) -> list:
         """The answers to all requests, of which each data-parallel rank computes every n-th."""
-        ranks = gather_objects(answer(requests[self._dp.rank :: self._dp.size], **given), self._dp)
+        ranks = gather_objects(answer(requests[self._dp.rank :: self._dp.size], **kwargs), self._dp)
         return [ranks[i % self._dp.size][i // self._dp.size] for i in range(len(requests))]
 
 

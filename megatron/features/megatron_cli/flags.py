@@ -131,9 +131,9 @@ def _flag(word: str, head: Sequence[str], text: str) -> ForeignFlag:
         tuple(
             tuple(v.split("/")) if takes == "list" else _literal(v)
             for mark, v in re.findall(r"([!?])([^!?]*)", values)
-            if mark == which
+            if mark == wanted_mark
         )
-        for which in "!?"
+        for wanted_mark in "!?"
     )
     return ForeignFlag(
         name,

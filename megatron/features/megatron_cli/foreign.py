@@ -53,14 +53,14 @@ def other_flags() -> OtherFlags:
 
 def refused() -> dict[str, list[str]]:
     """As `OtherFlags.refused`: single flags, and families of which no flag is here."""
-    found: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     for flag in compat.FOREIGN.values():
         if flag.verdict == compat.REFUSED:
-            found.setdefault(flag.text, []).append(flag.spelling)
+            spellings.setdefault(flag.text, []).append(flag.spelling)
     for verdict, starts, text in compat.prefixes():
         if verdict == compat.REFUSED:
-            found.setdefault(text, []).extend(f"{start}*" for start in starts)
-    return found
+            spellings.setdefault(text, []).extend(f"{start}*" for start in starts)
+    return spellings
 
 
 def changes_nothing(name: str, value: Any) -> bool:
@@ -128,15 +128,15 @@ def _dense(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """(`typed` and `foreign`, notes) of a model with one expert, which is in Megatron-DeepSpeed one
     without experts: its flags of experts do nothing there. Megatron's own has a router then."""
-    given = foreign.keys() & _OF_EXPERTS
-    if typed.get("num_experts") != 1 or not given:
+    expert_flags = foreign.keys() & _OF_EXPERTS
+    if typed.get("num_experts") != 1 or not expert_flags:
         return typed, foreign, []
     note = (
         "--num-experts 1: no experts, as in Megatron-DeepSpeed, whose flags of experts have no "
         "effect then [megatron-flag-has-no-effect]"
     )
     typed = {name: value for name, value in typed.items() if name != "num_experts"}
-    return typed, {name: v for name, v in foreign.items() if name not in given}, [note]
+    return typed, {name: v for name, v in foreign.items() if name not in expert_flags}, [note]
 
 
 def _run_length(
@@ -180,13 +180,13 @@ def _with_deepspeed(
     except OSError as error:
         missing = f"--deepspeed_config {path}: {error.strerror or error}; give a JSON file"
         return typed, [] if typed.get("dry_run") else [f"{missing} [file-not-readable]"]
-    theirs = parse(flags, words)
-    problems += [f"--deepspeed_config {path}: {line}" for line in theirs.problems]
-    for name, value in theirs.typed.items():
+    deepspeed = parse(flags, words)
+    problems += [f"--deepspeed_config {path}: {line}" for line in deepspeed.problems]
+    for name, value in deepspeed.typed.items():
         if typed.get(name, value) != value:
             flag = next(flag.spelling for flag in flags.flags if flag.name == name)
             problems.append(
                 f"{flag} {typed[name]}: --deepspeed_config {path} says {value}; make them agree "
                 "[flag-contradicts-deepspeed-config]"
             )
-    return theirs.typed | typed, problems
+    return deepspeed.typed | typed, problems

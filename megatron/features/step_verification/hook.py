@@ -42,7 +42,7 @@ class Reading(NamedTuple):
     samples. `replicas` are the ranks of its data-parallel axis."""
 
     own: str
-    other: str
+    of_replica: str
     replicas: tuple[int, ...]
     process: str
 
@@ -120,7 +120,7 @@ class StepVerification(Hook):
         process = str(this_process())
         readings = gather_objects(Reading(own, before, ctx.dp.ranks, process), ctx.world)
         if all(
-            _shifted(readings, rank, -1).other == reading.own
+            _shifted(readings, rank, -1).of_replica == reading.own
             for rank, reading in enumerate(readings)
         ):
             self._sum_twice(iteration, own)
@@ -255,7 +255,11 @@ def _votes(readings: Sequence[Reading], third: Sequence[str], rank: int) -> list
     index = ranks.index(rank)
     before = ranks[index - 1]
     twice = ranks[(index - 2) % len(ranks)]
-    return [(rank, readings[rank].own), (before, readings[before].other), (twice, third[twice])]
+    return [
+        (rank, readings[rank].own),
+        (before, readings[before].of_replica),
+        (twice, third[twice]),
+    ]
 
 
 def _majority(readings: Sequence[Reading], third: Sequence[str], rank: int) -> str | None:
@@ -265,7 +269,7 @@ def _majority(readings: Sequence[Reading], third: Sequence[str], rank: int) -> s
     if len(readings[rank].replicas) == 1:
         value, count = Counter(value for _, value in votes).most_common(1)[0]
         return value if count > 1 else None
-    ranks = {value: {by for by, other in votes if other == value} for _, value in votes}
+    ranks = {value: {by for by, vote in votes if vote == value} for _, value in votes}
     agreed = [value for value, by in ranks.items() if len(by) > 1]
     return agreed[0] if agreed else None
 

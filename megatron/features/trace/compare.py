@@ -53,10 +53,10 @@ def check_agreement(traces: Sequence[RankTrace]) -> None:
     """Raise TraceError unless the ranks of each group call the same collectives in the same order,
     and what one sends to another is what that one receives."""
     for number, trace in enumerate(traces):
-        for other in traces[number + 1 :]:
-            _check_collectives(trace, other)
-            _check_pair(trace, other)
-            _check_pair(other, trace)
+        for peer in traces[number + 1 :]:
+            _check_collectives(trace, peer)
+            _check_pair(trace, peer)
+            _check_pair(peer, trace)
 
 
 def _check_collectives(first: RankTrace, second: RankTrace) -> None:
@@ -104,13 +104,15 @@ def _call(axis: str, message: Message) -> str:
     return f"{message.operation} of {message.nbytes:,} bytes of {message.dtype} along {axis}"
 
 
-def _compare(one: list[str], other: list[str], who: str) -> None:
-    if one == other:
+def _compare(first_calls: list[str], second_calls: list[str], who: str) -> None:
+    if first_calls == second_calls:
         return
     ends = "nothing more"
     number, first, second = next(
         (number, a, b)
-        for number, (a, b) in enumerate(zip([*one, ends], [*other, ends], strict=False))
+        for number, (a, b) in enumerate(
+            zip([*first_calls, ends], [*second_calls, ends], strict=False)
+        )
         if a != b
     )
     raise TraceError(

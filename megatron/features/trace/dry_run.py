@@ -32,10 +32,10 @@ def trace(
     line: CommandLine,
     plan: Plan,
     forward_step: ForwardStep,
-    which: Sequence[str],
+    requested: Sequence[str],
     output: str | None,
 ) -> list[str]:
-    """Trace the ranks of --trace-ranks (`which`), write --trace-output, and return the lines to
+    """Trace the ranks of --trace-ranks (`requested`), write --trace-output, and return the lines to
     print.
 
     Raises TraceError for what would stall or break the step on GPUs, ValueError for what cannot be
@@ -45,7 +45,7 @@ def trace(
     tokenizer = _tokenizer(line.config, plan)
     line = replace(line, config=traced_config(line.config))
     config = line.config
-    ranks = chosen_ranks(which, config, plan)
+    ranks = chosen_ranks(requested, config, plan)
     lines = [
         f"trace of the step of iteration {plan.train_iters} on ranks "
         f"{', '.join(map(str, sorted(ranks)))} (a GPU's kernels, eager, tensors without values):"

@@ -109,7 +109,7 @@ class Kept(NamedTuple):
 
     nbytes: int
     operation: str
-    place: SourceLine
+    line: SourceLine
 
 
 class _Started(NamedTuple):
@@ -117,7 +117,7 @@ class _Started(NamedTuple):
 
     handle: Any
     operation: str
-    place: SourceLine
+    line: SourceLine
     storage: int
     span: tuple[int, int]
     phase: str
@@ -130,7 +130,7 @@ class _Piece(NamedTuple):
     kind: str
     nbytes: int
     operation: str
-    place: SourceLine
+    line: SourceLine
     in_step: bool
 
 
@@ -243,7 +243,7 @@ class StepRecorder(TorchDispatchMode, Timers):
     def unnamed(self) -> list[Kept]:
         """Memory made while building that is of no kind, largest first."""
         pieces = [
-            Kept(piece.nbytes, piece.operation, piece.place)
+            Kept(piece.nbytes, piece.operation, piece.line)
             for piece in self._pieces.values()
             if piece.kind == "build"
         ]
@@ -252,7 +252,7 @@ class StepRecorder(TorchDispatchMode, Timers):
     def kept(self) -> list[Kept]:
         """Memory made in the step that is still there, largest first."""
         pieces = [
-            Kept(piece.nbytes, piece.operation, piece.place)
+            Kept(piece.nbytes, piece.operation, piece.line)
             for piece in self._pieces.values()
             if piece.in_step
         ]
@@ -325,7 +325,7 @@ class StepRecorder(TorchDispatchMode, Timers):
                 if transfer.storage == storage and first < stop and start < end:
                     raise TraceError(
                         f"{_place()}: {name} takes what the {transfer.operation} of "
-                        f"{transfer.place} writes, and nothing has waited for it: call wait() of "
+                        f"{transfer.line} writes, and nothing has waited for it: call wait() of "
                         "its handle first [trace-missing-wait]"
                     )
 
@@ -336,7 +336,7 @@ class StepRecorder(TorchDispatchMode, Timers):
             if transfer.phase == WEIGHTS:
                 continue
             raise TraceError(
-                f"{transfer.place}: nothing waits for this {transfer.operation} in the "
+                f"{transfer.line}: nothing waits for this {transfer.operation} in the "
                 "step: call wait() of its handle [trace-missing-wait]"
             )
 

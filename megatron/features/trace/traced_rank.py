@@ -198,7 +198,7 @@ def _check_kept(tensors: list[Kept], when: str) -> None:
     if together > KEPT_BYTES:
         largest = tensors[0]
         raise TraceError(
-            f"{largest.place}: {largest.operation} makes {largest.nbytes:,} bytes that are still "
+            f"{largest.line}: {largest.operation} makes {largest.nbytes:,} bytes that are still "
             f"alive after {when} ({together:,} bytes in {len(tensors)} tensors): something keeps a "
             "reference [trace-memory-kept]"
         )
@@ -215,15 +215,15 @@ def _check_reductions(
     for transfer in gradients(config, plan, stage):
         if sizes[transfer.axis] > 1 and transfer.operation != "all-gather":
             planned[_replicas(transfer.axis), transfer.operation] += transfer.nbytes
-    found: Counter[tuple[str, str]] = Counter()
+    traced: Counter[tuple[str, str]] = Counter()
     places = {}
     for message, line in recorder.reductions:
         # gloo scatters sums by an exchange of parts
         operation = "reduce-scatter" if message.operation == "all-to-all" else message.operation
         key = _replicas(names.get(message.group, "world")), operation
-        found[key] += message.nbytes
+        traced[key] += message.nbytes
         places[key] = line
-    for (axis, operation), nbytes in found.items():
+    for (axis, operation), nbytes in traced.items():
         if nbytes > planned[axis, operation]:
             raise TraceError(
                 f"{places[axis, operation]}: {operation} of {nbytes:,} bytes of gradients over the "
@@ -232,9 +232,9 @@ def _check_reductions(
                 "[trace-wrong-group]"
             )
     for (axis, operation), nbytes in planned.items():
-        if found[axis, operation] < nbytes:
+        if traced[axis, operation] < nbytes:
             raise TraceError(
-                f"{operation} of {found[axis, operation]:,} bytes of gradients over the ranks of "
+                f"{operation} of {traced[axis, operation]:,} bytes of gradients over the ranks of "
                 f"{axis}, where the plan has {nbytes:,}: replicas would differ [trace-wrong-group]"
             )
 

@@ -68,9 +68,9 @@ class LocalCopies:
     def _gather(self, value: Any) -> list[Any]:
         return gather_objects(value, self._world)
 
-    def _together(self, action: Callable[[], None], mine: bool = True) -> None:
-        """Run the action on every rank, or where it is `mine`; an error of one is raised on all."""
-        store.together(self._gather, self._node, action, mine)
+    def _together(self, action: Callable[[], None], takes_part: bool = True) -> None:
+        """Run the action on every rank that takes part; an error of one is raised on all."""
+        store.together(self._gather, self._node, action, takes_part)
 
     def start_line(self) -> None:
         """Training continues from the current iteration: copies of another are no longer used."""
@@ -326,7 +326,7 @@ def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
         log.print_rank_0(f"WARNING: local copies are not used: {text}")
     places = _places([(host, parts) for host, parts, _ in listed])
     if unusable := _unusable(newest, places, run):
-        if all(one.step is None or one.step < newest.iteration for one in tries):
+        if all(from_disk.step is None or from_disk.step < newest.iteration for from_disk in tries):
             log.print_rank_0(
                 f" local copies of iteration {newest.iteration} are not used: {unusable}"
             )

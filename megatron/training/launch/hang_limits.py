@@ -30,14 +30,14 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress that each phase may take; None: no limit. `given`: that of an
+    """Seconds without progress that each phase may take; None: no limit. `iteration`: that of an
     iteration, if the user gave one."""
 
     startup: float | None
     first_iteration: float | None
     evaluation: float | None
     save: float | None
-    given: float | None
+    iteration: float | None
     iterations: bool = True  # are limited
 
     @property
@@ -49,8 +49,8 @@ class Limits:
 
     def __str__(self) -> str:
         iteration = (
-            f"{self.given:g}"
-            if self.given
+            f"{self.iteration:g}"
+            if self.iteration
             else f"larger of {LEAST_SECONDS:g} and {MEDIANS:g} x median"
         )
         values = {

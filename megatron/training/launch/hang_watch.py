@@ -37,7 +37,7 @@ class HangWatch(Hook):
         if not self._seconds:
             self._monitor.begin(Phase("first iteration", iteration, limits.first_iteration))
             return
-        limit = limits.given
+        limit = limits.iteration
         if limits.iterations and not limit:
             usual = median(self._seconds) * self._micro_batches(iteration)
             limit = max(LEAST_SECONDS, MEDIANS * usual)

@@ -471,11 +471,11 @@ class MonitorServer:
                 hosts.setdefault(self._processes[rank].host, rank)
         self._inspected = []
         for host, rank in hosts.items():
-            theirs = [
+            silent = [
                 (asdict(process), text) for process, text in known.items() if process.host == host
             ]
-            if theirs or missing:
-                self._wires[rank].send("inspect", processes=theirs, missing=missing)
+            if silent or missing:
+                self._wires[rank].send("inspect", processes=silent, missing=missing)
         asked = len(hosts) if missing else len({process.host for process in known} & set(hosts))
         answers = hang.inspect(known, missing)
         deadline = time.monotonic() + hang.STACK_WITHIN

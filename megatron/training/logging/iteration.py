@@ -89,13 +89,13 @@ class LogFormat(Protocol):
 
     def evaluation(
         self,
-        place: str,
+        when: str,
         split: str,
         iteration: int,
         losses: Mapping[str, float],
         bits: float | None,
     ) -> str:
-        """The text of an evaluation; `place` is Megatron's word for when it is, `bits` per byte."""
+        """The text of an evaluation; `when` is Megatron's word for when it is, `bits` per byte."""
 
     def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
         """The line of a device's memory, in bytes."""

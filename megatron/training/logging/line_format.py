@@ -67,7 +67,7 @@ class LineFormat:
 
     def evaluation(
         self,
-        place: str,
+        when: str,
         split: str,
         iteration: int,
         losses: Mapping[str, float],
@@ -75,7 +75,7 @@ class LineFormat:
     ) -> str:
         """The block of an evaluation, called validation for a test too."""
         suffix = split.removeprefix("final ").removeprefix("validation").removeprefix("test")
-        return validation_block(place, losses, suffix)
+        return validation_block(when, losses, suffix)
 
     def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
         """The line of a device's memory."""

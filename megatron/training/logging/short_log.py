@@ -112,7 +112,7 @@ class ShortLog:
 
     def evaluation(
         self,
-        place: str,
+        when: str,
         split: str,
         iteration: int,
         losses: Mapping[str, float],

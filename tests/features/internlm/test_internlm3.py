@@ -157,8 +157,8 @@ def test_internlm3_is_its_formulas(qkv_bias, bias, tmp_path):
     cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     ours = {name: p.grad for name, p in model.named_parameters()}
     for link in links_of(trained.config.model, VOCAB, FAMILIES["internlm3"].names):
-        parts = link.split(ours.pop(link.ours)[: link.shape[0]])
-        for name, part in zip(link.theirs, parts, strict=True):
+        parts = link.split(ours.pop(link.native_name)[: link.shape[0]])
+        for name, part in zip(link.foreign_names, parts, strict=True):
             wanted = exact.pop(name).grad
             assert (part - wanted).abs().max() < 1e-4 * wanted.abs().max().clamp(min=1e-6)
     assert not ours and not exact

@@ -25,18 +25,18 @@ def bench(monkeypatch):
     return load_tool("benchmarks/bench")
 
 
-def run_here(rank, world, words, file, here):
+def run_here(rank, world, words, file, in_process):
     """The figures of a run of the program in this process."""
-    code = load_tool("benchmarks/bench").main([*words, "--json", file], here=here)
+    code = load_tool("benchmarks/bench").main([*words, "--json", file], in_process=in_process)
     assert code == 0
     with open(file, encoding="utf-8") as figures:
         return json.load(figures)["results"]
 
 
-def figures(tmp_path, *words, here=True):
+def figures(tmp_path, *words, in_process=True):
     """The cases of a run, whose figures are all positive."""
     file = str(tmp_path / "figures.json")
-    results = run_ranks(1, run_here, words, file, here, seconds=400)[0]
+    results = run_ranks(1, run_here, words, file, in_process, seconds=400)[0]
     for case in results:
         for side in case["sides"].values():
             assert min(side["seconds"]) > 0 and side["rate"] > 0
@@ -54,7 +54,7 @@ def figures(tmp_path, *words, here=True):
 )
 def test_every_benchmark_runs_in_its_smallest_size(name, tmp_path):
     words = [name, "--small", "--rounds", "1", "--peer", "bare"]
-    results = figures(tmp_path, *words, here=name != "layouts")
+    results = figures(tmp_path, *words, in_process=name != "layouts")
     assert {case["benchmark"] for case in results} == {name}
 
 
@@ -118,7 +118,7 @@ def fixed(bench, monkeypatch):
             for name, (agrees, seconds) in sides.items()
         ]
         case = harness.Case("x", made, 6.0, "MB", tolerance, together)
-        return bench.run_case(case, rounds, here=True)
+        return bench.run_case(case, rounds, in_process=True)
 
     return run
 

@@ -126,7 +126,7 @@ def test_the_older_model_does_not_read_the_base():
     with pytest.raises(ConversionError, match="--rotary-base"):
         flags_from(args, "args", kind="legacy")
     given = {"rotary_base": 10000}
-    assert flags_from(args, "args", kind="legacy", given=given)["rotary_base"] == 10000
+    assert flags_from(args, "args", kind="legacy", overrides=given)["rotary_base"] == 10000
     model = ModelConfig(**SIZES, rotary_base=500000)
     assert args_for(model, {}, experts=False)["rotary_base"] == 500000
     with pytest.raises(ConversionError, match="--rotary-base"):
@@ -137,7 +137,9 @@ def test_two_names_of_one_setting_must_agree():
     for letter, both in (("U", {"norm_epsilon": 0.1}), ("W", {"rotary_base": 500})):
         assert UNSUPPORTED in refusal(letter, **both)
         args = releases()[letter] | SIZES | both
-        assert flags_from(args, "args", given=both)[next(iter(both))] == next(iter(both.values()))
+        assert flags_from(args, "args", overrides=both)[next(iter(both))] == next(
+            iter(both.values())
+        )
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def gradients(trained: TrainedModel, theirs: torch.nn.Module, family: str) -> fl
     found = by_file(found)
     worst = 0.0
     for link in links_of(trained.config.model, VOCAB, FAMILIES[family].names):
-        whole = mine.pop(link.ours)[: link.shape[0]]
-        for name, grad in zip(link.theirs, link.split(whole), strict=True):
+        whole = mine.pop(link.native_name)[: link.shape[0]]
+        for name, grad in zip(link.foreign_names, link.split(whole), strict=True):
             expected = found.pop(in_memory(name))
             largest = expected.abs().max().clamp(min=1e-6)
             worst = max(worst, ((grad - expected).abs().max() / largest).item())

@@ -143,7 +143,9 @@ def gap(name: str, model: ModelConfig, folder: Path) -> float:
     state = {
         theirs: part.contiguous()
         for link in links_of(model, VOCAB, family.names)
-        for theirs, part in zip(link.theirs, link.split(tensors[link.ours]), strict=True)
+        for theirs, part in zip(
+            link.foreign_names, link.split(tensors[link.native_name]), strict=True
+        )
     } | {theirs: torch.tensor(value) for theirs, value in family.constant_names(model).items()}
     config = config_for(family, model, VOCAB, IDS_OF_TOKENS)
     if name in REMOTE:

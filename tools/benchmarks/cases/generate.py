@@ -103,6 +103,8 @@ def generate(
     options = {"batch": batch, "new": new}
     sides = setup.ours("ours", "cases.generate:Ours", {**options, "model": model})
     if setup.peers is None or "transformers" in setup.peers:
-        other = {**options, "model": hf or export(setup.folder, model)}
-        sides += setup.peer("transformers", "transformers", "cases.generate:Transformers", other)
+        peer_options = {**options, "model": hf or export(setup.folder, model)}
+        sides += setup.peer(
+            "transformers", "transformers", "cases.generate:Transformers", peer_options
+        )
     yield Case(f"batch {batch}", sides, batch * new, "tokens")

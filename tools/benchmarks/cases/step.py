@@ -39,11 +39,11 @@ def step(
     start = str(setup.folder / f"{shape.name}-{dtype}.pt")
     common: dict[str, Any] = {"size": asdict(shape), "dtype": dtype, "device": setup.device}
     common |= {"compiled": bool(compiled), "warmup": 2 if setup.device == "cpu" else 5}
-    ours = {"kind": "ours", "flags": shlex.split(flags), **common}
-    sides = setup.ours("ours", TRAINING, ours, prepare=("save_start", start))
+    suite = {"kind": "ours", "flags": shlex.split(flags), **common}
+    sides = setup.ours("ours", TRAINING, suite, prepare=("save_start", start))
     for name, needs in (("bare", ""), ("transformers", "transformers")):
-        other = {"kind": name, "start": start, **common}
-        sides += setup.peer(name, needs, TRAINING, other, settings=setup.settings)
+        peer = {"kind": name, "start": start, **common}
+        sides += setup.peer(name, needs, TRAINING, peer, settings=setup.settings)
     together = setup.device == "cpu"
     yield Case(f"{shape.name} {dtype}", sides, shape.tokens, "tokens", TOLERANCE[dtype], together)
 
@@ -60,18 +60,18 @@ def layouts(
     apart: what two cores can give); layout='NAME=RANKS FLAGS'. Peer: megatron-core's model, tensor
     parallel (sizes with family=llama, fp32)."""
     shape = parse_size(SMALL + ",family=llama,micro_batches=2" if setup.small else size)
-    name, _, rest = layout.partition("=")
-    ranks, *words = shlex.split(rest)
+    name, _, sizes = layout.partition("=")
+    ranks, *words = shlex.split(sizes)
     common = {"size": asdict(shape), "dtype": dtype}
-    ours = {"kind": "ours", **common}
-    side = {**ours, "flags": [*words, *shlex.split(flags)]}
-    single = {**ours, "flags": shlex.split(flags)}
+    suite = {"kind": "ours", **common}
+    side = {**suite, "flags": [*words, *shlex.split(flags)]}
+    single = {**suite, "flags": shlex.split(flags)}
     sides = setup.ours(name, TRAINING, side, ranks=int(ranks), threads=1)
     sides.append(Side("one rank", TRAINING, single, threads=1))
     sides.append(Side("two apart", TRAINING, single, threads=1, ranks=2, apart=True))
     if name == "tp2" and shape.family == "llama" and dtype == "fp32":
-        other = {"kind": "megatron-core", "agrees": False, **common}  # its own first weights
+        peer = {"kind": "megatron-core", "agrees": False, **common}  # its own first weights
         for title, count in (("megatron-core tp2", 2), ("megatron-core one rank", 1)):
             more = {"ranks": count, "threads": 1}
-            sides += setup.peer(title, "megatron.core", TRAINING, other, **more)
+            sides += setup.peer(title, "megatron.core", TRAINING, peer, **more)
     yield Case(name, sides, shape.tokens, "tokens", TOLERANCE[dtype])

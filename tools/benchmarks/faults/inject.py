@@ -92,10 +92,10 @@ class Injector:
         self._calls = 0
         self._next()
 
-    def due(self, place: str) -> Fault | None:
+    def due(self, function: str) -> Fault | None:
         """The fault that comes in this call of the place's function."""
         fault = self._next()
-        if fault is None or fault.place != place:
+        if fault is None or fault.place != function:
             return None
         self._calls += 1
         if self._calls != fault.at:
@@ -193,12 +193,12 @@ def install(faults: Sequence[Fault], rank: int, folder: Path) -> None:
     """From now on the faults come to this process, which is `rank`; `folder` has the files."""
     injector = Injector(faults, rank, folder)
     places = {fault.place for fault in faults}
-    for place in places & PLACES.keys():
-        module, name, axis = PLACES[place]
+    for function in places & PLACES.keys():
+        module, name, axis = PLACES[function]
         owner = importlib.import_module(module)
-        if place == "upload":
+        if function == "upload":
             change(owner, name, _bucket)
-        change(owner, name, functools.partial(_around, injector, place, axis))
+        change(owner, name, functools.partial(_around, injector, function, axis))
 
 
 def _bucket(right: Callable) -> Callable:
@@ -211,10 +211,10 @@ def _bucket(right: Callable) -> Callable:
     return put_file
 
 
-def _around(injector: Injector, place: str, axis: str, right: Callable) -> Callable:
+def _around(injector: Injector, function: str, axis: str, right: Callable) -> Callable:
     def changed(*args: Any, **kwargs: object) -> Any:
         is_here = not axis or any(getattr(argument, "name", "") == axis for argument in args)
-        fault = injector.due(place) if is_here else None
+        fault = injector.due(function) if is_here else None
         kind = fault.kind if fault else ""
         if kind and kind not in ("NaN", "object store lies"):
             strike(kind)

@@ -64,7 +64,7 @@ class Training:
         warmup: int = 2,
         agrees: bool = True,
     ):
-        known = {one.name for one in fields(Size)}  # of another checkout it may have fewer
+        known = {field.name for field in fields(Size)}  # of another checkout it may have fewer
         self.size = Size(**{name: value for name, value in size.items() if name in known})
         self.device = devices.choose_device(device, 0)
         self._clock = make_clock(self.device)
@@ -74,9 +74,9 @@ class Training:
         self._facts: dict[str, float] = {}
         self.flops = 0
         if kind == "ours":
-            ours = importlib.import_module("contestants").Ours
+            contestant = importlib.import_module("contestants").Ours
             words = [*flags, "--torch-compile"] if compiled else flags
-            self.runner: Any = ours(self.size, dtype, self.device.type, words, launcher)
+            self.runner: Any = contestant(self.size, dtype, self.device.type, words, launcher)
             count = importlib.import_module("megatron.training.logging.flops")
             samples = self.size.micro_batch * self.size.micro_batches
             self.flops = count.flops_per_iteration(self.runner.shape, samples)
@@ -100,16 +100,16 @@ class Training:
 
     def warm_up(self) -> list[float] | None:
         """Steps until one compiles nothing; the losses of the first ones."""
-        taken = [self._timed_step() for _ in range(self._warmup)]
-        while all(compiled for _, _, compiled in taken):
-            if len(taken) == self._warmup + MOST_COMPILING_STEPS:
-                raise RuntimeError(f"torch.compile still compiles in step {len(taken)}")
-            taken.append(self._timed_step())
-        fastest = min(seconds for seconds, _, compiled in taken if not compiled)
+        timed_steps = [self._timed_step() for _ in range(self._warmup)]
+        while all(compiled for _, _, compiled in timed_steps):
+            if len(timed_steps) == self._warmup + MOST_COMPILING_STEPS:
+                raise RuntimeError(f"torch.compile still compiles in step {len(timed_steps)}")
+            timed_steps.append(self._timed_step())
+        fastest = min(seconds for seconds, _, compiled in timed_steps if not compiled)
         self._steps = max(1, min(MOST_STEPS, round(TURN_SECONDS / fastest)))
-        compiling = [seconds - fastest for seconds, _, compiled in taken if compiled]
+        compiling = [seconds - fastest for seconds, _, compiled in timed_steps if compiled]
         self._facts = {"compile s": sum(compiling)} if compiling else {}
-        losses = [loss for _, loss, _ in taken[: self._warmup]]
+        losses = [loss for _, loss, _ in timed_steps[: self._warmup]]
         return losses if self._agrees else None
 
     def turn(self) -> float:

@@ -124,16 +124,16 @@ class ZeroOptimizer:
             for p in range(self.pp):
                 stage: dict[str, dict[str, Parts]] = {kind: {} for kind in KINDS}
                 for d in range(self.ranks(p * self.tp + t)):
-                    for kind, theirs, part in self._slices(self.files[p * self.tp + t, d]):
-                        if theirs not in names:
-                            raise self.wrong(f"{theirs} is in the optimizer, and no weight")
-                        stage[kind].setdefault(theirs, []).append(part)
+                    for kind, zero_name, part in self._slices(self.files[p * self.tp + t, d]):
+                        if zero_name not in names:
+                            raise self.wrong(f"{zero_name} is in the optimizer, and no weight")
+                        stage[kind].setdefault(zero_name, []).append(part)
                 for kind, tensors in stage.items():
-                    for theirs, parts in tensors.items():
-                        if p and theirs.startswith(_TIED) and names[theirs] in in_stages:
+                    for zero_name, parts in tensors.items():
+                        if p and zero_name.startswith(_TIED) and names[zero_name] in in_stages:
                             continue  # the last stage's copy of a tied embedding
-                        by_kind[kind].setdefault(names[theirs], []).append(parts)
-                in_stages |= {names[theirs] for theirs in stage[KINDS[0]]}
+                        by_kind[kind].setdefault(names[zero_name], []).append(parts)
+                in_stages |= {names[zero_name] for zero_name in stage[KINDS[0]]}
         return by_kind
 
     def _slices(self, file: TorchFile) -> Iterator[tuple[str, str, StoredPart]]:

@@ -65,8 +65,8 @@ class RemoteFolder:
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file is not the one that was opened."""
-        for name, seen in self._seen.items():
-            if self._facts(name) != seen:
+        for name, facts in self._seen.items():
+            if self._facts(name) != facts:
                 raise _changed(f"{self}/{name}")
 
     def _facts(self, name: str) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class _Merge:
         return self.places[0].dtype
 
     def __call__(self) -> torch.Tensor:
-        parts = [place.read() for place in self.places]
+        parts = [tensor.read() for tensor in self.places]
         tail = self.name.split(".", 3)[3] if self.name.startswith(LAYER_PREFIX) else self.name
         match tail.rsplit(".", 1):
             case ["self_attention.linear_qkv", _]:
@@ -151,8 +151,8 @@ def _sources(name: str, order: str) -> list[str]:
         return ["embedding" if name == WORD_EMBEDDING else "head.weight"]
     if name == "decoder.final_layernorm.weight":
         return ["norm.weight"]
-    layer, rest = name.removeprefix(LAYER_PREFIX).split(".", 1)
-    stem, kind = rest.rsplit(".", 1)
+    layer, parameter = name.removeprefix(LAYER_PREFIX).split(".", 1)
+    stem, kind = parameter.rsplit(".", 1)
     names = {
         "input_layernorm": ["norm1"],
         "pre_mlp_layernorm": ["norm2"],
@@ -161,7 +161,7 @@ def _sources(name: str, order: str) -> list[str]:
         "mlp.linear_fc1": ["mlp.w1", f"mlp.{up}"],
         "mlp.linear_fc2": [f"mlp.{down}"],
     }
-    return [f"blocks.{layer}.{theirs}.{kind}" for theirs in names[stem]]
+    return [f"blocks.{layer}.{internlm_name}.{kind}" for internlm_name in names[stem]]
 
 
 def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
@@ -313,7 +313,7 @@ def _optimizer_tensors(
     for name, merge in merges.items():
         if kind == "fp32_param" and merge.dtype == torch.float32:
             continue
-        stored = [_StoredTensor(parts[theirs]) for theirs in _sources(name, order)]
+        stored = [_StoredTensor(parts[internlm_name]) for internlm_name in _sources(name, order)]
         yield PendingTensor(
             f"optimizer.{kind}.{name}", torch.float32, merge.shape, replace(merge, places=stored)
         )
@@ -409,12 +409,14 @@ def _misfits(
         dim = 1 if by_columns else 0
         whole[dim] //= tp
     lines = []
-    for stored, theirs in zip(places, names, strict=True):
+    for stored, internlm_name in zip(places, names, strict=True):
         if len(stored.parts) != tp and not (alone and len(stored.parts) == 1):
-            lines.append(f"{source}: {theirs} is on {len(stored.parts)} of {tp} tensor ranks")
-        hint = "; is --mlp-weights the other one?" if ".mlp.w" in theirs else ""
+            lines.append(
+                f"{source}: {internlm_name} is on {len(stored.parts)} of {tp} tensor ranks"
+            )
+        hint = "; is --mlp-weights the other one?" if ".mlp.w" in internlm_name else ""
         lines += [
-            f"{source}: {theirs} has shape {list(shape_stored)}, should be {whole}{hint}"
+            f"{source}: {internlm_name} has shape {list(shape_stored)}, should be {whole}{hint}"
             for shape_stored in stored.shapes
             if list(shape_stored) != whole
         ]

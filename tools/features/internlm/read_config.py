@@ -96,10 +96,10 @@ class _Reader:
         self.lines: dict[str, int] = {}
         self.has_os = False
 
-    def refuse(self, node: ast.AST, what: str) -> ConfigError:
+    def refuse(self, node: ast.AST, construct: str) -> ConfigError:
         """The error for a node."""
         return ConfigError(
-            f"{self.path}, line {getattr(node, 'lineno', '?')}: {what}; a config is read, not "
+            f"{self.path}, line {getattr(node, 'lineno', '?')}: {construct}; a config is read, not "
             "run: it "
             'may hold literals, arithmetic, names given above, dict(...), "...".join([...]), '
             "os.environ"

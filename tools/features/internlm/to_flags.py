@@ -57,11 +57,11 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     args = Args()
     sections = {}
     for name in SECTIONS:
-        given = values.get(name, {})
-        if not isinstance(given, Mapping):
-            args.problems.append(f"{name} = {given!r}: must be a dict")
-            given = {}
-        sections[name] = Section(name, given, args)
+        keys = values.get(name, {})
+        if not isinstance(keys, Mapping):
+            args.problems.append(f"{name} = {keys!r}: must be a dict")
+            keys = {}
+        sections[name] = Section(name, keys, args)
     for name in ("model", "data", "adam", "lr_scheduler"):
         if name not in values:
             args.problems.append(f"{name}: is missing; a config has this dict")
@@ -532,8 +532,8 @@ def _checkpoints(ckpt: Section) -> None:
     every = ckpt.integer("checkpoint_every", 0)
     snapshot = _folder(ckpt, "snapshot_ckpt_folder")
     often = ckpt.integer("oss_snapshot_freq", 0)
-    given = ckpt.switch("load_given_ckpt", False)  # the older name of auto_resume=False
-    resume = ckpt.switch("auto_resume", not given)
+    load_given = ckpt.switch("load_given_ckpt", False)  # the older name of auto_resume=False
+    resume = ckpt.switch("auto_resume", not load_given)
     ahead = ckpt.switch("async_upload", False)
     if saves and save:
         if not every:
@@ -589,7 +589,7 @@ def _load(ckpt: Section) -> None:
         content = inner.take(
             "content",
             ("all",),
-            lambda v: isinstance(v, list | tuple) and all(one in CONTENTS for one in v),
+            lambda v: isinstance(v, list | tuple) and all(part in CONTENTS for part in v),
             f"some of {', '.join(CONTENTS)}",
         )
         kind = inner.take(

@@ -88,9 +88,11 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
         raise ValueError(
             f"{out}: is inside {folder}, or the other way round; give a directory apart from it"
         )
-    theirs, mine = (meta_path, lambda path: idx_path(path[:-4]))[:: 1 if to is ToMegatron else -1]
+    input_index, output_index = (meta_path, lambda path: idx_path(path[:-4]))[
+        :: 1 if to is ToMegatron else -1
+    ]
     notes = (lambda path: json_path(path[:-4]),) if to is ToMegatron else ()
-    inputs = [path for path in token_files(folder) if os.path.exists(theirs(path))]
+    inputs = [path for path in token_files(folder) if os.path.exists(input_index(path))]
     if not inputs:
         raise ValueError(
             f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} next to "
@@ -98,7 +100,7 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
         )
     for path in inputs:
         result = os.path.join(out, os.path.relpath(path, folder))
-        for existing in (result, mine(result), *(note(result) for note in notes)):
+        for existing in (result, output_index(result), *(note(result) for note in notes)):
             if os.path.lexists(existing):
                 raise ValueError(
                     f"{existing}: is there already; give another directory, or remove it"

@@ -74,8 +74,8 @@ def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
     if foreign is None:
         return "supported", ""
     value = parsed.typed[flag.name]
-    given = foreign.shown(value)
-    if given is None:
+    typed = foreign.shown(value)
+    if typed is None:
         return "supported", ""  # Megatron's default
     if foreign.refuses(value):
         return "refused", ""
@@ -90,7 +90,7 @@ def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
 def table(words: Sequence[str], own: Collection[str] = ()) -> dict[str, list[tuple[str, str]]]:
     """{kind: (flag with its values, what differs)}; `own` are flags of the script itself."""
     flags = command_line.parser(RunConfig)
-    starts = [at for at, word in enumerate(words) if at == 0 or is_flag(word)]
+    starts = [index for index, word in enumerate(words) if index == 0 or is_flag(word)]
     rows: dict[str, list[tuple[str, str]]] = {}
     for first, end in zip(starts, [*starts[1:], len(words)], strict=True) if words else ():
         each = words[first:end]
@@ -129,8 +129,8 @@ def report(script: Script, world_size: int | None, beside: Path) -> tuple[list[s
         "what differs", (part for line in differing for part in textwrap.wrap(line, 96))
     )
     if not problems:
-        others = (note for note in notes if not note.startswith("flags of Megatron-LM"))
-        lines += section("notes", (_CODE.sub("", note) for note in others))
+        other_notes = (note for note in notes if not note.startswith("flags of Megatron-LM"))
+        lines += section("notes", (_CODE.sub("", note) for note in other_notes))
     for kind in (OWN, "no effect", "supported"):
         flags = [flag.replace(" ", _KEPT) for flag, _ in rows.get(kind, ())]
         text = textwrap.fill("  ".join(flags), 96, break_on_hyphens=False, break_long_words=False)
@@ -160,16 +160,16 @@ def section(title: str, lines: Iterable[str]) -> list[str]:
 def report_imports(text: str, path: Path) -> int:
     """Print what a Python script imports from Megatron that has to change; the exit code."""
     try:
-        found = script_imports.imports_of(text, path, training.has)
+        imports = script_imports.imports_of(text, path, training.has)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         print(f"error: {path}: cannot be read ({error})", file=sys.stderr)
         return 1
-    absent = [each for each in found if not each.here]
+    absent = [each for each in imports if not each.available]
     counts = [counted(len(absent), "name") + " not here"] * bool(absent)
-    counts.append(counted(len(found), "name") + " of Megatron")
+    counts.append(counted(len(imports), "name") + " of Megatron")
     lines = [f"{'refused' if absent else 'accepted'}: {', '.join(counts)}"]
     lines += section("use instead", script_imports.rows(absent))
-    names = sorted({each.name for each in found if each.here and each.advice})
+    names = sorted({each.name for each in imports if each.available and each.advice})
     lines += section("import from megatron.training", textwrap.wrap(", ".join(names), 96))
     print("\n".join(lines))
     return 1 if absent else 0
@@ -185,10 +185,10 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if options.script.suffix == ".py":
         return report_imports(text, options.script)
-    given = dict(each.split("=", 1) for each in options.variables)
+    variables = dict(each.split("=", 1) for each in options.variables)
     recipe = options.script.suffix in (".yaml", ".yml")
     try:
-        script = read_recipe(text) if recipe else read_shell(text, given)
+        script = read_recipe(text) if recipe else read_shell(text, variables)
     except ModuleNotFoundError as error:
         print(
             f"error: check_script.py needs {error.name}; run: pip install tree-sitter "
@@ -199,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, RecursionError, MemoryError) as error:
         print(f"error: {options.script}: cannot be read ({error})", file=sys.stderr)
         return 1
-    if not script.found:
+    if not script.launched:
         print(
             f"error: {options.script}: no command line of pretrain_gpt.py found; it is looked for "
             "in shell scripts and below MODEL_ARGS: in YAML",

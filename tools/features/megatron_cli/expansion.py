@@ -31,11 +31,11 @@ _SUMS: Mapping[type[ast.AST], Callable] = {
 
 @dataclass
 class Variables:
-    """What a script has set, and its positional parameters; `given` wins over what it assigns."""
+    """What a script has set, and its positional parameters; `fixed` wins over what it assigns."""
 
     values: dict[str, Value] = field(default_factory=dict)
     parameters: list[str] = field(default_factory=list)
-    given: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
 
     def get(self, name: str) -> Value | None:
         """A value; None for what is not set."""
@@ -48,10 +48,10 @@ class Variables:
         return self.values.get(name)
 
     def set(self, name: str, value: Value) -> None:
-        """Assign, but for what is given. Raises ValueError for a value that only grows."""
+        """Assign, but for what is fixed. Raises ValueError for a value that only grows."""
         if sum(map(len, value)) > MAX_VALUE:
             raise ValueError(f"the variable {name[:80]} has more than {MAX_VALUE} characters")
-        if name not in self.given:
+        if name not in self.fixed:
             self.values[name] = value
 
 
@@ -72,9 +72,9 @@ def braces(text: str, variables: Variables, expand: Callable[[str], str]) -> Val
     if index not in (None, "@", "*"):
         index = expand(index)
         element = variables.get(f"{name}[{index}]")
-        at = arithmetic(index, variables) if element is None else None
+        subscript = arithmetic(index, variables) if element is None else None
         elements = dict(enumerate(value if isinstance(value, list) else ()))
-        value = element if at is None else elements.get(int(at))
+        value = element if subscript is None else elements.get(int(subscript))
     elif index is None and name not in ("@", "*"):
         value = first(value)
     if match["sign"] == "#" and not match["rest"]:
@@ -83,10 +83,14 @@ def braces(text: str, variables: Variables, expand: Callable[[str], str]) -> Val
 
 
 def _operated(
-    value: Value | None, rest: str, name: str, variables: Variables, expand: Callable[[str], str]
+    value: Value | None,
+    operation: str,
+    name: str,
+    variables: Variables,
+    expand: Callable[[str], str],
 ) -> Value | None:
     """A value after the operator of `${name...}`: a default, a cut, a replacement."""
-    if default := re.fullmatch(r"(:?)([-=+?])(.*)", rest, re.S):
+    if default := re.fullmatch(r"(:?)([-=+?])(.*)", operation, re.S):
         is_set = value is not None and (value or not default[1])
         if default[2] == "+":
             return expand(default[3]) if is_set else ""
@@ -95,19 +99,19 @@ def _operated(
         if default[2] == "=":
             variables.set(name, expand(default[3]))
         return expand(default[3])
-    if value is None or not rest:
+    if value is None or not operation:
         return value
     if isinstance(value, list):
-        each = (_operated(element, rest, name, variables, expand) for element in value)
+        each = (_operated(element, operation, name, variables, expand) for element in value)
         return [first(element) or "" for element in each]
-    if cut := re.fullmatch(r"(##?|%%?)(.*)", rest, re.S):
+    if cut := re.fullmatch(r"(##?|%%?)(.*)", operation, re.S):
         return _cut(value, cut[1], expand(cut[2]))
-    if replaced := re.fullmatch(r"//?(.+?)/(.*)", rest, re.S):
-        count = -1 if rest.startswith("//") else 1
+    if replaced := re.fullmatch(r"//?(.+?)/(.*)", operation, re.S):
+        count = -1 if operation.startswith("//") else 1
         return value.replace(expand(replaced[1]), expand(replaced[2]), count)
-    if rest in ("^^", ",,"):
-        return value.upper() if rest == "^^" else value.lower()
-    if part := re.fullmatch(r":(\d+)(?::(\d+))?", rest):
+    if operation in ("^^", ",,"):
+        return value.upper() if operation == "^^" else value.lower()
+    if part := re.fullmatch(r":(\d+)(?::(\d+))?", operation):
         return value[int(part[1]) :][: int(part[2]) if part[2] else None]
     return None
 
@@ -117,11 +121,11 @@ def _cut(value: str, mark: str, pattern: str) -> str:
     lengths = range(len(value) + 1)
     for length in lengths if len(mark) == 1 else reversed(lengths):
         ends = (value[:length], value[length:])
-        part, rest = (
+        part, remainder = (
             ends if mark[0] == "#" else (value[len(value) - length :], value[: -length or None])
         )
         if fnmatch.fnmatchcase(part, pattern):
-            return rest
+            return remainder
     return value
 
 

@@ -18,23 +18,23 @@ def own_flags(script: Script, beside: Path, flags: Parser) -> tuple[list[str], l
     the directory of the launch script `beside`; of one that is not there, all unknown flags count.
     """
     path = Path(script.program)
-    found = next((p for p in (path, beside.parent / path) if p.is_file()), None)
-    if found is None and path.name != GPT:
+    path_found = next((p for p in (path, beside.parent / path) if p.is_file()), None)
+    if path_found is None and path.name != GPT:
         starts = [word.partition("=")[0] for word in script.words if is_flag(word)]
         spellings = [word for word in starts if not _is_known(word, flags)]
-        taken = f"; taken for its own flags: {' '.join(spellings)}" * bool(spellings)
-        return spellings, [f"{script.program} is not here{taken}"]
-    spellings = _added(found) if found else []
+        note = f"; taken for its own flags: {' '.join(spellings)}" * bool(spellings)
+        return spellings, [f"{script.program} is not here{note}"]
+    spellings = _added(path_found) if path_found else []
     notes = []
     if path.name != GPT:
-        notes = [f"what {script.program} imports: python tools/check_script.py {found}"]
+        notes = [f"what {script.program} imports: python tools/check_script.py {path_found}"]
     return [word for word in spellings if not _is_known(word, flags)], notes
 
 
 def _is_known(spelling: str, flags: Parser) -> bool:
     """A flag here, or one of Megatron's."""
-    others = flags.others
-    return bool(flags.find(spelling) or others.ignores(spelling) or others.explain(spelling))
+    foreign = flags.others
+    return bool(flags.find(spelling) or foreign.ignores(spelling) or foreign.explain(spelling))
 
 
 def _added(path: Path) -> list[str]:

@@ -38,7 +38,7 @@ class Script:
     not say how many it starts."""
 
     words: list[str] = field(default_factory=list)
-    found: bool = False
+    launched: bool = False
     ranks: int | None = None
     program: str = GPT
 
@@ -48,8 +48,8 @@ class Script:
         return sorted(set(re.findall(r"\$\{?(\w+)", " ".join(self.words))))
 
 
-def read_shell(text: str, given: dict[str, str]) -> Script:
-    """The last command line that a script starts. `given`: variables of the environment, as a user
+def read_shell(text: str, variables: dict[str, str]) -> Script:
+    """The last command line that a script starts. `variables`: those of the environment, as a user
     says they are; they win over the assignments of the script; "1", "2" ... are its parameters.
     Raises ValueError for a text that is no shell script."""
     from tools.features.megatron_cli.shell import Shell
@@ -58,8 +58,10 @@ def read_shell(text: str, given: dict[str, str]) -> Script:
     usual: dict[str, Value] = {
         name: os.environ[name] for name in ("HOME", "PWD", "USER") if name in os.environ
     }
-    parameters = [given.get(str(n), "") for n in range(1, 1 + sum(map(str.isdigit, given)))]
-    shell = Shell(Variables({**usual, **_slurm(batch), **given}, parameters, frozenset(given)))
+    parameters = [variables.get(str(n), "") for n in range(1, 1 + sum(map(str.isdigit, variables)))]
+    shell = Shell(
+        Variables({**usual, **_slurm(batch), **variables}, parameters, frozenset(variables))
+    )
     shell.run(text)
     if not shell.launches:
         return Script()
@@ -130,7 +132,7 @@ def read_recipe(text: str) -> Script:
         indent = len(line) - len(line.lstrip())
         if re.match(r"\s*MODEL_ARGS:\s*$", line):
             inside = indent
-            script.found = True
+            script.launched = True
         elif inside is not None and line.strip() and not line.lstrip().startswith("#"):
             if indent <= inside:
                 inside = None

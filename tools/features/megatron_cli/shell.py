@@ -168,9 +168,9 @@ class Shell:
         start = node.children[then].start_byte
         parts = _uncommented(node)
         condition = [child for child in parts if child.start_byte < start]
-        rest = parts[len(condition) :]
-        clauses = [child for child in rest if child.type in ("elif_clause", "else_clause")]
-        body = [child for child in rest if child not in clauses]
+        branches = parts[len(condition) :]
+        clauses = [child for child in branches if child.type in ("elif_clause", "else_clause")]
+        body = [child for child in branches if child not in clauses]
         status = self._body(condition)
         if status is None:
             status = self._unless_exit(body) is not False
@@ -207,12 +207,12 @@ class Shell:
         return True
 
     def _case(self, node: Node) -> bool | None:
-        value, *items = _uncommented(node)
+        value, *cases = _uncommented(node)
         word = self.expand_text(value)
-        for item in items:
-            patterns = item.children_by_field_name("value")
+        for case in cases:
+            patterns = case.children_by_field_name("value")
             if any(fnmatch.fnmatchcase(word, self.expand_text(each)) for each in patterns):
-                return self._body(_uncommented(item)[len(patterns) :])
+                return self._body(_uncommented(case)[len(patterns) :])
         return True
 
     def _assign(self, node: Node) -> bool:
@@ -349,11 +349,14 @@ class Shell:
             return
         shells = (n for n, word in enumerate(words) if os.path.basename(word) in _SHELLS)
         shell = next(shells, len(words) - 2)
-        rest = [word for word in words[shell + 1 :] if word[:1] != "-"]
+        script_words = [word for word in words[shell + 1 :] if word[:1] != "-"]
         options = "".join(word for word in words[shell + 1 :] if word[:1] == "-")
-        if rest:
+        if script_words:
             count = len(self.launches)
-            self.run(rest[0] if "c" in options else self.files.get(rest[0], ""), rest[1:])
+            self.run(
+                script_words[0] if "c" in options else self.files.get(script_words[0], ""),
+                script_words[1:],
+            )
             self.launches[count:] = (
                 replace(launch, launcher=(*words[: max(shell, 0)], *launch.launcher))
                 for launch in self.launches[count:]
@@ -402,29 +405,29 @@ class Shell:
     def _add_parts(self, node: Node, words: _Words, quoted: bool) -> None:
         """The parts of a string or a here-document, and the text between them."""
         whole, start = node.text or b"", node.start_byte
-        at = start + (node.type == "string")
+        position = start + (node.type == "string")
         for child in [*node.named_children, None]:
             stop = (
                 child.start_byte if child is not None else node.end_byte - (node.type == "string")
             )
             if child is not None and child.type in ("string_content", "heredoc_content"):
                 continue
-            between = whole[at - start : stop - start].decode(errors="replace")
+            between = whole[position - start : stop - start].decode(errors="replace")
             if between:
                 words.add(re.sub(r'\\([$`"\\])', r"\1", between.replace("\\\n", "")))
             if child is not None:
                 self._add(child, words, quoted)
-                at = child.end_byte
+                position = child.end_byte
 
     def expand_array(self, text: str) -> Value | None:
         return braces(text.strip('"${}'), self.variables, self._expand_inner)
 
     def _add_expansion(self, node: Node, words: _Words, quoted: bool) -> None:
-        blanks, dollar, rest = _text(node).partition("$")
+        blanks, dollar, expression = _text(node).partition("$")
         if blanks:  # in a string the parser takes them as a part of `${`
             words.add(blanks)
-        text = dollar + rest
-        inner = rest[1:-1] if rest.startswith("{") else rest
+        text = dollar + expression
+        inner = expression[1:-1] if expression.startswith("{") else expression
         value = braces(inner, self.variables, self._expand_inner)
         if value is None:
             words.add(text)

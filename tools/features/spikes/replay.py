@@ -95,9 +95,9 @@ class Replayed:
     """A sample and its mean losses: at the checkpoint, and at the other one if there is one."""
 
     iteration: int
-    place: BatchRow
+    batch_row: BatchRow
     loss: float
-    other: float | None
+    other_loss: float | None
 
 
 Row = tuple[Replayed, np.ndarray]  # with the loss of each token
@@ -136,30 +136,32 @@ def check_replayable(reading: Reading) -> None:
 
 
 def replay_iteration(
-    reading: Reading, iteration: int, state: State, other: State | None
+    reading: Reading, iteration: int, state: State, other_state: State | None
 ) -> list[Row]:
     """All samples of an iteration."""
     read = places(reading, iteration)
     check_replayable(reading)
     samples = [reading.dataset[row.sample] for row in read]
     losses_at_other = (
-        [mean_loss(of_tokens) for of_tokens in other.losses(samples)]
-        if other
+        [mean_loss(of_tokens) for of_tokens in other_state.losses(samples)]
+        if other_state
         else [None] * len(read)
     )
     return [
-        (Replayed(iteration, place, mean_loss(of_tokens), loss), of_tokens)
-        for place, of_tokens, loss in zip(read, state.losses(samples), losses_at_other, strict=True)
+        (Replayed(iteration, batch_row, mean_loss(of_tokens), loss), of_tokens)
+        for batch_row, of_tokens, loss in zip(
+            read, state.losses(samples), losses_at_other, strict=True
+        )
     ]
 
 
-def verdict(sample: Replayed, other: Scale | None, iteration: int) -> str:
+def verdict(sample: Replayed, other_scale: Scale | None, iteration: int) -> str:
     """What a sample that stands out at the checkpoint is, by its loss at the other one, of
     `iteration`."""
-    if other is None or sample.other is None:
+    if other_scale is None or sample.other_loss is None:
         return "stands out here; --other-ckpt shows whether that is the data alone"
-    loss = f"{sample.other:.2f}, {other.z(sample.other):.1f} sigma"
-    if other.stands_out(sample.other):
+    loss = f"{sample.other_loss:.2f}, {other_scale.z(sample.other_loss):.1f} sigma"
+    if other_scale.stands_out(sample.other_loss):
         return f"data: at iteration {iteration} it stands out too ({loss})"
     return f"data x state: at iteration {iteration} it is as others ({loss})"
 
@@ -186,15 +188,15 @@ def opened(args: ReplayOptions) -> tuple[Reading, range, State, State | None]:
         if args.ckpt
         else state_before(run, first, args.ckpt_step, args.device)
     )
-    other = None
+    other_state = None
     if args.other_ckpt is not None:
         root = str(Path(state.directory).parent)
-        other = (
+        other_state = (
             open_state(root, int(args.other_ckpt), args.device)
             if args.other_ckpt.isdecimal()
             else open_state(args.other_ckpt, None, args.device)
         )
-    return reading, range(first, last + 1), state, other
+    return reading, range(first, last + 1), state, other_state
 
 
 def replay(args: ReplayOptions) -> int:
@@ -205,11 +207,11 @@ def replay(args: ReplayOptions) -> int:
     try:
         # what training would log of its data and model
         with contextlib.redirect_stdout(io.StringIO()):
-            reading, wanted, state, other = opened(args)
+            reading, wanted, state, other_state = opened(args)
         around = neighbours(reading, wanted.start, wanted.stop - 1)
-        samples, highest = _replayed(reading, wanted, around, state, other, args)
+        samples, highest = _replayed(reading, wanted, around, state, other_state, args)
         if not args.json:
-            _show(reading, samples, highest, wanted, around, state, other)
+            _show(reading, samples, highest, wanted, around, state, other_state)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -221,7 +223,7 @@ def _replayed(
     wanted: range,
     around: Sequence[int],
     state: State,
-    other: State | None,
+    other_state: State | None,
     args: ReplayOptions,
 ) -> tuple[list[Replayed], list[Row]]:
     """Every sample of the range and of its neighbours, and those of the range with the highest
@@ -236,13 +238,10 @@ def _replayed(
             if len(wanted) > 1
             else f"iteration {wanted.start}"
         )
-        print(
-            f"{iterations} at {state.directory}{f' and {other.directory}' if other else ''}, "
-            "forward only",
-            flush=True,
-        )
+        also = f" and {other_state.directory}" if other_state else ""
+        print(f"{iterations} at {state.directory}{also}, forward only", flush=True)
     for iteration in [*wanted, *([] if args.json else around)]:
-        rows = replay_iteration(reading, iteration, state, other)
+        rows = replay_iteration(reading, iteration, state, other_state)
         replayed += [row for row, _ in rows]
         progress.step()
         if iteration not in wanted:
@@ -260,7 +259,11 @@ def _replayed(
 
 def _line(iteration: int, rows: Sequence[Replayed]) -> str:
     mean = float(np.mean([row.loss for row in rows]))
-    also = "" if rows[0].other is None else f", {np.mean([row.other for row in rows]):.4f} there"
+    also = (
+        ""
+        if rows[0].other_loss is None
+        else f", {np.mean([row.other_loss for row in rows]):.4f} there"
+    )
     return (
         f"iteration {iteration}: loss {mean:.4f}{also}; highest sample "
         f"{max(height(row.loss) for row in rows):.4f}"
@@ -268,16 +271,16 @@ def _line(iteration: int, rows: Sequence[Replayed]) -> str:
 
 
 def _pieces(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
-    return suspects(reading, [row[0].place], measures, lambda _: iter([row[1]]))
+    return suspects(reading, [row[0].batch_row], measures, lambda _: iter([row[1]]))
 
 
 def _as_json(reading: Reading, row: Row, measures: Sequence[Measures]) -> dict[str, Any]:
     replayed = row[0]
     return {
         "iteration": replayed.iteration,
-        **dataclasses.asdict(replayed.place),
+        **dataclasses.asdict(replayed.batch_row),
         "loss": replayed.loss,
-        "other": replayed.other,
+        "other": replayed.other_loss,
         "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)],
     }
 
@@ -289,13 +292,13 @@ def _show(
     wanted: range,
     around: Sequence[int],
     state: State,
-    other: State | None,
+    other_state: State | None,
 ) -> None:
     """Which samples stand out, for a reader."""
     scale = scale_of([sample.loss for sample in samples])
     scale_at_other = (
-        scale_of([sample.other for sample in samples if sample.other is not None])
-        if other
+        scale_of([sample.other_loss for sample in samples if sample.other_loss is not None])
+        if other_state
         else None
     )
     inside = [sample for sample in samples if sample.iteration in wanted]
@@ -311,11 +314,13 @@ def _show(
         if not scale.stands_out(sample.loss):
             break
         worst = max(_pieces(reading, row, measures), key=lambda piece: height(piece.loss))
-        conclusion = verdict(sample, scale_at_other, other.trained.iteration if other else 0)
+        conclusion = verdict(
+            sample, scale_at_other, other_state.trained.iteration if other_state else 0
+        )
         print(
             f"{sample.loss:6.2f}  {scale.z(sample.loss):.1f} sigma: sample "
-            f"{sample.place.sample} of iteration {sample.iteration} (rank "
-            f"{sample.place.dp_rank}, micro-batch {sample.place.micro_batch})\n"
+            f"{sample.batch_row.sample} of iteration {sample.iteration} (rank "
+            f"{sample.batch_row.dp_rank}, micro-batch {sample.batch_row.micro_batch})\n"
             f"        {conclusion}\n"
             f"        worst in it: {worst.line()}: {worst.loss:.2f} nats per token; "
             f"{worst.reason}\n"

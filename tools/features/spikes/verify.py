@@ -76,14 +76,14 @@ def same_but_skipped(table: Table, reference: Table) -> Iterator[str]:
     """Iterations that read something else than in the reference, or other places of the data."""
     for n in sorted(table.rows.keys() & reference.rows.keys()):
         row = table.rows[n]
-        other = reference.rows[n]
-        if row[:2] != other[:2]:
+        expected = reference.rows[n]
+        if row[:2] != expected[:2]:
             yield (
-                f"iteration {n}: {row[1]} samples from {row[0]} on in {table.path}, {other[1]} "
-                f"from {other[0]} on in {reference.path}"
+                f"iteration {n}: {row[1]} samples from {row[0]} on in {table.path}, {expected[1]} "
+                f"from {expected[0]} on in {reference.path}"
             )
-        elif not row[2] and row != other:
-            shown = "skipped" if other[2] else f"hash {other[3]:016x}"
+        elif not row[2] and row != expected:
+            shown = "skipped" if expected[2] else f"hash {expected[3]:016x}"
             yield f"iteration {n}: hash {row[3]:016x} in {table.path}, {shown} in {reference.path}"
 
 
@@ -108,10 +108,10 @@ class Data:
             opened = open_run(run, flags, None, self._args.world_size)
         return opened, opened.samplers()
 
-    def at(self, iteration: int, place: tuple[int, int]) -> Opened:
-        """The data as an iteration at `place` (first sample, samples) read them."""
+    def at(self, iteration: int, samples: tuple[int, int]) -> Opened:
+        """The data as an iteration at `samples` (first sample, samples) read them."""
         run = self._args.run
-        if run is None or _place(self.last, iteration) == place:
+        if run is None or _place(self.last, iteration) == samples:
             return self._last
         folder = str(checkpoint_after(run, iteration))
         if folder not in self._opened:
@@ -135,10 +135,10 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
             )
             continue
         value = hash_of(reading, n, samplers)
-        other = reference.rows.get(n) if reference else None
-        if reference and other and not other[2] and other[3] != value:
+        expected = reference.rows.get(n) if reference else None
+        if reference and expected and not expected[2] and expected[3] != value:
             yield (
-                f"iteration {n}: its samples have the hash {value:016x} now, {other[3]:016x} "
+                f"iteration {n}: its samples have the hash {value:016x} now, {expected[3]:016x} "
                 f"in {reference.path}"
             )
         if value in trained:
