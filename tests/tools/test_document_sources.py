@@ -400,3 +400,95 @@ def test_damage_is_found(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
     path.write_bytes(content[:-3])
     with problems.raises(ValueError, "data-file-damaged", path):
         DocumentSources(str(prefix))
+
+
+def card(prefix: object, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> Any:
+    """{values: (documents, tokens)} and the sums, of --json; the table has as many rows."""
+    flags = ("--by", *keys) if keys else ()
+    capsys.readouterr()
+    assert exit_code(INSPECT.main, "card", prefix, *flags) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert exit_code(INSPECT.main, "card", prefix, *flags, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {
+        json.dumps(list(row["values"].values())): (row["documents"], row["tokens"])
+        for row in found["rows"]
+    }
+    assert len(table) == len(rows) + 3 == len(found["rows"]) + 3
+    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1)
+    return rows, (found["documents"], found["tokens"])
+
+
+def test_a_card_has_every_document_and_token(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pair, of a set of parts and of what was merged, against a count of document for
+    document. In blocks of 7, of which the odd ids take some to Python's json."""
+    monkeypatch.setattr(document_sources, "BLOCK", 7)
+    expected = write_jsonl(corpus / "in")
+    assert preprocess(corpus, "x", *KEEP) == 0
+    in_tasks(corpus, "x2", 2)
+    out = corpus / "out"
+    merge = ("--input", f"{out}/x2_text_document", "--output-prefix", f"{out}/m")
+    assert exit_code(MERGE.main, *merge) == 0
+    pair = IndexedDataset(out / "x_text_document")
+    total = (len(expected), pair.bin_bytes // pair.dtype.itemsize)
+    for keys in ((), ("licence",), ("licence", "url"), ("url", "id"), ("id",)):
+        counts: dict[str, tuple[int, int]] = {}
+        for number, (path, _, _, record) in enumerate(expected):
+            values = json.dumps([record.get(key) for key in keys] or [path])
+            tokens = sum(len(pair[n]) for n in pair.sequences_of(number))
+            before = counts.get(values, (0, 0))
+            counts[values] = (before[0] + 1, before[1] + tokens)
+        assert len(counts) > 1 and any("null" in values for values in counts) == bool(keys)
+        for prefix in ("x_text_document", "x2_text_document", "m"):
+            assert card(out / prefix, keys, capsys) == (counts, total)
+
+
+def test_a_card_is_not_misled_by_what_values_look_like(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_sources, "BLOCK", 2)
+    records: list[dict[str, Any]] = []
+    for odd in (
+        {"id": 'a","licence":"no', "licence": "yes 1"},
+        {"id": '\\","licence":"no"}{', "licence": '"\\'},
+        {"id": {"licence": "no"}, "licence": "yes 2"},
+        {"id": {"id": {"licence": "no"}}},
+        {"id": {"licence": "no"}},
+        {"id": [{"licence": "no"}, "]"], "licence": ["a", "b|c"]},
+        {"id": "}{", "url": "},{", "licence": "}"},
+        {"id": "a", "licence": -1.5e-7},
+        {"id": "a", "licence": 1},
+        {"id": "a", "licence": "1"},
+        {"id": "a", "licence": True},
+        {"id": "a", "licence": ""},
+        {"url": "a"},
+        {},
+    ):
+        records += [{"id": "1", "licence": "cc0"}, odd]
+    texts = [json.dumps({"text": "a" * number, **record}) for number, record in enumerate(records)]
+    (corpus / "in" / "a.jsonl").write_text("\n".join(texts))
+    assert preprocess(corpus, "x", *KEEP) == 0
+    counts: dict[str, tuple[int, int]] = {}
+    for number, record in enumerate(records):
+        values = json.dumps([record.get("licence")])
+        before = counts.get(values, (0, 0))
+        counts[values] = (before[0] + 1, before[1] + number)
+    rows, _ = card(corpus / "out" / "x_text_document", ("licence",), capsys)
+    assert rows == counts and len(rows) > 8
+
+
+def test_what_a_card_refuses(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(corpus / "in")
+    assert preprocess(corpus, "x", *KEEP) == preprocess(corpus, "bare") == 0
+    out = corpus / "out"
+    for prefix, keys, code in (
+        ("x_text_document", ("licence", "lincense"), "document-sources-missing"),
+        ("bare_text_document", (), "document-sources-missing"),
+        ("nowhere", (), "document-sources-missing"),
+    ):
+        capsys.readouterr()
+        flags = ("--by", *keys) if keys else ()
+        assert exit_code(INSPECT.main, "card", out / prefix, *flags) == 1
+        problems.assert_problem(capsys.readouterr().err.strip(), code, *keys[1:])
