@@ -29,6 +29,7 @@ from megatron.optimizer.scheduler import build_scheduler
 from megatron.training import memory
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
+    optimizer_problem,
     position_problem,
     vocabulary_problem,
 )
@@ -197,9 +198,12 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     consumed = state["consumed_train_samples"]
     before = state["data"].get("tokenizer") or {} if identity else {}
     # weights of another suite have none
-    schedule = {} if c.no_load_optim or not iteration else state["scheduler"]
+    with_optimizer = not c.no_load_optim and bool(iteration)
+    schedule = state["scheduler"] if with_optimizer else {}
+    kind = state["optimizer"].get("optimizer")
     problems = (
         vocabulary_problem(c.load, before, identity),
+        optimizer_problem(c.load, kind, saved, config) if with_optimizer else None,
         position_problem(config, plan, saved, iteration, consumed),
         build_scheduler(config, plan, SimpleNamespace(param_groups=[])).problem(schedule),
     )
@@ -237,7 +241,13 @@ def _state(folder: Path) -> dict[str, Any] | None:
         state = {} if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return None
-    kinds = {"iteration": int, "consumed_train_samples": int, "data": dict, "scheduler": dict}
+    kinds = {
+        "iteration": int,
+        "consumed_train_samples": int,
+        "data": dict,
+        "scheduler": dict,
+        "optimizer": dict,
+    }
     return (
         state
         if isinstance(state, dict)

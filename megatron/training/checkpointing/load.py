@@ -22,7 +22,11 @@ from megatron.optimizer import adam
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.hardware import other_hardware
-from megatron.training.checkpointing.resume_checks import position_problem, vocabulary_problem
+from megatron.training.checkpointing.resume_checks import (
+    optimizer_problem,
+    position_problem,
+    vocabulary_problem,
+)
 from megatron.training.checkpointing.save import (
     layout_of,
     own_tensors,
@@ -210,6 +214,10 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> Conf
             "--no-load-optim to continue with a new one, or --finetune to start a new run from "
             "its weights [checkpoint-without-optimizer]"
         )
+    if _with_optimizer(c, checkpoint):
+        wrong = optimizer_problem(c.load, state.optimizer.get("optimizer"), saved, config)
+        if wrong:
+            raise ValueError(wrong)
     with checkpoint.reader() as reader:
         _read_tensors(run, reader, _with_optimizer(c, checkpoint))
     return saved

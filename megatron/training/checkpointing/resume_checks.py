@@ -43,6 +43,27 @@ def position_problem(
     )
 
 
+def optimizer_problem(load: str, kind: Any, saved: Config, now: Config) -> str | None:
+    """The checkpoint has the state of another optimizer: of `kind` (None: unknown), of a run with
+    the flags `saved`."""
+    before, current = _optimizer(kind, saved), _optimizer(now.optimizer.optimizer, now)
+    if kind is None or before == current:
+        return None
+    return (
+        f"--load {load}: it has the state of {before}, and this run's optimizer is {current}; give "
+        "the flags of the checkpoint, or --no-load-optim to continue with new state "
+        "[optimizer-differs-from-checkpoint]"
+    )
+
+
+def _optimizer(kind: Any, config: Config) -> str:
+    """The flags that say what state it has."""
+    if kind == "sgd" and not config.optimizer.sgd_momentum:
+        return "--optimizer sgd --sgd-momentum 0"
+    neurons = kind == "muon" and config.muon.muon_neuron_beta2 is not None
+    return f"--optimizer {kind}{' --muon-neuron-beta2' * neurons}"
+
+
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The checkpoint was trained with another tokenizer. Both are results of `Tokenizer.identity`;
     an empty one matches any."""

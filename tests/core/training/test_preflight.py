@@ -100,6 +100,8 @@ def test_it_runs_before_torch_is_loaded(folder):
         (["--lr", "1", "--override-opt_param-scheduler"], []),
         (["--lr", "1", "--no-load-optim"], []),
         (["--train-iters", "80"], []),  # of a constant weight decay
+        (["--optimizer", "sgd", "--no-load-optim"], []),
+        (["--optimizer", "sgd"], ["optimizer-differs-from-checkpoint"]),
         (["--hidden-size", "64"], ["flag-contradicts-checkpoint"]),
         (["--lr", "1"], ["schedule-differs-from-checkpoint"]),
         (
