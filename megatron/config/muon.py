@@ -32,7 +32,7 @@ class MuonConfig:
 
     muon_momentum: float | None = arg(
         None,
-        needs=_MUON,
+        requires=_MUON,
         minimum=0,
         below=1,
         dump=False,
@@ -42,51 +42,56 @@ class MuonConfig:
     muon_use_nesterov: bool = arg(
         False,
         alias=("--muon-nesterov",),
-        needs=_MUON,
+        requires=_MUON,
         dump=False,
         help="Nesterov momentum: orthogonalize (1 - m) gradient + m momentum",
     )
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = arg(
         "spectral",
-        needs=_MUON,
+        requires=_MUON,
         dump=False,
         help="factor of the update of an [out, in] matrix: spectral sqrt(max(out, in)), "
         "unit_rms_norm sqrt(out / in), shape_scaling sqrt(max(1, out / in))",
     )
     muon_extra_scale_factor: float = arg(
         1.0,
-        needs=_MUON,
+        requires=_MUON,
         above=0,
         dump=False,
         help="another factor of Muon's update; 0.2 with spectral gives updates as large as Adam's",
     )
     muon_coefficient_type: Literal["quintic", "simple"] = arg(
         "quintic",
-        needs=_MUON,
+        requires=_MUON,
         dump=False,
         help="coefficients of the Newton-Schulz steps: simple (the same in each) or quintic (five, "
         "in turn)",
     )
     muon_num_ns_steps: int = arg(
-        5, needs=_MUON, minimum=1, maximum=99, dump=False, help="Newton-Schulz steps of an update"
+        5,
+        requires=_MUON,
+        minimum=1,
+        maximum=99,
+        dump=False,
+        help="Newton-Schulz steps of an update",
     )
     muon_split_qkv: bool = arg(
         True,
         off="--muon-no-split-qkv",
-        needs=_MUON,
+        requires=_MUON,
         dump=False,
         help="orthogonalize the weights of queries, keys and values as one matrix",
     )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = arg(
         "highest",
-        needs=_MUON,
+        requires=_MUON,
         dump=False,
         help="precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype "
         "of the main weights)",
     )
     muon_neuron_beta2: float | None = arg(
         None,
-        needs=_MUON,
+        requires=_MUON,
         minimum=0,
         below=1,
         dump=False,
@@ -95,7 +100,7 @@ class MuonConfig:
     )
     muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = arg(
         "duplicated",
-        needs=_MUON,
+        requires=_MUON,
         dump=False,
         help="tensor-parallel ranks gather each matrix and orthogonalize it whole, whichever is "
         "given; blockwise would train another model in each layout and is refused",
