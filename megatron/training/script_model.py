@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from megatron import log
+from megatron.config.mup import DECOUPLED_LR_NAMES
 from megatron.config.plan.parameters import ParameterSpec
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.model import gpt
+from megatron.optimizer.optimizer import EMBEDDINGS
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import GIVEN, Parameter, Sharding, sharding_of
@@ -240,6 +242,15 @@ def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator
         yield f"--pipeline-model-parallel-size {ctx.pp.size}", flags
     if config.optimizer.optimizer == "muon":
         yield "--optimizer muon", flags
+    if config.model.use_mup:
+        yield "--use-mup", flags
+    names = {sharding_of(p).name for p in model.parameters()}
+    for flag, given, acts_on in (
+        ("--decoupled-lr", config.optimizer.decoupled_lr is not None, DECOUPLED_LR_NAMES),
+        ("--embed-grad-scale", config.model.embed_grad_scale != 1.0, EMBEDDINGS),
+    ):
+        if given and names.isdisjoint(acts_on):
+            yield flag, f"a parameter named {' or '.join(acts_on)}"
     if isinstance(model, gpt.GPTModel):
         return
     remedy = "our GPTModel, also with changes"

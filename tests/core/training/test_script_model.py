@@ -212,6 +212,9 @@ REFUSED = {
     "tensor": ("nano", [TP, "2"], 2, "--tensor-model-parallel-size"),
     "recompute": ("nano", ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"], 1, "--recompute-granularity"),
     "muon": ("changed", ["--optimizer", "muon", "--muon-momentum", "0.95"], 1, "--optimizer muon"),
+    "muP": ("changed", ["--use-mup", "--mup-base-hidden-size", "8"], 1, "--use-mup"),
+    "rate of an embedding": ("nano", ["--decoupled-lr", "0.01"], 1, "--decoupled-lr"),
+    "gradient of an embedding": ("nano", ["--embed-grad-scale", "0.1"], 1, "--embed-grad-scale"),
 }  # fmt: skip
 
 
