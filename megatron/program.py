@@ -304,7 +304,7 @@ def train(
             data_position.check_data_order(run, data.order)
             skip_plan.start_skips(run, skips)
         detail_datetime("after dataloaders are built")
-        preamble.print_loaded(config, data.rows, loaded, run.progress.iteration)
+        preamble.print_loaded(config, data.rows, loaded, run.progress)
         lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
 
         if watch:

@@ -21,6 +21,7 @@ from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging.argument_dump import dump, start_lines
 from megatron.training.logging.kernel_report import kernel_lines
+from megatron.training.run import Progress
 from megatron.version import NAME, VERSION
 
 # Implementations that any torch loop uses; the preamble omits them.
@@ -178,15 +179,18 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
+def checkpoint_line(config: Config, loaded: str | None, progress: Progress) -> str:
     """Where the run starts and where it saves; `loaded`: the checkpoint it was loaded from, if
     there is one."""
     c = config.checkpoint
-    if loaded and iteration:
+    if loaded and progress.iteration:
         note = "; so is every start with --ckpt-step" * (
             c.save == c.load and c.ckpt_step is not None
         )
-        start = f"resumed from iteration {iteration} ({loaded}{note})"
+        start = (
+            f"resumed from iteration {progress.iteration} ({loaded}{note}), "
+            f"{progress.consumed_train_samples:,} samples consumed"
+        )
     elif loaded:
         start = f"weights of {loaded}, from iteration 0"
     else:
@@ -194,10 +198,16 @@ def checkpoint_line(config: Config, loaded: str | None, iteration: int) -> str:
     return entry("checkpoints", f"{start}; {summary_lines.checkpoint_text(config)}")
 
 
-def print_loaded(config: Config, rows: Sequence[Row], loaded: str | None, iteration: int) -> None:
+def print_loaded(
+    config: Config, rows: Sequence[Row], loaded: str | None, progress: Progress
+) -> None:
     """The end of what is printed before the first iteration."""
     log.detail("done with setup ...")
     if not config.logging.is_short:
         return
-    for text in [*data_lines(config, rows), checkpoint_line(config, loaded, iteration), ""]:
+    for text in [
+        *data_lines(config, rows),
+        checkpoint_line(config, loaded, progress),
+        "",
+    ]:
         log.print_rank_0(text)
