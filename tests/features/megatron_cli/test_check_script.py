@@ -193,6 +193,9 @@ def test_many_ranks_end_with_the_command_that_judges_them(tmp_path, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(last)
     assert words[:2] == ["python", "pretrain_gpt.py"] and "my run" in words
+    path.write_text(ARRAYS.replace(" pretrain_gpt.py", " /opt/Megatron-LM/pretrain_gpt.py"))
+    assert check_script.main([str(path), "NODES=4"]) == 0  # which is not Megatron's
+    assert shlex.split(capsys.readouterr().out.splitlines()[-1])[:2] == words[:2]
     assert words[words.index("--world-size") + 1] == "16" and "--device-memory" in words
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 import sys
 import textwrap
@@ -138,12 +139,21 @@ def report(script: Script, world_size: int | None, beside: Path) -> tuple[list[s
     if problems:
         return lines, False
     words = shown(script.words)
+    program = script.program if own else program_here(script.program)
+    here = f" with {program}" * (program != script.program)
     if ranks > ON_A_NODE:
         judged = f"--dry-run --world-size {ranks} --device cuda --device-memory 80"
-        start = "start it as the script does; does it fit GPUs of 80 GiB? (on any machine)"
-        return [*lines, "", f"{start}:", f"python {script.program} {words} {judged}"], True
+        start = f"start it as the script does{here}; does it fit GPUs of 80 GiB? (on any machine)"
+        return [*lines, "", f"{start}:", f"python {program} {words} {judged}"], True
     start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
-    return [*lines, "", f"{start} {script.program} {words}"], True
+    return [*lines, "", f"{start} {program} {words}"], True
+
+
+def program_here(program: str) -> str:
+    """The path of this suite's pretrain_gpt.py for that of a Megatron-LM; another script's as it
+    is."""
+    ours = Path(__file__).parents[3] / "pretrain_gpt.py"
+    return os.path.relpath(ours) if Path(program).name == ours.name else program
 
 
 def counted(number: int, noun: str) -> str:
