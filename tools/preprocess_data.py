@@ -536,9 +536,10 @@ def _warn_of_one_text(config: Config, files: Sequence[str], documents: int) -> N
     """Note that a text is one document, which cannot be split into train and validation."""
     if documents == 1 and TEXT_FILE.search(files[0]) and not config.read.txt_lines:
         print(
-            f"note: {files[0]} is one document, and --split of training takes whole ones: it has "
-            "no validation data. Give --txt-lines, with which each line is a document, or keep the "
-            "end of the text in a file of its own, for --train-data-path and --valid-data-path",
+            f"note: {files[0]} is one document, which --split of training cannot divide. For "
+            "validation preprocess its last lines (tail) as a file of their own and name the two "
+            "by --train-data-path and --valid-data-path; or give --txt-lines, with which each line "
+            "is a document; or train without, by --split 1,0,0",
             file=sys.stderr,
         )
 
