@@ -36,12 +36,10 @@ def report(line: CommandLine) -> None:
             print(f"memory: {text}", flush=True)
     lines, problems = _data_lines(line, plan)
     print("\n".join(lines), flush=True)
-    if preflight.resumes(line):
-        print(
-            "order of the data: compared with the checkpoint's when a run has built its indices, "
-            "not in a dry run",
-            flush=True,
-        )
+    if not problems:
+        order, problems = _order_line(line, plan)
+        if order:
+            print(f"order of the data: {order}", flush=True)
     print("\n".join(_kernel_lines(line)), flush=True)
     preflight.check_dry(line, plan, problems)
     step = as_batch_step(line.script)
@@ -83,6 +81,30 @@ def _data_lines(line: CommandLine, plan: Plan) -> tuple[list[str], list[str]]:
             return ["data: a run would end with the error below"], [str(error)]
         return [f"data: cannot be read on this machine: {error}"], []
     return ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"], []
+
+
+def _order_line(line: CommandLine, plan: Plan) -> tuple[str, list[str]]:
+    """How the order of a resumed run's data compares with the checkpoint's, and what the run would
+    end with there."""
+    state = preflight.resumed_state(line)
+    saved = {} if state is None else state["data"].get("order") or {}
+    if state is None or not saved or line.config.training.skip_train:
+        return "", []
+    if line.script.datasets_provider:
+        return "not compared with the checkpoint's: the data are the script's own", []
+    try:
+        from megatron.training.build_data import planned_order
+        from megatron.training.checkpointing.data_position import order_change
+
+        tokenizer = preflight.build_tokenizer(line.config)
+        order = planned_order(line.config, plan, tokenizer, saved, state["consumed_train_samples"])
+    except (ImportError, ValueError, OSError) as error:
+        return f"cannot be compared with the checkpoint's on this machine: {error}", []
+    try:
+        warning = order_change(line.config, saved, order, state["iteration"])
+    except ValueError as error:
+        return "a run would end with the error below", [str(error)]
+    return f"WARNING: {warning}" if warning else "that of the checkpoint", []
 
 
 def _elsewhere(line: CommandLine, error: ValueError) -> bool:

@@ -146,6 +146,7 @@ class Builder:
         self.sequence_length = request.sequence_length
         self.seed = request.seed
         self.vocab_size = request.checked_vocab_size
+        self.indices = request.indices
         self.split: str | None = None
         self.matrix: SplitMatrix | None = None
 
@@ -189,4 +190,5 @@ class Builder:
             split=self.split,
             split_matrix=self.matrix,
             cache=cache,
+            indices=self.indices,
         )

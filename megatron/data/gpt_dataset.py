@@ -158,7 +158,8 @@ class GPTDataset:
 
     `num_samples` is how many are needed at least (None: one epoch); `sequences` the corpus'
     sequences of this split; `split` and `split_matrix` only enter the cache key. `cache` None keeps
-    the indices in memory. Raises ValueError for a split that cannot fill one sample.
+    the indices in memory; without `indices` there are none, and no sample can be read. Raises
+    ValueError for a split that cannot fill one sample.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class GPTDataset:
         split: str | None = None,
         split_matrix: list[tuple[float, float] | None] | None = None,
         cache: IndexCache | None = None,
+        indices: bool = True,
     ) -> None:
         self.corpus = corpus
         self.sequence_length = sequence_length
@@ -205,7 +207,9 @@ class GPTDataset:
             sequences=[self.sequences.start, self.sequences.stop],
             idx_sha256=corpus.identity["idx_sha256"],
         )
-        self._indices = self._load(cache) or self._build(cache)
+        self._indices = IndexArrays({})
+        if indices:
+            self._indices = self._load(cache) or self._build(cache)
         log.info(LOGGER, f"> total number of samples: {len(self)}")
         log.info(LOGGER, f"> total number of epochs: {self.plan.num_epochs}")
 

@@ -42,7 +42,7 @@ def build_in_megatron_order(data: DataConfig, request: DataRequest, rows: list[R
             datasets = builder.one_source_per_split(
                 [blend and members_of(blend) for blend in blends], sizes
             )
-        for dataset, size in zip(datasets, sizes, strict=True):
+        for dataset, size in zip(datasets, sizes, strict=True) if request.indices else ():
             rows.extend([] if dataset is None else dataset.plan_rows(size))
         return datasets
 
@@ -145,7 +145,9 @@ class _FileBuilder(Builder):
         cache = self.data.data_cache_path and IndexCache(
             self.data.data_cache_path, "--data-cache-path"
         )
-        return BlendedDataset(datasets, weights, size, cache=cache or None, surplus=surplus)
+        return BlendedDataset(
+            datasets, weights, size, cache=cache or None, surplus=surplus, indices=self.indices
+        )
 
     def _cache(self, prefix: str) -> IndexCache:
         if self.data.data_cache_path:

@@ -28,7 +28,7 @@ class DataRequest:
     the head of each file is compared with the first. `identity`: the tokenizer's, which data must
     be made by, where the source checks that itself. `before`: where a run in epoch order is
     resumed. The batch sizes, `sample_formats` and `generated_samples` matter to packed samples
-    alone.
+    alone. Without `indices` the data sets are asked for their `order()` alone.
     """
 
     sizes: Sequence[int | None]
@@ -37,6 +37,7 @@ class DataRequest:
     vocab_size: int | None = None
     eod: int | None = 0
     check_tokens: bool = True
+    indices: bool = True
     identity: Mapping[str, object] | None = None
     before: Before | None = None
     micro_batch_size: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron import log
@@ -67,16 +67,19 @@ def build_data(
 
     source = ScriptData(provider) if provider else source_of(d)
     rows: list[Row] = []
-    train, valid, test = source.build(d, _request(config, plan, tokenizer, progress), rows)
+    before = (
+        None
+        if progress is None
+        else _mix_before(config, progress.data_order, progress.consumed_train_samples)
+    )
+    train, valid, test = source.build(d, _request(config, plan, tokenizer, before), rows)
     valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
     for line in plan_table(rows):
         log.detail(line)
     log.detail("> finished creating GPT datasets ...")
 
     cyclic = d.dataloader_type == "cyclic"
-    train_sampler = (
-        None if train is None else _sampler(train, cyclic, plan.batch.micro_batch_size, d, dp)
-    )
+    train_sampler = _train_sampler(config, plan, train, dp)
     rows_evaluated = plan.evaluation_batch.micro_batch_size
     return Data(
         train=train,
@@ -96,6 +99,18 @@ def build_data(
     )
 
 
+def planned_order(
+    config: Config, plan: Plan, tokenizer: Tokenizer, saved: dict[str, Any], consumed: int
+) -> dict[str, Any]:
+    """`Data.order` of a run that goes on after `consumed` samples in the order `saved`, without
+    building its indices; scripts' own data are not asked. Raises ValueError and OSError as
+    `build_data` does."""
+    request = _request(config, plan, tokenizer, _mix_before(config, saved, consumed))
+    train, valid, _ = source_of(config.data).build(config.data, replace(request, indices=False), [])
+    sampler = _train_sampler(config, plan, train, Axis("dp", plan.data_parallel_size))
+    return data_order_fingerprint(train, valid, None if sampler is None else sampler.order())
+
+
 def _log_targets(targets: Targets) -> None:
     """Megatron's lines about how many samples the run needs."""
     for line in (
@@ -110,7 +125,7 @@ def _log_targets(targets: Targets) -> None:
 
 
 def _request(
-    config: Config, plan: Plan, tokenizer: Tokenizer, progress: Progress | None
+    config: Config, plan: Plan, tokenizer: Tokenizer, before: Before | None
 ) -> DataRequest:
     """What this run requests, from whichever source."""
     targets = plan.targets
@@ -122,7 +137,7 @@ def _request(
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         identity=tokenizer.identity(),
-        before=_mix_before(progress, config.data.continue_data_mix),
+        before=before,
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
         sample_formats=formats_of(config),
@@ -144,11 +159,18 @@ def _validation_names(data: DataConfig, datasets: Sequence[Dataset]) -> list[str
     return names
 
 
-def _mix_before(progress: Progress | None, goes_on: bool) -> Before | None:
-    """The mix of data of a checkpoint that was loaded."""
-    if progress is None or not progress.data_order.get("train"):
+def _mix_before(config: Config, order: dict[str, Any], consumed: int) -> Before | None:
+    """The mix of data of a checkpoint whose order this is."""
+    if not order.get("train"):
         return None
-    return Before(progress.data_order["train"], progress.consumed_train_samples, goes_on)
+    return Before(order["train"], consumed, config.data.continue_data_mix)
+
+
+def _train_sampler(config: Config, plan: Plan, train: Dataset | None, dp: Axis) -> Sampler | None:
+    """The sampler of training data."""
+    cyclic = config.data.dataloader_type == "cyclic"
+    rows = plan.batch.micro_batch_size
+    return None if train is None else _sampler(train, cyclic, rows, config.data, dp)
 
 
 def _sampler(

@@ -84,11 +84,13 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
         command_line.refuse(list(dict.fromkeys([*problems, *more])), launcher.info())
 
 
-def resumes(line: CommandLine) -> bool:
-    """Whether the run goes on from a checkpoint that is on this machine."""
+def resumed_state(line: CommandLine) -> dict[str, Any] | None:
+    """The counters of the checkpoint on this machine from which the run goes on; None where there
+    is none, or they cannot be read."""
     c = line.config.checkpoint
-    fetched = line.load_url or line.snapshot_url
-    return not (c.load is None or c.finetune or fetched) and _newest(c, c.load) is not None
+    fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
+    folder = None if c.load is None or c.finetune or fetched else _newest(c, c.load)
+    return None if folder is None else _state(folder)
 
 
 def _of_memory(config: Config, plan: Plan) -> Iterator[str]:

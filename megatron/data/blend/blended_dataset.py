@@ -135,8 +135,9 @@ class BlendedDataset:
     function of i.
 
     With `size`, datasets are drawn greedily so that each keeps to its weight; `size` None uses
-    every sample of every dataset once, `weights` being their lengths. Raises ValueError if the
-    blend needs more samples of a dataset than it has. Source: megatron-core's BlendedDataset.
+    every sample of every dataset once, `weights` being their lengths. Without `indices` no sample
+    can be read. Raises ValueError if the blend needs more samples of a dataset than it has. Source:
+    megatron-core's BlendedDataset.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class BlendedDataset:
         *,
         cache: IndexCache | None = None,
         surplus: float = 0.005,
+        indices: bool = True,
     ) -> None:
         assert len(datasets) == len(weights) > 0
         if not all(0 < weight < math.inf for weight in weights):
@@ -168,8 +170,10 @@ class BlendedDataset:
             "size": size,
             "format": CACHE_FORMAT,
         }
-        self._indices = self._load(cache) or self._build(cache)
-        self._check_supply(surplus)
+        self._indices = IndexArrays({})
+        if indices:
+            self._indices = self._load(cache) or self._build(cache)
+            self._check_supply(surplus)
         log.info(LOGGER, f"> BlendedDataset length: {len(self)}")
 
     def _load(self, cache: IndexCache | None) -> IndexArrays | None:
@@ -224,7 +228,7 @@ class BlendedDataset:
         return self._indices["dataset_sample_index"]
 
     def __len__(self) -> int:
-        return len(self.dataset_index)
+        return int(sum(self.weights)) if self.size is None else self.size
 
     def source(self, index: int) -> tuple[int, int]:
         """(number of the dataset, number of its sample) that sample `index` is."""

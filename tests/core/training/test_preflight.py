@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from megatron.config.plan import report
 from megatron.data.indexed_dataset import idx_path
 from megatron.features.registry import RunConfig
 from megatron.training import preflight
-from tests.forkrun import ROOT
+from tests.forkrun import ROOT, RanksFailed
 from tests.problems import assert_problem, assert_reported, codes_of, raises
 from tests.runs import SMALL, plot, train, with_flags, write_text
 
@@ -216,10 +217,47 @@ def test_a_dry_run_shows_it(folder, capsys):
     preflight.check_dry(line, plan)
 
 
-def test_a_dry_run_of_a_resume_says_that_the_order_of_the_data_is_not_compared(folder, capsys):
-    for words in (resumed(folder), [*BASE, "--data-path", str(folder / "a")]):
-        plot().main([*words, "--dry-run"])
-        assert ("\norder of the data: " in capsys.readouterr().out) == ("--load" in words)
+@pytest.mark.parametrize(
+    ("data", "other", "differs"),
+    [
+        ("--data-path a", "--seed 1235", True),
+        ("--data-path a", "--train-iters 400", True),  # read more often
+        ("--data-path 1 a 2 b", "--data-path 2 a 1 b", True),
+        ("--data-path a b", "--data-path b a", True),
+        ("--data-path 1 a 2 b --data-order epoch", "--data-path 1 a 3 b", True),
+        ("--data-path a --data-order epoch", "--train-iters 400", False),
+        ("--data-path a --dataloader-type cyclic", "--micro-batch-size 1", True),
+        ("--train-data-path a --packed-samples", "--min-sample-length 9", True),
+        ("--mock-data", "--seed 1235", True),
+    ],
+)
+def test_a_dry_run_compares_the_order_of_a_resumes_data_as_the_run_does(
+    folder, tmp_path, capsys, data, other, differs
+):
+    """The flags of the checkpoint, others, and others with leave to change the order."""
+
+    def words(text: str) -> list[str]:
+        return [str(folder / word) if word in ("a", "b") else word for word in text.split()]
+
+    def ended(argv: list[str]) -> list[str]:
+        capsys.readouterr()
+        try:
+            plot().main([*argv, "--dry-run"])
+            return []
+        except SystemExit as leave:
+            assert leave.code == 2
+            return codes_of(capsys.readouterr().err.splitlines())
+
+    run = f"--lr-decay-style constant --save {tmp_path}/run --load {tmp_path}/run --save-interval 4"
+    first = [*with_flags(BASE, *words(run)), *words(data)]
+    train(tmp_path / "first", [*first, "--exit-interval", "4"])
+    changed = [*with_flags(first, *words(other)), "--override-opt_param-scheduler"]
+    caches = sorted(folder.rglob("*.npy"))
+    assert ended(first) == ended([*changed, "--allow-data-order-change"]) == []
+    assert ended(changed) == ["data-order-differs"] * differs
+    assert sorted(folder.rglob("*.npy")) == caches
+    with pytest.raises(RanksFailed, match=r"\[data-order-differs\]") if differs else nullcontext():
+        train(tmp_path / "again", [*changed, "--exit-interval", "8"])
 
 
 @pytest.mark.parametrize(
