@@ -124,9 +124,9 @@ class IndexedDataset:
         self.sequence_lengths = joined.arrays["sequence_lengths"]
         self.sequence_pointers = joined.arrays["sequence_pointers"]
         self.document_indices = joined.arrays["document_indices"]
-        self.bin_bytes = joined.bin_bytes
+        self.bin_bytes = joined.size
         self._bytes_at = joined.read
-        self._probe = lambda ranges: [joined.read(*each) for each in ranges]
+        self._probe = joined.probe
 
     def _read_header(self, index: memoryview) -> tuple[np.dtype, int, int]:
         if len(index) < HEADER.size:

@@ -6,6 +6,7 @@ already, and the first and the last say enough.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,8 @@ from megatron.data.indexed_dataset import (
     idx_path,
 )
 from megatron.data.parts import part_set
-from megatron.data.token_bytes import exists, open_tokens
+from megatron.data.parts.joined import Joined
+from megatron.data.token_bytes import TokenBytes, exists, open_tokens
 
 THREADS = 8  # that read indexes side by side: a cold start waits for the disk
 BLOCK_BYTES = 16384  # of an index read at once
@@ -104,12 +106,15 @@ class _Index:
             or size not in (expected, expected + sequences)
         ):
             raise _odd(prefix, "its index has odd sizes")
-        self.dtype = np.dtype(DTYPES[code])
+        self._describe(np.dtype(DTYPES[code]), sequences, entries)
+
+    def _describe(self, dtype: np.dtype, sequences: int, entries: int) -> None:
+        self.dtype = dtype
         self.sequences = sequences
         self.documents = entries - 1
-        if self.dtype.kind not in "iu":
+        if dtype.kind not in "iu":
             raise ValueError(
-                f"{prefix}.idx: holds {self.dtype.name}, not token ids; preprocess text into it "
+                f"{self.prefix}.idx: holds {dtype.name}, not token ids; preprocess text into it "
                 "[data-not-token-ids]"
             )
 
@@ -160,12 +165,47 @@ class _Index:
         return low
 
 
-def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
-    """The numbers of one pair. Raises FileNotFoundError or ValueError as IndexedDataset does, and
-    ValueError for sequences that do not lie one behind the other, as far as the ends of the parts
-    show it."""
+class _SetIndex(_Index):
+    """The same of a set of parts: its joined index, and its tokens."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.tokens = open_corpus(prefix)
+        assert isinstance(self.tokens, Joined)
+        arrays = self.tokens.arrays
+        self._lengths = arrays["sequence_lengths"]
+        self._pointers = arrays["sequence_pointers"]
+        self._starts = arrays["document_indices"]
+        self._describe(self.tokens.dtype, len(self._lengths), len(self._starts))
+
+    def pointer(self, sequence: int) -> int:
+        """See `_Index`."""
+        return int(self._pointers[sequence])
+
+    def start(self, document: int) -> int:
+        """See `_Index`."""
+        return int(self._starts[document])
+
+    def end(self, sequence: int) -> int:
+        """See `_Index`."""
+        return self.pointer(sequence) + int(self._lengths[sequence]) * self.dtype.itemsize
+
+
+def open_corpus(prefix: str) -> TokenBytes:
+    """Open the tokens of a pair, or of a set of parts. Raises ValueError."""
     if part_set.is_set(prefix):
-        raise _odd(prefix, "is a set of parts")
+        return Joined(prefix, IndexedDataset)
+    return open_tokens(bin_path(prefix))
+
+
+def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
+    """The numbers of one pair, or of a set of parts. Raises FileNotFoundError or ValueError as
+    IndexedDataset does, and ValueError for sequences that do not lie one behind the other, as far
+    as the ends of the parts show it."""
+    if part_set.is_set(prefix):
+        joined = _SetIndex(prefix)
+        with contextlib.closing(joined.tokens) as tokens:
+            return _token_file(joined, tokens, parts)
     try:
         file = open_to_read(idx_path(prefix))
     except ValueError:
@@ -173,30 +213,29 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
         raise
     try:
         index = _Index(prefix, file)
-        count = index.sequences
         if not exists(bin_path(prefix)):
             raise _odd(prefix, "has no .bin")
-        tokens = open_tokens(bin_path(prefix))
-        try:
-            bin_bytes = tokens.size
-            head = tokens.read(0, min(HEAD_BYTES, bin_bytes))
-        finally:
-            tokens.close()
-        ends = (index.start(0), index.start(index.documents)) if index.documents >= 0 else (1, 1)
-        if ends != (0, count) or (count and index.pointer(0) != 0):
-            raise _odd(prefix, "its first sequence does not begin the .bin")
-        if index.cut(count) != bin_bytes:
-            raise _odd(
-                prefix, f"its index ends at byte {index.cut(count)}, its .bin at {bin_bytes}"
-            )
-        spans = {n: _span(index, bounds) for n, bounds in enumerate(parts) if bounds is not None}
-        return TokenFile(prefix, index.dtype, count, index.documents, bin_bytes, head, spans)
+        with contextlib.closing(open_tokens(bin_path(prefix))) as tokens:
+            return _token_file(index, tokens, parts)
     except OSError as error:
         if error.errno is None:  # has its own message
             raise
         raise unreadable(idx_path(prefix), error) from error
     finally:
         os.close(file)
+
+
+def _token_file(index: _Index, tokens: TokenBytes, parts: Sequence[Part]) -> TokenFile:
+    prefix = index.prefix
+    count = index.sequences
+    head = tokens.read(0, min(HEAD_BYTES, tokens.size))
+    ends = (index.start(0), index.start(index.documents)) if index.documents >= 0 else (1, 1)
+    if ends != (0, count) or (count and index.pointer(0) != 0):
+        raise _odd(prefix, "its first sequence does not begin the .bin")
+    if index.cut(count) != tokens.size:
+        raise _odd(prefix, f"its index ends at byte {index.cut(count)}, its .bin at {tokens.size}")
+    spans = {n: _span(index, bounds) for n, bounds in enumerate(parts) if bounds is not None}
+    return TokenFile(prefix, index.dtype, count, index.documents, tokens.size, head, spans)
 
 
 def _span(index: _Index, bounds: tuple[float, float]) -> Span:

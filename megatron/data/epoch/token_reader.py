@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.epoch.token_files import TokenFile
-from megatron.data.indexed_dataset import bin_path
-from megatron.data.token_bytes import TokenBytes, open_tokens
+from megatron.data.epoch.token_files import TokenFile, open_corpus
+from megatron.data.token_bytes import TokenBytes
 
 MAX_OPEN = 30_000  # files that are kept open
 
@@ -51,7 +50,7 @@ class TokenReader:
 
     def _open(self, number: int) -> TokenBytes:
         file = self.files[number]
-        opened = open_tokens(bin_path(file.prefix))
+        opened = open_corpus(file.prefix)
         if opened.size != file.bin_bytes:
             opened.close()
             raise ValueError(

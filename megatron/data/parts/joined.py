@@ -33,8 +33,8 @@ class Pair(Protocol):
 
 
 class Joined:
-    """The index and the tokens of a whole set. `arrays`: those of the joined index, by NAMES;
-    `dtype`; `bin_bytes`, of all parts.
+    """The index and the tokens (`token_bytes.TokenBytes`) of a whole set. `arrays`: those of the
+    joined index, by NAMES; `dtype`; `size`, the bytes of all parts.
 
     `open_pair` opens a part. Raises ValueError for a set that is not whole, naming the first part
     that is missing. The joined index is built once, at the first start, in the `cache` folder of
@@ -47,7 +47,7 @@ class Joined:
         self._ends = list(accumulate(file["bin"]["bytes"] for file in files))
         self._open: dict[int, TokenBytes] = {}
         self._open_pair = open_pair
-        self.bin_bytes = self._ends[-1]
+        self.size = self._ends[-1]
         self.dtype = open_pair(self._plan.part(0)).dtype
         self.arrays = self._arrays([file["idx"]["sum"] for file in files])
 
@@ -100,6 +100,10 @@ class Joined:
             count -= size
             number += 1
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def probe(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See `TokenBytes`."""
+        return [self.read(*each) for each in ranges]
 
     def _part(self, number: int) -> TokenBytes:
         opened = self._open.get(number)
