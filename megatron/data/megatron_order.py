@@ -24,6 +24,7 @@ from megatron.data.build import (
 from megatron.data.gpt_dataset import GPTDataset, TokenSequences
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest, number_needed
 from megatron.data.tokenizers import metadata as provenance
@@ -191,8 +192,9 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
 def check_tokenizer(data: DataConfig, identity: Mapping[str, object]) -> None:
     """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see
     `Tokenizer.identity`)."""
-    blends = read_blends(data)
-    for blend in blends if isinstance(blends, list) else [blends]:
-        for word in blend[0] if blend else ():
-            for prefix in expand(word):
-                provenance.check(prefix, identity)
+    with urls_in_errors(data):
+        blends = read_blends(data)
+        for blend in blends if isinstance(blends, list) else [blends]:
+            for word in blend[0] if blend else ():
+                for prefix in expand(word):
+                    provenance.check(prefix, identity)

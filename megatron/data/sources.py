@@ -4,11 +4,12 @@ and a row of SOURCES."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from megatron.config.data import DataConfig
 from megatron.data.build import Splits, build_mock
+from megatron.data.object_storage.url_names import urls_in_errors, with_urls
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 
@@ -85,6 +86,30 @@ class Packed:
         return rows
 
 
+@dataclass(frozen=True)
+class InStore:
+    """A source some of whose files are in an object store: errors and table name their URLs."""
+
+    source: DataSource
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """See `DataSource`."""
+        made: list[Row] = []
+        with urls_in_errors(data):
+            splits = self.source.build(data, request, made)
+        rows += _with_urls(made, data)
+        return splits
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """See `DataSource`."""
+        with urls_in_errors(data):
+            return _with_urls(self.source.plan_rows(data, request), data)
+
+
+def _with_urls(rows: list[Row], data: DataConfig) -> list[Row]:
+    return [replace(row, name=with_urls(row.name, data)) for row in rows]
+
+
 class Choice(NamedTuple):
     """A source, and whether the flags choose it."""
 
@@ -103,4 +128,5 @@ SOURCES = (
 
 def source_of(data: DataConfig) -> DataSource:
     """The source that these flags choose."""
-    return next(choice.source for choice in SOURCES if choice.chosen(data))
+    source = next(choice.source for choice in SOURCES if choice.chosen(data))
+    return InStore(source) if data.object_storage_cache_path else source

@@ -24,6 +24,7 @@ from megatron.config.checks.paths import newest_with_good_args, vouched_file
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
+from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.training import memory
@@ -109,15 +110,12 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
         return []
     from megatron.data import dry_run
 
-    splits = dry_run.read_splits(
-        d,
-        [
-            targets.train,
-            None if d.full_validation and targets.valid else targets.valid,
-            targets.test,
-        ],
-    )
-    short = dry_run.shortages(splits, config.model.seq_length) if d.data_order == "megatron" else []
+    validation = None if d.full_validation and targets.valid else targets.valid
+    with urls_in_errors(d):
+        splits = dry_run.read_splits(d, [targets.train, validation, targets.test])
+        short: list[Shortage] = []
+        if d.data_order == "megatron":
+            short = dry_run.shortages(splits, config.model.seq_length)
     problems = [
         _shortage(config, plan, shortage) for shortage in short if _runs_out(config, shortage.split)
     ]
@@ -126,7 +124,8 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
             from megatron.data import megatron_order
 
             megatron_order.check_tokenizer(d, tokenizer.identity())
-            dry_run.check_ids(splits, tokenizer.vocab_size)
+            with urls_in_errors(d):
+                dry_run.check_ids(splits, tokenizer.vocab_size)
     except ValueError as error:
         problems.append(str(error))
     return problems

@@ -1,10 +1,10 @@
 """Data in an object store as data of this machine: index files are copied, and each .bin has a note
 in its place. So whatever reads a pair or a set of parts reads these, but for the bytes of a .bin.
 
-    CACHE/files/KEY/bucket/path/X.idx, X.json and X.bin.remote
+    CACHE/files/KEY/s3:bucket/path/X.idx, X.json and X.bin.remote
 
 KEY is a hash of the names and versions of the files: where one changes in the store, all are copied
-again.
+again. Errors name the URLs (`url_names`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from megatron.data.parts.part_set import FOLDER, plan_path
 
 THREADS = 16
 PIECE = 16 << 20  # bytes of an index that are read at once
+LAYOUT = 2  # of the paths below KEY
 DEADLINE = 20.0  # seconds in which a store must answer at a start
 COPIED = (".idx", ".json")
 NOTED = (".bin", ".sources")
@@ -86,7 +87,7 @@ def local_word(url: str, folder: str, bound: int) -> str:
             "directory or a pattern [data-not-found]"
         )
     facts = {name: remote_files.facts(info) for name, info in sorted(table.items())}
-    key = _hash([url, facts])
+    key = _hash([LAYOUT, url, facts])
     mirror = os.path.join(folder, "files", key)
     os.makedirs(os.path.dirname(mirror), exist_ok=True)
     with alone(f"{mirror}.lock"):
@@ -95,7 +96,7 @@ def local_word(url: str, folder: str, bound: int) -> str:
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
             _copy(protocol, facts, mirror, folder)
     start = glob.escape(mirror) if glob.has_magic(root) else mirror
-    return _local(start, root)
+    return _local(start, protocol, root)
 
 
 def _hash(table: Any) -> str:
@@ -150,13 +151,13 @@ def _copy(protocol: str, facts: Mapping[str, Mapping[str, Any]], mirror: str, ca
     def copy_piece(name: str, start: int) -> None:
         size = min(PIECE, copied[name] - start)
         data = download(f"{protocol}://{name}", start, size)
-        with open(_local(making, name), "r+b") as file:
+        with open(_local(making, protocol, name), "r+b") as file:
             file.seek(start)
             file.write(data)
 
     try:
         for name, info in facts.items():
-            path = _local(making, name)
+            path = _local(making, protocol, name)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             if name in copied:
                 with open(path, "wb") as file:
@@ -175,5 +176,5 @@ def _copy(protocol: str, facts: Mapping[str, Mapping[str, Any]], mirror: str, ca
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _local(folder: str, name: str) -> str:
-    return os.path.join(folder, *name.split("/"))
+def _local(folder: str, protocol: str, name: str) -> str:
+    return os.path.join(folder, *f"{protocol}:{name}".split("/"))

@@ -50,6 +50,7 @@ def data_flags(**given: object) -> types.SimpleNamespace:
             "per_split_data_args_path",
             "split",
             "data_cache_path",
+            "object_storage_cache_path",
         )
     )
     return types.SimpleNamespace(

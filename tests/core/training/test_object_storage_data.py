@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron.data.object_storage import block_cache, mirror
+from tests import problems
 from tests.core.checkpoint.s3_server import serving
 from tests.core.data.corpora import write_corpus
 from tests.core.data.object_storage.s3_proxy import CUT, FAIL, HANG, SHORT, Proxy, proxy
@@ -135,3 +136,19 @@ def test_a_killed_run_goes_on_with_what_it_fetched(
     assert run.resumes == [8] and run.series("lm_loss") == disk.series("lm_loss")
     assert filled(tmp_path) <= 120 * (BLOCK + block_cache.PAGE)
     assert server.ranges - before < 80
+
+
+@pytest.mark.campaign
+def test_what_is_wrong_in_the_bucket_is_named_by_its_url(
+    bucket: tuple[str, Proxy], corpus: str, tmp_path: Path
+) -> None:
+    url = bucket[0].replace("/data/", "/damaged/")
+    files, path = fsspec.core.url_to_fs(url)
+    files.pipe_file(f"{path}.bin", Path(f"{corpus}.bin").read_bytes())
+    files.pipe_file(f"{path}.idx", Path(f"{corpus}.idx").read_bytes()[:-8])
+    with pytest.raises(RanksFailed) as failed:
+        train(tmp_path, [*FLAGS, *from_store(url, tmp_path, 120, 0)], hook=small_blocks)
+    problems.assert_reported(
+        str(failed.value), "data-file-damaged", f"{url}.idx", "--object-storage-cache-path"
+    )
+    assert "/files/" not in str(failed.value).partition("[data-file-damaged]")[0]

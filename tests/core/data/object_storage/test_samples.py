@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.megatron_order import check_tokenizer
 from megatron.data.object_storage import block_cache, mirror
 from megatron.data.object_storage.block_cache import BlockCache, StoredFile
+from megatron.data.plan_table import Row
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
 from tests.core.data.parts.sets import cut_in_parts
@@ -117,6 +119,48 @@ def test_what_is_not_there_is_said(store: Path, tmp_path: Path) -> None:
     data = data_flags(data_path=("s3://bucket/a",), object_storage_cache_path=None)
     with problems.raises(ValueError, "object-storage-cache-missing", "s3://bucket/a"):
         build_datasets(data, **SIZES)
+
+
+@pytest.mark.parametrize("order", ["megatron", "epoch"])
+def test_errors_name_the_url(order: str, store: Path, tmp_path: Path) -> None:
+    """Of what is wrong in the store, and of a copy that is damaged: by a build, a dry run and the
+    check of the tokenizer."""
+    folder = tmp_path / "cache"
+    idx = (store / "a.idx").read_bytes()
+    sealed = (store / "c.parts/000001.json").read_bytes()
+    identity = {"class": "GPT2BPETokenizer", "files": []}
+    calls = {
+        "build": lambda data: build_datasets(data, **SIZES),
+        "plan": lambda data: planned_rows(data, *SIZES.values()),
+        "tokenizer": lambda data: check_tokenizer(data, identity),
+    }
+    for word, name, content, code, named, reads in (
+        ("@/a", "a.idx", idx[:-8], "data-file-damaged", "a.idx", ["build", "plan"]),
+        ("@/a", "a.idx", b"x" * len(idx), "data-file-damaged", "a.idx", ["build", "plan"]),
+        ("@/a", "a.bin", b"12", "data-file-damaged", "a.bin", ["build", "plan"]),
+        ("@/a", "a.json", b"{", "tokenizer-record-malformed", "a.json", ["tokenizer"]),
+        ("@/c", "c.parts/parts.json", sealed, "data-file-damaged", "c.parts/parts.json", calls),
+        ("@/c", "c.parts/000001.json", sealed[:-9], "data-parts-missing", "c: ", calls),
+        ("@/c", "c.parts/000001.json", sealed, "data-of-another-tokenizer", "c: ", ["tokenizer"]),
+    ):
+        before = (store / name).read_bytes() if (store / name).exists() else None
+        (store / name).write_bytes(content)
+        mirror.local_word.cache_clear()
+        data = of_store(folder, store, data_path=(word,), split="1,0,0", data_order=order)
+        for read in reads:
+            with pytest.raises(ValueError) as caught:
+                calls[read](data)
+            said = str(caught.value)
+            problems.assert_problem(said, code, f"file://{store}/{named}")
+            assert "/files/" not in said
+            assert ("--object-storage-cache-path" in said) == (code == "data-file-damaged")
+        (store / name).unlink()
+        if before is not None:
+            (store / name).write_bytes(before)
+    mirror.local_word.cache_clear()
+    rows: list[Row] = []
+    build_datasets(data, rows, **SIZES)
+    assert {row.name for row in rows} == {f"file://{store}/c"}
 
 
 def test_a_file_that_is_replaced_is_read_again(store: Path, tmp_path: Path) -> None:
