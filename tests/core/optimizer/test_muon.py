@@ -1,5 +1,5 @@
-"""Muon's update against torch.optim.Muon and against singular values in float64; which weights it
-updates; the ranks that own them."""
+"""Muon's update against torch.optim.Muon and against singular values in float64, NorMuon's also
+against Emerging-Optimizers'; which weights Muon updates; the ranks that own them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron.optimizer.muon import Muon, neuron_moments, normalized, orthogonal
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import Sharding
+from tests.forkrun import ROOT
 
 LAYER = "decoder.layers.0."
 MODEL = ModelConfig(
@@ -43,6 +44,7 @@ SHAPES = {
     "output_layer.weight": (40, 24),
 }
 BY_MUON = {name for name in SHAPES if ".linear_" in name and name.endswith(".weight")}
+GOLDEN = ROOT / "tests/golden/normuon.txt"
 LR = 0.02
 DECAY = 0.1
 STEPS = 5
@@ -204,6 +206,40 @@ def test_neurons_have_a_second_moment_each_with_normuon(split):
                 weights[number] = weights[number] * (1 - LR * DECAY) - step_size * direction
         for ours, weight in zip(as_matrices(name, found[name], split), weights, strict=True):
             torch.testing.assert_close(ours, weight, rtol=1e-10, atol=1e-10)
+
+
+def values(shape: tuple[int, int], step: int) -> torch.Tensor:
+    """Numbers of float32, the same on every machine."""
+    n = torch.arange(math.prod(shape), dtype=torch.float64)
+    return torch.sin(0.7 * n * n + 3 * step + shape[0]).view(shape).float().double()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_normuon_is_that_of_emerging_optimizers(nesterov):
+    """A tall, a wide and a square matrix, which it updated in float32 (GOLDEN)."""
+    lines = [line.split() for line in GOLDEN.read_text("utf-8").splitlines() if line[0] != "#"]
+    expected = {
+        tuple(map(int, shape.split("x"))): torch.tensor([float(word) for word in words]).double()
+        for kind, shape, *words in lines
+        if kind == ("nesterov" if nesterov else "momentum")
+    }
+    assert len(expected) == 3
+    params = [torch.nn.Parameter(values(shape, 0)) for shape in expected]
+    for number, (param, shape) in enumerate(zip(params, expected, strict=True)):
+        param.sharding = Sharding(f"decoder.layers.{number}.mlp.linear_fc2.weight", shape)
+    norm = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))  # Adam needs something, too
+    norm.sharding = Sharding("decoder.final_layernorm.weight", (4,))
+    flags = {"muon_use_nesterov": nesterov, "muon_extra_scale_factor": 0.2}
+    optimizer = built([*params, norm], muon_neuron_beta2=0.9, **flags)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"] = LR, DECAY
+    for step in range(1, STEPS + 1):
+        for param, shape in zip(params, expected, strict=True):
+            param.main_grad = values(shape, step)
+        norm.main_grad = torch.zeros_like(norm)
+        optimizer.step()
+    for param, weights in zip(params, expected.values(), strict=True):
+        torch.testing.assert_close(param.detach().flatten(), weights, rtol=0.0, atol=1e-6)
 
 
 def test_a_neuron_without_gradients_stays():
