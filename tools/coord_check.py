@@ -2,9 +2,9 @@
 """Check that with --use-mup what a model learns in a step does not depend on its width: train
 models of several widths for a few steps with and without it, and print how far activations move.
 
-The batch is the same in every step, bytes of this repository's pages. Step 0 shows the mean size of
-activations before training, later steps the mean size of their change since then. `slope` is the
-exponent of the width that fits the last step: 0 is flat.
+The batch is the same in every step, bytes of --text. Step 0 shows the mean size of activations
+before training, later steps the mean size of their change since then. `slope` is the exponent of
+the width that fits the last step: 0 is flat.
 
 --transfer finds the best learning rate of each width instead. Rates are two to a doubling. A width
 starts with the rate that was best for the width before (the first: in the middle), and goes on
@@ -22,6 +22,7 @@ from megatron import interrupt, small_files
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from megatron.training.run import Run
 
-ROOT = Path(__file__).resolve().parents[1]
+PLAYS = Path("runs/quickstart/data/shakespeare.jsonl")
 HEADS = 4
 BATCH, LENGTH = 8, 64
 MODEL = (
@@ -57,6 +58,9 @@ Table = dict[str, list[list[float]]]
 class Options:
     """The command line."""
 
+    text: Path = arg(
+        PLAYS, parse=Path, metavar="FILE", help="file whose bytes the models are trained on"
+    )
     widths: tuple[int, ...] = arg((64, 128, 256, 512), help="hidden sizes, multiples of 8")
     base_width: int = arg(64, minimum=HEADS, help="width at which muP is the usual model")
     steps: int = arg(4, minimum=1, help="updates of each model")
@@ -123,14 +127,11 @@ def usual(flags: Sequence[str]) -> list[str]:
     return typed
 
 
-def batches(seed: int, fixed: bool) -> Iterator[torch.Tensor]:
-    """Samples [b, s+1] of bytes of the pages in docs/, at random places; always the same ones if
-    `fixed`."""
+def batches(file: Path, seed: int, fixed: bool) -> Iterator[torch.Tensor]:
+    """Samples [b, s+1] of bytes of `file`, at random places; always the same ones if `fixed`."""
     import torch
 
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    written = bytearray(b"".join(map(small_files.read_bytes, pages)))
-    text = torch.frombuffer(written, dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(small_files.read_bytes(file)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     starts = None
     while True:
@@ -202,7 +203,7 @@ def measure(options: Options, mup: bool) -> Table:
         for seed in range(1, options.seeds + 1):
             run = build(options, width, mup, seed, flags)
             sizes = Sizes(run)
-            train(run, batches(seed, fixed=True), options.steps + 1)
+            train(run, batches(options.text, seed, fixed=True), options.steps + 1)
             sizes_of_seeds.append(sizes)
         for name in TYPES:
             for step, values in enumerate(
@@ -304,6 +305,7 @@ class Trials:
 
     def __init__(self, options: Options):
         self.options = options
+        self._text = hashlib.sha256(small_files.read_bytes(options.text)).hexdigest()[:12]
         self._losses: dict[str, float] = {}
         if options.runs and options.runs.exists():
             for line in small_files.read_text(options.runs).splitlines():
@@ -322,6 +324,7 @@ class Trials:
     def _loss(self, width: int, mup: bool, index: int, seed: int) -> float:
         options, lr = self.options, rates(self.options)[index]
         run: dict[str, Any] = {
+            "text": self._text,
             "width": width,
             "mup": mup,
             "lr": lr,
@@ -348,7 +351,7 @@ def final_loss(options: Options, width: int, mup: bool, lr: float, seed: int) ->
     if mup and options.decoupled:
         flags += ["--decoupled-lr", str(lr)]
     run = build(options, width, mup, seed, flags)
-    losses = train(run, batches(seed, fixed=False), options.steps)
+    losses = train(run, batches(options.text, seed, fixed=False), options.steps)
     count = max(1, int(options.steps * LAST))
     return sum(losses[-count:]) / count
 
@@ -424,6 +427,15 @@ def problems(options: Options) -> list[str]:
     from megatron.analysis.plots import picture_problems
 
     lines = picture_problems(options.output)
+    if not options.text.is_file():
+        fetch = ""
+        if options.text == PLAYS:
+            fetch = f": python tools/fetch_quickstart_data.py --text-only {PLAYS.parent} fetches it"
+        lines.append(f"--text {options.text}: no such file{fetch} [file-not-readable]")
+    elif options.text.stat().st_size <= LENGTH + 1:
+        lines.append(
+            f"--text {options.text}: needs more than {LENGTH + 1} bytes [value-out-of-range]"
+        )
     for width in (*options.widths, options.base_width):
         if width < 1 or width % (2 * HEADS):
             lines.append(f"width {width}: must be a multiple of {2 * HEADS} [value-out-of-range]")

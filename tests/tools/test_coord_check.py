@@ -6,9 +6,11 @@ import pytest
 
 from megatron.config.mup import Multipliers
 from megatron.training import build
+from tests.forkrun import ROOT
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_problem
 
+TEXT = ("--text", str(ROOT / "LICENSE"))
 SMALL = "--widths 32 64 128 --base-width 32 --steps 3 --seeds 1 --lr 0.005".split()
 
 
@@ -23,7 +25,7 @@ def check(tool, capsys):
     """Call the tool as its command line would; returns (exit code, stdout, stderr)."""
 
     def call(*words: str) -> tuple[int, str, str]:
-        code = exit_code(tool.main, *words)
+        code = exit_code(tool.main, *TEXT, *words)
         return code, *capsys.readouterr()
 
     return call
@@ -94,10 +96,15 @@ def test_the_best_rate_is_looked_for_around_the_last_one_and_each_run_made_once(
     ]
     # from the middle, 2^-8, two steps further than the five about it; without muP so again
     assert len(trained) == len(set(trained)) == 2 * (7 + 7 + 7 + 5)
-    count = len(trained)
+    count = each = len(trained)
     assert check(*words)[1] == out and len(trained) == count
     check(*words, "--decoupled")
     assert {mup for _, mup, _, _ in trained[count:]} == {True}, "without muP the model is the same"
+    count = len(trained)
+    other = tmp_path / "text"
+    other.write_text("another text, " * 10)
+    check(*words, "--text", str(other))
+    assert len(trained) == count + each
 
 
 def test_the_exponent_of_a_power(tool):
@@ -126,6 +133,19 @@ def test_what_makes_no_sense_is_refused(check, words, named):
     code, _, err = check(*words)
     assert code == 2
     assert_problem(err.rstrip(), "value-out-of-range", named)
+
+
+def test_a_text_is_needed(check, tool, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for words in ([str(tool.PLAYS)], ["my.txt"]):
+        code, _, err = check("--text", *words)
+        assert code == 2
+        assert_problem(err.rstrip(), "file-not-readable", *words)
+        assert ("fetch_quickstart_data.py" in err) == (words != ["my.txt"])
+    (tmp_path / "my.txt").write_bytes(bytes(tool.LENGTH + 1))
+    code, _, err = check("--text", "my.txt")
+    assert code == 2
+    assert_problem(err.rstrip(), "value-out-of-range", "my.txt", tool.LENGTH + 1)
 
 
 def test_flags_of_the_models_are_checked(check):
