@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,9 @@ Result = TypeVar("Result")
 
 
 # of a file: its size, and what the stores give it that another content does not have
-_FACTS = ("size", "ETag", "etag", "md5Hash", "generation", "LastModified", "mtime", "created")
+_OF_CONTENT = ("ETag", "etag", "md5Hash", "generation")
+_OF_TIME = ("LastModified", "mtime", "created")
+_FACTS = ("size", *_OF_CONTENT, *_OF_TIME)
 
 
 class StoreFailed(OSError):
@@ -88,3 +91,20 @@ def facts(info: Mapping[str, Any]) -> dict[str, Any]:
     """Of what a store says of a file: its size in bytes, and values that change with its
     content."""
     return {key: info.get(key) for key in _FACTS}
+
+
+def version(info: Mapping[str, Any]) -> str:
+    """Of what a store says of a file: a text that is another for another content, and the same
+    whether the file was listed or looked at, where times may be rounded and quotes missing."""
+    values = {key: str(info[key]).strip('"') for key in _OF_CONTENT if info.get(key)}
+    if not values:
+        values = {key: str(info[key]) for key in _OF_TIME if info.get(key)}
+        values = dict(list(values.items())[:1])
+    return json.dumps([info["size"], values])
+
+
+def version_now(files: Any, path: str, seconds: float) -> str:
+    """The `version` of a file as it is at this moment, at most `seconds` waited for (a store that
+    can be interrupted). Thread-safe. Raises what the store raises."""
+    files.invalidate_cache()
+    return version(files.info(path, **({"timeout": seconds} if files.async_impl else {})))

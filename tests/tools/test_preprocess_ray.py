@@ -27,6 +27,7 @@ PREPROCESS = load_tool("preprocess_data")
 PROGRAM = Path(str(PREPROCESS.__file__))
 FLAGS = ["--tokenizer-type", "ByteTokenizer"]
 PEERS = pytest.mark.peers
+WAIT = 400  # seconds for a driver to end, on a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -257,11 +258,11 @@ def test_four_kills_of_processes_and_machines(cluster: Any, corpus: Path, seed: 
             kills += kill_one(cluster, nodes, draw)
         if seed % 3 == 0:
             started.kill()
-        output, errors = started.communicate(timeout=120)
+        output, errors = started.communicate(timeout=WAIT)
         assert started.returncode == (0 if seed % 3 else -signal.SIGKILL), output + errors
         assert kills == 4
         again = driver(corpus, "x", *flags, *ray(cluster))
-        output, errors = again.communicate(timeout=120)
+        output, errors = again.communicate(timeout=WAIT)
         assert again.returncode == 0, output + errors
     finally:
         for node in nodes:
@@ -283,7 +284,7 @@ def test_an_encoder_that_is_killed(cluster: Any, corpus: Path) -> None:
     while not encoders and started.poll() is None:
         encoders = [child for task in descendants(raylet) for child in descendants(task)]
     os.kill(encoders[0], signal.SIGKILL)
-    output, errors = started.communicate(timeout=120)
+    output, errors = started.communicate(timeout=WAIT)
     assert started.returncode == 0, output + errors
     assert_same(corpus, "once", "x")
 
@@ -310,7 +311,7 @@ def test_two_drivers_at_once(cluster: Any, corpus: Path) -> None:
     assert run(corpus, "jsonl", "once", "--task", "0/1", "--workers", 1) == 0
     drivers = [driver(corpus, "x", *ray(cluster)) for _ in range(2)]
     for each in drivers:
-        output, errors = each.communicate(timeout=120)
+        output, errors = each.communicate(timeout=WAIT)
         assert each.returncode == 0, output + errors
     assert_same(corpus, "once", "x")
 

@@ -12,22 +12,34 @@ checksum, which each process compares when it first reads it. The bytes used are
 they are written. Where there is no room, those blocks go whose stamp is oldest, but none of a
 window: a block's stamp, its time of change, is when it was fetched or, by a process that reads
 ahead, last found to be needed.
+
+A scan of the directory takes many seconds for a million blocks, so a process keeps their order in
+memory, and scans again, without the lock, when it has gone through it. Until then nothing new can
+be older: blocks whose stamp has changed meanwhile are passed over.
+
+A store is asked for the version of a file after each block of it, so that no block of another
+content is kept or given.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import fcntl
 import functools
+import itertools
 import multiprocessing
 import os
 import struct
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron import remote_files
 from megatron.checksums import block_sum
@@ -38,8 +50,11 @@ from megatron.small_files import make_directories
 # sooner, and samples begin anywhere, so larger ones bring more that nobody reads.
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 8
+NAME = 8  # hexadecimal digits of a block's name
 PAGE = 4096  # of a disk, which a file fills
-SPARE = 16  # one part of so many of the bound is freed at once: a scan of the directory costs time
+SPARE = 16  # one part of so many of the bound is freed at once, as windows are read each time,
+MOST_FREED = 64 * BLOCK_BYTES  # but not more, because others wait meanwhile
+LOOKS = 256  # blocks that are looked at while others wait
 ATTEMPT = 30.0  # seconds that one request may take
 DEADLINE = 180.0  # seconds after which a store that fails is given up
 LONGEST_PAUSE = 10.0
@@ -49,11 +64,12 @@ _ACCOUNT = struct.Struct("<qq")
 @dataclass(frozen=True)
 class StoredFile:
     """A file in an object store: its size in bytes, and a `key` that another content does not
-    have."""
+    have; its `version` (`remote_files`)."""
 
     url: str
     size: int
     key: str
+    version: str
 
     def blocks(self, start: int, count: int) -> range:
         """The numbers of the blocks in which so many bytes from `start` on are."""
@@ -79,7 +95,7 @@ class Needed(NamedTuple):
     @property
     def name(self) -> str:
         """Its path below blocks/."""
-        return f"{self.stored.key}/{self.number:08x}"
+        return f"{self.stored.key}/{self.number:0{NAME}x}"
 
 
 class _Account:
@@ -128,6 +144,9 @@ class BlockCache:
         self._counting = shared.Lock()
         self._checked: dict[str, set[int]] = {}
         self._noted: dict[Needed, None] | None = None
+        self._oldest: Iterator[tuple[int, str]] = iter(())  # (stamp, path) of blocks in order
+        self._scans = 0
+        self._scanning = threading.Lock()
         with self._explained():
             for name in ("blocks", "windows"):
                 make_directories(os.path.join(folder, name))
@@ -142,7 +161,8 @@ class BlockCache:
         with self._explained(), self.locked() as account:
             account.bound = bound
             account.write()
-            self._make_room(account, 0)
+        with self._explained(), self._room(0):
+            pass
 
     def bound(self) -> int:
         """Bytes that the blocks may fill."""
@@ -191,8 +211,9 @@ class BlockCache:
 
     def has_room(self, blocks: int) -> bool:
         """Whether so many blocks fit, after old ones were removed."""
-        with self._explained(), self.locked() as account:
-            return self._make_room(account, blocks * _on_disk(BLOCK_BYTES + SUM_BYTES))
+        size = blocks * _on_disk(BLOCK_BYTES + SUM_BYTES)
+        with self._explained(), self._room(size) as account:
+            return account is not None
 
     def _path(self, stored: StoredFile, number: int) -> str:
         return os.path.join(self.folder, "blocks", Needed(stored, number).name)
@@ -240,7 +261,7 @@ class BlockCache:
             block = self._cached(stored, number, slice(0, size))
             if block is not None:
                 return block, True
-            block = download(stored.url, number * BLOCK_BYTES, size)
+            block = download(stored, number * BLOCK_BYTES, size)
             with self._explained():
                 cached = self._store(path, block + block_sum(block).encode(), stamp)
             self._count(Counts(0, 0.0, 1, size))
@@ -273,8 +294,8 @@ class BlockCache:
     def _store(self, path: str, data: bytes, stamp: int) -> bool:
         """Write a block where there is room for it: whether there is."""
         size = _on_disk(len(data))
-        with self.locked() as account:
-            if not self._make_room(account, size):
+        with self._room(size) as account:
+            if account is None:
                 return False
             account.used += size
             account.write()
@@ -299,25 +320,48 @@ class BlockCache:
                 os.unlink(path)
             account.write()
 
+    @contextlib.contextmanager
+    def _room(self, size: int) -> Iterator[_Account | None]:
+        """The account, locked, after those blocks were removed that were needed longest ago so that
+        `size` bytes fit; None if all that is there is needed."""
+        scans = self._scans
+        while True:
+            with self.locked() as account:
+                goes_on = self._make_room(account, size)
+                if account.used + size <= account.bound:
+                    yield account
+                    return
+            if goes_on:
+                continue
+            if self._scans != scans:
+                yield None
+                return
+            self._scan(scans)
+
     def _make_room(self, account: _Account, size: int) -> bool:
-        """Whether so many bytes more fit, after those blocks were removed that were needed longest
-        ago."""
+        """Remove some blocks if there is no room for so many bytes; whether there are others to
+        look at."""
         if account.used + size <= account.bound:
             return True
-        blocks = sorted(self._blocks())
-        account.used = sum(size for _, size, _ in blocks)
-        wanted = account.bound - max(size, account.bound // SPARE)
+        spare = min(account.bound // SPARE, MOST_FREED)
+        wanted = account.bound - max(size, spare)
         needed = self._needed()
-        for _, block_size, path in blocks:
+        looked = 0
+        for stamp, path in itertools.islice(self._oldest, LOOKS):
+            looked += 1
+            if path not in needed:
+                account.used -= _unlinked(path, stamp)
             if account.used <= wanted:
                 break
-            if path in needed:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            account.used -= block_size
         account.write()
-        return account.used + size <= account.bound
+        return looked > 0
+
+    def _scan(self, seen: int) -> None:
+        """Bring the order up to date, unless another thread has done it since the scan `seen`."""
+        with self._scanning:
+            if self._scans == seen:
+                self._oldest = _in_order(self._blocks())
+                self._scans += 1
 
     def _needed(self) -> set[str]:
         """The paths of the blocks in the windows of all processes that still are."""
@@ -334,14 +378,15 @@ class BlockCache:
         return {os.path.join(self.folder, "blocks", name) for name in names}
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """(stamp, bytes on the disk, path) of every block."""
+        """(stamp, bytes on the disk, path) of every block that is not removed meanwhile."""
         with os.scandir(os.path.join(self.folder, "blocks")) as folders:
             for folder in folders:
                 with os.scandir(folder) as entries:
                     for entry in entries:
-                        if not entry.name.endswith(".lock"):
-                            facts = entry.stat()
-                            yield facts.st_mtime_ns, _on_disk(facts.st_size), entry.path
+                        if len(entry.name) == NAME:
+                            with contextlib.suppress(FileNotFoundError):
+                                facts = entry.stat()
+                                yield facts.st_mtime_ns, _on_disk(facts.st_size), entry.path
 
     def _tidy(self) -> None:
         """Count what is there."""
@@ -366,22 +411,75 @@ class Window:
         os.pwrite(self._file, names, 0)
 
 
-def download(url: str, start: int, size: int) -> bytes:
-    """Bytes of a file of a store, asked for until DEADLINE seconds have passed. Raises
-    ValueError."""
-    files = remote_files.client(url)
-    path = files._strip_protocol(url)
+def download(stored: StoredFile, start: int, size: int, check: bool = True) -> bytes:
+    """Bytes of a file of a store, asked for until DEADLINE seconds have passed. Raises ValueError,
+    also where the file is not what it was (unless the caller does not want that `check`)."""
+    files = remote_files.client(stored.url)
+    path = files._strip_protocol(stored.url)
+
+    def is_another() -> bool:
+        return check and remote_files.version_now(files, path, ATTEMPT) != stored.version
+
+    def read() -> bytes | None:
+        try:
+            data = remote_files.read_range(files, path, start, size, ATTEMPT)
+        except FileNotFoundError:
+            raise
+        except Exception:  # every store has errors of its own
+            with contextlib.suppress(Exception):
+                if is_another():  # now it is too short, say
+                    return None
+            raise
+        return None if is_another() else data
+
     try:
-        return remote_files.patiently(
-            lambda: remote_files.read_range(files, path, start, size, ATTEMPT), pauses(DEADLINE)
-        )
+        data = remote_files.patiently(read, pauses(DEADLINE))
     except FileNotFoundError:
-        raise ValueError(
-            f"{url}: is no longer there; put it back, then start again from the last checkpoint "
-            "[object-store-changed]"
-        ) from None
+        raise replaced(stored.url) from None
     except remote_files.StoreFailed as error:
-        raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
+        raise ValueError(f"{stored.url}: cannot be read, {error} [object-store-failed]") from error
+    if data is None:
+        raise replaced(stored.url)
+    return data
+
+
+def replaced(url: str) -> ValueError:
+    """The error for a file that is not what it was when the run began."""
+    return ValueError(
+        f"{url}: was replaced or removed after this run had begun; put it back, then start again "
+        "from the last checkpoint [object-store-changed]"
+    )
+
+
+def _in_order(blocks: Iterable[tuple[int, int, str]]) -> Iterator[tuple[int, str]]:
+    """(stamp, path) of these blocks, the oldest first. All are gone through before this returns,
+    into arrays: the paths of a million would take some hundred megabytes."""
+    folders: dict[str, int] = {}
+    table = array.array("q")
+    for stamp, _, path in blocks:
+        folder, name = os.path.split(path)
+        table.extend((stamp, folders.setdefault(folder, len(folders)), int(name, 16)))
+    rows = np.array(table, np.int64).reshape(-1, 3)
+    order = np.argsort(rows[:, 0], kind="stable")
+    paths = list(folders)
+
+    def entry(row: int) -> tuple[int, str]:
+        stamp, number_of_folder, number = rows[row].tolist()
+        return stamp, os.path.join(paths[number_of_folder], f"{number:0{NAME}x}")
+
+    return map(entry, order)
+
+
+def _unlinked(path: str, stamp: int) -> int:
+    """Remove a block unless it was needed again since; the bytes that this freed."""
+    try:
+        facts = os.stat(path)
+        if facts.st_mtime_ns != stamp:
+            return 0
+        os.unlink(path)
+    except FileNotFoundError:  # by another process
+        return 0
+    return _on_disk(facts.st_size)
 
 
 def _on_disk(size: int) -> int:

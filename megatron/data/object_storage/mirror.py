@@ -4,11 +4,13 @@ in its place. So whatever reads a pair or a set of parts reads these, but for th
     CACHE/files/KEY/s3:bucket/path/X.idx, X.json and X.bin.remote
 
 KEY is a hash of the names and versions of the files: where one changes in the store, all are copied
-again. Errors name the URLs (`url_names`).
+again by the next start, and a run that reads them ends with an error. Errors name the URLs
+(`url_names`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import json
@@ -16,7 +18,7 @@ import os
 import posixpath
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -33,6 +35,7 @@ from megatron.data.object_storage.block_cache import (
     block_cache,
     download,
     pauses,
+    replaced,
     unusable,
 )
 from megatron.data.object_storage.remote_tokens import write_note
@@ -75,32 +78,50 @@ def local_word(url: str, folder: str, bound: int) -> str:
     if posixpath.normpath(root) != root or ".." in root.split("/"):
         raise ValueError(f"{url}: give a URL without //, . and .. [url-not-supported]")
     protocol = url.partition("://")[0]
-    try:
-        table = remote_files.patiently(lambda: _files_of(files, root), pauses(DEADLINE))
-    except FileNotFoundError:
-        table = {}
-    except remote_files.StoreFailed as error:
-        raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
-    if not table:
+    stored = _stored(url, files, root)
+    if not stored:
         raise FileNotFoundError(
             f"{url}: there is no .idx of this name, nor below it; give the prefix of a pair, a "
             "directory or a pattern [data-not-found]"
         )
-    facts = {name: remote_files.facts(info) for name, info in sorted(table.items())}
-    key = _hash([LAYOUT, url, facts])
-    mirror = os.path.join(folder, "files", key)
+    mirror = os.path.join(folder, "files", _hash([LAYOUT, url, stored]))
     os.makedirs(os.path.dirname(mirror), exist_ok=True)
     with alone(f"{mirror}.lock"):
         if not os.path.isdir(mirror):
             for unfinished in glob.glob(f"{glob.escape(mirror)}.*/"):
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-            _copy(protocol, facts, mirror, folder)
+            with _made(mirror, folder) as making:
+                _copy(protocol, stored, making, folder)
+                now = _stored(url, files, root)
+                for path, file in stored.items():
+                    if now.get(path) != file:
+                        raise replaced(file.url)
     start = glob.escape(mirror) if glob.has_magic(root) else mirror
     return _local(start, protocol, root)
 
 
 def _hash(table: Any) -> str:
     return hashlib.sha256(json.dumps(table, default=str).encode()).hexdigest()[:16]
+
+
+def _stored(url: str, files: Any, root: str) -> dict[str, StoredFile]:
+    """The files that a word names as they are now, by their paths, in order; none where there is no
+    such data. Raises ValueError."""
+    try:
+        table = remote_files.patiently(lambda: _files_of(files, root), pauses(DEADLINE))
+    except FileNotFoundError:
+        return {}
+    except remote_files.StoreFailed as error:
+        raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
+    protocol = url.partition("://")[0]
+    return {
+        path: _file(f"{protocol}://{path}", info["size"], remote_files.version(info))
+        for path, info in sorted(table.items())
+    }
+
+
+def _file(url: str, size: int, version: str) -> StoredFile:
+    return StoredFile(url, size, _hash([url, version, BLOCK_BYTES]), version)
 
 
 def _files_of(files: Any, root: str) -> dict[str, Mapping[str, Any]]:
@@ -140,40 +161,42 @@ def _prefix(path: str) -> str:
     return whole if inside else posixpath.splitext(path)[0]
 
 
-def _copy(protocol: str, facts: Mapping[str, Mapping[str, Any]], mirror: str, cache: str) -> None:
-    """Make the directory `mirror`, at once."""
+@contextlib.contextmanager
+def _made(mirror: str, cache: str) -> Iterator[str]:
+    """A new directory, called `mirror` at the end if all went well. Raises ValueError."""
     making = f"{mirror}.{uuid.uuid4().hex}"
-    copied = {name: info["size"] for name, info in facts.items() if name.endswith(COPIED)}
-    log.print_rank_0(
-        f" > copying {len(copied)} index files ({sum(copied.values()):,} bytes) to {mirror}"
-    )
-
-    def copy_piece(name: str, start: int) -> None:
-        size = min(PIECE, copied[name] - start)
-        data = download(f"{protocol}://{name}", start, size)
-        with open(_local(making, protocol, name), "r+b") as file:
-            file.seek(start)
-            file.write(data)
-
     try:
-        for name, info in facts.items():
-            path = _local(making, protocol, name)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            if name in copied:
-                with open(path, "wb") as file:
-                    file.truncate(info["size"])
-            else:
-                url = f"{protocol}://{name}"
-                key = _hash([url, info, BLOCK_BYTES])
-                write_note(path, StoredFile(url, info["size"], key), cache)
-        pieces = [(name, n) for name, size in copied.items() for n in range(0, size, PIECE)]
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(copy_piece, *zip(*pieces, strict=True)))
+        yield making
         os.rename(making, mirror)
     except OSError as error:
         raise unusable(cache, error) from error
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def _copy(protocol: str, stored: Mapping[str, StoredFile], folder: str, cache: str) -> None:
+    """Copy the index files and note the others."""
+    copied = {path: file for path, file in stored.items() if path.endswith(COPIED)}
+    size = sum(file.size for file in copied.values())
+    log.print_rank_0(f" > copying {len(copied)} index files ({size:,} bytes) to {folder}")
+
+    def copy_piece(name: str, start: int) -> None:
+        data = download(copied[name], start, min(PIECE, copied[name].size - start), check=False)
+        with open(_local(folder, protocol, name), "r+b") as file:
+            file.seek(start)
+            file.write(data)
+
+    for name, remote in stored.items():
+        path = _local(folder, protocol, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if name in copied:
+            with open(path, "wb") as file:
+                file.truncate(remote.size)
+        else:
+            write_note(path, remote, cache)
+    pieces = [(name, n) for name in copied for n in range(0, copied[name].size, PIECE)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(copy_piece, *zip(*pieces, strict=True)))
 
 
 def _local(folder: str, protocol: str, name: str) -> str:

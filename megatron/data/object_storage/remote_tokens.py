@@ -28,6 +28,7 @@ def write_note(path: str, stored: StoredFile, cache: str) -> None:
         "url": stored.url,
         "bytes": stored.size,
         "key": stored.key,
+        "version": stored.version,
         "cache": os.path.relpath(cache, os.path.dirname(path)),
     }
     with open(note_path(path), "x", encoding="utf-8") as file:
@@ -43,7 +44,8 @@ def _read(path: str) -> tuple[StoredFile, str]:
     try:
         note = read_json(note_path(path))
         folder = os.path.normpath(os.path.join(os.path.dirname(path), note["cache"]))
-        return StoredFile(note["url"], note["bytes"], note["key"]), folder
+        stored = StoredFile(note["url"], note["bytes"], note["key"], note["version"])
+        return stored, folder
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{note_path(path)}: cannot be used ({type(error).__name__}: {error}); remove "
@@ -66,7 +68,7 @@ class RemoteTokens:
     def probe(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See `TokenBytes`. Asked for side by side, and not in blocks."""
         with ThreadPoolExecutor(max(1, len(ranges))) as pool:
-            return list(pool.map(lambda each: download(self.stored.url, *each), ranges))
+            return list(pool.map(lambda each: download(self.stored, *each), ranges))
 
     def close(self) -> None:
         """Nothing is open."""

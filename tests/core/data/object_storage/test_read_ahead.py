@@ -15,6 +15,7 @@ from megatron.data.object_storage import block_cache, mirror
 from megatron.data.object_storage.block_cache import BlockCache, Needed, StoredFile, Window
 from megatron.data.object_storage.read_ahead import Ahead, ReadAhead
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
+from tests.core.data.object_storage.stored import stored_file
 
 BLOCK = 512
 PAGE = block_cache.PAGE
@@ -30,7 +31,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stored(tmp_path: Path) -> StoredFile:
     path = Path(f"{write_corpus(tmp_path / 'c', LENGTHS, seed=1)}.bin")
-    return StoredFile(f"file://{path}", path.stat().st_size, "key")
+    return stored_file(path)
 
 
 def blocks(folder: Path) -> set[int]:

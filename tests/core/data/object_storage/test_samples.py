@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import pytest
 
 from megatron.data.megatron_order import check_tokenizer
 from megatron.data.object_storage import block_cache, mirror
-from megatron.data.object_storage.block_cache import BlockCache, StoredFile
+from megatron.data.object_storage.block_cache import BlockCache, Needed, StoredFile
 from megatron.data.plan_table import Row
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
+from tests.core.data.object_storage.stored import stored_file
 from tests.core.data.parts.sets import cut_in_parts
 from tests.tools.kills import status_of_killed
 
@@ -165,19 +167,64 @@ def test_errors_name_the_url(order: str, store: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_is_replaced_is_read_again(store: Path, tmp_path: Path) -> None:
     data = of_store(tmp_path / "cache", store, data_path=("@/a",), split="1,0,0")
-    first = build_datasets(data, **SIZES)[0]
+    first = build_datasets(data, **SIZES)[0][0]
     shutil.copy(store / "b.bin", store / "a.bin")
     shutil.copy(store / "b.idx", store / "a.idx")
     mirror.local_word.cache_clear()  # as another process
     second = build_datasets(data, **SIZES)[0]
     of_b = build_datasets(data_flags(data_path=(str(store / "b"),), split="1,0,0"), **SIZES)[0]
-    assert np.array_equal(second[0], of_b[0]) and not np.array_equal(first[0], second[0])
+    assert np.array_equal(second[0], of_b[0]) and not np.array_equal(first, second[0])
+
+
+@pytest.mark.parametrize("change", ["same size", "shorter", "longer", "removed"])
+def test_a_file_that_is_replaced_while_it_is_read(
+    change: str, stored: StoredFile, store: Path, tmp_path: Path
+) -> None:
+    """Blocks of the old content may be read on, none of the new one is given or kept."""
+    path = store / "a.bin"
+    whole = path.read_bytes()
+    cache = BlockCache(str(tmp_path / "cache"))
+    cache.set_bound(1 << 20)
+    assert cache.read(stored, 0, 2 * BLOCK) == whole[: 2 * BLOCK]
+    other = bytes(255 - byte for byte in whole)
+    contents = {"same size": other, "shorter": other[:BLOCK], "longer": other + b"x"}
+    path.unlink()
+    if change in contents:
+        path.write_bytes(contents[change])
+    assert cache.read(stored, 0, 2 * BLOCK) == whole[: 2 * BLOCK]
+    began = time.monotonic()
+    for number in (2, 3):
+        with problems.raises(ValueError, "object-store-changed", stored.url):
+            cache.read(stored, number * BLOCK, BLOCK)
+    assert time.monotonic() - began < 5
+    assert {block.name for block in (tmp_path / "cache").glob("blocks/*/*")} == {
+        "00000000",
+        "00000001",
+    }
+
+
+@pytest.mark.parametrize("end", ["idx", "bin"])
+def test_a_file_that_is_replaced_while_the_index_is_copied(
+    end: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = mirror._copy
+
+    def replaced_meanwhile(*words: object) -> None:
+        copy(*words)
+        shutil.copy(store / f"b.{end}", store / f"a.{end}")
+
+    data = of_store(tmp_path / "cache", store, data_path=("@/a",), split="1,0,0")
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror, "_copy", replaced_meanwhile)
+        with problems.raises(ValueError, "object-store-changed", f"a.{end}"):
+            build_datasets(data, **SIZES)
+    assert not list((tmp_path / "cache" / "files").glob("*/"))
 
 
 @pytest.fixture
 def stored(store: Path) -> StoredFile:
     path = store / "a.bin"
-    return StoredFile(f"file://{path}", path.stat().st_size, "key")
+    return stored_file(path)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut short", "longer", "empty"])
@@ -231,6 +278,43 @@ def test_what_was_used_longest_ago_goes_first(stored: StoredFile, tmp_path: Path
         cache.read(stored, number * BLOCK, 1)
     names = {path.name for path in (tmp_path / "cache").glob("blocks/*/*")}
     assert names == {f"{number:08x}" for number in (0, 1, 2, 4)}
+
+
+def test_the_order_of_blocks_is_kept_between_scans(
+    stored: StoredFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan for each turnover of the cache, while nobody is locked out; between two of them a
+    block that is needed again, or removed by another process, is passed over."""
+    bound = 4
+    cache = BlockCache(str(tmp_path / "cache"))
+    cache.set_bound(bound * 4096)
+    scan = BlockCache._blocks
+    scans = 0
+
+    def counted(self: BlockCache) -> object:
+        nonlocal scans
+        scans += 1
+        with cache.locked():
+            return scan(self)
+
+    monkeypatch.setattr(BlockCache, "_blocks", counted)
+
+    def names() -> set[int]:
+        return {int(path.name, 16) for path in (tmp_path / "cache").glob("blocks/*/*")}
+
+    for number in range(5):
+        cache.read(stored, number * BLOCK, 1)
+    assert names() == {1, 2, 3, 4} and scans == 1
+    with cache.locked():
+        assert cache.announce([Needed(stored, 1)], time.time_ns()) == []
+    cache._remove(cache._path(stored, 2))
+    for number in (5, 6):
+        cache.read(stored, number * BLOCK, 1)
+    assert names() == {1, 4, 5, 6} and scans == 1
+    for number in range(7, 19):
+        cache.read(stored, number * BLOCK, 1)
+        assert filled(tmp_path / "cache") <= bound * 4096
+    assert names() == {15, 16, 17, 18} and scans == 4
 
 
 def test_a_full_disk_is_one_error(
