@@ -72,7 +72,12 @@ _RENAMED = {
     "rope_theta": "rotary_base",  # DeepSpeed
 }
 # What the older model (language_model.*) does not read, and what it computes with.
-_LEGACY_FIXED = {"rotary_base": 10000, "use_rope_scaling": False, "no_rope_freq": None}
+_LEGACY_FIXED = {
+    "rotary_base": 10000,
+    "use_rope_scaling": False,
+    "no_rope_freq": None,
+    "use_mup": False,
+}
 # Arguments that are no flags here, nor accepted ones of another program, and change nothing
 # in the function of a model that is converted: for training, files, generation, other models, or
 # read with arguments of _NEUTRAL alone.

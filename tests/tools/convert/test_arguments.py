@@ -133,6 +133,13 @@ def test_the_older_model_does_not_read_the_base():
         args_for(model, {}, experts=False, kind="legacy")
 
 
+def test_the_older_model_has_no_mup():
+    model = ModelConfig(**SIZES, use_mup=True, mup_base_hidden_size=8)
+    assert args_for(model, {}, experts=False)["use_mup"]
+    with pytest.raises(ConversionError, match="--use-mup"):
+        args_for(model, {}, experts=False, kind="legacy")
+
+
 def test_two_names_of_one_setting_must_agree():
     for letter, both in (("U", {"norm_epsilon": 0.1}), ("W", {"rotary_base": 500})):
         assert UNSUPPORTED in refusal(letter, **both)
