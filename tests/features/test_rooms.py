@@ -228,7 +228,8 @@ def test_core_and_tools_need_no_room(tmp_path):
     """Which of the hundreds of Megatron's arguments change nothing is known to megatron_cli alone:
     without it a converter asks for --ignore-config-key."""
     tree = without(tmp_path / "tree", *ROOMS)
-    check(tree, "tests/core", "tests/tools", "--ignore=tests/tools/convert")
+    parallel = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+    check(tree, "tests/core", "tests/tools", "--ignore=tests/tools/convert", *parallel)
 
 
 @pytest.mark.sweep
