@@ -162,20 +162,13 @@ def blends(d: DataConfig) -> Iterator[str]:
                 f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give "
                 "weights [epochs-need-data-order-epoch]"
             )
-        elif not isinstance(words, str) and any(map(is_url, words)):
-            url = next(filter(is_url, words))
-            if d.packed_samples:
-                yield (
-                    f"{flag} {url}: --packed-samples reads directories of this machine; copy the "
-                    "data there [packed-data-in-object-store]"
-                )
-            elif d.object_storage_cache_path is None:
-                yield f"{flag}: {no_cache(url)}"
         elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
             yield (
                 f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
                 "has rows; drop the weights [packed-data-with-weights]"
             )
+        elif d.object_storage_cache_path is None and not isinstance(words, str):
+            yield from (f"{flag}: {no_cache(url)}" for url in list(filter(is_url, words))[:1])
 
 
 def no_cache(url: str) -> str:

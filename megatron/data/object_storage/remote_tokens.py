@@ -15,10 +15,17 @@ from megatron.data.object_storage.block_cache import (
 )
 from megatron.small_files import read_json
 
+NOTE = ".remote"
+
 
 def note_path(path: str) -> str:
     """The note that stands for the file `path`."""
-    return f"{path}.remote"
+    return f"{path}{NOTE}"
+
+
+def without_note(name: str) -> str:
+    """The name of the file for which a file of this name stands: of any other, its own."""
+    return name.removesuffix(NOTE)
 
 
 def write_note(path: str, stored: StoredFile, cache: str) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from megatron.data.blend.paths import PARTIAL
+from megatron.data.object_storage.remote_tokens import without_note
 
 
 def token_files(folder: str) -> list[str]:
@@ -17,7 +18,7 @@ def token_files(folder: str) -> list[str]:
         directories.sort()
         paths += [
             os.path.join(path, name)
-            for name in sorted(names)
+            for name in sorted(map(without_note, names))
             if name.endswith(".bin") and PARTIAL not in name
         ]
     if not paths:

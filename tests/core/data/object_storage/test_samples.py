@@ -94,6 +94,41 @@ def test_samples_are_those_of_the_files(
     assert [replace(row, name="") for row in rows] == [replace(row, name="") for row in local_rows]
 
 
+@pytest.mark.parametrize("word", ["@", "@/a", "@/[ab]"])
+def test_packed_samples_are_those_of_the_files(word: str, store: Path, tmp_path: Path) -> None:
+    """Of a folder with subsets, of a prefix and of a pattern; what reads them ahead needs their
+    blocks alone."""
+    (store / "other").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(store / f"{name}.idx", store / "other")
+        shutil.copy(store / f"{name}.bin", store / "other")
+    if word == "@":  # a folder of folders has its pairs in them
+        for path in [*store.glob("*.idx"), *store.glob("*.bin"), *store.glob("c.parts/*")]:
+            path.unlink()
+        (store / "c.parts").rmdir()
+    flags = {"packed_samples": True}
+    sizes = {"sizes": (60, 0, 0), "sequence_length": 32}
+    sizes |= {"micro_batch_size": 2, "global_batch_size": 4}
+    here = data_flags(train_data_path=(word.replace("@", str(store)),), **flags)
+    bound = 24 * 4096
+    data = data_flags(
+        train_data_path=(word.replace("@", f"file://{store}"),),
+        object_storage_cache_path=str(tmp_path / "cache"),
+        object_storage_cache_gib=bound / (1 << 30),
+        **flags,
+    )
+    local = build_datasets(here, **sizes)[0]
+    read = build_datasets(data, **sizes)[0]
+    assert len(read) == len(local) and read.order() == local.order()
+    cache = block_cache.block_cache(str(tmp_path / "cache"))
+    for number in range(len(local)):
+        for needed in cache.noted(read.__getitem__, [number]):
+            cache.fetch(needed.stored, needed.number, time.time_ns())
+        missed = cache.counts().missed
+        assert np.array_equal(read[number], local[number])
+        assert cache.counts().missed == missed and filled(tmp_path / "cache") <= bound
+
+
 def test_a_copy_that_was_not_finished_is_made_again(store: Path, tmp_path: Path) -> None:
     """Killed while the index was copied, and after."""
     folder = tmp_path / "cache"
