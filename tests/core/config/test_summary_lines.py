@@ -10,6 +10,7 @@ from megatron.arguments import config_from, flags_of, parse, values_of
 from megatron.config import command_line, summary_lines
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
+from tests.problems import numbers
 
 GOOD = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -17,85 +18,100 @@ GOOD = (
 )
 
 
-def summary(flags: str, world_size: int = 1) -> str:
+def summary(flags: str, world_size: int = 1) -> dict[str, str]:
+    """{label: text} of the entries."""
     environ = {"RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     line = command_line.read(f"{GOOD} {flags}".split(), environ)
     lines = summary_lines.summary(line.config, make_plan(line.config, world_size, 100), "T")
-    text = "\n".join(lines)
-    assert max(map(len, text.splitlines())) <= 100
-    return " ".join(text.split())
+    assert max(len(row) for entry in lines for row in entry.splitlines()) <= 100
+    found = {}
+    for entry in lines:
+        label, text = entry[: summary_lines.LABEL], entry[summary_lines.LABEL :]
+        found[label.strip()] = " ".join(text.split())
+    return found
 
 
 @pytest.mark.parametrize(
-    ("flags", "world_size", "texts"),
+    ("flags", "world_size", "expected"),
     [
         (
             "--train-iters 10 --global-batch-size 8",
             1,
-            [
-                "8 samples = micro-batch 2 x accumulation 4 x data-parallel 1; 256 tokens",
-                "10 iterations, 80 samples, 2,560 tokens; validation every 1,000 iterations: 800 "
-                "samples",
-                "learning rate 0.001, linear decay to 0 at iteration 10; no warm-up",
-                "T, vocabulary 100, padded to 128",
-                "Adam (betas 0.9 0.999, eps 1e-08), weight decay 0.01, gradient clipping 1",
-            ],
+            {
+                "batch": [8, 2, 4, 1, 8 * 32],
+                "training": [10, 80, 80 * 32, 1000, 100 * 8],
+                "learning rate": [0.001, "linear", 0, 10],
+                "tokenizer": ["T", 100, 128],
+                "optimizer": ["Adam", 0.9, 0.999, 1e-8, 0.01, 1],
+            },
         ),
         (
             "--train-iters 10 --pipeline-model-parallel-size 2 --use-distributed-optimizer",
             4,
-            ["4 ranks = data 2 x pipeline 2; optimizer state sharded over 2 ranks"],
+            {"layout": [4, "data", 2, "pipeline", 2, "sharded", 2]},
         ),
         (
             "--train-iters 10 --num-experts 4 --disable-bias-linear --expert-model-parallel-size 2",
             2,
-            ["2 ranks = data 2; experts: expert 2 x expert-tensor 1"],
+            {"layout": [2, "data", 2, "expert", 2, "expert-tensor", 1]},
         ),
         (
             "--train-samples 100 --lr-warmup-samples 10 --lr-decay-style cosine --min-lr 1e-4",
             1,
-            ["0.001, cosine decay to 0.0001 at sample 100; warm-up 10 samples"],
+            {"learning rate": [0.001, "cosine", 0.0001, 100, "warm-up", 10]},
         ),
         (
             "--train-iters 2000 --lr-decay-style WSD-S --lr-wsd-decay-iters 100 --min-lr 1e-4 "
             "--lr-wsd-decay-end-iters 500 1000",
             1,
-            ["0.001, WSD-S decays to 0.0001 at iterations 500, 1,000, 2,000; no warm-up"],
+            {"learning rate": [0.001, "WSD-S", 0.0001, 500, 1000, 2000]},
         ),
         (
             "--train-samples 2000 --lr-decay-style power --lr-wsd-decay-samples 200 "
             "--global-batch-size 8",
             1,
-            ["0.001 or 32 x tokens^-0.51, decay to 0 at sample 2,000; no warm-up"],
+            {"learning rate": [0.001, 32, "tokens", -0.51, 0, 2000]},
         ),
         (
             "--train-iters 10 --lr-decay-style constant --optimizer sgd --clip-grad 0 "
             "--eval-iters 0",
             1,
-            ["SGD (momentum 0.9)", "no gradient clipping", "0.001, constant", "; no validation"],
+            {
+                "optimizer": ["SGD", 0.9, 0.01],
+                "learning rate": [0.001, "constant"],
+                "training": [10, 20, 20 * 32],
+            },
         ),
         (
             "--train-samples 100 --rampup-batch-size 2 2 20 --global-batch-size 8",
             1,
-            ["8 samples = micro-batch 2", "; ramp-up from 2 samples"],
+            {"batch": [8, 2, 4, 1, 8 * 32, "ramp-up", 2]},
         ),
         (
             "--train-iters 10 --train-range-to-skip 2 3 --exit-interval 5",
             1,
-            ["(2 iterations will be skipped); exits at multiples of 5 iterations"],
+            {"training": [10, 20, 20 * 32, "skipped", 2, 5, 1000, 100 * 2]},
         ),
         (
             "--train-iters 10 --lr-warmup-fraction 0.1 --group-query-attention "
             "--num-query-groups 2",
             1,
-            ["warm-up 0.1 of the decay", "4 heads (2 key/value) of 16"],
+            {"learning rate": [0.001, "linear", 0, 10, "warm-up", 0.1]},
         ),
     ],
 )
-def test_numbers_of_the_flags(flags, world_size, texts):
-    text = summary(flags, world_size)
-    assert [one for one in texts if one not in text] == []
-    assert (" layout " in f" {text} ") == (world_size > 1)
+def test_numbers_of_the_flags(flags, world_size, expected):
+    """Of each entry all numbers, in order, and some words."""
+    texts = summary(flags, world_size)
+    for label, values in expected.items():
+        assert numbers(texts[label]) == [v for v in values if not isinstance(v, str)], texts[label]
+        assert [v for v in values if isinstance(v, str) and v not in texts[label]] == []
+    assert ("layout" in texts) == (world_size > 1)
+
+
+def test_heads_that_share_keys_are_counted():
+    text = summary("--train-iters 10 --group-query-attention --num-query-groups 2")["model"]
+    assert "4 heads (2 " in text and "64" in text
 
 
 def test_changed_arguments_can_be_given_to_a_shell():

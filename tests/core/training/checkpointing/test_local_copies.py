@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -171,7 +172,7 @@ def test_a_lost_node_is_read_from_its_mirrors(layout, tmp_path, data, straight, 
     shutil.rmtree(place.node(1))
     line = source_of(resumed(place, straight, layout, at, before, "--replication"), place)
     for rank in range(half, place.world):
-        assert f"rank {rank} from its mirror on rank {rank - half}" in line
+        assert re.search(rf"\brank {rank} [^,;]*mirror[^,;]* rank {rank - half}\b", line), line
 
 
 @pytest.mark.sweep
@@ -186,13 +187,13 @@ def test_a_restart_reads_its_own_node(layout, tmp_path, data, straight, two_node
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("damage", ["one", "both", "one, its file gone", "a manifest"])
+@pytest.mark.parametrize("damage", ["one", "both", "file gone", "a manifest"])
 def test_damaged_parts(damage, tmp_path, data, straight, two_nodes):
     """One: its mirror. Both: the checkpoint before."""
     place = Place(tmp_path, data, "dp 2")
     two_nodes(2)
     before = killed(place, "--replication")
-    if damage == "one, its file gone":
+    if damage == "file gone":
         (place.part(1, 1) / "weights_00001.safetensors").unlink()
     elif damage == "a manifest":
         manifest = place.part(1, 1) / "manifest.json"
@@ -215,7 +216,7 @@ def test_without_mirrors_a_lost_node_costs_the_copies(tmp_path, data, straight, 
     before = killed(place)
     shutil.rmtree(place.node(1))
     text = resumed(place, straight, "dp 2", 3, before)
-    assert "local copies of iteration 5 are not used" in text
+    assert re.search(r"local copies .*\b5\b.* not ", text)
 
 
 @pytest.mark.sweep
@@ -253,7 +254,7 @@ def test_another_layout_takes_the_checkpoint(tmp_path, data, straight, two_nodes
     two_nodes(2)
     before = killed(place, "--replication")
     text = place.local(world=1).first_rank_log
-    assert "local copies of iteration 5 are not used" in text
+    assert re.search(r"local copies .*\b5\b.* not ", text)
     assert (
         json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[before])["iteration"] == 4
     )
@@ -352,7 +353,7 @@ def test_a_full_disk_is_a_warning_and_the_older_copies_stay(tmp_path, data, stra
     two_nodes(2)
     hook = functools.partial(fill_the_disk, 1, 5)
     text = place.local("--replication", kill_at=6, hook=hook).first_rank_log
-    assert "WARNING: no snapshot of iteration 5" in text
+    assert re.search(r"WARNING: .*snapshot .*\b5\b", text)
     assert {one.split()[1] for one in place.parts()} == {"4"}
     resumed(place, straight, "dp 2", 4, rows_of(place), "--replication")
 

@@ -15,37 +15,36 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.training.launch import signals, start_watch
 from tests.forkrun import ROOT
 
-LOST = "error: the connection to another rank is lost; its own message says why ("
-
 
 @pytest.mark.parametrize(
-    "error, text",
+    ("error", "named"),
     [
-        (ValueError("--x 3: too large"), "error: --x 3: too large\n"),
-        (FileNotFoundError(2, "No such file", "/x"), "error: [Errno 2] No such file: '/x'\n"),
-        (
-            CheckpointError("cannot write /x: No space left on device"),
-            "error: cannot write /x: No space left on device\n",
-        ),
-        (ZeroDivisionError(), "error: ZeroDivisionError\n"),
+        (ValueError("--x 3: too large"), ["--x 3: "]),
+        (FileNotFoundError(2, "No such file", "/x"), ["[Errno 2]", "'/x'"]),
+        (CheckpointError("cannot write /x: ENOSPC"), ["/x: ENOSPC"]),
+        (ZeroDivisionError(), ["ZeroDivisionError"]),
         (
             RuntimeError("[gloo/pair.cc:5] Connection closed by peer [::1]\nmore"),
-            LOST + "[gloo/pair.cc:5] Connection closed by peer [::1])\n",
+            ["another rank", "([gloo/pair.cc:5] ", "[::1])"],
         ),
         (
             type("DistBackendError", (RuntimeError,), {})("NCCL error\nncclRemoteError: closed"),
-            LOST + "NCCL error)\n",
+            ["another rank", "(NCCL error)"],
         ),
-        (type("DistNetworkError", (RuntimeError,), {})("reset"), LOST + "reset)\n"),
+        (type("DistNetworkError", (RuntimeError,), {})("reset"), ["another rank", "(reset)"]),
         (
             RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nmore"),
-            "error: --torch-compile needs a C++ compiler that works; install one (say g++), or "
-            "omit the flag\n",
+            ["--torch-compile", "C++"],
         ),
     ],
 )
-def test_one_line_for_what_needs_no_traceback(error, text):
-    assert signals.describe(error) == text
+def test_one_line_for_what_needs_no_traceback(error, named):
+    text = signals.describe(error)
+    assert text.startswith("error: ") and text.endswith("\n") and text.count("\n") == 1
+    assert "more" not in text and "ncclRemoteError" not in text
+    for each in named:
+        assert each in text
+    assert ("another rank" in text) == ("another rank" in named)
 
 
 def test_what_nccl_refuses_is_no_lost_connection():
