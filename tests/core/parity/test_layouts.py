@@ -307,6 +307,18 @@ def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
         assert max(worst) <= 1e-10
 
 
+OVERFLOWING = (
+    *("--fp16", "--initial-loss-scale", str(2.0**24)),
+    *("--hysteresis", "1", "--loss-scale-window", "2"),
+)
+
+
+@pytest.fixture(scope="module")
+def overflowing(data, tmp_path_factory) -> Finished:
+    """One process whose loss scale is too large at first."""
+    return train(tmp_path_factory.mktemp("overflowing"), argv(data, (), 14, *OVERFLOWING))
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -319,23 +331,11 @@ def test_a_vocabulary_that_pads_otherwise_on_every_number_of_ranks(tmp_path):
     ],
     ids="-".join,
 )
-def test_overflows_are_agreed_upon(layout, data, tmp_path):
+def test_overflows_are_agreed_upon(layout, data, overflowing, tmp_path):
     """fp16: the same steps are skipped and the loss scales are the same, whichever rank's part
     overflows."""
-    flags = argv(
-        data,
-        (),
-        14,
-        "--fp16",
-        "--initial-loss-scale",
-        str(2.0**24),
-        "--hysteresis",
-        "1",
-        "--loss-scale-window",
-        "2",
-    )
-    one = train(tmp_path / "one", flags)
-    run = train(tmp_path / "run", [*flags, *layout], 2)
+    one = overflowing
+    run = train(tmp_path / "run", argv(data, (), 14, *OVERFLOWING, *layout), 2)
     keys = ("iteration", "loss_scale", "skipped", "skip_reason", "learning_rate")
     assert run.series(*keys) == one.series(*keys)
     skipped = [row["skipped"] for row in one.rows]

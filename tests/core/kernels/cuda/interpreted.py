@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from megatron.kernels import cross_entropy, functional
-from megatron.kernels.cuda import fused_ops, loss_ops, triton_kernels
+from megatron.kernels import cross_entropy, fp8, functional
+from megatron.kernels.cuda import fp8_ops, fp8_triton, fused_ops, loss_ops, triton_kernels
 from megatron.parallel import cross_entropy as split_cross_entropy
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
@@ -142,6 +142,64 @@ def losses(dtype: torch.dtype) -> None:
             assert all(read[r].data_ptr() == grad[r].data_ptr() for r in range(ranks))
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
+
+
+def fp8_scales(amax: float) -> None:
+    for given in (None, torch.tensor(37.0)):
+        args = torch.tensor(amax), given, 448.0
+        torch.testing.assert_close(
+            torch.ops.megatron.fp8_scale(*args),
+            fp8.scale_pair(*args),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+
+
+def fp8_casts(shape: tuple[int, ...], x_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    """Numbers of the format, with a scale that leaves them so: the instruction rounds, and the
+    interpreter rounds wrongly, and loses NaN. And numbers beyond it."""
+    scale = torch.tensor(0.25)
+    x = fp8.quantize(torch.randn(shape) * 20, dtype, torch.tensor(1.0)).to(x_dtype) * 4
+    beyond = 32768.0 if x_dtype == torch.float16 else 1e6
+    x[..., 0, 1] = beyond
+    x[..., -1, -1] = -beyond
+    for one in (x, x.mT.contiguous().mT):
+        wanted = fp8.cast(one, dtype, torch.stack((scale, scale)))
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            found = torch.ops.megatron.fp8_cast(one, scale, dtype, rows, columns)
+            for got, expected, there in zip(found, wanted, (rows, columns), strict=False):
+                if there:
+                    same_bits(got, expected)
+                else:
+                    assert got.numel() == 0
+
+
+def fp8_maxima(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 20000).to(dtype)
+    x[1, 777] = -9
+    for worst in (None, -torch.inf, torch.nan):
+        if worst is not None:
+            x[2, 19990] = worst
+        amax = torch.zeros(())
+        torch.ops.megatron.fp8_amax_(amax, x)
+        assert torch.equal(amax.nan_to_num(-1), fp8.largest_magnitude(x).nan_to_num(-1))
+
+
+def fp8_kernels() -> None:
+    for operation, run in fp8_triton.RUNS.items():
+        fp8_ops.LIBRARY.impl(operation, run, "CPU")
+    for amax in (0.0, 1e-44, 1e-38, 13.6875, 3e38, float("inf"), float("nan")):
+        fp8_scales(amax)
+    for x_dtype in TOLERANCE:
+        fp8_maxima(x_dtype)
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            fp8_casts((144, 272), x_dtype, dtype)
+            fp8_casts((2, 48, 16), x_dtype, dtype)
+
+
 if __name__ == "__main__":
     torch.manual_seed(1)
     for name, run in triton_kernels.RUNS.items():
@@ -152,4 +210,6 @@ if __name__ == "__main__":
         swiglu(dtype)
         rotary(dtype)
         dropout(dtype)
+    for dtype in (torch.float32, torch.bfloat16):  # they load either, and fp16, into fp32
         losses(dtype)
+    fp8_kernels()
