@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,7 @@ from megatron.data.megatron_order import build_in_megatron_order
 from megatron.data.request import DataRequest
 from megatron.data.script_datasets import ScriptData
 from megatron.training import ModelType, get_args, get_tokenizer, pretrain
-from tests.core.parity.layouts import CP, DISTRIBUTED, PP, TP
-from tests.forkrun import run_ranks
+from tests.core.training.script_runs import LAYOUTS, rows_of_run
 from tests.problems import raises
 from tests.runs import NO_DROPOUT, SMALL, plot, same_tensors, with_flags, write_text
 
@@ -74,12 +72,9 @@ def _rank(rank: int, world: int, folder: Path, form: str | None, argv: list[str]
 
 def run(folder: Path, form: str | None, *flags: str, world: int = 1) -> list[dict]:
     """All rows of the metrics file, without what differs from run to run."""
-    folder.mkdir(exist_ok=True)
-    files = ["--save", folder / "save", "--load", folder / "save", "--metrics-file", folder / "m"]
-    argv = with_flags(FLAGS, *map(str, files), *flags)
-    run_ranks(world, _rank, folder, form, argv, seconds=100.0)
+    files = ("--save", str(folder / "save"), "--load", str(folder / "save"))
+    rows = rows_of_run(_rank, folder, form, FLAGS, *files, *flags, world=world)
     kept = ("iteration", "split", "lm_loss", "grad_norm", "consumed_samples")
-    rows = [json.loads(row) for row in (folder / "m").read_text().splitlines()]
     return [{key: row.get(key) for key in kept} for row in rows]
 
 
@@ -90,15 +85,6 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def words_of(folder: Path) -> list[str]:
     return ["--data-path", write_text(folder / "text", 300), "--split", "80,10,10"]
-
-
-LAYOUTS = {
-    "one": (1, []),
-    "data": (2, DISTRIBUTED),
-    "tensor": (2, [TP, "2"]),
-    "pipeline": (2, [PP, "2"]),
-    "context": (2, [CP, "2"]),
-}
 
 
 @pytest.mark.parametrize(

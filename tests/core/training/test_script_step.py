@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +23,8 @@ from megatron.training import (
     script_step,
 )
 from megatron.training.batch import Batch
-from tests.core.parity.layouts import CP, DISTRIBUTED, PP, TP
-from tests.forkrun import ROOT, run_ranks
+from tests.core.training.script_runs import LAYOUTS, rows_of_run, steps_of
+from tests.forkrun import ROOT
 from tests.problems import raises
 from tests.runs import NO_DROPOUT, SMALL, plot, with_flags, write_text
 
@@ -105,23 +104,7 @@ def _rank(rank: int, world: int, folder: Path, loss_func, argv: list[str]) -> No
 
 
 def run(folder: Path, loss_func, *flags: str, world: int = 1) -> list[dict]:
-    folder.mkdir()
-    argv = with_flags(FLAGS, "--metrics-file", str(folder / "m"), *flags)
-    run_ranks(world, _rank, folder, loss_func, argv, seconds=100.0)
-    return [json.loads(row) for row in (folder / "m").read_text().splitlines()]
-
-
-def numbers(rows: list[dict]) -> list[tuple]:
-    return [(row["iteration"], row["lm_loss"], row.get("grad_norm") or 0.0) for row in rows]
-
-
-LAYOUTS = {
-    "one": (1, []),
-    "data": (2, DISTRIBUTED),
-    "tensor": (2, [TP, "2"]),
-    "pipeline": (2, [PP, "2"]),
-    "context": (2, [CP, "2"]),
-}
+    return rows_of_run(_rank, folder, loss_func, FLAGS, *flags, world=world)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +116,14 @@ def test_a_step_of_megatron_s_form_trains_alike(tmp_path, layout):
     words += ["--data-path", write_text(tmp_path / "text", 200), "--split", "90,5,5", *flags]
     if layout == "context":
         words = ["--mock-data", *flags]
-    wanted = numbers(run(tmp_path / "ours", None, *words, world=world))
+    wanted = steps_of(run(tmp_path / "ours", None, *words, world=world))
     for row, other in zip(
-        numbers(run(tmp_path / "sums", summed_loss, *words, world=world)), wanted, strict=True
+        steps_of(run(tmp_path / "sums", summed_loss, *words, world=world)), wanted, strict=True
     ):
         assert row == pytest.approx(other, rel=1e-10)  # the sum has another order
 
     for row, other in zip(
-        numbers(run(tmp_path / "logits", "from logits", *words, world=world)), wanted, strict=True
+        steps_of(run(tmp_path / "logits", "from logits", *words, world=world)), wanted, strict=True
     ):
         assert row == pytest.approx(other, rel=1e-10)
 
@@ -154,7 +137,7 @@ def test_means_of_micro_batches_count_alike(tmp_path):
     """Without a mask that is the mean over tokens."""
     wanted = run(tmp_path / "ours", None, "--mock-data")
     got = run(tmp_path / "means", mean_loss, "--mock-data")
-    for row, other in zip(numbers(got), numbers(wanted), strict=True):
+    for row, other in zip(steps_of(got), steps_of(wanted), strict=True):
         assert row == pytest.approx(other, rel=1e-6)
 
 
