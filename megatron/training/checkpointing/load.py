@@ -208,7 +208,9 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> Conf
     )
     if wrong:
         raise ValueError(wrong)
-    if _with_optimizer(c, checkpoint) and not _has_optimizer(checkpoint):
+    o = config.optimizer
+    stateless = o.optimizer == "sgd" and not o.sgd_momentum
+    if _with_optimizer(c, checkpoint) and not (_has_optimizer(checkpoint) or stateless):
         raise ValueError(
             f"--load {c.load}: it was saved without its optimizer (--no-save-optim); give "
             "--no-load-optim to continue with a new one, or --finetune to start a new run from "
