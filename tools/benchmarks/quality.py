@@ -2,6 +2,7 @@
 
     python -m tools.benchmarks.quality
     python -m tools.benchmarks.quality --size 7M
+    python -m tools.benchmarks.quality --size 30M
 
 Fixed beforehand: the quickstart's model (1 million parameters) or one of 8 layers of width 256 (7
 million), the quickstart's text and tokenizer, 300 steps of 4 x 128 tokens, warm-up over a tenth,
@@ -15,6 +16,9 @@ bootstrap over seeds.
 
 Each finished run is a line of runs.jsonl in the folder: started again, it does what is missing.
 results.json has all runs and figures, quality.png the picture. One process with one thread.
+
+--size 30M (9 layers of width 512) is an illustration, from which no ratio follows: one run of 100
+steps of each optimizer with the setting that is best at 7M, and their training losses.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ QUICKSTART = "@examples/quickstart/gpt.args"
 SIZES = {
     "1M": (QUICKSTART,),
     "7M": tuple(f"{QUICKSTART} --num-layers 8 --hidden-size 256 --num-attention-heads 8".split()),
+    "30M": tuple(f"{QUICKSTART} --num-layers 9 --hidden-size 512 --num-attention-heads 8".split()),
 }
 RATES = {
     size: tuple(least * 2**k for k in range(4)) for size, least in (("1M", 0.004), ("7M", 0.002))
@@ -59,6 +64,8 @@ RATES = {
 WEIGHT_DECAYS = (0.1, 0.5)
 TUNING_SEED = 1000
 DRAWS = 10_000
+ILLUSTRATION = 100  # steps of --size 30M
+SMOOTH = 10  # steps over which its curves are averaged
 
 
 class Trial(NamedTuple):
@@ -78,7 +85,7 @@ Loss = Callable[[Trial], float]
 class Options:
     """The command line."""
 
-    size: Literal["1M", "7M"] = arg("1M", help="parameters of the model")
+    size: Literal["1M", "7M", "30M"] = arg("1M", help="parameters of the model")
     folder: Path = arg(
         Path("runs/quality"),
         parse=Path,
@@ -114,8 +121,9 @@ class Trainer:
             print(json.dumps(run), flush=True)
         return self.runs[trial]["loss"]
 
-    def train(self, trial: Trial) -> dict[str, float]:
-        """Train it. Raises CalledProcessError where the program fails."""
+    def train(self, trial: Trial) -> dict[str, Any]:
+        """Train it: its final validation loss and CPU seconds, at 30M its training losses. Raises
+        CalledProcessError where the program fails."""
         data, metrics = self.data, self.folder / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
         flags = {
@@ -140,9 +148,12 @@ class Trainer:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         call("pretrain_gpt.py", *SIZES[self.size], *words)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        last = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return {"loss": last["lm_loss"], "cpu_seconds": round(seconds, 1)}
+        run = {"loss": rows[-1]["lm_loss"], "cpu_seconds": round(seconds, 1)}
+        if self.size == "30M":
+            run["losses"] = [round(row["lm_loss"], 4) for row in rows if "split" not in row]
+        return run
 
     def prepare(self) -> None:
         """The quickstart's text, tokenizer and token ids."""
@@ -210,6 +221,17 @@ def measure(loss: Loss, steps: int, seeds: int, grid: Sequence[float]) -> dict[s
         "p": welch(adam, muon[steps]),
         "ratio": steps_to(statistics.mean(adam), means(muon)) / steps,
         "interval": interval(adam, muon),
+    }
+
+
+def illustrate(trainer: Trainer, steps: int) -> dict[str, Any]:
+    """Train each optimizer once with the setting that is best at 7M after `steps`, which is tuned
+    first unless it was."""
+    _, best = tuned(Trainer(trainer.folder.parent, "7M").loss, steps, RATES["7M"])
+    best = {name: trial._replace(steps=ILLUSTRATION, seed=1) for name, trial in best.items()}
+    return {
+        "best": {name: trial._asdict() for name, trial in best.items()},
+        "mean": {name: trainer.loss(trial) for name, trial in best.items()},
     }
 
 
@@ -297,6 +319,25 @@ def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
     save_figure(figure, str(path), "--folder")
 
 
+def draw_curves(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """The training losses of runs over steps. Raises ValueError."""
+    matplotlib = load_matplotlib(f"--folder {path.parent}")
+    figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for run, color in zip(runs, RUNS, strict=False):
+        name = f"{run['optimizer'].capitalize()}, learning rate {run['lr']:g}"
+        smooth = np.convolve(run["losses"], np.ones(SMOOTH) / SMOOTH, "valid")
+        steps = np.arange(SMOOTH, len(run["losses"]) + 1)
+        axes.plot(run["losses"], color=color, alpha=0.2)
+        axes.plot(steps, smooth, color=color, label=name)
+    axes.set_xlabel("training steps")
+    axes.set_ylabel(f"training loss, mean of {SMOOTH} steps")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    save_figure(figure, str(path), "--folder")
+
+
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 measured, 1 a program failed, 2 a wrong command line."""
     options = read(Options, argv, prog="quality.py", description=__doc__ or "")
@@ -304,8 +345,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not (trainer.data / "shakespeare_text_document.idx").exists():
             trainer.prepare()
-        result = measure(trainer.loss, options.steps, options.seeds, RATES[options.size])
-        draw(trainer.folder / "quality.png", result, list(trainer.runs.values()))
+        picture = trainer.folder / "quality.png"
+        if options.size == "30M":
+            result = illustrate(trainer, options.steps)
+            draw_curves(picture, list(trainer.runs.values()))
+        else:
+            result = measure(trainer.loss, options.steps, options.seeds, RATES[options.size])
+            draw(picture, result, list(trainer.runs.values()))
     except (subprocess.CalledProcessError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -315,14 +361,16 @@ def main(argv: Sequence[str]) -> int:
     with (trainer.folder / "results.json").open("w", encoding="utf-8") as output:
         json.dump({**facts, **result, "runs": runs}, output, indent=1)
     for name, trial in result["best"].items():
-        mean, deviation = result["mean"][name], result["deviation"][name]
+        setting = f"lr {trial['lr']:g}, weight decay {trial['weight_decay']:g}"
+        print(f"{name}: {setting}: loss {result['mean'][name]:.4f}")
+    if "ratio" in result:
+        low, high = result["interval"]
+        deviations = " and ".join(f"{value:.4f}" for value in result["deviation"].values())
         print(
-            f"{name}: lr {trial['lr']:g}, weight decay {trial['weight_decay']:g}: loss {mean:.4f} "
-            f"(standard deviation {deviation:.4f}, {options.seeds} seeds)"
+            f"standard deviations {deviations} ({options.seeds} seeds), p (Welch) {result['p']:.2g}"
         )
-    low, high = result["interval"]
-    print(f"p (Welch) {result['p']:.2g}")
-    print(f"Muon's steps to Adam's loss: {result['ratio']:.3f} of Adam's ({low:.3f} to {high:.3f})")
+        ratio = f"{result['ratio']:.3f} of Adam's ({low:.3f} to {high:.3f})"
+        print(f"Muon's steps to Adam's loss: {ratio}")
     print(f"{len(runs)} runs, {spent:.0f} CPU minutes; {trainer.folder}")
     return 0
 

@@ -26,7 +26,7 @@ def runs(monkeypatch):
         part = RATIO if trial.optimizer == "muon" else 1.0
         loss = 3.0 - 0.5 * math.log(trial.steps / part / 100) + 1e-3 * (trial.seed % 3)
         loss += 0.1 * abs(math.log2(trial.lr / BEST[trial.optimizer])) + trial.weight_decay / 100
-        return {"loss": loss, "cpu_seconds": 60.0}
+        return {"loss": loss, "cpu_seconds": 60.0, "losses": [loss] * trial.steps}
 
     monkeypatch.setattr(quality.Trainer, "train", train)
     monkeypatch.setattr(quality.Trainer, "prepare", lambda self: None)
@@ -67,6 +67,19 @@ def test_the_grids_of_both_grow_where_the_best_of_one_is_at_an_end(runs, tmp_pat
     assert rates == [*RATES, 0.064, 0.128]
     assert {name: trial.lr for name, trial in best.items()} == pytest.approx(BEST)
     assert sum(t.optimizer == "adam" for t in runs) == len(rates) + len(quality.WEIGHT_DECAYS) - 1
+
+
+def test_an_illustration_takes_the_best_of_7m(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert quality.main(["--size", "7M", "--folder", str(tmp_path), "--steps", "40"]) == 0
+    count = len(runs)
+    assert quality.main(["--size", "30M", "--folder", str(tmp_path), "--steps", "40"]) == 0
+    assert [(t.optimizer, t.lr, t.weight_decay, t.steps, t.seed) for t in runs[count:]] == [
+        (name, rate, 0.1, quality.ILLUSTRATION, 1) for name, rate in BEST.items()
+    ]
+    found = json.loads((tmp_path / "30M/results.json").read_text())
+    assert "ratio" not in found and len(found["runs"]) == 2
+    assert (tmp_path / "30M/quality.png").stat().st_size > 10_000
 
 
 def test_a_measurement_that_was_interrupted_goes_on(runs, tmp_path):
