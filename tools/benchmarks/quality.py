@@ -328,7 +328,7 @@ def draw_curves(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
         name = f"{run['optimizer'].capitalize()}, learning rate {run['lr']:g}"
         smooth = np.convolve(run["losses"], np.ones(SMOOTH) / SMOOTH, "valid")
         steps = np.arange(SMOOTH, len(run["losses"]) + 1)
-        axes.plot(run["losses"], color=color, alpha=0.2)
+        axes.plot(np.arange(len(run["losses"])) + 1, run["losses"], color=color, alpha=0.2)
         axes.plot(steps, smooth, color=color, label=name)
     axes.set_xlabel("training steps")
     axes.set_ylabel(f"training loss, mean of {SMOOTH} steps")

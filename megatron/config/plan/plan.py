@@ -4,6 +4,7 @@ vocabulary size."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config import muon
@@ -32,7 +33,7 @@ from megatron.config.plan.stages import (
     chunks_per_stage,
     split_layers,
 )
-from megatron.config.plan.zero_partition import Shared, assignment
+from megatron.config.plan.zero_partition import Partition, Shared, assignment
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 
@@ -310,34 +311,51 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
     return p.ddp_bucket_size
 
 
+def whole_partition(config: Config, plan: Plan, stage: int = 0) -> Partition | None:
+    """Which whole parameters the ranks own that share a stage's; None: all are cut evenly."""
+    return _partition(config, _shared(config, plan, stage))
+
+
+def _partition(config: Config, params: Sequence[Shared]) -> Partition | None:
+    assign = assignment(config)
+    return assign(params) if assign and any(param.shards > 1 for param in params) else None
+
+
+def _shared(config: Config, plan: Plan, stage: int) -> list[Shared]:
+    """The trained parameters of a stage, and how many ranks share each."""
+    axes = _stage_axes(config)
+    folds = config.parallel.folds_experts
+    params = []
+    for spec in plan.parameters_of(stage):
+        if spec.trained:
+            apart = folds and "ep" in dict(spec.splits)
+            parts = expert_shards(config, plan) if apart else shards(config, plan)
+            params.append(Shared(spec.name, spec.local_shape(axes), spec.shape, parts, apart))
+    return params
+
+
+def _stage_axes(config: Config) -> dict[str, int]:
+    return {**_axes(config), "ends": min(2, config.parallel.pipeline_model_parallel_size)}
+
+
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     """The layout of the parameters of a rank of that stage in its flat buffers."""
     p = config.parallel
-    axes = {**_axes(config), "ends": min(2, p.pipeline_model_parallel_size)}
+    axes = _stage_axes(config)
 
     def partial(spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
 
-    table = [spec for spec in plan.parameters_of(stage) if spec.trained]
-    parts = shards(config, plan)
-    shapes = [spec.local_shape(axes) for spec in table]
-    partition = None
-    experts = [p.folds_experts and "ep" in dict(spec.splits) for spec in table]
-    shares = [expert_shards(config, plan) if apart else parts for apart in experts]
-    if (assign := assignment(config)) and max(parts, *shares) > 1:
-        shared = zip(table, shapes, shares, experts, strict=True)
-        partition = assign(
-            [Shared(spec.name, local, spec.shape, n, apart) for spec, local, n, apart in shared]
-        )
+    params = _shared(config, plan, stage)
     itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
     return buckets.lay_out(
-        [math.prod(shape) for shape in shapes],
-        [partial(spec) for spec in table],
+        [math.prod(param.local_shape) for param in params],
+        [partial(spec) for spec in plan.parameters_of(stage) if spec.trained],
         bucket_size=bucket_size(config, plan, stage),
-        shards=parts,
+        shards=shards(config, plan),
         itemsize=itemsize,
-        partition=partition,
-        experts=experts,
+        partition=_partition(config, params),
+        experts=[param.experts for param in params],
         expert_shards=expert_shards(config, plan),
     )
 

@@ -17,6 +17,7 @@ from megatron.config.plan.plan import (
     make_plan,
     parameters_per_rank,
     shards,
+    whole_partition,
 )
 from megatron.config.plan.stages import bubble_fraction
 from megatron.config.plan.tokenizer_ids import ids_in_file
@@ -100,6 +101,11 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
             lines.append(
                 f"  elements per ZeRO rank{of_stage}: {flat_layout(config, plan, stage).elements()}"
             )
+            if (partition := whole_partition(config, plan, stage)) and partition.costs:
+                lines.append(
+                    f"  Newton-Schulz per ZeRO rank{of_stage}: the longest share is "
+                    f"{partition.longest_share:.2f} of the mean"
+                )
     alive = sorted({pairs.alive for pairs in by_stage})
     pairs_alive = f"{alive[0]} to {alive[-1]}" if len(alive) > 1 else f"{alive[0]}"
     unit = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"

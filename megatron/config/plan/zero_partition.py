@@ -22,11 +22,20 @@ Pieces = tuple[tuple[int, int], ...]
 class Partition:
     """`order`: the parameters' numbers as they are walked; `pieces`: of each, by its number,
     (elements, owner), or () where ranks share it in equal ranges. `apart`: those that share no
-    bucket with others, since a rank's pieces of a bucket must be one range."""
+    bucket with others, since a rank's pieces of a bucket must be one range. `costs`: what Muon
+    multiplies in a Newton-Schulz step, by rank, for weights that the same ranks share."""
 
     order: tuple[int, ...]
     pieces: tuple[Pieces, ...]
     apart: frozenset[int] = frozenset()
+    costs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def longest_share(self) -> float:
+        """The most that a rank has to compute, over the mean of all; where other ranks share the
+        experts, the most that it may have."""
+        most = sum(max(each) for each in self.costs)
+        return most / sum(sum(each) / len(each) for each in self.costs)
 
 
 class Shared(NamedTuple):
@@ -90,7 +99,8 @@ def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
         owner = load.index(min(load))
         load[owner] += costs[number]
         pieces[number] = ((math.prod(param.local_shape), owner),)
-    return Partition(tuple(range(len(params))), tuple(pieces), frozenset(experts))
+    costs_by_rank = tuple(tuple(load) for load in loads.values() if any(load))
+    return Partition(tuple(range(len(params))), tuple(pieces), frozenset(experts), costs_by_rank)
 
 
 def whole_parameters(

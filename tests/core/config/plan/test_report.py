@@ -55,6 +55,17 @@ def test_one_rank():
     assert not any("sends" in line for line in lines)
 
 
+def test_the_longest_share_of_muon():
+    """By hand, in units of 1024^3: matrices of the MLP cost 4, queries, keys and values 3, the
+    projection 1. Of 64 ranks 48 have one of the MLP's, of the 16 others 8 twice queries, keys and
+    values."""
+    flags = {"optimizer": "muon", "muon_momentum": 0.95, "use_distributed_optimizer": True}
+    lines = describe(*plan(64, **flags, global_batch_size=256))
+    (line,) = [line for line in lines if "Newton-Schulz" in line]
+    assert f" {6 / (24 * (4 + 4 + 3 + 1) / 64):.2f} " in line
+    assert not any("Newton-Schulz" in line for line in describe(*plan(**flags)))
+
+
 def test_every_stage_is_there():
     """4 uneven stages of 2 chunks on 2 x 4 x 2 ranks: the same numbers as the functions give, stage
     by stage."""
