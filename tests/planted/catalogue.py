@@ -132,6 +132,14 @@ BUGS = {
         "::test_neurons_have_a_second_moment_each_with_normuon[True]",
         "campaign",
     ),
+    "NorMuon takes the moments of a rank's part for those of the whole matrix": Bug(
+        "megatron.optimizer.muon.Muon.directions",
+        "all_gather(stacked, axis, kind.dim + 2)",
+        "torch.cat([all_gather(stacked[:1], axis, kind.dim + 2),"
+        " *[torch.cat([part] * axis.size, kind.dim + 2) for part in stacked[1:].split(1)]])",
+        f"{LAYOUTS}[tp2 sp, NorMuon]",
+        "campaign",
+    ),
     "MLM#6380: each rank orthogonalizes its part of a matrix": Bug(
         "megatron.optimizer.muon.Muon.directions",
         "kind.axis is None",

@@ -187,6 +187,11 @@ def muon(model: tuple[str, ...], world: int, layout: tuple[str, ...]) -> Case:
     return Case((*model, *MUON), world, layout, steps=5)
 
 
+def normuon(model: tuple[str, ...], world: int, layout: tuple[str, ...]) -> Case:
+    """A case with NorMuon and as many steps as its second moments take to count."""
+    return Case((*model, *MUON, "--muon-neuron-beta2", "0.95"), world, layout, steps=20)
+
+
 CASES = {
     "tp2": Case(GPT2, 2, (TP, "2")),
     "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP)),
@@ -404,7 +409,13 @@ CAMPAIGN = {
     "tp2 sp pp2 vpp2 dp2, distributed optimizer, overlap, Muon": muon(
         (*LLAMA, *DEEP), 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *OVERLAP)
     ),
+    "tp2 sp, NorMuon": normuon(LLAMA, 2, (TP, "2", SP)),
+    "dp2, distributed optimizer, overlap, NorMuon": normuon(LLAMA, 2, OVERLAP),
+    "pp2, NorMuon": normuon(LLAMA, 2, (PP, "2")),
     "ep2, all-to-all, Muon, experts": muon(MOE, 2, (EP, "2", *A2A)),
+    "ep2, all-to-all, distributed optimizer, NorMuon, experts": normuon(
+        EP_MOE, 2, (EP, "2", *A2A, *DISTRIBUTED)
+    ),
     "tp2 sp, Muon, experts": muon(MOE, 2, (TP, "2", SP)),
     "etp1 tp2 sp, Muon, experts": muon(EP_MOE, 2, (ETP, "1", TP, "2", SP)),
     "dp4, distributed optimizer, overlap, Muon, experts": muon(EP_MOE, 4, OVERLAP),
