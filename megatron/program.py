@@ -230,6 +230,8 @@ def run(
     from megatron.training.logging.output import tolerate_failing_streams
 
     tokenizer = preflight.check(line)
+    if watch:  # without it, the streams are the caller's
+        tolerate_failing_streams()
     if threads.set_waiting(usage) and watch and "torch" in sys.modules:
         # OpenMP has read the variable when the script imported torch
         del os.environ["OMP_WAIT_POLICY"]
@@ -238,8 +240,6 @@ def run(
             "with OMP_WAIT_POLICY=passive, or import torch inside its functions; it is slower so "
             "[torch-imported-before-pretrain]"
         )
-    if watch:  # without it, the streams are the caller's
-        tolerate_failing_streams()
     with save_services(line, services, watch) as complete_services:
         train(line, tokenizer, complete_services, watch)
 

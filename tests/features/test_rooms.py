@@ -86,7 +86,7 @@ def without(tree: Path, *rooms: str) -> Path:
     """The source without these rooms, their tests, pages, programs and lines in the registry."""
     tree.mkdir()
     copy_source(tree, "megatron", "tools", "tests", "docs", "examples")
-    copy_source(tree, "pretrain_gpt.py", ".importlinter", ".pytest.ini", ".mypy.ini")
+    copy_source(tree, "pretrain_gpt.py", "LICENSE", ".importlinter", ".pytest.ini", ".mypy.ini")
     shutil.rmtree(tree / "tests" / "features" / "together")  # tests that need several rooms
     registry = tree / "megatron" / "features" / "registry.py"
     for room in rooms:
