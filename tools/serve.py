@@ -113,6 +113,20 @@ def run_name(checkpoint: str) -> str:
     return path.name
 
 
+def _listen(host: str, port: int, queue: int) -> socket.socket:
+    """A socket that accepts connections. Raises ValueError where that is not possible."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(queue)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host {host} --port {port}: cannot listen there ({error}); choose another port"
+        ) from None
+    return listener
+
+
 def run(options: Options) -> None:
     """Load the model and serve until a signal. Raises ValueError where that cannot be done."""
     threads.set_waiting()
@@ -131,17 +145,7 @@ def run(options: Options) -> None:
     )
     from tools.serving.worker import Worker
 
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.host, options.port))
-        listener.listen(QUEUE)
-    except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--host {options.host} --port {options.port}: cannot listen there ({error}); choose "
-            "another port"
-        ) from None
+    listener = _listen(options.host, options.port, QUEUE)
     trained = options.open()
     chat = chat_of(trained, options.chat_template)
     engine = Engine(trained.model, options.batch_size, options.max_model_len)

@@ -200,12 +200,8 @@ def _checked(
     config = config_from(tree, {**defaults, **saved.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or launch.world_size)
-    judged, explicit = config, set(typed)
-    of_script = _of_own_model(config) if script.model_provider else []
-    if script.datasets_provider is not None or not script.complete:
-        judged, of_data = _with_own_data(config)
-        of_script += of_data if script.complete else []
-        explicit -= set(_SOURCES)
+    judged, of_script = _as_of_script(config, script)
+    explicit = set(typed) if judged is config else typed.keys() - set(_SOURCES)
     # What an @FILE that cannot be read would have said is not missing.
     refused = [] if parsed.unread_file else check.problems(judged, world_size, explicit)
     unread = tuple(
@@ -240,6 +236,16 @@ def _checked(
         script,
         *urls,
     ), problems
+
+
+def _as_of_script(config: Config, script: Script) -> tuple[Config, list[str]]:
+    """(the configuration as the rules see it, what is wrong) where a script has its own model or
+    data."""
+    problems = _of_own_model(config) if script.model_provider else []
+    if script.datasets_provider is None and script.complete:
+        return config, problems
+    judged, of_data = _with_own_data(config)
+    return judged, problems + (of_data if script.complete else [])
 
 
 def _of_own_model(config: Config) -> list[str]:

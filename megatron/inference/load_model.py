@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import store
+from megatron.checkpoint.sharded import Reader
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import padded_vocab_size
@@ -73,9 +74,9 @@ def open_trained_model(
         precision=PrecisionConfig(),
     )
     tokenizer = make_tokenizer(config)
-    rows = tokenizer.vocab_size
     if config.data.tokenizer == saved.data.tokenizer:
         _check_tokenizer(stored.state.data.get("tokenizer"), tokenizer, str(stored.directory))
+        rows = tokenizer.vocab_size
     else:
         rows = saved.data.vocab_size or 0
         check_ids(rows, tokenizer, path)
@@ -96,22 +97,21 @@ def open_trained_model(
         args = stored.directory / store.ARGS
         model = script_model.build(script, config, tokenizer, args, arguments)
     with stored.reader() as reader, torch.no_grad():
-        for parameter in model.parameters():
-            sharding = sharding_of(parameter)
-            read_into(
-                parameter,
-                reader,
-                sharding.name,
-                sharding,
-                local_box(sharding, model.ctx),
-                rows,
-            )
-        reader.wait()
+        _load_weights(model, reader, rows)
         if script.model_provider is not None:
             script_model.check_names(model, reader.names(), str(stored.directory))
             script_model.check_cache(model.eval())
     model.eval()
     return TrainedModel(model, tokenizer, config, stored.iteration, str(stored.directory))
+
+
+def _load_weights(model: GPTModel, reader: Reader, rows: int) -> None:
+    """This rank's part of every parameter; of vocabularies the first `rows`."""
+    for parameter in model.parameters():
+        sharding = sharding_of(parameter)
+        box = local_box(sharding, model.ctx)
+        read_into(parameter, reader, sharding.name, sharding, box, rows)
+    reader.wait()
 
 
 def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:

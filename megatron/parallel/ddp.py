@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.config.plan import buckets as flat_buckets
-from megatron.config.plan.zero_partition import Assign, Shared
+from megatron.config.plan.zero_partition import Assign, Partition, Shared
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_,
@@ -89,15 +89,7 @@ class GradBuffers:
         sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
         experts_apart = ctx.experts is not ctx.dense
         experts = [experts_apart and p.sharding.replicas == "experts" for p in params]
-        partition = None
-        if assign and sharded:
-            sizes = {False: ctx.shard.size, True: ctx.experts.shard.size}
-            partition = assign(
-                [
-                    Shared(p.sharding.name, p.shape, p.sharding.shape, sizes[apart], apart)
-                    for p, apart in zip(params, experts, strict=True)
-                ]
-            )
+        partition = _partition(assign, params, experts, ctx) if assign and sharded else None
         layout = flat_buckets.lay_out(
             [p.numel() for p in params],
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
@@ -296,6 +288,23 @@ class GradBuffers:
                     visit(child)
 
         visit(model)
+
+
+def _partition(
+    assign: Assign, params: Sequence[Parameter], experts: Sequence[bool], ctx: ParallelContext
+) -> Partition:
+    """Which rank owns which parameter; of experts, among the ranks that share the experts."""
+    shared = [
+        Shared(
+            p.sharding.name,
+            p.shape,
+            p.sharding.shape,
+            ctx.experts.shard.size if of_experts else ctx.shard.size,
+            of_experts,
+        )
+        for p, of_experts in zip(params, experts, strict=True)
+    ]
+    return assign(shared)
 
 
 @torch.no_grad()

@@ -311,10 +311,8 @@ def megatron_import(
     count more than its arguments; `ignored`: unknown arguments that may be set; without `tokenizer`
     ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
-    with (
-        work_folder(target, "unpacked") as folder,
-        Unpickler(folder) as unpickler,
-    ):
+    null_tokenizer = {"tokenizer_type": "NullTokenizer"}
+    with work_folder(target, "unpacked") as folder, Unpickler(folder) as unpickler:
         folder_of_checkpoint = checkpoint_folder(source)
         sharded = (folder_of_checkpoint / torch_dist.METADATA).is_file()
         checkpoint = (
@@ -344,12 +342,9 @@ def megatron_import(
         state = checkpoint.state
         weights += checkpoint.optimizer(table, model, weights)
         if not tokenizer or "tokenizer_type" not in flags:
-            flags = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size or rows}
+            flags = null_tokenizer | {"vocab_size": vocab_size or rows}
         elif flags["tokenizer_type"] == "NullTokenizer":
-            flags = {
-                "tokenizer_type": "NullTokenizer",
-                "vocab_size": checkpoint.args.get("vocab_size") or rows,
-            }
+            flags = null_tokenizer | {"vocab_size": checkpoint.args.get("vocab_size") or rows}
         written = write_checkpoint(
             target, model, weights, rows, "megatron", [], flags=flags, state=state
         )

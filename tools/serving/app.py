@@ -72,7 +72,14 @@ def build_app(served: Served) -> FastAPI:
         openapi_url=None,
         dependencies=[Depends(served.access.check_page)],
     )
-    started = time.time()
+    _answer_errors(app)
+    _add_state(app, served)
+    _add_completions(app, served)
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Errors in the form of the API."""
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -87,6 +94,11 @@ def build_app(served: Served) -> FastAPI:
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
+
+
+def _add_state(app: FastAPI, served: Served) -> None:
+    """The page, and what is served in which state."""
+    started = time.time()
 
     @app.get("/")
     async def page() -> FileResponse:
@@ -115,6 +127,10 @@ def build_app(served: Served) -> FastAPI:
         }
         return {"object": "list", "data": [model]}
 
+
+def _add_completions(app: FastAPI, served: Served) -> None:
+    """The two endpoints that generate."""
+
     @app.post("/v1/completions")
     async def completions(request: Request) -> Any:
         data = await _body(request, served)
@@ -133,8 +149,6 @@ def build_app(served: Served) -> FastAPI:
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from None
         return await _answer(request, served, body, [prompt])
-
-    return app
 
 
 async def _body(request: Request, served: Served) -> dict[str, Any]:

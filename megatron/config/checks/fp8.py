@@ -33,6 +33,17 @@ def rule(f: Facts) -> Iterator[str]:
         "eval_micro_batch_size",
     }:
         return  # said already
+    for size, description, remedy in _gemm_sizes(f):
+        if size % MULTIPLE:
+            yield (
+                f"{f.say('fp8')}: {description} is {size}, and FP8 GEMMs need a multiple of "
+                f"{MULTIPLE}; {remedy}, or omit --fp8-format [fp8-size-not-multiple-of-16]"
+            )
+
+
+def _gemm_sizes(f: Facts) -> Iterator[tuple[int, str, str]]:
+    """(inner dimension, what it is, what changes it) of a rank's GEMMs; nothing where it is no
+    whole number, which other rules say."""
     m = f.config.model
     tp = f["tensor_model_parallel_size"]
     cp = f["context_parallel_size"]
@@ -46,48 +57,37 @@ def rule(f: Facts) -> Iterator[str]:
         or m.kv_channels is None
         and m.hidden_size % heads
     ):
-        return  # said by other rules
+        return
     split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
     chunk = f" with --context-parallel-size {cp}" if cp > 1 else ""
-    sizes_of_experts: tuple[tuple[int, str, str], ...] = ()
     if m.num_experts:
         etp = f.config.parallel.expert_tensor_parallel
         shared = m.moe_shared_expert_intermediate_size or 0
-        sizes_of_experts = (
-            (m.expert_ffn // etp, "a rank's width of an expert", "change --moe-ffn-hidden-size"),
-            (
-                shared // tp,
-                f"a rank's width of the shared expert{split}",
-                "change --moe-shared-expert-intermediate-size",
-            ),
+        yield m.expert_ffn // etp, "a rank's width of an expert", "change --moe-ffn-hidden-size"
+        yield (
+            shared // tp,
+            f"a rank's width of the shared expert{split}",
+            "change --moe-shared-expert-intermediate-size",
         )
-    for size, description, remedy in (
-        *sizes_of_experts,
-        (m.hidden_size, "the width of a layer", "change --hidden-size"),
-        (
-            heads * m.head_dim // tp,
-            f"the width of a rank's query heads{split}",
-            "change --kv-channels or the heads",
-        ),
-        (
-            (heads + 2 * groups) * m.head_dim // tp,
-            f"the width of a rank's queries, keys and values{split}",
-            "change --kv-channels or the heads",
-        ),
-        (m.ffn // tp, f"the width of a rank's MLP{split}", "change --ffn-hidden-size"),
-        (
-            m.seq_length // cp * f["micro_batch_size"],
-            f"the number of tokens in a rank's micro-batch{chunk}",
-            "change --seq-length or --micro-batch-size",
-        ),
-        (
-            m.seq_length // cp * (f["eval_micro_batch_size"] or MULTIPLE),
-            f"the number of tokens in a rank's validation micro-batch{chunk}",
-            "change --seq-length or --eval-micro-batch-size",
-        ),
-    ):
-        if size % MULTIPLE:
-            yield (
-                f"{f.say('fp8')}: {description} is {size}, and FP8 GEMMs need a multiple of "
-                f"{MULTIPLE}; {remedy}, or omit --fp8-format [fp8-size-not-multiple-of-16]"
-            )
+    yield m.hidden_size, "the width of a layer", "change --hidden-size"
+    yield (
+        heads * m.head_dim // tp,
+        f"the width of a rank's query heads{split}",
+        "change --kv-channels or the heads",
+    )
+    yield (
+        (heads + 2 * groups) * m.head_dim // tp,
+        f"the width of a rank's queries, keys and values{split}",
+        "change --kv-channels or the heads",
+    )
+    yield m.ffn // tp, f"the width of a rank's MLP{split}", "change --ffn-hidden-size"
+    yield (
+        m.seq_length // cp * f["micro_batch_size"],
+        f"the number of tokens in a rank's micro-batch{chunk}",
+        "change --seq-length or --micro-batch-size",
+    )
+    yield (
+        m.seq_length // cp * (f["eval_micro_batch_size"] or MULTIPLE),
+        f"the number of tokens in a rank's validation micro-batch{chunk}",
+        "change --seq-length or --eval-micro-batch-size",
+    )

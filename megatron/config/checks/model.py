@@ -10,6 +10,20 @@ from megatron.config.moe import parse_layer_pattern
 
 def shape(f: Facts) -> Iterator[str]:
     """Sizes of the model that do not fit each other."""
+    yield from _heads(f)
+    if f.ok("hidden_size") and not f.bad & {"ffn_hidden_size", "ffn_multiple_of"}:
+        experts_alone = f["num_experts"] is not None and f["moe_layer_freq"] == "1"
+        if f.config.model.ffn < 1 and not experts_alone:
+            yield (
+                f"--ffn-hidden-size is missing: 8/3 x {f.say('hidden_size')} rounded down to a "
+                "multiple of 64 is 0; give it [flag-missing]"
+            )
+    yield from _query_groups(f)
+    yield from _positions(f)
+    yield from _rope_pattern(f)
+
+
+def _heads(f: Facts) -> Iterator[str]:
     if f.ok("hidden_size", "num_attention_heads") and f["kv_channels"] is None:
         hidden = f["hidden_size"]
         heads = f["num_attention_heads"]
@@ -20,13 +34,9 @@ def shape(f: Facts) -> Iterator[str]:
                 f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels "
                 "[hidden-size-not-divisible-by-heads]"
             )
-    if f.ok("hidden_size") and not f.bad & {"ffn_hidden_size", "ffn_multiple_of"}:
-        experts_alone = f["num_experts"] is not None and f["moe_layer_freq"] == "1"
-        if f.config.model.ffn < 1 and not experts_alone:
-            yield (
-                f"--ffn-hidden-size is missing: 8/3 x {f.say('hidden_size')} rounded down to a "
-                "multiple of 64 is 0; give it [flag-missing]"
-            )
+
+
+def _query_groups(f: Facts) -> Iterator[str]:
     if f.ok("num_attention_heads", "num_query_groups"):
         heads = f["num_attention_heads"]
         groups = f["num_query_groups"]
@@ -45,6 +55,9 @@ def shape(f: Facts) -> Iterator[str]:
                 f"--num-query-groups {groups}: needs --group-query-attention; add that, or omit "
                 "it [flag-needs-other-flag]"
             )
+
+
+def _positions(f: Facts) -> Iterator[str]:
     if (
         f.ok("seq_length", "max_position_embeddings")
         and f["max_position_embeddings"] < f["seq_length"]
@@ -71,7 +84,6 @@ def shape(f: Facts) -> Iterator[str]:
             "--position-embedding-type none: --use-rotary-position-embeddings means rope; omit "
             "one of them [flags-exclude-each-other]"
         )
-    yield from _rope_pattern(f)
 
 
 def _rope_pattern(f: Facts) -> Iterator[str]:

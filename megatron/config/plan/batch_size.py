@@ -6,10 +6,10 @@ skipped or restarted. Constant size, ramp-up and step schedule follow Megatron-L
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config.plan import batch_ramps
 from megatron.config.skip_ranges import SkipRanges
@@ -265,16 +265,13 @@ def build_batch_size_schedule(
         BatchSizeSchedule, micro_batch_size=micro_batch_size, data_parallel_size=data_parallel_size
     )
     if step_batch_size_schedule is not None:
-        for flag, value in (
-            ("--rampup-batch-size", rampup_batch_size),
-            ("--rampup-micro-batches", rampup_micro_batches),
-            ("--decrease-batch-size-if-needed", decrease_batch_size_if_needed or None),
-        ):
-            if value is not None:
-                raise ValueError(
-                    f"{flag} cannot be given with --step-batch-size-schedule, which sets all "
-                    "sizes [flags-exclude-each-other]"
-                )
+        _check_alone(
+            {
+                "--rampup-batch-size": rampup_batch_size,
+                "--rampup-micro-batches": rampup_micro_batches,
+                "--decrease-batch-size-if-needed": decrease_batch_size_if_needed or None,
+            }
+        )
         steps = batch_ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
         if global_batch_size not in (None, steps[-1][1]):
             raise ValueError(
@@ -285,29 +282,33 @@ def build_batch_size_schedule(
     size = micro_batch_size * data_parallel_size if global_batch_size is None else global_batch_size
     if size < 1:
         raise ValueError(f"--global-batch-size {size} must be at least 1 [value-out-of-range]")
-    steps = [(0, size)]
-    flag = "--global-batch-size"
-    headline = f"setting global batch size to {size}" if global_batch_size is None else None
+    schedule = partial(schedule, decrease_batch_size_if_needed=decrease_batch_size_if_needed)
     if rampup_batch_size is not None:
         steps = batch_ramps.rampup_steps(rampup_batch_size, size)
-        flag = "--rampup-batch-size"
-        start, increment, samples = rampup_batch_size
-        headline = (
-            f"will use batch size rampup starting from global batch size {start} to global batch "
-            f"size {size} with batch size increments {increment} over {samples} samples."
-        )
-    if rampup_micro_batches is not None:
-        if rampup_batch_size is not None:
+        if rampup_micro_batches is not None:
             raise ValueError(
                 "--rampup-micro-batches and --rampup-batch-size are two ramps: give only one of "
                 "them [flags-exclude-each-other]"
             )
+        start, increment, samples = rampup_batch_size
+        ramp = (
+            f"will use batch size rampup starting from global batch size {start} to global batch "
+            f"size {size} with batch size increments {increment} over {samples} samples."
+        )
+        return schedule(steps, flag="--rampup-batch-size", headline=ramp)
+    headline = f"setting global batch size to {size}" if global_batch_size is None else None
+    if rampup_micro_batches is not None:
         divisor = micro_batch_size * data_parallel_size
         steps = batch_ramps.micro_batch_steps(rampup_micro_batches, size, divisor)
-        flag = "--rampup-micro-batches"
-    return schedule(
-        steps,
-        flag=flag,
-        headline=headline,
-        decrease_batch_size_if_needed=decrease_batch_size_if_needed,
-    )
+        return schedule(steps, flag="--rampup-micro-batches", headline=headline)
+    return schedule([(0, size)], flag="--global-batch-size", headline=headline)
+
+
+def _check_alone(ramps: Mapping[str, Any]) -> None:
+    """Raise ValueError for a flag beside --step-batch-size-schedule that sets sizes too."""
+    for flag, value in ramps.items():
+        if value is not None:
+            raise ValueError(
+                f"{flag} cannot be given with --step-batch-size-schedule, which sets all sizes "
+                "[flags-exclude-each-other]"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.data import DataConfig
@@ -15,7 +16,7 @@ from megatron.data.packed.documents import Documents
 from megatron.data.packed.folders import subset_names, subset_of, token_files
 from megatron.data.packed.loss_mask import tokens_of
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
-from megatron.data.packed.sample_formats import SampleFormat
+from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_lookup import Dataset
@@ -33,84 +34,95 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
     `rows` gets the table of the plan. Raises ValueError or FileNotFoundError with flag or file,
     what is wrong and what to do.
     """
-    sequence_length = request.sequence_length
-    micro_batch_size = request.micro_batch_size
-    global_batch_size = request.global_batch_size
-    vocab_size = request.checked_vocab_size
-    identity = request.identity
-    formats = request.sample_formats
-    mode: Literal["pieces", "blocks", "padded"] = (
-        "blocks" if data.pack_into_one else "padded" if data.pad_samples else "pieces"
-    )
     generated = request.generated_samples
-    shortest = 0 if generated else data.min_sample_length
-    rule = PackingRule(sequence_length, micro_batch_size, mode, shortest)
+    builder = _Builder(request, _packing_rule(data, request), rows)
     blends: Blends = [None] * len(SPLITS) if generated else read_blends(data)
     assert isinstance(blends, list)  # packed samples have a flag of their own for each split
     datasets: list[Dataset | None] = []
     sets: list[Dataset] | None = None
+    for split, blend, size in zip(SPLITS, blends, request.sizes, strict=True):
+        if size == 0:
+            datasets.append(None)
+        elif generated and split == "train":
+            datasets.append(builder.generated(f"--dummy-data {data.dummy_data}", generated, size))
+        elif blend is None:
+            datasets.append(None)
+        elif split == "valid" and data.multiple_validation_sets:
+            datasets.append(None)
+            sets = [
+                builder.validation(name, paths, size)
+                for name, paths in validation_sets(blend[0]).items()
+            ]
+        else:
+            name = f"--{split}-data-path {' '.join(blend[0])}"
+            subsets, files = open_files(blend[0], request.identity, request.sample_formats)
+            datasets.append(builder.build(split, name, subsets, files, size))
+    train, valid, test = datasets
+    return train, valid if sets is None else sets, test
 
-    def made(
+
+def _packing_rule(data: DataConfig, request: DataRequest) -> PackingRule:
+    mode: Literal["pieces", "blocks", "padded"] = "pieces"
+    if data.pack_into_one:
+        mode = "blocks"
+    elif data.pad_samples:
+        mode = "padded"
+    shortest = 0 if request.generated_samples else data.min_sample_length
+    return PackingRule(request.sequence_length, request.micro_batch_size, mode, shortest)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """Makes the packed data sets of a request by one rule; `rows` gets what each of them reads."""
+
+    request: DataRequest
+    rule: PackingRule
+    rows: list[Row]
+
+    def build(
+        self,
         split: str,
         name: str,
         subsets: list[str],
         files: list[tuple[str, SampleFile]],
         size: int | None,
     ) -> PackedDataset:
-        if vocab_size is not None:
+        """Of opened files, each with its subset; `size` in samples, None for all of them."""
+        request = self.request
+        if request.checked_vocab_size is not None:
             for _, file in files:
-                _check_head(file, vocab_size)
-        packed = [PackedFile(file, subsets.index(subset), rule) for subset, file in files]
+                _check_head(file, request.checked_vocab_size)
+        packed = [PackedFile(file, subsets.index(subset), self.rule) for subset, file in files]
+        micro_batches = request.global_batch_size // request.micro_batch_size
         dataset = PackedDataset(
             name,
             packed,
             subsets,
-            rule,
-            size=None if size is None else -(-size // micro_batch_size),
+            self.rule,
+            size=None if size is None else -(-size // request.micro_batch_size),
             index_split=split,
-            rows_per_batch=global_batch_size // micro_batch_size if split == "train" else 1,
+            rows_per_batch=micro_batches if split == "train" else 1,
         )
-        rows.extend(_plan_rows(dataset, packed))
+        self.rows.extend(_plan_rows(dataset, packed))
         return dataset
 
-    for split, blend, size in zip(SPLITS, blends, request.sizes, strict=True):
-        if size == 0:
-            datasets.append(None)
-        elif generated and split == "train":
-            name = f"--dummy-data {data.dummy_data}"
-            size_needed = generated.vocabulary
-            if vocab_size is not None and vocab_size < size_needed:
-                raise ValueError(
-                    f"{name}: has ids up to {size_needed - 1}, the vocabulary has "
-                    f"{vocab_size}; give --vocab-size {size_needed} or more [token-id-out-of-range]"
-                )
-            files = [(generated.subsets[0], generated.open(sequence_length))]
-            datasets.append(made(split, name, list(generated.subsets), files, size))
-        elif blend is None:
-            datasets.append(None)
-        elif split == "valid" and data.multiple_validation_sets:
-            datasets.append(None)
-            sets = [
-                made(
-                    f"valid-{name}",
-                    f"--valid-data-path {os.path.dirname(paths[0])}",
-                    [name],
-                    [(name, _open(path, identity, formats)) for path in paths],
-                    size,
-                )
-                for name, paths in validation_sets(blend[0]).items()
-            ]
-        else:
-            datasets.append(
-                made(
-                    split,
-                    f"--{split}-data-path {' '.join(blend[0])}",
-                    *open_files(blend[0], identity, formats),
-                    size,
-                )
+    def generated(self, name: str, samples: GeneratedSamples, size: int | None) -> PackedDataset:
+        """For training, of samples that are in no file."""
+        vocab_size = self.request.checked_vocab_size
+        if vocab_size is not None and vocab_size < samples.vocabulary:
+            raise ValueError(
+                f"{name}: has ids up to {samples.vocabulary - 1}, the vocabulary has {vocab_size}; "
+                f"give --vocab-size {samples.vocabulary} or more [token-id-out-of-range]"
             )
-    train, valid, test = datasets
-    return train, valid if sets is None else sets, test
+        files = [(samples.subsets[0], samples.open(self.request.sequence_length))]
+        return self.build("train", name, list(samples.subsets), files, size)
+
+    def validation(self, name: str, paths: Sequence[str], size: int | None) -> PackedDataset:
+        """One of several validation sets; its one subset has its name."""
+        request = self.request
+        files = [(name, _open(path, request.identity, request.sample_formats)) for path in paths]
+        folder = f"--valid-data-path {os.path.dirname(paths[0])}"
+        return self.build(f"valid-{name}", folder, [name], files, size)
 
 
 def validation_sets(words: Sequence[str]) -> dict[str, list[str]]:

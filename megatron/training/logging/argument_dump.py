@@ -30,17 +30,26 @@ def dumped_values(
     `distributed_backend`: the one in use, where the flag left it open; `foreign`: typed flags
     without effect; `of_script`: those of a script's own.
     """
+    return {
+        **vars(of_script or argparse.Namespace()),
+        **_declared(config, foreign or {}),
+        **_derived(config, plan),
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "distributed_backend": config.parallel.distributed_backend or distributed_backend,
+        "rank": rank,
+        "variable_seq_lengths": False,
+    }
+
+
+def _declared(config: Config, foreign: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags as they were given, in the form that Megatron's own have."""
     flags = flags_of(type(config))
-    m = config.model
-    t = config.training
-    o = config.optimizer
-    values = values_of(config)
     dumped = {
-        name: value
-        for name, value in values.items()
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values_of(config).items()
         if flags[name].dump or value != flags[name].default
     }
-    dumped = {name: list(v) if isinstance(v, tuple) else v for name, v in dumped.items()}
     for name in ("train_range_to_skip", "iterations_to_skip"):
         if dumped.get(name):
             dumped[name] = [int(word) if word.isdigit() else word for word in dumped[name]]
@@ -50,22 +59,28 @@ def dumped_values(
         for name, value in dumped.items()
         if name.startswith(("no_load_", "no_save_"))
     }
-    dumped = other_flags(type(config)).argument_table(dumped, foreign or {})
+    return other_flags(type(config)).argument_table(dumped, foreign)
+
+
+def _derived(config: Config, plan: Plan) -> dict[str, Any]:
+    """What Megatron's checks fill in, overwrite or add."""
+    m = config.model
+    t = config.training
+    o = config.optimizer
+    p = config.parallel
+    precision = config.precision
+    grads_in_fp32 = precision.accumulate_allreduce_grads_in_fp32
+    if precision.bf16:
+        grads_in_fp32 = precision.grad_dtype == "float32"
     constant = o.weight_decay_incr_style == "constant"
+    rampup = t.rampup_batch_size
     chunks = len(plan.layers_per_stage[0])
     return {
-        **vars(of_script or argparse.Namespace()),
-        **dumped,
-        "accumulate_allreduce_grads_in_fp32": config.precision.grad_dtype == "float32"
-        if config.precision.bf16
-        else values["accumulate_allreduce_grads_in_fp32"],
+        "accumulate_allreduce_grads_in_fp32": grads_in_fp32,
         "attention_softmax_in_fp32": m.attention_softmax_in_fp32 or m.apply_query_key_layer_scaling,
         "bias_gelu_fusion": m.bias_gelu_fusion and m.add_bias_linear,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
         "data_parallel_size": plan.data_parallel_size,
         "dataloader_type": config.data.dataloader_type or "single",
-        "distributed_backend": config.parallel.distributed_backend or distributed_backend,
         "encoder_num_layers": m.num_layers,
         "encoder_seq_length": m.seq_length,
         "end_weight_decay": o.weight_decay if constant else o.end_weight_decay,
@@ -74,20 +89,15 @@ def dumped_values(
         "kv_channels": m.head_dim,
         "position_embedding_type": m.positions,
         "global_batch_size": plan.batch.final_global_batch_size,
-        "overlap_p2p_comm": config.parallel.overlap_p2p_comm and len(plan.layers_per_stage) > 1,
-        "params_dtype": f"torch.{config.precision.params_dtype}",
-        "rampup_batch_size": None
-        if t.rampup_batch_size is None
-        else list(map(str, t.rampup_batch_size)),
-        "rank": rank,
+        "overlap_p2p_comm": p.overlap_p2p_comm and len(plan.layers_per_stage) > 1,
+        "params_dtype": f"torch.{precision.params_dtype}",
+        "rampup_batch_size": None if rampup is None else list(map(str, rampup)),
         "world_size": plan.world_size,
         "recompute_granularity": t.recompute,
-        "sequence_parallel": config.parallel.sequence_parallel
-        and config.parallel.tensor_model_parallel_size > 1,
+        "sequence_parallel": p.sequence_parallel and p.tensor_model_parallel_size > 1,
         "split": plan.split,
         "tokenizer_type": config.data.tokenizer,
-        "transformer_pipeline_model_parallel_size": config.parallel.pipeline_model_parallel_size,
-        "variable_seq_lengths": False,
+        "transformer_pipeline_model_parallel_size": p.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }
 

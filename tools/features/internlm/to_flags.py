@@ -5,7 +5,7 @@ without one is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tools.features.internlm.sections import Args, Section
@@ -129,16 +129,7 @@ def _model(model: Section, kind: str) -> str:
         for key, default in (("hidden_size", 2048), ("num_layers", 48), ("num_attention_heads", 32))
     )
     args.flag("--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads)
-    ratio = model.number("mlp_ratio", 4.0)
-    model.only("use_swiglu", True, "InternLM's gelu MLP is not translated")
-    if ratio == 8 / 3:
-        args.flag("--swiglu --ffn-multiple-of", 256)
-    else:
-        args.flag(
-            "--swiglu --ffn-hidden-size",
-            -(-int(hidden * ratio) // 256) * 256,
-            why=f"mlp_ratio {ratio:g}",
-        )
+    _mlp(model, hidden)
     norm = model.text("norm_type", "rmsnorm")
     args.flag(
         "--normalization",
@@ -169,6 +160,34 @@ def _model(model: Section, kind: str) -> str:
     scale = model.number("embed_grad_scale", 1)
     if scale != 1:
         args.flag("--embed-grad-scale", scale)
+    dtype = _dtype_and_memory(model)
+    if newer:
+        _newer_model(model, kind, heads)
+    else:
+        if model.switch("qk_interleaved", False):
+            args.flag("--rotary-interleaved")
+        model.only(
+            "num_kv_attention_heads",
+            heads,
+            "INTERNLM models have as many keys and values as num_attention_heads",
+        )
+    _without_flag(model)
+    return dtype
+
+
+def _mlp(model: Section, hidden: int) -> None:
+    ratio = model.number("mlp_ratio", 4.0)
+    model.only("use_swiglu", True, "InternLM's gelu MLP is not translated")
+    if ratio == 8 / 3:
+        model.args.flag("--swiglu --ffn-multiple-of", 256)
+        return
+    width = -(-int(hidden * ratio) // 256) * 256
+    model.args.flag("--swiglu --ffn-hidden-size", width, why=f"mlp_ratio {ratio:g}")
+
+
+def _dtype_and_memory(model: Section) -> str:
+    """The dtype of weights and of residuals, what is recomputed, how many virtual stages."""
+    args = model.args
     dtype = model.take(
         "dtype", "torch.float16", lambda v: v in [*DTYPES], "one of " + ", ".join(DTYPES)
     )
@@ -187,17 +206,6 @@ def _model(model: Section, kind: str) -> str:
     chunks = model.integer("num_chunks", 1, 1)
     if chunks > 1:
         args.flag("--num-virtual-stages-per-pipeline-rank", chunks)
-    if newer:
-        _newer_model(model, kind, heads)
-    else:
-        if model.switch("qk_interleaved", False):
-            args.flag("--rotary-interleaved")
-        model.only(
-            "num_kv_attention_heads",
-            heads,
-            "INTERNLM models have as many keys and values as num_attention_heads",
-        )
-    _without_flag(model)
     return dtype
 
 
@@ -240,39 +248,10 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
     args = parallel.args
     args.section(f"Layout of {world_size} ranks")
 
-    def size(key: str) -> int:
-        value = parallel.take(
-            key,
-            1,
-            lambda v: type(v) is int or isinstance(v, Mapping),
-            "a number or a dict with a size",
-        )
-        if not isinstance(value, Mapping):
-            return max(1, value)
-        inner = Section(f"parallel.{key}", value, args)
-        count = max(1, inner.integer("size", 1, -1))
-        if key == "tensor":
-            mode = inner.text("mode", "mtp")
-            if mode == "msp":
-                sequence.append(True)
-            elif mode != "mtp":
-                inner.refuse(
-                    "mode",
-                    mode,
-                    "only mtp and msp (Megatron's tensor and sequence parallelism) are built in",
-                )
-        inner.ignore(
-            "interleaved_overlap",
-            why="sends and receives of an interleaved pipeline overlap by default",
-        )
-        inner.ignore("overlap", "memory_pool", why="has no counterpart")
-        inner.done()
-        return count
-
-    sequence: list[bool] = [True] if parallel.switch("sequence_parallel", False) else []
-    tensor = size("tensor")
-    pipeline = size("pipeline")
-    weight = size("weight")
+    sequence = parallel.switch("sequence_parallel", False)
+    tensor, mode = _axis(parallel, "tensor")
+    pipeline, _ = _axis(parallel, "pipeline")
+    weight, _ = _axis(parallel, "weight")
     if weight > 1:
         parallel.refuse(
             "weight", weight, "weight parallelism (isp) is not built in; use tensor with mtp or msp"
@@ -282,19 +261,9 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         tensor,
         "--pipeline-model-parallel-size",
         pipeline,
-        *["--sequence-parallel"] * bool(sequence and tensor > 1),
+        *["--sequence-parallel"] * (tensor > 1 and (sequence or mode == "msp")),
     )
-    zero = parallel.take(
-        "zero1",
-        -1,
-        lambda v: type(v) is int or isinstance(v, Mapping),
-        "a number or a dict with a size",
-    )
-    if isinstance(zero, Mapping):
-        inner = Section("parallel.zero1", zero, args)
-        zero = inner.integer("size", -1, -1)
-        inner.only("fsdp", False, "fully sharded weights are not built in")
-        inner.done()
+    zero = _zero_size(parallel)
     dp, remainder = divmod(world_size, tensor * pipeline)
     if remainder or not dp:
         args.problems.append(
@@ -309,6 +278,48 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         instances = ["--num-distributed-optimizer-instances", dp // zero] if zero < dp else []
         args.flag("--use-distributed-optimizer", *instances)
     return {"dp": dp, "zero": zero}
+
+
+def _axis(parallel: Section, key: str) -> tuple[int, str | None]:
+    """(size, mode, which only tensor parallelism has) of a number or of a dict."""
+    value = parallel.take(
+        key, 1, lambda v: type(v) is int or isinstance(v, Mapping), "a number or a dict with a size"
+    )
+    if not isinstance(value, Mapping):
+        return max(1, value), None
+    inner = Section(f"parallel.{key}", value, parallel.args)
+    count = max(1, inner.integer("size", 1, -1))
+    mode = inner.text("mode", "mtp") if key == "tensor" else None
+    if mode not in (None, "mtp", "msp"):
+        inner.refuse(
+            "mode",
+            mode,
+            "only mtp and msp (Megatron's tensor and sequence parallelism) are built in",
+        )
+    inner.ignore(
+        "interleaved_overlap",
+        why="sends and receives of an interleaved pipeline overlap by default",
+    )
+    inner.ignore("overlap", "memory_pool", why="has no counterpart")
+    inner.done()
+    return count, mode
+
+
+def _zero_size(parallel: Section) -> int:
+    """Ranks that share one optimizer; 0 or less: all."""
+    value = parallel.take(
+        "zero1",
+        -1,
+        lambda v: type(v) is int or isinstance(v, Mapping),
+        "a number or a dict with a size",
+    )
+    if not isinstance(value, Mapping):
+        return value
+    inner = Section("parallel.zero1", value, parallel.args)
+    size = inner.integer("size", -1, -1)
+    inner.only("fsdp", False, "fully sharded weights are not built in")
+    inner.done()
+    return size
 
 
 def _data(data: Section, dp: int) -> None:
@@ -328,50 +339,14 @@ def _data(data: Section, dp: int) -> None:
         why=f"micro_bsz {micro} x micro_num {count} x {dp} data-parallel ranks",
     )
     args.flag("--packed-samples", *["--pack-into-one"] * data.switch("pack_sample_into_one", False))
-    least = data.integer("min_length", 0)
-    folder = data.text("train_folder")
-    validation = data.text("valid_folder")
-    if folder is None:
-        args.flag(
-            "--dummy-data internlm",
-            why="no train_folder: the generated samples of the demos, short ones too",
-        )
-    else:
-        if least:
-            args.flag("--min-sample-length", least)
-        args.flag("--train-data-path", folder)
-        if validation:
-            args.flag(
-                "--valid-data-path",
-                validation,
-                "--multiple-validation-sets",
-                why="each directory with .bin files has a validation of its own",
-            )
+    validation = _data_paths(data)
     steps = data.integer("total_steps", None, 1)
     if steps is None:
         args.problems.append("data.total_steps: is missing; give the steps of the run")
     args.flag("--train-iters", steps)
-    every = data.integer("valid_every", 0)
-    data.ignore(
-        "valid_micro_num", why="a validation reads all of it, in batches of the training's size"
-    )
-    if every and validation:
-        args.flag("--eval-interval", every, "--full-validation")
-    else:
-        args.flag(
-            "--eval-iters", 0, why="no valid_folder: no validation" if every else "valid_every 0"
-        )
+    _validation(data, validation)
     _skipped(data)
-    ramp = data.text("rampup_batch_size", "")
-    if ramp:
-        if len(ramp.split()) != 3 or not all(word.isdecimal() for word in ramp.split()):
-            data.refuse(
-                "rampup_batch_size",
-                ramp,
-                "must be three whole numbers: start, increment, steps of each",
-            )
-        else:
-            args.flag("--rampup-micro-batches", *ramp.split())
+    _rampup(data)
     if gc := data.integer("empty_cache_and_diag_interval", 0):
         args.flag("--manual-gc --manual-gc-interval", gc)
     data.only("min_length_dict", {}, "lengths by file are not built in; use min_length")
@@ -393,6 +368,58 @@ def _data(data: Section, dp: int) -> None:
     )
 
 
+def _data_paths(data: Section) -> str | None:
+    """Where the samples are; the folder of the validation."""
+    args = data.args
+    least = data.integer("min_length", 0)
+    folder = data.text("train_folder")
+    validation = data.text("valid_folder")
+    if folder is None:
+        args.flag(
+            "--dummy-data internlm",
+            why="no train_folder: the generated samples of the demos, short ones too",
+        )
+    else:
+        if least:
+            args.flag("--min-sample-length", least)
+        args.flag("--train-data-path", folder)
+        if validation:
+            args.flag(
+                "--valid-data-path",
+                validation,
+                "--multiple-validation-sets",
+                why="each directory with .bin files has a validation of its own",
+            )
+    return validation
+
+
+def _validation(data: Section, folder: str | None) -> None:
+    args = data.args
+    every = data.integer("valid_every", 0)
+    data.ignore(
+        "valid_micro_num", why="a validation reads all of it, in batches of the training's size"
+    )
+    if every and folder:
+        args.flag("--eval-interval", every, "--full-validation")
+    else:
+        args.flag(
+            "--eval-iters", 0, why="no valid_folder: no validation" if every else "valid_every 0"
+        )
+
+
+def _rampup(data: Section) -> None:
+    ramp = data.text("rampup_batch_size", "")
+    if ramp:
+        if len(ramp.split()) != 3 or not all(word.isdecimal() for word in ramp.split()):
+            data.refuse(
+                "rampup_batch_size",
+                ramp,
+                "must be three whole numbers: start, increment, steps of each",
+            )
+        else:
+            data.args.flag("--rampup-micro-batches", *ramp.split())
+
+
 def _skipped(data: Section) -> None:
     """skip_batches counts from 0, as the log of InternLM does; --train-range-to-skip counts from
     1."""
@@ -410,11 +437,29 @@ def _skipped(data: Section) -> None:
 
 
 def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype: str) -> None:
-    adam = sections["adam"]
-    rate = sections["lr_scheduler"]
-    beta2 = sections["beta2_scheduler"]
-    args = adam.args
+    args = sections["adam"].args
     args.section("Optimizer")
+    _learning_rate(sections["adam"], sections["lr_scheduler"])
+    _adam(sections["adam"], sections["beta2_scheduler"])
+    smoothing = sections["loss"].number("label_smoothing", 0)
+    if smoothing:
+        args.flag("--label-smoothing", smoothing)
+    sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
+    zero = sections["hybrid_zero_optimizer"]
+    args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
+    gradients = zero.switch("overlap_sync_grad", False) | zero.switch(
+        "zero_overlap_communication", False
+    )
+    if gradients and layout["dp"] > 1:
+        args.flag("--overlap-grad-reduce")
+    _zero_partition(zero, layout, gradients)
+    if bucket := zero.integer("reduce_bucket_size", 0):
+        args.flag("--ddp-bucket-size", bucket)
+    _scaler(sections["grad_scaler"], dtype)
+
+
+def _learning_rate(adam: Section, rate: Section) -> None:
+    args = adam.args
     args.flag(
         "--lr",
         adam.number("lr", 1e-4),
@@ -440,6 +485,10 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
     if init := rate.integer("init_steps", 0):
         args.flag("--lr-init-iters", init)
     rate.only("last_epoch", -1, "a schedule continues by --load, not from a number")
+
+
+def _adam(adam: Section, beta2: Section) -> None:
+    args = adam.args
     beta2_start = adam.number("adam_beta2", 0.95)
     args.flag(
         "--adam-beta1",
@@ -459,21 +508,6 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
         "--apply-wd-to-all",
         why="norms and biases, too",
     )
-    smoothing = sections["loss"].number("label_smoothing", 0)
-    if smoothing:
-        args.flag("--label-smoothing", smoothing)
-    sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
-    zero = sections["hybrid_zero_optimizer"]
-    args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
-    gradients = zero.switch("overlap_sync_grad", False) | zero.switch(
-        "zero_overlap_communication", False
-    )
-    if gradients and layout["dp"] > 1:
-        args.flag("--overlap-grad-reduce")
-    _zero_partition(zero, layout, gradients)
-    if bucket := zero.integer("reduce_bucket_size", 0):
-        args.flag("--ddp-bucket-size", bucket)
-    _scaler(sections["grad_scaler"], dtype)
 
 
 def _zero_partition(zero: Section, layout: Mapping[str, int], gradients: bool) -> None:
@@ -583,43 +617,7 @@ def _load(ckpt: Section) -> None:
     info = ckpt.take(
         "load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict"
     )
-    if info is not None:
-        inner = Section("ckpt.load_ckpt_info", info, args)
-        folder = _folder(inner, "path")
-        content = inner.take(
-            "content",
-            ("all",),
-            lambda v: isinstance(v, list | tuple) and all(part in CONTENTS for part in v),
-            f"some of {', '.join(CONTENTS)}",
-        )
-        kind = inner.take(
-            "ckpt_type",
-            "internlm",
-            lambda v: v in [*CHECKPOINT_TYPES],
-            f"one of {', '.join(CHECKPOINT_TYPES)}; convert others to a Hugging Face folder first",
-        )
-        inner.done()
-        ckpt.ignore(
-            "load_ckpt_folder",
-            "load_model_only_folder",
-            "load_optimizer",
-            why="load_ckpt_info counts more",
-        )
-    else:
-        folder = _folder(ckpt, "load_ckpt_folder")
-        weights = _folder(ckpt, "load_model_only_folder")
-        kind = "internlm"
-        content = (
-            ("model", "optimizer") if ckpt.switch("load_optimizer", True) else ("model", "sampler")
-        )
-        if folder and weights:
-            args.problems.append(
-                "ckpt.load_ckpt_folder and ckpt.load_model_only_folder: InternLM takes one of "
-                "them; remove the other"
-            )
-        if weights:
-            folder = weights
-            content = ("model",)
+    folder, content, kind = _load_info(ckpt, info) if info is not None else _older_load(ckpt)
     if not folder:
         return
     model_only = set(content) == {"model"}
@@ -643,6 +641,50 @@ def _load(ckpt: Section) -> None:
         + " (--args FILE, this file, converts the optimizer too)"
         * (tool == "internlm-import")
     )
+
+
+def _load_info(ckpt: Section, info: Mapping[str, Any]) -> tuple[str | None, Sequence[str], str]:
+    """(folder, what of it is loaded, its type) of load_ckpt_info."""
+    inner = Section("ckpt.load_ckpt_info", info, ckpt.args)
+    folder = _folder(inner, "path")
+    content = inner.take(
+        "content",
+        ("all",),
+        lambda v: isinstance(v, list | tuple) and all(part in CONTENTS for part in v),
+        f"some of {', '.join(CONTENTS)}",
+    )
+    kind = inner.take(
+        "ckpt_type",
+        "internlm",
+        lambda v: v in [*CHECKPOINT_TYPES],
+        f"one of {', '.join(CHECKPOINT_TYPES)}; convert others to a Hugging Face folder first",
+    )
+    inner.done()
+    ckpt.ignore(
+        "load_ckpt_folder",
+        "load_model_only_folder",
+        "load_optimizer",
+        why="load_ckpt_info counts more",
+    )
+    return folder, content, kind
+
+
+def _older_load(ckpt: Section) -> tuple[str | None, Sequence[str], str]:
+    """The same of load_ckpt_folder, load_model_only_folder and load_optimizer."""
+    folder = _folder(ckpt, "load_ckpt_folder")
+    weights = _folder(ckpt, "load_model_only_folder")
+    content: tuple[str, ...] = ("model", "sampler")
+    if ckpt.switch("load_optimizer", True):
+        content = ("model", "optimizer")
+    if folder and weights:
+        ckpt.args.problems.append(
+            "ckpt.load_ckpt_folder and ckpt.load_model_only_folder: InternLM takes one of "
+            "them; remove the other"
+        )
+    if weights:
+        folder = weights
+        content = ("model",)
+    return folder, content, "internlm"
 
 
 def _folder(section: Section, key: str) -> str | None:
