@@ -1,6 +1,9 @@
 """Cross entropy of logits, row chunk by row chunk."""
 
+from __future__ import annotations
+
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +17,21 @@ CHUNK_ELEMENTS = 1 << 19  # of the rows taken at a time on a CPU, so that they s
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
 
 
+class RowOutputs(NamedTuple):
+    """Tensors [n] that are filled beside the loss, None for what is not wanted.
+
+    `correct` (bool): whether the label's logit is the largest of its row. Of the maths' dtype are
+    `unsmoothed`, the loss without smoothing, and `log_z`, logsumexp(row).
+    """
+
+    correct: Tensor | None = None
+    unsmoothed: Tensor | None = None
+    log_z: Tensor | None = None
+
+
+NO_OUTPUTS = RowOutputs()
+
+
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -21,10 +39,8 @@ def cross_entropy(
     vocab_size: int,
     dtype: torch.dtype | None = None,
     smoothing: float = 0.0,
-    right: Tensor | None = None,
-    plain: Tensor | None = None,
     z_loss: float = 0.0,
-    log_z: Tensor | None = None,
+    outputs: RowOutputs = NO_OUTPUTS,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
 
@@ -35,27 +51,15 @@ def cross_entropy(
     With `smoothing` e the label counts 1 - e, and e is spread over all ids alike: (1 - e) of that
     loss and e of the mean over the ids of logsumexp(row) - row[id].
 
-    `right` (bool [n]) is filled with whether the label's logit is the largest of its row, `plain`
-    ([n], of the maths' dtype) with the loss without smoothing.
-
     With `z_loss` (not with `smoothing`) backward adds the gradient of z_loss * logsumexp(row)^2,
-    which the loss itself is without. `log_z` ([n], of the maths' dtype), which that needs, is
-    filled with logsumexp(row).
+    which the loss itself is without; that needs `outputs.log_z`.
 
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
-    assert not z_loss or (log_z is not None and not smoothing), (z_loss, smoothing)
+    assert not z_loss or (outputs.log_z is not None and not smoothing), (z_loss, smoothing)
     return _CrossEntropy.apply(
-        logits,
-        labels,
-        vocab_size,
-        dtype or loss_dtype(logits),
-        smoothing,
-        right,
-        plain,
-        z_loss,
-        log_z,
+        logits, labels, vocab_size, dtype or loss_dtype(logits), smoothing, z_loss, *outputs
     )
 
 
@@ -131,9 +135,9 @@ class _CrossEntropy(torch.autograd.Function):
         valid: int,
         dtype: torch.dtype,
         smoothing: float,
-        right: Tensor | None,
-        plain: Tensor | None,
         z_loss: float,
+        correct: Tensor | None,
+        unsmoothed: Tensor | None,
         log_z: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(logits, columns)
@@ -148,25 +152,25 @@ class _CrossEntropy(torch.autograd.Function):
             loss, sums = ops.row_losses(logits, columns, valid, smoothing)
             largest, logs, target = sums[0], sums[1], sums[3]
             ctx.log_sums = (largest, logs)
-            if plain is not None:
-                torch.add(logs, largest - target, out=plain)
+            if unsmoothed is not None:
+                torch.add(logs, largest - target, out=unsmoothed)
             if log_z is not None:
                 torch.add(logs, largest, out=log_z)
-            if right is not None:
-                torch.ge(target, largest, out=right)
+            if correct is not None:
+                torch.ge(target, largest, out=correct)
             return loss
         loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         for rows in row_chunks(logits):
             log_probs = log_softmax(logits[rows, :valid], dtype)
             target = log_probs.gather(1, columns[rows, None]).squeeze(1)
             loss[rows] = -target
-            if plain is not None:
-                plain[rows] = -target
+            if unsmoothed is not None:
+                unsmoothed[rows] = -target
             if log_z is not None:
                 log_z[rows] = logits[rows].gather(1, columns[rows, None]).squeeze(1).to(dtype)
                 log_z[rows] -= target
-            if right is not None:
-                right[rows] = target >= log_probs.amax(-1)
+            if correct is not None:
+                correct[rows] = target >= log_probs.amax(-1)
             if smoothing:
                 loss[rows].mul_(1.0 - smoothing).sub_(log_probs.mean(-1), alpha=smoothing)
             del log_probs  # before there are those of the next rows

@@ -21,6 +21,7 @@ from megatron.config.plan.parameters import (
     stage_table,
 )
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.cross_entropy import RowOutputs
 from megatron.kernels.kernels import Kernels
 from megatron.model.embedding import Embedding, RotaryTables
 from megatron.model.layer import Decoder, LayerInputs, Recompute
@@ -226,10 +227,8 @@ class GPTModel(nn.Module):
             tp=self.ctx.tp,
             dtype=self.loss_dtype,
             smoothing=smoothing,
-            right=correct,
-            plain=unsmoothed,
             z_loss=z_loss,
-            log_z=log_z,
+            outputs=RowOutputs(correct, unsmoothed, log_z),
         )
         if metrics is None:
             return losses

@@ -43,6 +43,22 @@ class StepResult(NamedTuple):
     num_zeros: int | None
 
 
+class ModelRanks(NamedTuple):
+    """The ranks that share the model; alone by default.
+
+    `counts(param)` says whether this rank's copy counts in norms and zero counts; `reduce_sum` and
+    `reduce_max` take and return a 0-dim float64 tensor. All ranks must call these alike, which
+    holds because every rank runs the same step.
+    """
+
+    counts: Callable[[torch.Tensor], bool] = lambda param: True
+    reduce_sum: clip_grads.Reduce = clip_grads.identity
+    reduce_max: clip_grads.Reduce = clip_grads.identity
+
+
+ALONE = ModelRanks()
+
+
 def _no_span(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
@@ -60,14 +76,10 @@ class MixedPrecisionOptimizer:
     two scale a weight's learning rate and Adam's epsilon. Empty ones stand for
     parameters that others update: every rank has the same groups.
 
-    Other ranks: `counts(param)` says whether this rank's copy counts in norms and zero counts;
-    `reduce_sum` and `reduce_max` take and return a 0-dim float64 tensor over the ranks that share
-    the model. `span(name)` gives a context manager around each part of a step (Megatron's timer
-    names). `reduce_*` must be called by all ranks alike, which holds because every rank runs the
-    same step.
+    `span(name)` gives a context manager around each part of a step (Megatron's timer names).
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         params: Sequence[torch.Tensor],
         config: OptimizerConfig,
@@ -77,9 +89,7 @@ class MixedPrecisionOptimizer:
         grad_scaler: GradScaler | None = None,
         embed_grad_scale: float = 1.0,
         log_num_zeros_in_grad: bool = False,
-        counts: Callable[[torch.Tensor], bool] | None = None,
-        reduce_sum: clip_grads.Reduce = clip_grads.identity,
-        reduce_max: clip_grads.Reduce = clip_grads.identity,
+        ranks: ModelRanks = ALONE,
         span: Callable[[str], AbstractContextManager[Any]] = _no_span,
     ) -> None:
         assert config.clip_grad >= 0.0 and config.optimizer in adam.STATE_KEYS, config
@@ -88,8 +98,7 @@ class MixedPrecisionOptimizer:
         self.log_num_zeros_in_grad = log_num_zeros_in_grad
         self.grad_scaler = grad_scaler
         self.step_count = 0
-        self._reduce_sum = reduce_sum
-        self._reduce_max = reduce_max
+        self._ranks = ranks
         self._span = span
         groups = build_param_groups(params, config, updates if muon else None, multipliers)
         assert groups, "no parameters"
@@ -102,7 +111,7 @@ class MixedPrecisionOptimizer:
         self._params = [param for group in groups for param in group["params"]]
         self._names = [name for group in groups for name in group["names"]]
         self._scales = [embed_grad_scale if name in EMBEDDINGS else 1.0 for name in self._names]
-        self._counts = [counts is None or bool(counts(param)) for param in self._params]
+        self._counts = [bool(ranks.counts(param)) for param in self._params]
         self._main = [_main_weight(param) for param in self._params]
         by_param = dict(zip(map(id, self._params), self._main, strict=True))
         for group in groups:
@@ -183,7 +192,7 @@ class MixedPrecisionOptimizer:
         if self.log_num_zeros_in_grad:
             with self._span("optimizer-count-zeros"):
                 zeros = clip_grads.count_zeros(
-                    self._counted(grads), self._reduce_sum, self._device, factor
+                    self._counted(grads), self._ranks.reduce_sum, self._device, factor
                 )
         with self._span("optimizer-inner-step"):
             if self._beta2[1] > 0.0:
@@ -219,7 +228,7 @@ class MixedPrecisionOptimizer:
         """L2 norm of the main weights that count (--log-params-norm); one host sync."""
         with torch.no_grad():
             return clip_grads.global_norm(
-                self._counted(self._main), self._reduce_sum, self._device
+                self._counted(self._main), self._ranks.reduce_sum, self._device
             ).item()
 
     @torch.no_grad()
@@ -305,12 +314,12 @@ class MixedPrecisionOptimizer:
         """(some rank's gradient is not finite, norm over those that count) of the still scaled
         gradients; one sync."""
         counted = clip_grads.sum_of_squares(self._counted(grads), self._device)
-        total = self._reduce_sum(counted)
+        total = self._ranks.reduce_sum(counted)
         if self.grad_scaler is None:
             return False, total.sqrt().item()
         uncounted = [grad for grad, counts in zip(grads, self._counts, strict=True) if not counts]
         own_squares = counted + clip_grads.sum_of_squares(uncounted, self._device)
-        found_inf = self._reduce_max((~torch.isfinite(own_squares)).double())
+        found_inf = self._ranks.reduce_max((~torch.isfinite(own_squares)).double())
         overflows, squared = torch.stack([found_inf, total]).tolist()
         return overflows > 0.0, squared**0.5
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megatron.kernels.cross_entropy import (
+    NO_OUTPUTS,
+    RowOutputs,
     log_softmax,
     loss_dtype,
     one_pass,
@@ -20,8 +23,20 @@ from megatron.kernels.cross_entropy import (
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
+Reduce = Callable[[Tensor, Axis, str], Tensor]
 
-def parallel_cross_entropy(  # noqa: PLR0913
+
+class _Loss(NamedTuple):
+    """What is computed: the maths' dtype, the share of the label that is spread over all ids (of
+    each: `uniform`), the coefficient of the z-loss."""
+
+    dtype: torch.dtype
+    smoothing: float
+    uniform: float
+    z_loss: float
+
+
+def parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
@@ -29,34 +44,22 @@ def parallel_cross_entropy(  # noqa: PLR0913
     tp: Axis,
     dtype: torch.dtype | None = None,
     smoothing: float = 0.0,
-    right: Tensor | None = None,
-    plain: Tensor | None = None,
     z_loss: float = 0.0,
-    log_z: Tensor | None = None,
-    reduce: Callable[[Tensor, Axis, str], Tensor] = all_reduce,
+    outputs: RowOutputs = NO_OUTPUTS,
+    reduce: Reduce = all_reduce,
 ) -> Tensor:
     """As `kernels.cross_entropy`, for logits [n, v/tp]: column j holds id tp.rank * v/tp + j.
 
-    `reduce` is called once with the [n] local logsumexps (with `right` [2, n], the largest logits
-    too) and once with the [2, n] stacked sums and target logits (with `smoothing` [3, n], the sums
-    of the logits too).
+    `reduce` is called once with the [n] local logsumexps (with `outputs.correct` [2, n], the
+    largest logits too) and once with the [2, n] stacked sums and target logits (with `smoothing`
+    [3, n], the sums of the logits too).
     """
     assert not z_loss or not smoothing, (z_loss, smoothing)
     vocab_start = tp.rank * logits.shape[1]
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
+    loss = _Loss(dtype or loss_dtype(logits), smoothing, smoothing / vocab_size, z_loss)
     return _ParallelCrossEntropy.apply(
-        logits,
-        labels - vocab_start,
-        valid,
-        dtype or loss_dtype(logits),
-        tp,
-        reduce,
-        smoothing,
-        smoothing / vocab_size,
-        right,
-        plain,
-        z_loss,
-        log_z,
+        logits, labels - vocab_start, valid, loss, tp, reduce, *outputs
     )
 
 
@@ -67,70 +70,46 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         valid: int,
-        dtype: torch.dtype,
-        tp,
-        reduce,
-        smoothing: float,
-        uniform: float,
-        right: Tensor | None,
-        plain: Tensor | None,
-        z_loss: float,
+        loss: _Loss,
+        tp: Axis,
+        reduce: Reduce,
+        correct: Tensor | None,
+        unsmoothed: Tensor | None,
         log_z: Tensor | None,
     ) -> Tensor:
         is_local = (targets >= 0) & (targets < valid)
         columns = torch.where(is_local, targets, 0)
-        ops = one_pass(logits, dtype)
-        if valid and ops is not None:
-            _, sums = ops.row_losses(logits, columns, valid, 0.0)
-            largest, logit_sum, target = sums[0], sums[2], sums[3]
-            local = largest + sums[1]
+        sums = _local_sums(logits, columns, valid, loss, correct is not None)
+        if sums.largest is None:
+            peak = reduce(sums.log_sum.clone(), tp, "max")
         else:
-            local = torch.full((logits.shape[0],), -torch.inf, dtype=dtype, device=logits.device)
-            target = torch.zeros_like(local)
-            logit_sum = torch.zeros_like(local)
-            largest = local.clone() if right is not None else None
-        for rows in row_chunks(logits) if valid and ops is None else []:
-            chunk = logits[rows, :valid]
-            picked = columns[rows, None]
-            target[rows] = chunk.gather(1, picked).squeeze(1).to(dtype)
-            if right is not None:
-                largest[rows] = chunk.amax(-1).to(dtype)
-            if smoothing:
-                logit_sum[rows] = chunk.sum(-1, dtype=dtype)
-            # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of
-            # its row.
-            local[rows] = target[rows] - log_softmax(chunk, dtype).gather(1, picked).squeeze(1)
-        if right is None:
-            peak = reduce(local.clone(), tp, "max")
-        else:
-            peak, largest = reduce(torch.stack((local, largest)), tp, "max")
-        sums = [(local - peak).exp(), torch.where(is_local, target, 0)] + [logit_sum] * (
-            smoothing > 0.0
-        )
-        total, target, *extra = reduce(torch.stack(sums), tp, "sum")
+            peak, largest = reduce(torch.stack((sums.log_sum, sums.largest)), tp, "max")
+        # exp(local - peak) cannot overflow, and a rank of padding alone (-inf) adds 0
+        added = [(sums.log_sum - peak).exp(), torch.where(is_local, sums.target, 0)]
+        if loss.smoothing:
+            added.append(sums.logit_sum)
+        total, target, *logit_sum = reduce(torch.stack(added), tp, "sum")
         log_total = total.log() + peak
-        if right is not None:
-            torch.ge(target, largest, out=right)
-        if plain is not None:
-            torch.sub(log_total, target, out=plain)
+        if correct is not None:
+            torch.ge(target, largest, out=correct)
+        if unsmoothed is not None:
+            torch.sub(log_total, target, out=unsmoothed)
         if log_z is not None:
             log_z.copy_(log_total)
         ctx.save_for_backward(logits, columns, is_local, log_total)
         ctx.valid = valid
-        ctx.smoothing = smoothing
-        ctx.uniform = uniform
-        ctx.z_loss = z_loss
-        if not smoothing:
+        ctx.loss = loss
+        if not loss.smoothing:
             return log_total - target
-        return log_total - (1.0 - smoothing) * target - uniform * extra[0]
+        return log_total - (1.0 - loss.smoothing) * target - loss.uniform * logit_sum[0]
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
         logits, columns, is_local, log_total = ctx.saved_tensors
         grad_loss = grad_loss.to(log_total.dtype)
         hits = torch.where(is_local, grad_loss, 0)
-        grads = with_z_loss(grad_loss, ctx.z_loss, log_total)
-        label = (columns, grads, hits, 1.0 - ctx.smoothing, ctx.uniform)
+        grads = with_z_loss(grad_loss, ctx.loss.z_loss, log_total)
+        label = (columns, grads, hits, 1.0 - ctx.loss.smoothing, ctx.loss.uniform)
         ops = one_pass(logits, log_total.dtype)
         if ops is not None:
             none = torch.zeros_like(log_total)
@@ -139,4 +118,41 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         else:
             exp = lambda chunk, rows: chunk.sub_(log_total[rows, None]).exp_()  # noqa: E731
             overwrite(logits, ctx.valid, log_total.dtype, *label, exp)
-        return logits, *[None] * 11
+        return logits, *[None] * 8
+
+
+class _LocalSums(NamedTuple):
+    """Of the columns of this rank, by row [n]: logsumexp, the logit of the label where it is among
+    them, the sum of the logits (for smoothing), the largest logit (None unless it is wanted)."""
+
+    log_sum: Tensor
+    target: Tensor
+    logit_sum: Tensor
+    largest: Tensor | None
+
+
+def _local_sums(
+    logits: Tensor, columns: Tensor, valid: int, loss: _Loss, wants_largest: bool
+) -> _LocalSums:
+    ops = one_pass(logits, loss.dtype)
+    if valid and ops is not None:
+        _, sums = ops.row_losses(logits, columns, valid, 0.0)
+        largest, logs, logit_sum, target = sums[0], sums[1], sums[2], sums[3]
+        return _LocalSums(largest + logs, target, logit_sum, largest if wants_largest else None)
+    log_sum = torch.full((logits.shape[0],), -torch.inf, dtype=loss.dtype, device=logits.device)
+    target = torch.zeros_like(log_sum)
+    logit_sum = torch.zeros_like(log_sum)
+    largest = log_sum.clone() if wants_largest else None
+    for rows in row_chunks(logits) if valid else []:
+        chunk = logits[rows, :valid]
+        picked = columns[rows, None]
+        target[rows] = chunk.gather(1, picked).squeeze(1).to(loss.dtype)
+        if largest is not None:
+            largest[rows] = chunk.amax(-1).to(loss.dtype)
+        if loss.smoothing:
+            logit_sum[rows] = chunk.sum(-1, dtype=loss.dtype)
+        # torch's log-softmax makes one pass, its logsumexp four; any column gives the sum of its
+        # row.
+        log_probs = log_softmax(chunk, loss.dtype).gather(1, picked).squeeze(1)
+        log_sum[rows] = target[rows] - log_probs
+    return _LocalSums(log_sum, target, logit_sum, largest)

@@ -22,7 +22,7 @@ from megatron.kernels.select import choose_kernels, fp8_rows
 from megatron.model.gpt import Chunk, GPTModel, hidden_dtype
 from megatron.model.layer import Recompute
 from megatron.optimizer.muon import Muon
-from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer, ModelRanks
 from megatron.optimizer.scaler import build_grad_scaler
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.collectives import all_reduce
@@ -173,9 +173,11 @@ def build_optimizer(
         muon=Muon(config.muon, config.model, ctx) if config.optimizer.optimizer == "muon" else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-        counts=lambda q: counts_in_norm(sharding_of(q), ctx),
-        reduce_sum=lambda x: all_reduce(x, ctx.optimizer),
-        reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
+        ranks=ModelRanks(
+            counts=lambda q: counts_in_norm(sharding_of(q), ctx),
+            reduce_sum=lambda x: all_reduce(x, ctx.optimizer),
+            reduce_max=lambda x: all_reduce(x, ctx.optimizer, "max"),
+        ),
         span=lambda name: timers(name, 1),
     )
 

@@ -211,14 +211,14 @@ BUGS = {
     ),
     "a z-loss of one rank's part of the vocabulary": Bug(
         "megatron.parallel.cross_entropy._ParallelCrossEntropy.backward",
-        "with_z_loss(grad_loss, ctx.z_loss, log_total)",
-        "with_z_loss(grad_loss, ctx.z_loss, logits[:, :ctx.valid].logsumexp(1))",
+        "with_z_loss(grad_loss, ctx.loss.z_loss, log_total)",
+        "with_z_loss(grad_loss, ctx.loss.z_loss, logits[:, :ctx.valid].logsumexp(1))",
         f"{Z_LOSS}[tp2]",
     ),
     "log Z of one rank's part of the vocabulary in the log": Bug(
         "megatron.parallel.cross_entropy._ParallelCrossEntropy.forward",
         "log_z.copy_(log_total)",
-        "log_z.copy_(local)",
+        "log_z.copy_(sums.log_sum)",
         f"{Z_LOSS}[tp2]",
     ),
     "z-loss of tokens that do not count": Bug(

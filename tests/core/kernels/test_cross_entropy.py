@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import cross_entropy as module
 from megatron.kernels.cpu import native
+from megatron.kernels.cross_entropy import RowOutputs
 from megatron.kernels.functional import cross_entropy
 from megatron.parallel.cross_entropy import parallel_cross_entropy
 
@@ -143,7 +144,7 @@ def test_the_z_loss_is_in_the_gradient_alone(dtype, unit, coeff):
     logits, labels, weights = inputs(dtype)
     logits -= 3.0  # log Z of both signs
     log_z = torch.zeros(ROWS, dtype=torch.promote_types(dtype, torch.float32))
-    loss, grad = run(logits, labels, weights, z_loss=coeff, log_z=log_z)
+    loss, grad = run(logits, labels, weights, z_loss=coeff, outputs=RowOutputs(log_z=log_z))
     exact_log_z, exact_grad = plain_z_loss(logits, labels, weights, coeff)
     assert exact_log_z.min() < 0 < exact_log_z.max()
     assert torch.equal(loss, run(logits, labels, weights)[0])
@@ -158,7 +159,7 @@ def test_which_labels_are_first():
     labels[3] = logits[3, :VOCAB].argmax()
     right = torch.zeros(ROWS, dtype=torch.bool)
     logits[:, VOCAB:] = 100.0  # padding is never first
-    loss, _ = run(logits, labels, weights, right=right)
+    loss, _ = run(logits, labels, weights, outputs=RowOutputs(correct=right))
     assert (
         torch.equal(right, logits[:, :VOCAB].argmax(-1) == labels) and right[3] and not right.all()
     )
@@ -277,10 +278,12 @@ def test_a_split_vocabulary_gives_the_same(size, padding_part, dtype, smoothing,
             tp=Part(len(parts), rank),
             reduce=reduction,
             smoothing=smoothing,
-            right=right[rank] if smoothing else None,
-            plain=plain[rank] if smoothing else None,
             z_loss=z_loss,
-            log_z=log_z[rank] if z_loss else None,
+            outputs=RowOutputs(
+                right[rank] if smoothing else None,
+                plain[rank] if smoothing else None,
+                log_z[rank] if z_loss else None,
+            ),
         )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(parts))]

@@ -10,7 +10,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from megatron.optimizer import precision_aware as moments
-from megatron.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.optimizer.optimizer import MixedPrecisionOptimizer, ModelRanks
 from megatron.optimizer.scaler import DynamicGradScaler
 from megatron.optimizer.scheduler import OptimizerParamScheduler, ScheduleSteps, schedule_steps
 
@@ -27,7 +27,8 @@ STEPS = (
 def optimizer_of(params: Any, **values: Any) -> MixedPrecisionOptimizer:
     """An optimizer; `values` are fields of its config or arguments of its constructor."""
     others = {name: values.pop(name) for name in OTHERS if name in values}
-    return MixedPrecisionOptimizer(params, OptimizerConfig(**values), **others)
+    ranks = ModelRanks(**{name: others.pop(name) for name in ModelRanks._fields if name in others})
+    return MixedPrecisionOptimizer(params, OptimizerConfig(**values), ranks=ranks, **others)
 
 
 def dynamic_scaler(initial_loss_scale: float, **values: Any) -> DynamicGradScaler:

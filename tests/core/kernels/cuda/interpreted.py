@@ -115,12 +115,14 @@ def losses(dtype: torch.dtype) -> None:
         wanted_grad = torch.autograd.grad(wanted, wide, weights.double())[0]
         unsmoothed = F.cross_entropy(wide[:, :vocab], labels, reduction="none")
         for ranks in (1, 2, 4) if dtype == torch.float32 and not smoothing else (2,):
+            outputs = cross_entropy.RowOutputs(
+                torch.empty(rows, dtype=torch.bool), torch.empty(rows)
+            )
             options = {
                 "labels": labels,
                 "vocab_size": vocab,
                 "smoothing": smoothing,
-                "right": torch.empty(rows, dtype=torch.bool),
-                "plain": torch.empty(rows),
+                "outputs": outputs,
             }
             parts = [t.contiguous().requires_grad_() for t in logits.chunk(ranks, 1)]
             read = [t * 1 for t in parts]
@@ -133,9 +135,9 @@ def losses(dtype: torch.dtype) -> None:
             near = {"rtol": 2e-5, "atol": 2e-5}
             for loss in found:
                 torch.testing.assert_close(loss.double(), wanted, **near)
-            torch.testing.assert_close(options["plain"].double(), unsmoothed, **near)
+            torch.testing.assert_close(outputs.unsmoothed.double(), unsmoothed, **near)
             first = logits[range(rows), labels] == logits[:, :vocab].amax(1)
-            assert torch.equal(options["right"], first) and first[5]
+            assert torch.equal(outputs.correct, first) and first[5]
             unit = max(torch.finfo(dtype).eps, 2e-5)  # the interpreter truncates
             near = {"rtol": unit, "atol": 1e-6}
             torch.testing.assert_close(torch.cat(grad, 1).double(), wanted_grad, **near)
