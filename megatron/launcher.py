@@ -218,7 +218,8 @@ def _launch_info(rank: int, size: int, settings: list[_Given], environ: Environ)
     if size == 1:
         local_rank = local_rank or 0
         local_size = 1
-    node = next((pair[1] for launcher in same if (pair := _first(launcher.node, environ))), None)
+    nodes = [_first(launcher.node, environ) for launcher in same]
+    node = next((pair[1] for pair in nodes if pair), None)
     return LaunchInfo(rank, size, local_rank, local_size, node)
 
 

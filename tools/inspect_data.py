@@ -631,16 +631,15 @@ def show_iteration(report: dict[str, Any]) -> None:
     )
     ledger = report.get("ledger")
     if ledger:
-        says = (
-            "does not have it"
-            if not ledger["recorded"]
-            else "agrees"
-            if ledger["agrees"]
-            else (
+        if not ledger["recorded"]:
+            says = "does not have it"
+        elif ledger["agrees"]:
+            says = "agrees"
+        else:
+            says = (
                 f"differs: {ledger['samples']} samples from {ledger['first_sample']} on, hash "
                 f"{ledger['hash']}{', skipped' if ledger['skipped'] else ''}"
             )
-        )
         print(f"the ledger {ledger['file']} {says}")
     for row in report["batch"]:
         print(

@@ -75,11 +75,11 @@ def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
     into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
     matplotlib = load_matplotlib(f"--output {path}")
     most = max(sum(point) for rank in ranks for point in zip(*rank.bytes.values(), strict=True))
-    kinds = [
-        kind
-        for kind in dict.fromkeys(kind for rank in ranks for kind in rank.bytes)
-        if any(max(rank.bytes.get(kind, [0])) > VISIBLE * most for rank in ranks)
-    ]
+    peaks: dict[str, float] = {}
+    for rank in ranks:
+        for kind, values in rank.bytes.items():
+            peaks[kind] = max(peaks.get(kind, 0), *values)
+    kinds = [kind for kind, peak in peaks.items() if peak > VISIBLE * most]
     colors = dict(zip(kinds, _colors(len(kinds)), strict=True))
     size = (10, 0.8 + 2.4 * len(ranks))
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")

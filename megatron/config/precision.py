@@ -145,15 +145,11 @@ class PrecisionConfig:
     @property
     def params_dtype(self) -> str:
         """Name of the torch dtype of the parameters."""
-        return (
-            "float16"
-            if self.fp16
-            else "bfloat16"
-            if self.bf16
-            else "float64"
-            if self.fp64
-            else "float32"
-        )
+        if self.fp16:
+            return "float16"
+        if self.bf16:
+            return "bfloat16"
+        return "float64" if self.fp64 else "float32"
 
     @property
     def main_dtype(self) -> str:

@@ -57,19 +57,13 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
     """Lines: a head, a row for each data set of each split, in the order given."""
     if not rows:
         return []
-    splits = list(dict.fromkeys(row.split for row in rows))
-    cells = [
-        TITLES,
-        *(
-            line
-            for name in splits
-            for line in _of_split([row for row in rows if row.split == name])
-        ),
-    ]
+    cells: list[tuple[str, ...]] = [TITLES]
+    for split in dict.fromkeys(row.split for row in rows):
+        cells += _of_split([row for row in rows if row.split == split])
     width = [max(len(line[column]) for line in cells) for column in range(len(TITLES))]
     aligned = [str.ljust] * 2 + [str.rjust] * (len(TITLES) - 2)
-    return [
-        "  "
-        + "  ".join(align(cell, n) for align, cell, n in zip(aligned, line, width, strict=True))
-        for line in cells
-    ]
+    lines = []
+    for line in cells:
+        padded = (align(cell, n) for align, cell, n in zip(aligned, line, width, strict=True))
+        lines.append(f"  {'  '.join(padded)}")
+    return lines

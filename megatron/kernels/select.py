@@ -447,19 +447,13 @@ def _row_rivals(
     rows = [KernelRow(operation, NATIVE, False, why_not)]
     if operation in ("swiglu", "rotary"):
         rows += _off(operation, "Triton", no_triton)
-    return (
-        pair(
-            operation,
-            (ROW_BLOCKED, "torch"),
-            on_cpu,
-            ("row blocks stay in the cache", "multiple passes over memory")
-            if on_cpu
-            else (f"single kernel on this {device.type}", "CPU only")
-            if operation in SINGLE_KERNELS
-            else ("several kernels; --torch-compile fuses them", "CPU only"),
-        )
-        + rows
-    )
+    if on_cpu:
+        reasons = ("row blocks stay in the cache", "multiple passes over memory")
+    elif operation in SINGLE_KERNELS:
+        reasons = (f"single kernel on this {device.type}", "CPU only")
+    else:
+        reasons = ("several kernels; --torch-compile fuses them", "CPU only")
+    return pair(operation, (ROW_BLOCKED, "torch"), on_cpu, reasons) + rows
 
 
 def _norm_rows(

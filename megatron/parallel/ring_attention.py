@@ -170,7 +170,10 @@ def _visit_ring(k: torch.Tensor, v: torch.Tensor, cp: Axis, work: Work) -> None:
         travelling = _pack(k, v, part)
         for hop in range(cp.size):
             arriving = start_shift(travelling, cp) if hop < cp.size - 1 else None
-            work((cp.rank - hop) % cp.size, part, *(travelling if hop else (k, v)))
+            # before the first hop they are this rank's own, of which `work` takes the whole
+            keys, values = travelling if hop else (k, v)
+            work((cp.rank - hop) % cp.size, part, keys, values)
+            del keys, values
             if arriving is None:
                 del travelling
             else:

@@ -73,7 +73,8 @@ def build_data(
         else _mix_before(config, progress.data_order, progress.consumed_train_samples)
     )
     train, valid, test = source.build(d, _request(config, plan, tokenizer, before), rows)
-    valids = valid if isinstance(valid, list) else [valid] if valid is not None else []
+    valids = valid if isinstance(valid, list) else [valid]
+    valids = [dataset for dataset in valids if dataset is not None]
     for line in plan_table(rows):
         log.detail(line)
     log.detail("> finished creating GPT datasets ...")

@@ -176,15 +176,17 @@ def features(model: ModelConfig) -> dict[str, Any]:
     determines the function of a model, numbers as `number` where none is special."""
     heads = model.num_attention_heads
     usual = model.head_dim * heads == model.hidden_size
-    return {
+    topk: Any = None
+    if model.num_experts:
+        topk = 1 if model.moe_router_topk == 1 else "number"
+    kinds = {
         _IN_TABLE.get(name, name): _kind(value)
         for name, value in architecture.values(model).items()
-    } | {
+    }
+    return kinds | {
         "kv_channels": "hidden size / heads" if usual else "number",
         "max_position_embeddings": "number",
-        "moe_router_topk": (1 if model.moe_router_topk == 1 else "number")
-        if model.num_experts
-        else None,
+        "moe_router_topk": topk,
         "num_query_groups": {1: 1, heads: "heads"}.get(model.query_groups, "number"),
         "rotary_percent": 1 if model.rotary_percent == 1 else "number",
     }
@@ -197,9 +199,9 @@ def _kind(value: Any) -> Any:
         case tuple():
             return [_kind(item) for item in value]
         case list():  # of layers
-            return (
-                "all" if value and all(item is True for item in value) else "some" if value else []
-            )
+            if not value:
+                return []
+            return "all" if all(item is True for item in value) else "some"
     return "number"
 
 
@@ -213,11 +215,12 @@ def unverified(model_type: str, model: ModelConfig) -> list[str]:
     if table is None:
         return [f"model_type {model_type}"]
     values = features(model)
-    return [
+    unseen = [
         f"{name} {value}"
         for name, value in values.items()
         if value not in table["features"].get(name, [PLAIN[name]])
-    ] or [
+    ]
+    return unseen or [
         f"{a} {values[a]} with {b} {values[b]}"
         for a, x, b, y in table["apart"]
         if values[a] == x and values[b] == y

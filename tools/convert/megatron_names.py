@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -400,11 +400,10 @@ def args_for(
         ]
     if problems:
         raise ConversionError("\n".join(problems))
-    lists = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
     return {
         **vars(model),
-        # a router of Megatron compares the one type with "sinkhorn"; a list is several
-        **{name: list(v) if len(v := getattr(model, name)) > 1 else v[0] for name in lists},
+        "moe_router_load_balancing_type": _one_or_list(model.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff": _one_or_list(model.moe_aux_loss_coeff),
         "ffn_hidden_size": model.ffn,
         "kv_channels": model.head_dim,
         "num_query_groups": model.query_groups,
@@ -419,3 +418,8 @@ def args_for(
         and [int(not model.rotates(layer)) for layer in range(model.num_layers)],
         **data,
     }
+
+
+def _one_or_list(values: Sequence[Any]) -> Any:
+    """A router of Megatron compares the one type with "sinkhorn"; a list is several."""
+    return list(values) if len(values) > 1 else values[0]

@@ -268,11 +268,8 @@ def _updates(common: Mapping[str, Any], objects: Mapping[str, Any], file: TorchF
         for name in _COUNTS
         if isinstance(state.get(name), (int, float))
     }
-    updates |= {
-        float(file.read(name))
-        for name, (_, shape) in file.headers().items()
-        if name.startswith("optimizer.")
-        and name.endswith(tuple(f".{c}" for c in _COUNTS))
-        and math.prod(shape) == 1
-    }
+    endings = tuple(f".{count}" for count in _COUNTS)
+    for name, (_, shape) in file.headers().items():
+        if name.startswith("optimizer.") and name.endswith(endings) and math.prod(shape) == 1:
+            updates.add(float(file.read(name)))
     return updates

@@ -58,7 +58,9 @@ def _most_values(parser: Parser, word: str) -> float:
         return 0
     if flag is None:
         return math.inf
-    return 1 if flag.kind == "value" else flag.nargs if isinstance(flag.nargs, int) else math.inf
+    if flag.kind == "value":
+        return 1
+    return flag.nargs if isinstance(flag.nargs, int) else math.inf
 
 
 def missing(parser: Parser, parsed: Parsed) -> list[str]:

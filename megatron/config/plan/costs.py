@@ -56,9 +56,9 @@ class Sizes:
         layer_norm = m.normalization == "LayerNorm"
         if m.apply_layernorm_1p and (layer_norm or not self.on_cpu):
             itemsize = max(itemsize, self.wide)
-        return rows * (
-            width * itemsize + self.wide * (2 if layer_norm else 0 if self.on_cpu else 1)
-        )
+        # mean and inverse deviation; of RMSNorm the latter, which the CPU computes again
+        statistics = 2 if layer_norm else int(not self.on_cpu)
+        return rows * (width * itemsize + self.wide * statistics)
 
     def attention(self) -> int:
         """Queries, keys and values as the projection made them and as the core takes them, the

@@ -196,7 +196,11 @@ def messages_waiting(stage: int, stages: int, chunks: int, overlap: bool = True)
     """
     if stages == 1:
         return 0
-    received = 1 if chunks == 1 else stages // 3 if stage == stages - 1 else 2
+    received = 2
+    if chunks == 1:
+        received = 1
+    elif stage == stages - 1:
+        received = stages // 3
     return received + (SENDS_UNDER_WAY if overlap else 0)
 
 

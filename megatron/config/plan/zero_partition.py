@@ -86,6 +86,8 @@ def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
         cost = costs[number] // param.local_shape[0]
         owners = []
         for _ in range(param.local_shape[0]):
+            # All matrices side by side on a line as long as their cost, cut into as many equal
+            # ranges as there are ranks: a matrix goes where its middle lies.
             owners.append((2 * done + cost) * param.shards // (2 * total))
             loads[param.experts][owners[-1]] += cost
             done += cost

@@ -34,14 +34,9 @@ def expand(word: str) -> list[str]:
         return [word]
     sets = {folder: part_set.set_of(folder) for folder in set(map(os.path.dirname, paths))}
     pairs = {path for path in paths if path.endswith(".idx")}  # and parts, which are none
-    prefixes = sorted(
-        {prefix for prefix in sets.values() if prefix}
-        | {
-            path[:-4]
-            for path in pairs
-            if not sets[os.path.dirname(path)] and PARTIAL not in os.path.basename(path)
-        }
-    )
+    alone = {path for path in pairs if not sets[os.path.dirname(path)]}
+    complete = {path[:-4] for path in alone if PARTIAL not in os.path.basename(path)}
+    prefixes = sorted({prefix for prefix in sets.values() if prefix} | complete)
     if not prefixes:
         raise FileNotFoundError(
             f"{problem}; make data with tools/preprocess_data.py [data-not-found]"

@@ -94,6 +94,7 @@ class EpochDataset:
         """Set up the permutation of the epoch of sample `index`, shuffled or not."""
         length = self.sequence_length
         tokens = self.tokens
+        # the round of its last token; before it come the samples that end in earlier rounds
         epoch = ((index + 1) * length - 1) // tokens
         if epoch != self._epoch:
             begin = epoch * tokens // length

@@ -25,6 +25,10 @@ class Permutation:
     outside is put through again until it falls inside (less than two passes on average). Sources:
     Luby and Rackoff 1988 (the network), Black and Rogaway 2002 (any size, by walking the cycle);
     the rounds are multiply-and-shift hashes, good for order, not for secrets.
+
+    Half a round adds a hash of one number to the other, modulo its range, and subtraction takes it
+    away again: whatever the hash, the network is a permutation. Of a product the high bits depend
+    on all bits of its factors, so the low 32 are dropped before the remainder is taken.
     """
 
     def __init__(self, size: int, *key: int | str) -> None:

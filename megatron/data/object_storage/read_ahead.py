@@ -122,6 +122,8 @@ class _Fetcher:
             if not self._batches and self._consumed.acquire(block=False):
                 continue  # it was read already
             self._batches.append(self._cache.noted(dataset.__getitem__, micro_batch))
+            # The cache removes the blocks with the oldest stamp first: stamps rise in the order of
+            # need, whatever the clock does.
             stamp = max(stamp + 1, time.time_ns())
             with self._cache.locked():
                 self._window.hold(chain.from_iterable(self._batches))

@@ -76,7 +76,10 @@ def _record_of(
     block = next((block for block in waiting if block.number == number), None)
     if not record or block is None:
         return ""
-    line = 1 if block.start == 0 else first_line(block) if block is waiting[0] else 0
+    if block.start == 0:
+        return f"{block.name}, line {record}"
+    # where lines are counted in order, only the first that waits knows what came before it
+    line = first_line(block) if block is waiting[0] else 0
     if line:
         return f"{block.name}, line {line + record - 1}"
     unit = "row" if block.kind == "rows" else "byte"

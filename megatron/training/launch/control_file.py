@@ -40,7 +40,9 @@ class ControlFile:
             return None
         if text in (SAVE, STOP):
             return text
-        return (SAVE if text[0] == "-" else STOP) if iteration >= abs(int(text)) > 0 else None
+        if not iteration >= abs(int(text)) > 0:
+            return None
+        return SAVE if text[0] == "-" else STOP
 
     def _read(self) -> str:
         """The request; none where the file is being replaced, or was removed."""

@@ -43,14 +43,13 @@ def _added(path: Path) -> list[str]:
         tree = ast.parse(read_text(path, limit=MAX_BYTES))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return []
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [
-        word.value
-        for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
-        for word in call.args
-        if isinstance(word, ast.Constant) and isinstance(word.value, str) and is_flag(word.value)
-    ]
+    spellings = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=args):
+                words = (word.value for word in args if isinstance(word, ast.Constant))
+                spellings += [word for word in words if isinstance(word, str) and is_flag(word)]
+    return spellings
 
 
 def adding(spellings: Collection[str], parser: argparse.ArgumentParser) -> None:

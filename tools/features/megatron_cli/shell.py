@@ -277,7 +277,9 @@ class Shell:
             if operator in ("&&", "-a", "||", "-o"):
                 decides = operator in ("||", "-o")
                 sides = (self._test(left), self._test(right))
-                return decides if decides in sides else None if None in sides else not decides
+                if decides in sides:
+                    return decides
+                return None if None in sides else not decides
             return self._compare(self._known(left), operator, self._known(right))
         if node.type != "unary_expression":
             text = self._known(node)

@@ -51,13 +51,9 @@ def docs(args: DocsOptions) -> int:
             + (f"; losses in nats per token at {state}" if state else "")
         )
         for suspect in ranked[: args.top]:
-            first = (
-                f"{suspect.score:5.1f}"
-                if not state
-                else "  -  "
-                if suspect.loss is None
-                else f"{suspect.loss:5.2f}"
-            )
+            first = f"{suspect.score:5.1f}"
+            if state:
+                first = "  -  " if suspect.loss is None else f"{suspect.loss:5.2f}"
             print(
                 f"{first}  {suspect.line()} (sample {suspect.sample}, rank {suspect.dp_rank}, "
                 f"micro-batch {suspect.micro_batch}): {suspect.reason}\n       "

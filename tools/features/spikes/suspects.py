@@ -171,4 +171,6 @@ def _suspect(
 
 def height(loss: float | None) -> float:
     """A loss, for an order: one that is no number is the highest, none is the lowest."""
-    return -np.inf if loss is None else loss if np.isfinite(loss) else np.inf
+    if loss is None:
+        return -np.inf
+    return loss if np.isfinite(loss) else np.inf
