@@ -16,6 +16,7 @@ START_PAGE = "docs/getting_started.md"
 # The pages whose commands use what getting_started.md made: {page: packages that it needs}
 AFTER_START = {
     "docs/data.md": ("tokenizers", "jinja2"),
+    "docs/trillion_tokens.md": ("tokenizers",),
     "docs/serving.md": ("fastapi", "uvicorn", "openai"),
     "docs/evaluation.md": ("lm_eval",),
     "docs/convert.md": ("transformers",),

@@ -44,6 +44,9 @@ ELSEWHERE = {
     "examples/auroragpt_skip/spike.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
     "examples/moe/run.sh": "tests/campaigns/examples/test_moe.py",
     "examples/parallel/one_node.sh": "tests/campaigns/examples/test_parallel.py",
+    "INPUT='/corpus/*.jsonl.zst' PREFIX=/corpus/all TASKS=64 sbatch --array 0-63 "
+    "examples/cluster_data/tokenize.sbatch": "tests/tools/test_preprocess_tasks.py",
+    "examples/cluster_data/ray.sh": "tests/tools/test_preprocess_ray.py",
 }
 # Blocks of other pages that no shell runs as they stand, in the page's order: the test that runs
 # the same on data that it makes, or why nothing does (REASONS). "": the block is walked.
