@@ -492,3 +492,18 @@ def test_what_a_card_refuses(corpus: Path, capsys: pytest.CaptureFixture[str]) -
         flags = ("--by", *keys) if keys else ()
         assert exit_code(INSPECT.main, "card", out / prefix, *flags) == 1
         problems.assert_problem(capsys.readouterr().err.strip(), code, *keys[1:])
+
+
+def test_no_record_is_larger_than_its_size_in_the_sidecar(
+    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size has 32 bits; what has more than RECORD_BYTES is a bad record, with keys or not."""
+    assert readers.RECORD_BYTES + readers.BLOCK_BYTES < np.iinfo(document_sources.ROW["bytes"]).max
+    monkeypatch.setattr(readers, "RECORD_BYTES", 5000)
+    lines = [json.dumps({"id": str(n), "text": "a" * n}) for n in (10, 9000, 20)]
+    (corpus / "in" / "a.jsonl").write_text("\n".join(lines))
+    assert preprocess(corpus, "x", *KEEP) == 1
+    problems.assert_reported(capsys.readouterr().err, "bad-record", "a.jsonl")
+    assert preprocess(corpus, "x", *KEEP, "--max-bad-records", 1) == 0
+    sources = DocumentSources(str(corpus / "out" / "x_text_document"))
+    assert [sources.document(n)["fields"]["id"] for n in range(len(sources))] == ["10", "20"]
