@@ -47,7 +47,10 @@ def flags(folder: Path, data: str, part: int, extra: list[str]) -> list[str]:
 CASES = {
     "default dropout, tied, over an epoch end": (1, []),
     "two ranks": (2, []),
-    "an optimizer without state": (1, ["--optimizer", "sgd", "--sgd-momentum", "0"]),
+    "an optimizer without state": (
+        1,
+        ["--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.1"],
+    ),
     "bf16, untied, rope, swiglu, RMSNorm, GQA": (
         1,
         [
