@@ -18,6 +18,7 @@ from megatron.config.moe import ROUTER_SUMS
 from megatron.inference.load_model import open_trained_model
 from megatron.parallel import ddp
 from megatron.training import routers
+from tests.core.parity.differences import PADDED, largest_difference, weight_difference
 from tests.core.parity.layouts import (
     A2A,
     CAMPAIGN,
@@ -182,31 +183,6 @@ def tokens_of_experts(run: Finished) -> list[list[list[float]]]:
     return [json.loads(line) for line in (run.folder / "tokens.jsonl").read_text().splitlines()]
 
 
-def weight_difference(run: Finished, other: Finished) -> float:
-    """The largest difference of a tensor of the last checkpoint, relative to its largest value.
-    Rows that pad the vocabulary depend on the layout."""
-    found = run.tensors()
-    expected = other.tensors()
-    assert found.keys() == expected.keys()
-    worst = 0.0
-    for name, tensor in expected.items():
-        rows = 211 if name.endswith(PADDED) else len(tensor)
-        change = (found[name][:rows].double() - tensor[:rows].double()).abs().max()
-        worst = max(worst, float(change / tensor.double().abs().max().clamp(min=1e-30)))
-    return worst
-
-
-def largest_difference(run: Finished, other: Finished, key: str) -> float:
-    """The largest relative difference of a number over all steps."""
-    pairs = zip(run.series("iteration", key), other.series("iteration", key), strict=True)
-    worst = 0.0
-    for (step, a), (other_step, b) in pairs:
-        assert step == other_step
-        worst = max(worst, abs(a - b) / abs(b))
-    return worst
-
-
-PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 # their gradients are 0 but for rounding, which may make any of them exactly 0
 KEY_BIASES = 2 * 32
 
