@@ -59,8 +59,13 @@ def layouts(page: str) -> str:
 
 
 def quality(page: str) -> str:
-    """The losses of tools/benchmarks/results/quality.json."""
-    result = json.loads((ROOT / "tools/benchmarks/results/quality.json").read_text("utf-8"))
+    """The losses of tools/benchmarks/results/quality.json and quality_7M.json."""
+    return of_size(of_size(page, "1M", "quality.json"), "7M", "quality_7M.json")
+
+
+def of_size(page: str, size: str, file: str) -> str:
+    """Those of one file, in the table of this size."""
+    result = json.loads((ROOT / "tools/benchmarks/results" / file).read_text("utf-8"))
     rows = [
         (
             f"{name.title()}, learning rate {best['lr']}, weight decay {best['weight_decay']}",
@@ -72,7 +77,7 @@ def quality(page: str) -> str:
     low, high = result["interval"]
     part = f"{result['ratio']:.2f} ({low:.2f} to {high:.2f})"
     goal = "Muon's steps to Adam's last loss, of Adam's (95 % interval, by 5 seeds)"
-    return with_rows(page, "5 seeds", [*rows, (goal, part, "", "")])
+    return with_rows(page, f"{size}, 5 seeds", [*rows, (goal, part, "", "")])
 
 
 PAGES: dict[Path, Callable[[str], str]] = {
