@@ -221,7 +221,10 @@ def _checked(
         notes += check.notes(judged, world_size, explicit)
     c = config.checkpoint
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
-    config = replace(config, checkpoint=staged(c))
+    parallel = config.parallel
+    if config.model.num_experts is None:  # no axis of ranks without experts, as a note has said
+        parallel = replace(parallel, expert_tensor_parallel_size=None)
+    config = replace(config, checkpoint=staged(c), parallel=parallel)
     extra = flags.extra.namespace if flags.extra else None
     words = [shlex.join(flag) for flag in flags.extra.words] if flags.extra else []
     return CommandLine(

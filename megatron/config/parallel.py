@@ -121,7 +121,7 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = arg(
         None,
         minimum=1,
-        requires="num_experts",
+        needs="num_experts",
         dump=False,
         help="expert-tensor-parallel size (ETP): number of ranks that share each expert by width "
         "(default: --tensor-model-parallel-size)",
