@@ -33,10 +33,9 @@ help:  ## this list
 quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
-test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 6 minutes on 2 slow cores)
-	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED)
+test: test-core test-rest  ## the tests of every day (goal: at most 6 minutes on 2 slow cores)
 
-test-core: $(VENV)/.dev $(VENV)/.files  ## of these, what protects the training run (goal: 3 minutes)
+test-core: $(VENV)/.dev $(VENV)/.files  ## the first half: what protects the training run (goal: 3 minutes)
 	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) tests/core
 
 test-rest: $(VENV)/.dev $(VENV)/.files
