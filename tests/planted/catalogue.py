@@ -113,7 +113,7 @@ BUGS = {
         "megatron.optimizer.optimizer.MixedPrecisionOptimizer.tensors",
         "adam.STATE_KEYS[self.kind]",
         "adam.MOMENTS",
-        "tests/core/parity/test_muon.py::test_a_killed_run_resumes_as_if_it_had_not_been[tp2 sp]",
+        "tests/core/parity/test_muon.py::test_a_killed_run_resumes_as_if_it_had_not_been[one]",
         "campaign",
     ),
     "NorMuon's moments not in the checkpoint": Bug(
@@ -393,7 +393,7 @@ BUGS = {
         "megatron.parallel.sharding.is_primary_copy",
         "{'tp', *sharding.partial} - split if 'etp' not in split else set()",
         "{'tp', *sharding.partial} - split",
-        f"{LAYOUTS}[etp1 ep2 tp2 sp, all-to-all, experts]",
+        f"{LAYOUTS}[etp1 ep2 tp2 sp, all-to-all, distributed optimizer, Muon, experts]",
     ),
     "copies of tokens mixed up between experts": Bug(
         "megatron.model.moe.MoELayer.by_all_to_all",
@@ -444,7 +444,7 @@ BUGS = {
         "megatron.config.plan.stages.warm_up_forwards",
         "(chunks - 1) * (group or stages)",
         "chunks - 1",
-        f"{LAYOUTS}[pp2 vpp2]",
+        f"{LAYOUTS}[pp2 vpp2, layout E|tt|t|tL]",
         "campaign",
     ),
     "a warm-up that leaves stages idle": Bug(
@@ -465,7 +465,7 @@ BUGS = {
         "megatron.parallel.schedules._alternate",
         "chunks - 1 - chunk",
         "chunk",
-        f"{LAYOUTS}[pp2 vpp2]",
+        f"{LAYOUTS}[pp2 vpp2, layout E|tt|t|tL]",
     ),
     "the same dropout in every micro-batch of a pipeline": Bug(
         "megatron.training.step.MicroBatches._next_batch",

@@ -203,7 +203,6 @@ CASES = {
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2")),
     "pp2": Case(GPT2, 2, (PP, "2")),
     "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP)),
-    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping")
     ),
@@ -212,13 +211,11 @@ CASES = {
     "tp2 sp, experts": Case(MOE, 2, (TP, "2", SP)),
     "tp2, experts": Case(MOE, 2, (TP, "2")),
     "cp2, experts": Case(MOE, 2, (CP, "2")),
-    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
     "dp2, experts": Case(MOE, 2, OVERLAP),
     "ep2 cp2 tp2 sp, all-to-all, experts, capacity": Case(
         (*MOE, *CAPACITY), 4, (EP, "2", *A2A, CP, "2", TP, "2", SP)
     ),
     "ep2 tp2 dp2, all-gather, experts, capacity": Case((*MOE, *CAPACITY), 4, (EP, "2", TP, "2")),
-    "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
     "etp2 dp2, experts, distributed optimizer, overlap": Case(EP_MOE, 2, (ETP, "2", *OVERLAP)),
     "ep2, all-to-all, experts, their layers recomputed": Case(
         EP_MOE, 2, (EP, "2", *A2A), only=("--moe-layer-recompute",)
@@ -257,6 +254,9 @@ CASES = {
     ),
 }
 CAMPAIGN = {
+    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
+    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
+    "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
     "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),
     "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), only=FULL),
     "cp2, experts, capacity by position": Case(

@@ -49,7 +49,7 @@ EXPERTS = {
         (ETP, "1", EP, "2", *A2A, TP, "2", SP, *DISTRIBUTED),
     ),
 }
-QUICK = "tp2 sp"
+QUICK = "one"  # and to the numbers of "tp2 sp"
 NEURONS = ("--muon-neuron-beta2", "0.95")
 
 
