@@ -86,7 +86,7 @@ def exit_at_once() -> None:
     _open_closed_streams()
     sys.excepthook = _name_missing_package
     parent = os.getpid()
-    _install(lambda number, frame: _exit(parent))
+    _install(lambda number, frame: end(parent))
 
 
 def lacks_package(error: BaseException) -> TypeGuard[ModuleNotFoundError]:
@@ -139,7 +139,7 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if _imports(frame):
-            _exit(parent)
+            end(parent)
         raise KeyboardInterrupt
 
     try:
@@ -178,8 +178,9 @@ def _imports(frame: FrameType | None) -> bool:
     return False
 
 
-def _exit(parent: int) -> None:
-    """End this process; the one line comes from `parent`, not from the processes that it forked."""
+def end(parent: int) -> NoReturn:
+    """End this process as Ctrl-C does, without any cleanup; the one line comes from `parent`, not
+    from the processes that it forked."""
     if os.getpid() == parent:
         try:
             sys.stdout.flush()

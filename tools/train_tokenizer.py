@@ -167,6 +167,9 @@ def in_thread(work: Callable[[], None], texts: Texts) -> None:
             if texts.done:
                 progress.total = 0  # unknown is how long the rest takes
             progress.update(texts.read, "computing the merges" if texts.done else "")
+    except KeyboardInterrupt:
+        progress.clear()
+        interrupt.end(os.getpid())  # the library's thread would crash in a finalized interpreter
     finally:
         progress.clear()
     if raised:
