@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "step")]
 
-from cases import data, generate, program, step  # noqa: E402, F401
+from cases import data, generate, parts, program, step  # noqa: E402, F401
 from harness import (  # noqa: E402
     PEERS,
     REGISTRY,

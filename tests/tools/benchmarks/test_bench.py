@@ -14,7 +14,7 @@ from tests.load_tool import load_tool
 
 QUICK = ("step",)
 # these start processes that import torch
-HEAVY = ("layouts", "tokenize", "startup", "generate")
+HEAVY = ("layouts", "tokenize", "startup", "generate", "parts")
 
 
 @pytest.fixture
@@ -54,6 +54,8 @@ def figures(tmp_path, *words, in_process=True):
 )
 def test_every_benchmark_runs_in_its_smallest_size(name, tmp_path):
     words = [name, "--small", "--rounds", "1", "--peer", "bare"]
+    if name == "parts":
+        words += ["what=open", "what=read", "what=merge", "what=plan"]
     results = figures(tmp_path, *words, in_process=name != "layouts")
     assert {case["benchmark"] for case in results} == {name}
 
