@@ -38,6 +38,7 @@ from megatron.data.data_card import data_card
 from megatron.data.document_sources import DocumentSources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
+from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.packed.build import open_files
 from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.packed.packed_dataset import SampleFile
@@ -546,7 +547,7 @@ def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     tokens = reading.tokens(sample)
     pieces = []
     position = 0
-    for piece in reading.dataset.pieces_of(sample):
+    for piece in reading.pieces_of(sample):
         head = tokens[position : position + min(HEAD, piece.length)].tolist()
         position += piece.length
         known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
@@ -668,15 +669,16 @@ def show_iteration(report: dict[str, Any]) -> None:
 
 def find_document(reading: Reading, document: int, prefix: str | None) -> dict[str, Any]:
     """Every sample of the run that shows the document, with its iteration."""
-    known = reading.dataset.prefixes()
+    known = {reading.name_of(path): path for path in reading.dataset.prefixes()}
     if prefix is None and len(known) == 1:
-        prefix = known[0]
+        (prefix,) = known
     if prefix not in known:
         raise ValueError(
-            f"--prefix {prefix or 'is missing'}: the run reads {', '.join(known[:20])}; give one "
-            "of them"
+            f"--prefix {prefix or 'is missing'}: the run reads {', '.join([*known][:20])}; give "
+            "one of them"
         )
-    shown = reading.dataset.samples_showing(prefix, document)
+    with urls_in_errors(reading.config.data):
+        shown = reading.dataset.samples_showing(known[prefix], document)
     return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
 
 

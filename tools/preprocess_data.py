@@ -346,7 +346,7 @@ def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[
     if run.cluster:
         from megatron.data.parts import ray_engine
 
-        problems += ray_engine.problems()
+        problems += ray_engine.problems(run.cluster_address)
     if run.task is None:
         return problems
     if run.cluster:
@@ -610,7 +610,7 @@ def _make_parts(
     corpus = Corpus(job, _limits(config), identity, tuple(plan), tuple(sets))
     numbers = range(task.number, len(plan), task.count)
     if config.run.cluster:
-        count, failures = _make_on_cluster(config, corpus)
+        count, failures = _make_on_cluster(config, corpus, stop)
     else:
         count, failures = _make_here(config, corpus, numbers, stop)
     tidy(sets)
@@ -644,7 +644,7 @@ def _make_here(
     return counts, []
 
 
-def _make_on_cluster(config: Config, corpus: Corpus) -> tuple[Made, list[str]]:
+def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Made, list[str]]:
     """Have Ray make all parts; what was made, and a line for each that could not be."""
     from megatron.data.parts import ray_engine
 
@@ -664,7 +664,7 @@ def _make_on_cluster(config: Config, corpus: Corpus) -> tuple[Made, list[str]]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
-        return ray_engine.make_parts(corpus, config.run.cluster_address, report)
+        return ray_engine.make_parts(corpus, config.run.cluster_address, report, stop.held)
 
 
 def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
@@ -804,8 +804,8 @@ def main(argv: Sequence[str]) -> int:
         name = os.fsdecode(error.filename or prefix)
         reason = error.strerror or error
         if name.startswith(prefix):
-            return _failed([f"--output-prefix {prefix}: cannot be written ({reason})"], 1)
-        return _failed([f"{name}: cannot be used ({reason})"], 1)
+            name = f"--output-prefix {prefix}"
+        return _failed([f"{name}: cannot be used ({reason}) [file-operation-failed]"], 1)
     return 0
 
 

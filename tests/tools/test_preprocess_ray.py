@@ -4,12 +4,15 @@ was killed on the way; and the rest of the tool without Ray."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +46,7 @@ def cluster() -> Iterator[Any]:
     """A Ray cluster of one machine; tests add others."""
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_raylet_start_wait_time_s"] = "300"  # the machine may be busy
     from ray.cluster_utils import Cluster
 
     made = Cluster(
@@ -172,10 +176,12 @@ def test_without_the_package_and_its_module(
 ) -> None:
     """The package is looked for before anything is written; --task needs neither."""
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        assert run(corpus, "jsonl", "x", "--cluster", "ray") == 2
-    problems.assert_problem(capsys.readouterr().err.strip(), "package-missing", "--cluster ray")
+    address = ("--cluster-address", "ray://127.0.0.1:1")
+    for lacking, more, flag in (("ray", (), "--cluster ray"), ("grpc", address, address[0])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("importlib.util.find_spec", lambda name, lacks=lacking: name != lacks)
+            assert run(corpus, "jsonl", "x", "--cluster", "ray", *more) == 2
+        problems.assert_problem(capsys.readouterr().err.strip(), "package-missing", flag)
     assert not list((corpus / "out").iterdir())
     monkeypatch.setitem(sys.modules, "megatron.data.parts.ray_engine", None)
     assert run(corpus, "jsonl", "x", "--task", "0/1", "--workers", 1) == 0
@@ -194,16 +200,30 @@ def test_flags_that_do_not_go_together(
         problems.assert_problem(capsys.readouterr().err.strip(), code)
 
 
+def children(process: int) -> list[int]:
+    """The processes that this one has started."""
+    started = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            started += map(int, task.read_text().split())
+    return started
+
+
 def descendants(process: int) -> list[int]:
     """The processes below this raylet that make parts, and what they have forked."""
     found = []
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in map(int, task.read_text().split()):
-                if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::_make"):
-                    found.append(child)
-                found += descendants(child)
+    for child in children(process):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{child}/cmdline").read_bytes().startswith(b"ray::_make"):
+                found.append(child)
+            found += descendants(child)
     return found
+
+
+def raylet_of(node: Any) -> int:
+    """The process of this machine of the cluster that starts all others."""
+    (process,) = (info.process.pid for info in node.all_processes["raylet"])
+    return process
 
 
 def driver(folder: Path, prefix: str, *more: object) -> subprocess.Popen[str]:
@@ -220,11 +240,7 @@ def kill_one(cluster: Any, nodes: list[Any], draw: random.Random) -> bool:
     if nodes and draw.random() < 0.3:
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         return True
-    raylets = [
-        info.process.pid
-        for node in [cluster.head_node, *nodes]
-        for info in node.all_processes["raylet"]
-    ]
+    raylets = map(raylet_of, [cluster.head_node, *nodes])
     found = [process for raylet in raylets for process in descendants(raylet)]
     if not found:
         return False
@@ -278,7 +294,7 @@ def test_an_encoder_that_is_killed(cluster: Any, corpus: Path) -> None:
     (corpus / "jsonl" / "0.jsonl").write_text(text * 400)
     flags = ("--workers", 2, "--part-bytes", 4000000)
     assert run(corpus, "jsonl", "once", *flags, "--task", "0/1") == 0
-    (raylet,) = (info.process.pid for info in cluster.head_node.all_processes["raylet"])
+    raylet = raylet_of(cluster.head_node)
     started = driver(corpus, "x", *flags, *ray(cluster))
     encoders: list[int] = []
     while not encoders and started.poll() is None:
@@ -298,11 +314,122 @@ def test_a_part_that_cannot_be_written(
     (parts / "000003.bin").mkdir(parents=True)
     assert run(corpus, "jsonl", "x", *ray(cluster)) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert line.startswith("error: part 3: ") and "/000003." in line
+    problems.assert_problem(line, "file-operation-failed", "part 3", "/000003.")
     (parts / "000003.bin").rmdir()
     assert run(corpus, "jsonl", "x", *ray(cluster)) == 0
     assert run(corpus, "jsonl", "once", "--task", "0/1", "--workers", 1) == 0
     assert_same(corpus, "once", "x")
+
+
+def limit_files(node: Any, size: int) -> None:
+    """Let no process that makes parts on this machine of the cluster write files beyond `size`
+    bytes."""
+    for process in children(raylet_of(node)):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            if command.startswith(b"ray::") or b"default_worker" in command:
+                _, most = resource.prlimit(process, resource.RLIMIT_FSIZE)
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (size, most))
+
+
+@contextlib.contextmanager
+def full_disk(node: Any) -> Iterator[None]:
+    """Meanwhile this machine of the cluster has no room for the large parts."""
+    ended = threading.Event()
+
+    def limit() -> None:
+        while not ended.wait(0.01):
+            limit_files(node, 50_000)
+
+    thread = threading.Thread(target=limit)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        limit_files(node, resource.RLIM_INFINITY)
+
+
+@PEERS
+@pytest.mark.campaign
+def test_a_full_disk_on_one_machine_alone(cluster: Any, corpus: Path) -> None:
+    """Many more parts than end a run are refused there; another machine makes them."""
+    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
+    (corpus / "jsonl" / "0.jsonl").write_text(text * 300)
+    flags = ("--part-bytes", 150_000)
+    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    node = cluster.add_node(num_cpus=2)
+    try:
+        with full_disk(node):
+            cluster.wait_for_nodes()
+            started = driver(corpus, "x", *flags, *ray(cluster))
+            output, errors = started.communicate(timeout=WAIT)
+    finally:
+        cluster.remove_node(node)
+    assert os.strerror(errno.EFBIG) in errors, "nothing was refused"
+    assert started.returncode == 0, output + errors
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
+def test_a_full_disk_on_every_machine(cluster: Any, corpus: Path) -> None:
+    """One error for each part that was tried, nothing that seems whole, nothing left behind; and
+    with room the same command makes them."""
+    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
+    (corpus / "jsonl" / "0.jsonl").write_text(text * 300)
+    flags = ("--part-bytes", 150_000)
+    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    parts = corpus / "out" / "x_text_document.parts"
+    with full_disk(cluster.head_node):
+        started = driver(corpus, "x", *flags, *ray(cluster))
+        output, errors = started.communicate(timeout=WAIT)
+    assert started.returncode == 1, output + errors
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) >= 10 and set(problems.codes_of(lines)) == {"file-operation-failed"}
+    plan = part_set.read_plan(str(corpus / "out" / "x_text_document"))
+    whole = [f"{number:06d}" for number in range(len(plan)) if plan.record(number)]
+    assert len(whole) < len(plan) - 9
+    expected = {f"{part}.{end}" for part in whole for end in ("bin", "idx", "json")}
+    assert {path.name for path in parts.iterdir()} == {"parts.json", *expected}
+    assert run(corpus, "jsonl", "x", *flags, *ray(cluster)) == 0
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
+def test_a_driver_that_is_stopped_leaves_nothing_unfinished(cluster: Any, corpus: Path) -> None:
+    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
+    (corpus / "jsonl" / "0.jsonl").write_text(text * 400)
+    flags = ("--part-bytes", 4_000_000)
+    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    parts = corpus / "out" / "x_text_document.parts"
+    started = driver(corpus, "x", *flags, *ray(cluster))
+    while not list(parts.glob("*.making-*")) and started.poll() is None:
+        time.sleep(0.02)
+    started.send_signal(signal.SIGINT)
+    output, errors = started.communicate(timeout=WAIT)
+    assert started.returncode == 130, output + errors
+    assert not list(parts.glob("*.making-*"))
+    assert run(corpus, "jsonl", "x", *flags, *ray(cluster)) == 0
+    assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
+def test_a_run_that_fails_leaves_nothing_unfinished(cluster: Any, corpus: Path) -> None:
+    """Of a part that is being made when so many others have failed that the run ends."""
+    good, bad = (corpus / "jsonl" / f"{number}.jsonl" for number in range(2))
+    good.write_text((good.read_text() + "\n") * 6000)
+    bad.write_bytes(b"no JSON\n" + b" " * (good.stat().st_size * 2 // 3))
+    for number in range(2, 14):
+        os.link(bad, bad.with_name(f"{number}.jsonl"))
+    assert run(corpus, "jsonl", "x", *ray(cluster), "--part-bytes", good.stat().st_size) == 1
+    plan = part_set.read_plan(str(corpus / "out" / "x_text_document"))
+    assert len(plan) == 14 and not any(map(plan.record, range(14)))
+    names = {path.name for path in (corpus / "out" / "x_text_document.parts").iterdir()}
+    assert names == {"parts.json"}
 
 
 @PEERS

@@ -18,9 +18,10 @@ from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
+from megatron.data.object_storage.url_names import with_urls
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.request import Before, DataRequest
-from megatron.data.sample_lookup import Dataset
+from megatron.data.sample_lookup import Dataset, Piece
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
@@ -56,6 +57,15 @@ class Reading:
     def tokens(self, sample: int) -> np.ndarray:
         """The token ids of a sample; of packed samples, of that row."""
         return np.atleast_2d(self.dataset[sample])[0]
+
+    def name_of(self, prefix: str) -> str:
+        """What a data set of the run is called: one in an object store by its URL."""
+        return with_urls(prefix, self.config.data)
+
+    def pieces_of(self, sample: int) -> list[Piece]:
+        """Where the tokens of a sample are stored; the prefixes are as of `name_of`."""
+        pieces = self.dataset.pieces_of(sample)
+        return [replace(piece, prefix=self.name_of(piece.prefix)) for piece in pieces]
 
     def first_sample(self, iteration: int) -> int:
         """Samples consumed before an iteration."""

@@ -2,53 +2,69 @@
 importer of ray.
 
 Ray schedules the parts that are not whole, and tries a part again when its process or machine goes
-away (RAY_TASK_MAX_RETRIES, 3 times). That is safe at any moment: a
-part appears whole or not at all. Inputs and output are on a file system that all machines share.
+away (RAY_TASK_MAX_RETRIES, 3 times). A part to which the file system of a machine says no, a full
+disk say, is begun again on another one. That is safe at any moment: a part appears whole or not at
+all. Inputs and output are on a file system that all machines share.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 import os
 import re
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.data.parts.corpus import Corpus, Made
 from megatron.data.parts.making import is_whole
+from megatron.data.preprocess.encode_files import Held
 from megatron.data.preprocess.workers import WorkerKilled
 
 AHEAD = 10_000  # tasks that Ray knows of: enough for every CPU of a large cluster
 FAILURES = 10  # parts that cannot be made, after which no others are begun
+MACHINES = 3  # whose file systems may refuse a part before it is one of those
+END = 30.0  # seconds for the tasks to remove what they have not finished
 CONNECT = 10.0  # seconds for a cluster to answer
 TICK = 1.0  # seconds between two looks at the tasks
+NODE = "ray.io/node-id"  # the label of a machine that is its id
 PACKAGES = Path(__file__).resolve().parents[3]  # where megatron is, on every machine
 
 
-def problems() -> list[str]:
-    """What this Python lacks."""
-    if importlib.util.find_spec("ray"):
-        return []
-    return [
-        "--cluster ray: the package ray is not installed; pip install ray, on every machine of the "
-        "cluster [package-missing]"
-    ]
+def problems(address: str | None) -> list[str]:
+    """What this Python lacks for the cluster at this address."""
+    if not importlib.util.find_spec("ray"):
+        return [
+            "--cluster ray: the package ray is not installed; pip install 'ray[client]', on every "
+            "machine of the cluster [package-missing]"
+        ]
+    if (address or "").startswith("ray://") and not importlib.util.find_spec("grpc"):
+        return [
+            f"--cluster-address {address}: the package grpcio, which ray:// needs, is not "
+            "installed; pip install 'ray[client]' [package-missing]"
+        ]
+    return []
 
 
 def make_parts(
-    corpus: Corpus, address: str | None, report: Callable[[Made, int], object]
+    corpus: Corpus,
+    address: str | None,
+    report: Callable[[Made, int], object],
+    held: Held = contextlib.nullcontext,
 ) -> tuple[Made, list[str]]:
     """Make the parts that are not whole, on the cluster at this address (as of `ray.init`); what
     was made, and a line for each part that could not be. Begins no more parts after some failures.
 
-    `report` hears, now and then, what has been made and how many parts are not done yet. Raises
-    ValueError for a cluster that is not reached.
+    `report` hears, now and then, what has been made and how many parts are not done yet; `held` is
+    a context in which no signal raises, which Ray's calls do not bear. Raises ValueError for a
+    cluster that is not reached.
     """
     waiting = [number for number in range(len(corpus.units)) if not is_whole(corpus.sets, number)]
     counts = Made()
@@ -58,37 +74,106 @@ def make_parts(
     with _connected(address) as ray:
         _say_size(ray, corpus, len(waiting))
         waiting.reverse()
-        shared = ray.put(corpus)
-        task = ray.remote(
+        with contextlib.closing(_Tasks(ray, corpus)) as tasks:
+            while len(failures) < FAILURES and (tasks.running or waiting):
+                with held():
+                    while waiting and len(tasks.running) < AHEAD:
+                        tasks.begin(waiting.pop())
+                    for ended in tasks.ended():
+                        if isinstance(ended, Made):
+                            counts = counts.plus(ended)
+                        else:
+                            failures.append(ended)
+                report(counts, len(tasks.running) + len(waiting))
+    return counts, failures
+
+
+class Refused(NamedTuple):
+    """A part could not be made because of a file system: Ray's id of the machine, its name, the
+    file and what is wrong."""
+
+    machine: str
+    host: str
+    reason: str
+
+
+class _Tasks:
+    """Parts that Ray makes. `running`: the part of each task."""
+
+    def __init__(self, ray: Any, corpus: Corpus) -> None:
+        self.running: dict[Any, int] = {}
+        self._ray = ray
+        self._corpus = corpus
+        self._shared = ray.put(corpus)
+        self._task = ray.remote(
             num_cpus=corpus.limits.workers,
             retry_exceptions=[WorkerKilled],
             runtime_env={"env_vars": _environ()},
         )(_make)
-        folder = os.getcwd()
-        running: dict[Any, int] = {}
-        while running or (waiting and len(failures) < FAILURES):
-            while waiting and len(running) < AHEAD and len(failures) < FAILURES:
-                number = waiting.pop()
-                running[task.remote(shared, number, folder)] = number
-            done, _ = ray.wait(list(running), num_returns=len(running), timeout=TICK)
-            for reference in done:
-                try:
-                    counts = counts.plus(ray.get(reference))
-                except ray.exceptions.RayError as error:
-                    failures.append(_failure(corpus, running[reference], error))
-                del running[reference]
-            if len(failures) >= FAILURES:
-                for reference in running:
-                    ray.cancel(reference)
-                running.clear()
-            report(counts, len(running) + len(waiting))
-    return counts, failures
+        self._folder = os.getcwd()
+        self._refused: dict[int, list[Refused]] = defaultdict(list)  # by part
+
+    def begin(self, number: int) -> None:
+        """Begin a part, not on a machine that has refused it."""
+        machines = [refused.machine for refused in self._refused[number]]
+        task = self._task
+        if machines:
+            task = task.options(label_selector={NODE: f"!in({', '.join(machines)})"})
+        self.running[task.remote(self._shared, number, self._folder)] = number
+
+    def ended(self) -> Iterator[Made | str]:
+        """Of the tasks that end within TICK seconds: what was made, or the line about a part."""
+        tasks = list(self.running)
+        done, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=TICK)
+        for reference in done:
+            number = self.running.pop(reference)
+            try:
+                result = self._ray.get(reference)
+            except self._ray.exceptions.RayError as error:
+                yield _failure(number, error)
+                continue
+            if isinstance(result, Made):
+                yield result
+            elif self._elsewhere(number, result):
+                self.begin(number)
+            else:
+                yield _refusal(number, self._refused[number])
+
+    def _elsewhere(self, number: int, refused: Refused) -> bool:
+        """Whether there is another machine for a part that one has refused."""
+        known = {each.machine for each in itertools.chain(*self._refused.values())}
+        if refused.machine not in known:
+            print(
+                f"warning: {refused.host}: {refused.reason}; a part that it cannot make is begun "
+                "again on another machine, if there is one",
+                file=sys.stderr,
+            )
+        self._refused[number].append(refused)
+        machines = {each.machine for each in self._refused[number]}
+        return len(machines) < MACHINES and any(
+            node["NodeID"] not in machines for node in _usable(self._ray, self._corpus)
+        )
+
+    def close(self) -> None:
+        """End what is running, and give it the time to remove what it has written."""
+        for reference in self.running:
+            self._ray.cancel(reference)
+        if self.running:
+            self._ray.wait(list(self.running), num_returns=len(self.running), timeout=END)
 
 
-def _make(corpus: Corpus, number: int, folder: str) -> Made:
+def _make(corpus: Corpus, number: int, folder: str) -> Made | Refused:
     """One part, in a process of Ray. `folder`: from which relative paths are meant."""
-    os.chdir(folder)
-    return corpus.make(number)
+    try:
+        os.chdir(folder)
+        return corpus.make(number)
+    except OSError as error:
+        import ray
+
+        name = error.filename or corpus.sets[0].folder  # none where a disk is full
+        machine = ray.get_runtime_context().get_node_id()
+        reason = f"{name}: cannot be used ({error.strerror or error})"
+        return Refused(machine, socket.gethostname(), reason)
 
 
 def _environ() -> dict[str, str]:
@@ -97,20 +182,26 @@ def _environ() -> dict[str, str]:
     return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def _failure(corpus: Corpus, number: int, error: Any) -> str:
+def _failure(number: int, error: Any) -> str:
     """The line about a part. Raises what is no fault of the input."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, ValueError):
         return str(cause)
-    if isinstance(cause, OSError):
-        name = cause.filename or corpus.sets[0].folder  # none where a disk is full
-        return f"part {number}: {name}: cannot be used ({cause.strerror or cause})"
     if cause is not None:
         raise error
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"part {number}: Ray gave it up ({type(error).__name__}: {reason}); start the same command "
         "again, with a larger RAY_TASK_MAX_RETRIES if machines go away often [cluster-gave-up]"
+    )
+
+
+def _refusal(number: int, refused: Sequence[Refused]) -> str:
+    """The line about a part that no machine could make."""
+    hosts = ", ".join(dict.fromkeys(each.host for each in refused))
+    return (
+        f"part {number}: {refused[-1].reason} on {hosts}; remedy that and start the same command "
+        "again [file-operation-failed]"
     )
 
 
@@ -125,7 +216,7 @@ def _connected(address: str | None) -> Iterator[Any]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise _not_reached(address, reason) from None
     finally:
@@ -152,6 +243,15 @@ def _not_reached(address: str | None, reason: str) -> ValueError:
     )
 
 
+def _usable(ray: Any, corpus: Corpus) -> list[dict[str, Any]]:
+    """The machines that have room for a task."""
+    return [
+        node
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get("CPU", 0) >= corpus.limits.workers
+    ]
+
+
 def _say_size(ray: Any, corpus: Corpus, parts: int) -> None:
     """How large the cluster is; and if no machine of it has room for a task."""
     cpus = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
@@ -160,7 +260,7 @@ def _say_size(ray: Any, corpus: Corpus, parts: int) -> None:
         "make",
         flush=True,
     )
-    if max(cpus, default=0) < corpus.limits.workers:
+    if not _usable(ray, corpus):
         print(
             f"warning: --workers {corpus.limits.workers}: no machine of the cluster has so many "
             "CPUs, so that no part is begun until one joins",

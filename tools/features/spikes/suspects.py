@@ -107,7 +107,7 @@ def _cut(
 ) -> Iterator[tuple[Piece, int, np.ndarray]]:
     """The pieces of a sample, each with its place in it and its ids."""
     position = 0
-    for piece in reading.dataset.pieces_of(sample):
+    for piece in reading.pieces_of(sample):
         yield piece, position, tokens[position : position + piece.length]
         position += piece.length
 
