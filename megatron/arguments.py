@@ -88,7 +88,7 @@ def arg(  # noqa: PLR0913
     parse: Callable[[str], Any] | None = None,
     dump: bool = True,
     metavar: str | None = None,
-    place: str = "flag",
+    position: str = "flag",
     minimum: float | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -108,7 +108,7 @@ def arg(  # noqa: PLR0913
     when it is fixed, or "words" for one text that may be typed as several words;
     `extend` collects repetitions into one tuple; `parse` converts one word (and
     raises ValueError); `dump` says whether the name stands in the argument dump even at its default
-    (new names stand there only when set); `metavar` stands for its value in help. `place` is
+    (new names stand there only when set); `metavar` stands for its value in help. `position` is
     "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after
     `--`); these two are for tools, and `metavar` is their name.
 
@@ -132,7 +132,7 @@ def arg(  # noqa: PLR0913
         parse=parse,
         dump=dump,
         metavar=metavar,
-        place=place,
+        position=position,
         limits=None if limits == Limits() else limits,
         needs=_list(needs),
         requires=_list(requires),
@@ -173,7 +173,7 @@ class Flag:
     nargs: str | int | None = None
     dump: bool = True
     value_name: str | None = None
-    place: str = "flag"
+    position: str = "flag"
     required: bool = False
     limits: Limits | None = None
     needs: tuple[Need, ...] = ()
@@ -233,7 +233,7 @@ class Flag:
                     f"takes one value, but {len(words)} follow: {' '.join(words)!r} "
                     "[value-count-wrong]"
                 )
-            return self._one(words[0])
+            return self._convert_word(words[0])
         if self.choices and len(words) == 1 and words[0][:1] + words[0][-1:] == "[]":
             words = words[0][1:-1].replace(",", " ").split()  # a list as YAML writes it
         if isinstance(self.nargs, int) and len(words) != self.nargs:
@@ -246,9 +246,9 @@ class Flag:
                 return tuple(map(self.type, words))
         except ValueError:
             pass  # the word by word reading says which
-        return tuple(map(self._one, words))
+        return tuple(map(self._convert_word, words))
 
-    def _one(self, word: str) -> Any:
+    def _convert_word(self, word: str) -> Any:
         try:
             value = self.type(word)
         except ValueError as error:
@@ -311,7 +311,7 @@ class Extension:
     adds: ClassVar[Mapping[str, Mapping[str, AddedValue]]] = {}
 
     @classmethod
-    def other_flags(cls) -> OtherFlags | None:
+    def foreign_flags(cls) -> ForeignFlags | None:
         """Flags of another program that it reads; one extension of a program may have some."""
         return None
 
@@ -373,7 +373,7 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
         hint = type(choices[0])
     default = None if field.default is MISSING else field.default
     spelling = meta["off"] or meta["flag"] or "--" + field.name.replace("_", "-")
-    if meta["place"] != "flag":
+    if meta["position"] != "flag":
         spelling = meta["metavar"]
     return Flag(
         field.name,
@@ -389,7 +389,7 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
         meta["nargs"],
         meta["dump"],
         meta["metavar"],
-        meta["place"],
+        meta["position"],
         field.default is MISSING,
         meta["limits"],
         meta["needs"],
@@ -412,7 +412,7 @@ class ReadAs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OtherFlags:
+class ForeignFlags:
     """Flags that no config class declares: `flags` are read, but the help does not show them; of a
     further spelling `explain` may know why there is no such flag, `ignores` that it has no effect,
     and `synonyms` what it is called here. `read_as` gets the parser, what was typed of the
@@ -439,9 +439,9 @@ class OtherFlags:
 
 
 class Parser:
-    """All flags of a program by their spellings. `others` is called when a flag is met that is none
-    of them; `arguments` is the parser of argparse that has all flags as its actions, and those that
-    `extra_args_provider` adds to it."""
+    """All flags of a program by their spellings. `foreign_flags` is called when a flag is met that
+    is none of them; `arguments` is the parser of argparse that has all flags as its actions, and
+    those that `extra_args_provider` adds to it."""
 
     def __init__(
         self,
@@ -450,17 +450,17 @@ class Parser:
         prog: str,
         description: str,
         sections: dict[str, str],
-        others: Callable[[], OtherFlags] = OtherFlags,
+        foreign_flags: Callable[[], ForeignFlags] = ForeignFlags,
         extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
     ):
         self.flags = list(flags)
-        self.by_spelling = _by_spelling(flag for flag in self.flags if flag.place == "flag")
-        self.positionals = [flag for flag in self.flags if flag.place == "positional"]
-        self.after_dashes = next((flag for flag in self.flags if flag.place == "after --"), None)
+        self.by_spelling = _by_spelling(flag for flag in self.flags if flag.position == "flag")
+        self.positionals = [flag for flag in self.flags if flag.position == "positional"]
+        self.after_dashes = next((flag for flag in self.flags if flag.position == "after --"), None)
         self.prog = prog
         self.description = description
         self.sections = sections
-        self._load_others = others
+        self._load_foreign_flags = foreign_flags
         self._actions: dict[str, argparse.Action] = {}
         self.extra = ExtraArguments(self, extra_args_provider) if extra_args_provider else None
 
@@ -479,13 +479,13 @@ class Parser:
         return parser
 
     @functools.cached_property
-    def others(self) -> OtherFlags:
+    def foreign_flags(self) -> ForeignFlags:
         """The flags that no config class declares."""
-        others = self._load_others()
-        for flag in others.flags:
+        flags = self._load_foreign_flags()
+        for flag in flags.flags:
             if not self.extra or not self.extra.by_spelling.keys() & {*flag.spellings}:
                 self._actions[flag.name] = _add(self.arguments, flag)
-        return others
+        return flags
 
     def read(self, flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
         """Let the flag's action read the words after it, or note what is wrong with them; whether
@@ -501,9 +501,9 @@ class Parser:
 
     @functools.cached_property
     def every_spelling(self) -> dict[str, Flag]:
-        """All flags, `others` too, by their spellings."""
+        """All flags, `foreign_flags` too, by their spellings."""
         return _by_spelling(
-            flag for flag in [*self.flags, *self.others.flags] if flag.place == "flag"
+            flag for flag in [*self.flags, *self.foreign_flags.flags] if flag.position == "flag"
         )
 
     def find(self, spelling: str) -> Flag | None:
@@ -546,7 +546,7 @@ class Parser:
 
 def _add(group: argparse._ActionsContainer, flag: Flag) -> argparse.Action:
     """Add a flag, or a value that stands without one, to a group of argparse."""
-    if flag.place != "flag":
+    if flag.position != "flag":
         return group.add_argument(flag.name, action=FlagAction, flag=flag)
     return group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
 
@@ -591,7 +591,7 @@ class ExtraArguments:
             group.required = False
         self.namespace = argparse.Namespace()
         self._parser.parse_known_args([], self.namespace)
-        self._given: list[argparse.Action] = []
+        self._typed: list[argparse.Action] = []
         self.words: list[list[str]] = []
         # of the program's own flags, the defaults that the provider set
         self.defaults = {
@@ -626,7 +626,7 @@ class ExtraArguments:
     def take(self, words: Sequence[str]) -> str | None:
         """Read one flag with its words; what is wrong with them."""
         spelling = words[0].partition("=")[0]
-        self._given.append(self.by_spelling[spelling])
+        self._typed.append(self.by_spelling[spelling])
         self.words.append(list(words))
         try:
             unknown = self._parser.parse_known_args(list(words), self.namespace)[1]
@@ -643,11 +643,11 @@ class ExtraArguments:
             f"{action.option_strings[0]} is missing: {action.help or 'it is required'} "
             "[flag-missing]"
             for action in self._required
-            if action not in self._given and action.dest not in broken
+            if action not in self._typed and action.dest not in broken
         ]
         for group, required in self._groups:
             names = [action.option_strings[0] for action in group._group_actions]
-            typed = [a.option_strings[0] for a in group._group_actions if a in self._given]
+            typed = [a.option_strings[0] for a in group._group_actions if a in self._typed]
             if len(typed) > 1:
                 problems.append(
                     f"{' and '.join(typed)}: only one of these can be given "
@@ -663,7 +663,7 @@ def build_parser(
     *,
     prog: str,
     description: str,
-    others: Callable[[], OtherFlags] = OtherFlags,
+    foreign_flags: Callable[[], ForeignFlags] = ForeignFlags,
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> Parser:
     """A parser with one section per config class."""
@@ -676,7 +676,7 @@ def build_parser(
         prog=prog,
         description=description,
         sections=sections,
-        others=others,
+        foreign_flags=foreign_flags,
         extra_args_provider=extra_args_provider,
     )
 
@@ -774,7 +774,7 @@ def take(
         return
     flag = parser.find(spelling)
     if flag is None:
-        if parser.others.ignores(spelling):
+        if parser.foreign_flags.ignores(spelling):
             parsed.ignored.append(" ".join(words))
         else:
             from megatron.command_help import unknown_flag
@@ -800,20 +800,22 @@ def is_flag(word: str) -> bool:
 
 def config_from(tree: type, values: Mapping[str, Any]) -> Any:
     """The frozen dataclass tree from {field name: value}; names that no field has are ignored."""
-    parts = {}
+    groups = {}
     for group, owner in typing.get_type_hints(tree).items():
         names = {f.name for f in dataclasses.fields(owner) if "help" in f.metadata}
-        parts[group] = owner(**{k: v for k, v in values.items() if k in names})
-    return tree(**parts)
+        groups[group] = owner(**{k: v for k, v in values.items() if k in names})
+    return tree(**groups)
 
 
 def values_of(config: Any) -> dict[str, Any]:
     """{field name: value} of every flag of a config tree."""
     flat: dict[str, Any] = {}
     for group in dataclasses.fields(config):
-        part = getattr(config, group.name)
+        group_values = getattr(config, group.name)
         flat |= {
-            f.name: getattr(part, f.name) for f in dataclasses.fields(part) if "help" in f.metadata
+            f.name: getattr(group_values, f.name)
+            for f in dataclasses.fields(group_values)
+            if "help" in f.metadata
         }
     return flat
 

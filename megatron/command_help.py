@@ -35,7 +35,7 @@ def help_text(parser: Parser, topic: str = "") -> str:
     lines += _help_lines("--version", "print the version and exit")
     lines += _help_lines("--explain CODE", "print what the code of a message means, and exit")
     for group, title in parser.sections.items():
-        shown = [flag for flag in parser.flags if flag.group == group and flag.place == "flag"]
+        shown = [flag for flag in parser.flags if flag.group == group and flag.position == "flag"]
         lines += ["", title] * bool(shown)
         for flag in shown:
             lines += _flag_lines(flag)
@@ -67,7 +67,7 @@ def _help_of_topic(parser: Parser, topic: str) -> str:
 def _refused(parser: Parser, wanted: Sequence[str]) -> list[str]:
     """What the program cannot do of a topic, and what to use in its place."""
     lines = []
-    for reason, every in parser.others.refused().items():
+    for reason, every in parser.foreign_flags.refused().items():
         # of a family, only one that no flag of the program is of
         spellings = [
             s for s in every if not any(known.startswith(s[:-1]) for known in parser.by_spelling)
@@ -84,7 +84,7 @@ def _nearest(parser: Parser, wanted: Sequence[str]) -> str:
     close = [difflib.get_close_matches(word, words, 1, 0.75) for word in wanted]
     if all(close):
         return f"; did you mean --help {' '.join(word for (word,) in close)}?"
-    page = parser.others.page
+    page = parser.foreign_flags.page
     return f"; --help lists all{', and ' * bool(page)}{page}{' what is not here' * bool(page)}"
 
 
@@ -115,7 +115,7 @@ def help_with_default(flag: Flag) -> str:
     shown = (
         flag.default in (None, (), "") or flag.kind in ("off", "switch") or "(default" in flag.help
     )
-    if flag.required and flag.place == "flag":
+    if flag.required and flag.position == "flag":
         return f"{flag.help} (required)"
     return flag.help if shown else f"{flag.help} (default: {flag.default})"
 
@@ -136,13 +136,13 @@ def unknown_flag(parser: Parser, spelling: str) -> tuple[str, set[str]]:
     shown += ["--help", "--version", "--explain", *extra]
     if dashed in known or dashed in extra:
         close = [dashed]
-    elif dashed in parser.others.synonyms:
-        close = [parser.others.synonyms[dashed]]
+    elif dashed in parser.foreign_flags.synonyms:
+        close = [parser.foreign_flags.synonyms[dashed]]
     else:
         close = _close(dashed, shown) or difflib.get_close_matches(dashed, sorted(known), 1, 0.75)
     meant = {known[s].name for s in close if s in known}
     meant |= {extra[s].dest for s in close if s in extra}
-    if explained := parser.others.explain(spelling):
+    if explained := parser.foreign_flags.explain(spelling):
         return explained, meant
     if close:
         return f"unknown flag {spelling}; did you mean {' or '.join(close)}? [flag-unknown]", meant
@@ -152,14 +152,14 @@ def unknown_flag(parser: Parser, spelling: str) -> tuple[str, set[str]]:
 def _close(spelling: str, known: Sequence[str]) -> list[str]:
     """The known spellings nearest to a wrong one: by letters, else by its words, else by letters
     from farther away."""
-    parts = set(spelling[2:].split("-"))
+    words = set(spelling[2:].split("-"))
     close = difflib.get_close_matches(spelling, known, 3, 0.75)
     if close:
         best = difflib.SequenceMatcher(None, spelling, close[0]).ratio()
         return [
             s for s in close if difflib.SequenceMatcher(None, spelling, s).ratio() > best - 0.05
         ]
-    with_words = [s for s in known if parts <= set(s[2:].split("-"))]
+    with_words = [s for s in known if words <= set(s[2:].split("-"))]
     return with_words[:3] or difflib.get_close_matches(spelling, known, 2, 0.7)
 
 

@@ -94,7 +94,7 @@ class LaunchInfo:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _Setting:
     """The variables of one launcher that are set, as (name, text)."""
 
     launcher: _Launcher
@@ -103,7 +103,7 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Whole(_Given):
+class _CompleteSetting(_Setting):
     """Rank and world size are both set."""
 
     rank: tuple[str, str]
@@ -113,7 +113,7 @@ class _Whole(_Given):
 def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     """This process's rank and world size, and problems of the variables (then it is a single
     process)."""
-    settings = [_given(launcher, environ) for launcher in _LAUNCHERS]
+    settings = [_setting(launcher, environ) for launcher in _LAUNCHERS]
     settings = [variables for variables in settings if variables.rank or variables.world_size]
     values = [
         pair for variables in settings for pair in (variables.rank, variables.world_size) if pair
@@ -126,11 +126,11 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     ]
     if problems or not settings:
         return LaunchInfo(), problems
-    whole = [variables for variables in settings if isinstance(variables, _Whole)]
-    problems = _doubts(settings, whole)
-    known = whole or settings
-    rank = next((variables.rank for variables in known if variables.rank), None)
-    size = next((variables.world_size for variables in known if variables.world_size), None)
+    complete = [variables for variables in settings if isinstance(variables, _CompleteSetting)]
+    problems = _doubts(settings, complete)
+    usable = complete or settings
+    rank = next((variables.rank for variables in usable if variables.rank), None)
+    size = next((variables.world_size for variables in usable if variables.world_size), None)
     if problems or not rank or not size:
         return LaunchInfo(), problems
     if int(rank[1]) >= int(size[1]):
@@ -141,11 +141,13 @@ def read(environ: Environ) -> tuple[LaunchInfo, list[str]]:
     return _launch_info(int(rank[1]), int(size[1]), settings, environ), []
 
 
-def _given(launcher: _Launcher, environ: Environ) -> _Given:
+def _setting(launcher: _Launcher, environ: Environ) -> _Setting:
     rank, size = (_first(names, environ) for names in (launcher.rank, launcher.world_size))
     if launcher.name == "srun" and not size:
         rank = None
-    return _Whole(launcher, rank, size) if rank and size else _Given(launcher, rank, size)
+    return (
+        _CompleteSetting(launcher, rank, size) if rank and size else _Setting(launcher, rank, size)
+    )
 
 
 def _first(names: tuple[str, ...], environ: Environ) -> tuple[str, str] | None:
@@ -156,7 +158,7 @@ def _text(pair: tuple[str, str]) -> str:
     return "=".join(pair)
 
 
-def _doubts(settings: list[_Given], whole: list[_Whole]) -> list[str]:
+def _doubts(settings: list[_Setting], complete: list[_CompleteSetting]) -> list[str]:
     """Why the variables do not give rank and world size, or contradict each other."""
     ranks = [variables.rank for variables in settings if variables.rank]
     sizes = [variables.world_size for variables in settings if variables.world_size]
@@ -176,26 +178,28 @@ def _doubts(settings: list[_Given], whole: list[_Whole]) -> list[str]:
             f"WORLD_SIZE, or unset {ranks[0][0]} for a single process "
             "[launcher-variables-incomplete]"
         ]
-    if not whole:
+    if not complete:
         return []
-    rank = whole[0].rank
-    size = whole[0].world_size
+    rank = complete[0].rank
+    size = complete[0].world_size
     for variables in settings:
-        partial = settings.index(variables) < settings.index(whole[0])
+        partial = settings.index(variables) < settings.index(complete[0])
         if partial and variables.rank and int(variables.rank[1]) != int(rank[1]):
             return [
-                f"{_text(variables.rank)} contradicts {_text(rank)} ({whole[0].launcher.name}); "
+                f"{_text(variables.rank)} contradicts {_text(rank)} ({complete[0].launcher.name}); "
                 f"unset {variables.rank[0]} [launcher-variables-contradict]"
             ]
         if partial and variables.world_size and int(variables.world_size[1]) != int(size[1]):
             return [
                 f"{_text(variables.world_size)} contradicts {_text(size)} "
-                f"({whole[0].launcher.name}); unset {variables.world_size[0]} "
+                f"({complete[0].launcher.name}); unset {variables.world_size[0]} "
                 "[launcher-variables-contradict]"
             ]
-        if isinstance(variables, _Whole) and int(size[1]) == 1 < int(variables.world_size[1]):
+        if isinstance(variables, _CompleteSetting) and int(size[1]) == 1 < int(
+            variables.world_size[1]
+        ):
             return [
-                f"{_text(size)} ({whole[0].launcher.name}) inside {_text(variables.world_size)} "
+                f"{_text(size)} ({complete[0].launcher.name}) inside {_text(variables.world_size)} "
                 f"({variables.launcher.name}): every process would be a run of one rank; use one "
                 "launcher for all ranks (unset the variables of the other) "
                 "[launcher-variables-contradict]"
@@ -203,12 +207,12 @@ def _doubts(settings: list[_Given], whole: list[_Whole]) -> list[str]:
     return []
 
 
-def _launch_info(rank: int, size: int, settings: list[_Given], environ: Environ) -> LaunchInfo:
+def _launch_info(rank: int, size: int, settings: list[_Setting], environ: Environ) -> LaunchInfo:
     """The rest, from the launcher that gave the rank or another one that counts the ranks alike."""
     same = [
         variables.launcher
         for variables in settings
-        if not isinstance(variables, _Whole)
+        if not isinstance(variables, _CompleteSetting)
         or (int(variables.rank[1]), int(variables.world_size[1])) == (rank, size)
     ]
     local_rank = _number(same, "local_rank", environ)
@@ -385,7 +389,7 @@ def _first_host(environ: Environ, launch: LaunchInfo) -> str | None:
 
 def _by_srun(environ: Environ) -> bool:
     """Whether srun started the ranks, and not an MPI launcher inside a SLURM job."""
-    *launchers, own = (_given(launcher, environ) for launcher in _LAUNCHERS[1:])
+    *launchers, own = (_setting(launcher, environ) for launcher in _LAUNCHERS[1:])
     if own.rank is None:
         return False
     return all(not variables.rank or variables.rank[1] == own.rank[1] for variables in launchers)

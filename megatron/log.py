@@ -13,12 +13,12 @@ from typing import TextIO
 
 from megatron import launcher
 
-_SAID: set[str] = set()
+_PRINTED: set[str] = set()
 # Its level decides whether details are printed: INFO does, WARNING does not (--log-format short).
 _DETAILS = logging.getLogger("megatron.details")
 _DETAILS.setLevel(logging.INFO)
 CLEAR_LINE = "\r\x1b[K"  # erases a status line on a terminal
-OTHERS_WAIT = 3.0  # seconds, for a launcher that saw one rank leave to end the others
+PEERS_WAIT = 3.0  # seconds, for a launcher that saw one rank leave to end the others
 
 
 def show_details(wanted: bool) -> None:
@@ -75,8 +75,8 @@ def info(module: str, text: str) -> None:
 
 def warn_once(text: str) -> None:
     """Print `WARNING: text` on rank 0 the first time it is said in this process."""
-    if text not in _SAID:
-        _SAID.add(text)
+    if text not in _PRINTED:
+        _PRINTED.add(text)
         print_rank_0(f"WARNING: {text}")
 
 

@@ -97,7 +97,7 @@ class Options:
     nproc_per_node: int = arg(2, minimum=1, help="number of processes of the layout in FLAGS")
     flags: tuple[str, ...] = arg(
         (),
-        place="after --",
+        position="after --",
         metavar="-- FLAGS",
         help="flags of pretrain_gpt.py: compare this layout in place of the eight",
     )

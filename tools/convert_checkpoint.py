@@ -38,7 +38,7 @@ from tools.convert.options import (
     ignored_keys,
     of_features,
     path_of,
-    place,
+    path_or_url,
     step_option,
     unverified_option,
 )
@@ -62,7 +62,9 @@ class HFImport:
     """hf-import."""
 
     source: Path | str = path_of(
-        "HF_FOLDER", "directory with config.json and .safetensors files, or its s3:// URL", place
+        "HF_FOLDER",
+        "directory with config.json and .safetensors files, or its s3:// URL",
+        path_or_url,
     )
     target: Path = path_of("DIR", "run directory to create")
     ignore_config_key: tuple[str, ...] = ignored_keys("keys of config.json")
@@ -95,7 +97,7 @@ class HFExport:
     """hf-export."""
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
-    target: Path | str = path_of("HF_FOLDER", "directory to create, or its s3:// URL", place)
+    target: Path | str = path_of("HF_FOLDER", "directory to create, or its s3:// URL", path_or_url)
     family: str | None = arg(
         None,
         choices=family_names(),
@@ -303,7 +305,7 @@ class Inspect:
     """inspect."""
 
     path: Path | str = path_of(
-        "PATH", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", place
+        "PATH", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", path_or_url
     )
     ckpt_step: int | None = step_option()
     tensors: bool = arg(False, help="list every tensor")
@@ -322,9 +324,9 @@ class Diff:
     """diff."""
 
     a: Path | str = path_of(
-        "A", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", place
+        "A", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", path_or_url
     )
-    b: Path | str = path_of("B", "what to compare it with", place)
+    b: Path | str = path_of("B", "what to compare it with", path_or_url)
     ckpt_step: int | None = step_option()
     weights_only: bool = arg(False, help="compare the model's weights, not the optimizer state")
 
@@ -343,7 +345,7 @@ class Verify:
 
     checkpoint: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
     hf_folder: Path | str = path_of(
-        "HF_FOLDER", "Hugging Face folder that transformers can load, or its s3:// URL", place
+        "HF_FOLDER", "Hugging Face folder that transformers can load, or its s3:// URL", path_or_url
     )
     ckpt_step: int | None = step_option()
     tolerance: float = arg(1e-4, help="largest difference allowed, relative to the largest value")

@@ -84,7 +84,7 @@ class Options:
     output: str | None = arg(None, help="picture to write: .png, .svg or .pdf; needs matplotlib")
     flags: tuple[str, ...] = arg(
         (),
-        place="after --",
+        position="after --",
         metavar="-- FLAGS",
         help="more flags of pretrain_gpt.py for every model (--mup-...: with muP alone)",
     )

@@ -40,7 +40,7 @@ class Options(ModelOptions):
     """The command line."""
 
     texts: tuple[str, ...] = arg(
-        place="positional",
+        position="positional",
         metavar="FILE",
         help="files or globs: JSON Lines, .txt (one document per file) or parquet, plain or "
         "compressed (gzip, xz, zstd)",

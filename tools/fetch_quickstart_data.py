@@ -56,9 +56,9 @@ def scenes(archive: zipfile.ZipFile) -> bytes:
     lines = []
     for play in plays:
         headings = {1: Path(play).stem.replace("-", " ").title()}  # one play has no title inside
-        parts = re.split(r"(?m)^(?=#+ )", archive.read(play).decode("utf-8"))[1:]
-        for number, part in enumerate(parts):
-            heading, _, body = part.partition("\n")
+        sections = re.split(r"(?m)^(?=#+ )", archive.read(play).decode("utf-8"))[1:]
+        for number, section in enumerate(sections):
+            heading, _, body = section.partition("\n")
             level = len(heading) - len(heading.lstrip("#"))
             if level > 1 or number == 0:  # one play has "# INTERMISSION" in its middle
                 headings = {above: text for above, text in headings.items() if above < level}
@@ -95,7 +95,7 @@ SOURCES = (
 )
 
 
-def is_there(source: Source, folder: Path) -> bool:
+def is_complete(source: Source, folder: Path) -> bool:
     """Whether the file is in the folder, whole."""
     file = folder / source.name
     return file.is_file() and hashlib.sha256(read_bytes(file)).hexdigest() == source.sha256
@@ -162,7 +162,7 @@ class Options:
     """The command line."""
 
     out: Path = arg(
-        place="positional",
+        position="positional",
         metavar="OUT",
         parse=Path,
         help="directory to write into; created if missing",
@@ -185,7 +185,7 @@ def main(argv: Sequence[str]) -> int:
     cache = options.cache or options.out / "wheels"
     sources = SOURCES[:1] if options.text_only else SOURCES
     try:
-        missing = [source for source in sources if not is_there(source, options.out)]
+        missing = [source for source in sources if not is_complete(source, options.out)]
         if missing:
             cache.mkdir(parents=True, exist_ok=True)
             options.out.mkdir(parents=True, exist_ok=True)

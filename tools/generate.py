@@ -41,7 +41,7 @@ class Options(ModelOptions):
 
     prompts: tuple[str, ...] = arg(
         (),
-        place="positional",
+        position="positional",
         metavar="PROMPT",
         help="texts to continue (default: start a document)",
     )
@@ -143,8 +143,8 @@ def run(options: Options) -> None:
     )
     if len(prompts) == 1 and not options.json:
         show(prompts[0], end="", flush=True)
-        for _, piece, _ in results:
-            show(piece, end="", flush=True)
+        for _, chunk, _ in results:
+            show(chunk, end="", flush=True)
         show()
         return
     finished: dict[int, Result] = {}
@@ -195,10 +195,10 @@ def chat(options: Options, trained: TrainedModel, show: Callable[..., None]) -> 
         request = Request(prompt, options.max_new_tokens, options.sampling, encoder.stop_ids)
         stop = (*options.stop, *encoder.stop)
         answer = ""
-        for _, piece, _ in stream(engine, [request], trained.tokenizer.detokenize, stop):
-            piece = piece if answer else piece.lstrip()
-            answer += piece
-            show(piece, end="", flush=True)
+        for _, chunk, _ in stream(engine, [request], trained.tokenizer.detokenize, stop):
+            chunk = chunk if answer else chunk.lstrip()
+            answer += chunk
+            show(chunk, end="", flush=True)
         show(flush=True)
         messages.append({"role": "assistant", "content": answer.strip()})
 

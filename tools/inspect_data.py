@@ -64,7 +64,7 @@ class CheckOptions:
     """Options of check."""
 
     prefixes: tuple[str, ...] = arg(
-        place="positional",
+        position="positional",
         metavar="PREFIX",
         help="path without .bin and .idx; or an X.bin of another format of packed samples",
     )
@@ -84,7 +84,7 @@ class ShowOptions(TokenizerConfig):
     """Options of show."""
 
     prefix: str = arg(
-        place="positional",
+        position="positional",
         metavar="PREFIX",
         help="path without .bin and .idx; or an X.bin of another format of packed samples",
     )
@@ -124,7 +124,7 @@ class FindOptions(RunOptions):
 class SourceOptions:
     """Options of source."""
 
-    prefix: str = arg(place="positional", metavar="PREFIX", help="path without .bin and .idx")
+    prefix: str = arg(position="positional", metavar="PREFIX", help="path without .bin and .idx")
     document: int | None = arg(None, minimum=0, help="number of the document, from 0")
     id: str | None = arg(
         None,
@@ -143,7 +143,7 @@ class SourceOptions:
 class CardOptions:
     """Options of card."""
 
-    prefix: str = arg(place="positional", metavar="PREFIX", help="path without .bin and .idx")
+    prefix: str = arg(position="positional", metavar="PREFIX", help="path without .bin and .idx")
     by: tuple[str, ...] = arg(
         (),
         metavar="KEY",
@@ -306,8 +306,8 @@ def _tokenizer(prefix: str, report: dict[str, Any]) -> dict[str, Any] | None:
 
 def _of_first(pair: dict[str, Any], options: CheckOptions) -> str:
     """Of how many tokens the ids were read, if not of all."""
-    whole = options.all_tokens or pair["tokens"] <= IDS_READ
-    return "" if whole else f" (of the first {IDS_READ:,} tokens)"
+    all_read = options.all_tokens or pair["tokens"] <= IDS_READ
+    return "" if all_read else f" (of the first {IDS_READ:,} tokens)"
 
 
 def _checker(path: str) -> Callable[..., dict[str, Any]]:
@@ -543,26 +543,26 @@ def printable(text: str) -> str:
 
 
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
-    """A sample's hash and pieces; a `text` is the beginning of its piece."""
+    """A sample's hash and pieces; a `text` is the beginning of its span."""
     tokens = reading.tokens(sample)
-    pieces = []
+    spans = []
     position = 0
-    for piece in reading.pieces_of(sample):
-        head = tokens[position : position + min(HEAD, piece.length)].tolist()
-        position += piece.length
+    for span in reading.spans_of(sample):
+        head = tokens[position : position + min(HEAD, span.length)].tolist()
+        position += span.length
         known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
-        pieces.append(
+        spans.append(
             {
-                "dataset": piece.prefix,
-                "document": piece.document,
-                "offset": piece.offset,
-                "tokens": piece.length,
-                "bytes": None if piece.first_byte is None else [piece.first_byte, piece.end_byte],
+                "dataset": span.prefix,
+                "document": span.document,
+                "offset": span.offset,
+                "tokens": span.length,
+                "bytes": None if span.first_byte is None else [span.first_byte, span.end_byte],
                 "text": reading.tokenizer.detokenize(head) if known else None,
                 "ids": head,
             }
         )
-    return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": pieces}
+    return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": spans}
 
 
 def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> dict[str, Any]:

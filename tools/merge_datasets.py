@@ -58,7 +58,7 @@ from tools.shared.progress import Progress
 
 CHUNK = 8 << 20  # bytes that a thread copies at a time
 MOST_THREADS = 16
-PIECE = 256 << 20  # bytes that a thread is given
+SHARE_BYTES = 256 << 20  # bytes that a thread is given
 
 
 def inputs(words: Sequence[str], output: str, threads: int) -> list[str]:
@@ -178,8 +178,8 @@ def layout(prefixes: Sequence[str]) -> Iterator[Span]:
     target = 0
     for prefix in prefixes:
         for start, count in spans(IndexedDataset(prefix)):
-            for first in range(0, count, PIECE):
-                size = min(PIECE, count - first)
+            for first in range(0, count, SHARE_BYTES):
+                size = min(SHARE_BYTES, count - first)
                 yield Span(bin_path(prefix), start + first, size, target)
                 target += size
 

@@ -39,7 +39,7 @@ class PlotOptions:
     """Options."""
 
     runs: tuple[str, ...] = arg(
-        place="positional",
+        position="positional",
         metavar="LOG",
         help="metrics file, log or TensorBoard directory of a run, or a directory that holds one",
     )

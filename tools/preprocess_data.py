@@ -25,19 +25,19 @@ from typing import Any, NoReturn
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron import host
-from megatron.arguments import OtherFlags, Problems, arg, build_parser, config_from, parse
+from megatron.arguments import ForeignFlags, Problems, arg, build_parser, config_from, parse
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder, template_for
 from megatron.data.chat.templates import ChatTemplate
 from megatron.data.indexed_dataset import bin_path, idx_path
-from megatron.data.parts.corpus import Corpus, Made
+from megatron.data.parts.corpus import Corpus, Totals
 from megatron.data.parts.making import tidy
 from megatron.data.parts.part_set import PartSet
 from megatron.data.parts.plan import PART_BYTES, Task, task_of, units
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
-from megatron.data.preprocess.encode_files import Limits, descriptions, encoded_blocks, kept
+from megatron.data.preprocess.encode_files import Limits, descriptions, encoded_blocks, trailer_of
 from megatron.data.preprocess.readers import BLOCK_BYTES, input_files
 from megatron.data.preprocess.resumable_writer import Busy, Unfinished, is_finishing
 from megatron.data.preprocess.trial import SECONDS, try_first
@@ -254,7 +254,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         Config,
         prog="preprocess_data.py",
         description=__doc__ or "",
-        others=lambda: OtherFlags(explain=_refused),
+        foreign_flags=lambda: ForeignFlags(explain=_refused),
     )
     parsed = parse(parser, argv)
     if parsed.help:
@@ -498,10 +498,10 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             parts,
             identity,
             lasting,
-            kept(job, files),
+            trailer_of(job, files),
         )
         stack.callback(work.close)
-        _say_what_was_there(work)
+        _print_unfinished(work)
         if not work.finishing and (problems := _existing(config)):
             raise Problems(problems)  # names of another command's pairs, which it had begun to give
         speed = Speed(config.run.log_interval, work.documents)
@@ -612,7 +612,7 @@ def _make_parts(
     if config.run.cluster:
         count, failures = _make_on_cluster(config, corpus, stop)
     else:
-        count, failures = _make_here(config, corpus, numbers, stop)
+        count, failures = _make_locally(config, corpus, numbers, stop)
     tidy(sets)
     _warn_of_keys(config, count.having, count.documents)
     if failures:
@@ -627,13 +627,13 @@ def _make_parts(
     )
 
 
-def _make_here(
+def _make_locally(
     config: Config, corpus: Corpus, numbers: Sequence[int], stop: Stop
-) -> tuple[Made, list[str]]:
+) -> tuple[Totals, list[str]]:
     """Make these parts in this process; what was made, and no failures: the first is raised."""
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
-    counts = Made()
+    counts = Totals()
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
         for number in numbers:
@@ -644,15 +644,15 @@ def _make_here(
     return counts, []
 
 
-def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Made, list[str]]:
+def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Totals, list[str]]:
     """Have Ray make all parts; what was made, and a line for each that could not be."""
     from megatron.data.parts import ray_engine
 
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
-    before = Made()
+    before = Totals()
 
-    def report(total: Made, remaining: int) -> None:
+    def report(total: Totals, remaining: int) -> None:
         nonlocal before
         new = total._replace(
             documents=total.documents - before.documents, bytes=total.bytes - before.bytes
@@ -673,13 +673,13 @@ def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
     name = config.read.chat_template
     folder = kind.tokenizer_model if kind.tokenizer == "HuggingFaceTokenizer" else None
 
-    def made() -> tuple[ChatTemplate, list[str]]:
+    def build() -> tuple[ChatTemplate, list[str]]:
         encoder = ChatEncoder(tokenizer, template_for(tokenizer, name, folder))
         encoder.end_of_turn  # noqa: B018 (raises if the template marks no turn)
         return encoder.template, encoder.text_markers()
 
-    try_first(made, f"--chat-template {name}" if name else f"the chat template in {folder}")
-    template, markers = made()
+    try_first(build, f"--chat-template {name}" if name else f"the chat template in {folder}")
+    template, markers = build()
     if markers:
         print(
             f"note: {', '.join(markers)} of the template {template.name} are not tokens of this "
@@ -691,7 +691,7 @@ def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
 
 
 def _report(
-    speed: Speed, progress: Progress, done: Encoded | Made, read: int = 0, subject: str = ""
+    speed: Speed, progress: Progress, done: Encoded | Totals, read: int = 0, subject: str = ""
 ) -> None:
     """A block (of the `subject`) is done, or parts; `read` bytes of the input files are behind
     us."""
@@ -749,7 +749,7 @@ def _sources(files: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _say_what_was_there(work: Unfinished) -> None:
+def _print_unfinished(work: Unfinished) -> None:
     if work.resumed:
         print(f"Resuming after {work.documents} documents of an interrupted run", flush=True)
     elif work.discarded:

@@ -34,12 +34,12 @@ class Options:
 
     checkpoint: str | None = arg(
         None,
-        place="positional",
+        position="positional",
         metavar="CHECKPOINT",
         help="run directory, or an iter_XXXXXXX in it",
     )
     arguments: tuple[str, ...] | None = arg(
-        None, place="after --", metavar="-- ARGUMENTS", help="arguments of lm_eval"
+        None, position="after --", metavar="-- ARGUMENTS", help="arguments of lm_eval"
     )
 
     def problems(self) -> list[str]:

@@ -159,7 +159,7 @@ def run(options: Options) -> None:
         Limits(options.max_body_bytes, options.max_tokens_limit),
         Access(options.key, options.host, is_loopback(address)),
     )
-    connections = Connections(most_connections(worker.places))
+    connections = Connections(most_connections(worker.capacity))
     config = uvicorn.Config(
         build_app(served),
         loop="asyncio",

@@ -73,7 +73,7 @@ def page() -> str:
         flags = [flag for flag in parser.flags if flag.group == group]
         if flags:
             lines += ["", f"## {title.rstrip('.')}", *own_rows(flags)]
-    for head, rows in parser.others.tables().items():
+    for head, rows in parser.foreign_flags.tables().items():
         lines += [head.rstrip("\n"), *foreign_rows(rows)]
     return "\n".join(lines) + "\n"
 

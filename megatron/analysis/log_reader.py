@@ -207,13 +207,13 @@ def _record(head: Mapping[str, str], numbers: dict[str, float]) -> Record:
         None if loss is None else norm,
         numbers.pop("learning_rate", None),
         **counts,
-        skipped=_whole(skipped),
-        user_skipped=_whole(user_skipped),
+        skipped=_count(skipped),
+        user_skipped=_count(user_skipped),
         numbers=numbers,
     )
 
 
-def _whole(number: float) -> int:
+def _count(number: float) -> int:
     """A count; 0 for one that no float holds."""
     return int(number) if math.isfinite(number) else 0
 
@@ -296,13 +296,13 @@ def read_points(points: Iterable[tuple[str, int, float]]) -> Log:
     """What a feature wrote (`Feature.read_points`). An iteration without a loss was skipped; where
     none has one, there are no records."""
     written = Log([], [])
-    known = []
+    training_points = []
     for name, iteration, value in points:
         if name.partition("-")[0] in ("validation", "test"):
             written.evaluations.append(Evaluation(iteration, name, value))
         else:
-            known.append((iteration, name, value))
-    for iteration, group in groupby(known, key=lambda point: point[0]):
+            training_points.append((iteration, name, value))
+    for iteration, group in groupby(training_points, key=lambda point: point[0]):
         numbers = {name: value for _, name, value in group}
         numbers["skipped"] = float("loss" not in numbers)
         written.records.append(_record({"iteration": str(iteration)}, numbers))

@@ -116,8 +116,8 @@ def _score_batch(model: GPTModel, batch: Sequence[Window]) -> list[Score]:
     greedy = metrics.values[CORRECT].cpu().numpy()
     scores = []
     for row, window in enumerate(batch):
-        part = slice(len(window.inputs) - len(window.targets), len(window.inputs))
-        scores.append(Score(losses[row, part], greedy[row, part]))
+        predicted = slice(len(window.inputs) - len(window.targets), len(window.inputs))
+        scores.append(Score(losses[row, predicted], greedy[row, predicted]))
     return scores
 
 
@@ -144,13 +144,15 @@ def score_texts(
     # documents are scored together, so that short ones fill a batch
     queue = iter(texts)
     while some := list(itertools.islice(queue, how.batch_size * TOGETHER)):
-        parts = [(text, *first_and_rest(tokenizer, tokenizer.tokenize(text))) for text in some]
-        windows_of_parts = [
-            list(windows(ids, prefix, how.length, how.stride)) for _, prefix, ids in parts
+        encoded = [
+            (text, *prefix_and_targets(tokenizer, tokenizer.tokenize(text))) for text in some
         ]
-        scores = score(model, itertools.chain.from_iterable(windows_of_parts), how.batch_size)
-        for (text, _, ids), windows_of_part in zip(parts, windows_of_parts, strict=True):
-            nats = _nats(itertools.islice(scores, len(windows_of_part)))
+        windows_of_texts = [
+            list(windows(ids, prefix, how.length, how.stride)) for _, prefix, ids in encoded
+        ]
+        scores = score(model, itertools.chain.from_iterable(windows_of_texts), how.batch_size)
+        for (text, _, ids), windows_of_text in zip(encoded, windows_of_texts, strict=True):
+            nats = _nats(itertools.islice(scores, len(windows_of_text)))
             if ids:
                 yield TextScore(1, len(ids), len(text.encode("utf-8")), nats)
 
@@ -175,7 +177,7 @@ def _nats(scores: Iterable[Score]) -> float:
     return math.fsum(float(score.losses.sum(dtype=np.float64)) for score in scores)
 
 
-def first_and_rest(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, Sequence[int]]:
+def prefix_and_targets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, Sequence[int]]:
     """The token that a document is predicted from, and the ids to predict. It is the begin token
     if the tokenizer writes one, else the end-of-document token, after which documents begin in
     training. Raises ValueError if there is none."""

@@ -54,7 +54,7 @@ class SharedSlice(NamedTuple):
 class Job(NamedTuple):
     """What to write where; if `memory` is not 0, that many bytes must be mapped again first."""
 
-    parts: list[SharedSlice]
+    slices: list[SharedSlice]
     temporary: Path
     rank: int
     iteration: int
@@ -101,27 +101,29 @@ class Writer:
         """
         assert not self._busy, "a save is under way"
         self._busy = True
-        parts, needed = _laid_out(slices)
+        shared_slices, needed = _laid_out(slices)
         try:
             if not self.process.alive():
                 raise ChildProcessError(errno.ECHILD, "its process has died")
             grown = needed if needed > len(self._memory) else 0
             if grown:
                 self._allocate(grown, device)
-            for shared, source in zip(parts, slices, strict=True):
+            for shared, source in zip(shared_slices, slices, strict=True):
                 tensor = (
                     source.tensor if isinstance(source.tensor, torch.Tensor) else source.tensor()
                 )
                 shared.view(self._memory).copy_(tensor.detach(), non_blocking=True)
             devices.synchronize(device)
-            self.process.pipe.send(Job(parts, temporary, rank, iteration, 0))
+            self.process.pipe.send(Job(shared_slices, temporary, rank, iteration, 0))
         except OSError as error:
             print(
                 f"WARNING: --async-save: saving synchronously ({error.strerror or error}): rank "
                 f"{rank} pauses training while it writes its part of iteration {iteration}",
                 flush=True,
             )
-            self._answers.append(_written(Job(parts, temporary, rank, iteration, 0), slices))
+            self._answers.append(
+                _written(Job(shared_slices, temporary, rank, iteration, 0), slices)
+            )
 
     def done(self) -> bool:
         """Is there a result to take without waiting?"""
@@ -182,10 +184,10 @@ def started() -> Iterator[Writer]:
 
 def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[SharedSlice], int]:
     """The offset of each slice in the shared memory, and their total size."""
-    parts = []
+    shared_slices = []
     offset = 0
     for tensor_slice in slices:
-        parts.append(
+        shared_slices.append(
             SharedSlice(
                 tensor_slice.name,
                 tensor_slice.global_shape,
@@ -198,7 +200,7 @@ def _laid_out(slices: Sequence[TensorSlice]) -> tuple[list[SharedSlice], int]:
             -(-tensor_slices.volume(tensor_slice.box) * tensor_slice.dtype.itemsize // ALIGNED)
             * ALIGNED
         )
-    return parts, offset
+    return shared_slices, offset
 
 
 def _mapped(file: int, size: int) -> torch.Tensor:
@@ -231,6 +233,6 @@ def _serve(pipe: Connection) -> None:
             TensorSlice(
                 shared.name, shared.global_shape, shared.dtype, shared.box, shared.view(memory)
             )
-            for shared in job.parts
+            for shared in job.slices
         ]
         pipe.send(_written(job, slices))

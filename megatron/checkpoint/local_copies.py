@@ -99,7 +99,7 @@ def parts_in(folder: Path) -> list[tuple[int, int, str]]:
 class PartReader(Reader):
     """Reads what one rank held, in the boxes in which it held it."""
 
-    is_part = True
+    of_one_rank = True
 
     def __init__(self, directory: Path, manifest: Manifest):
         super().__init__(directory, manifest)
@@ -145,7 +145,7 @@ def open_part(path: Path, save: str) -> RankCheckpoint:
     return RankCheckpoint(metadata.directory, table, metadata.state, metadata.args)
 
 
-def remove_others(run: Path, current: Path, disk: Disk = DISK) -> None:
+def remove_superseded(run: Path, current: Path, disk: Disk = DISK) -> None:
     """Remove the saves of a run on this node other than `current`."""
     for path in entries(run):
         if path != current and _SAVE.fullmatch(path.name):

@@ -134,7 +134,7 @@ def _rows(table: Mapping[str, Any]) -> str:
 
 
 def merge(
-    parts: Iterable[Manifest],
+    manifests: Iterable[Manifest],
     extra_files: Mapping[str, FileRecord],
     source: str,
     covers: bool = True,
@@ -145,29 +145,32 @@ def merge(
     All parts must agree on iteration and on shape and dtype of every tensor; if `covers`, they must
     together cover each tensor exactly once.
     """
-    parts = list(parts)
+    manifests = list(manifests)
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
-    for part in parts:
-        assert (part.iteration, part.block_bytes) == (parts[0].iteration, parts[0].block_bytes), (
-            part.source
+    for rank_manifest in manifests:
+        assert (rank_manifest.iteration, rank_manifest.block_bytes) == (
+            manifests[0].iteration,
+            manifests[0].block_bytes,
+        ), rank_manifest.source
+        assert not files.keys() & rank_manifest.files.keys(), (
+            f"{rank_manifest.source}: a file of another rank"
         )
-        assert not files.keys() & part.files.keys(), f"{part.source}: a file of another rank"
-        files.update(part.files)
-        for name, record in part.tensors.items():
+        files.update(rank_manifest.files)
+        for name, record in rank_manifest.tensors.items():
             first = tensors.get(name, record)
             if (first.shape, first.dtype) != (record.shape, record.dtype):
                 raise CheckpointError(
-                    f"{part.source}, tensor {name}: {record.dtype} {list(record.shape)} here, "
-                    f"{first.dtype} {list(first.shape)} on another rank [checkpoint-damaged]"
+                    f"{rank_manifest.source}, tensor {name}: {record.dtype} {list(record.shape)} "
+                    f"here, {first.dtype} {list(first.shape)} on another rank [checkpoint-damaged]"
                 )
             chunks = record.chunks if first is record else first.chunks + record.chunks
             tensors[name] = TensorRecord(record.shape, record.dtype, chunks)
     merged = Manifest(
-        parts[0].iteration,
+        manifests[0].iteration,
         {**files, **extra_files},
         dict(sorted(tensors.items())),
-        parts[0].block_bytes,
+        manifests[0].block_bytes,
         source,
     )
     for name in merged.tensors if covers else ():
@@ -200,22 +203,29 @@ def parse(text: bytes, source: str) -> Manifest:
                 f"up to version {VERSION}: use a newer program [checkpoint-version-unknown]"
             )
         files = {
-            _plain(file): FileRecord(_whole(value["bytes"]), _text(value["crc32"]))
+            _plain(file): FileRecord(_natural_number(value["bytes"]), _text(value["crc32"]))
             for file, value in table["files"].items()
         }
         if table["checksum"] != ALGORITHM:
             raise ValueError(f"checksum {table['checksum']!r}")
-        block_bytes = _whole(table["block_bytes"])
+        block_bytes = _natural_number(table["block_bytes"])
         if not 4096 <= block_bytes <= 1 << 30 or block_bytes % 4096:
             raise ValueError(f"block_bytes {block_bytes}")
         tensors = {
             key: _tensor(key, value, files, block_bytes) for key, value in table["tensors"].items()
         }
-        places = [(chunk.file, chunk.key) for record in tensors.values() for chunk in record.chunks]
-        if len(set(places)) != len(places):
+        chunk_keys = [
+            (chunk.file, chunk.key) for record in tensors.values() for chunk in record.chunks
+        ]
+        if len(set(chunk_keys)) != len(chunk_keys):
             raise ValueError("one part of a file is used twice")
         return Manifest(
-            _whole(table["iteration"]), files, tensors, block_bytes, source, match[1].decode()
+            _natural_number(table["iteration"]),
+            files,
+            tensors,
+            block_bytes,
+            source,
+            match[1].decode(),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -227,7 +237,7 @@ def _tensor(
     name: str, value: Any, files: Mapping[str, FileRecord], block_bytes: int
 ) -> TensorRecord:
     """One tensor's record; raises ValueError, TypeError or KeyError with the reason."""
-    shape = tuple(_whole(size) for size in value["shape"])
+    shape = tuple(_natural_number(size) for size in value["shape"])
     if value["dtype"] not in DTYPES or len(shape) > MAX_DIMS:
         raise ValueError(f"tensor {name}: unknown dtype {value['dtype']!r} or too many dims")
     record = TensorRecord(
@@ -237,7 +247,7 @@ def _tensor(
             Chunk(
                 _text(chunk["file"]),
                 _text(chunk["key"]),
-                tuple((_whole(low), _whole(high)) for low, high in chunk["box"]),
+                tuple((_natural_number(low), _natural_number(high)) for low, high in chunk["box"]),
                 tuple(_text(checksum) for checksum in chunk["sums"]),
             )
             for chunk in value["chunks"]
@@ -266,7 +276,7 @@ def _tensor(
     return record
 
 
-def _whole(value: Any) -> int:
+def _natural_number(value: Any) -> int:
     """`value` if it is a whole number that a file can hold."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r} is not a whole number from 0 to 2^63")

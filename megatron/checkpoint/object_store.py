@@ -28,7 +28,7 @@ from megatron.small_files import read_bytes
 TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
 LOOKS = 1.0  # seconds between two looks at the staging directory
-PIECE = 16 << 20
+BLOCK_BYTES = 16 << 20
 
 
 class Remote:
@@ -62,8 +62,8 @@ class Remote:
         """The iteration of the newest complete checkpoint, whatever the tracker says; None without
         one. Raises CheckpointError."""
         paths = self._patiently("list", "it", self._checkpoints)
-        whole = (path for path in paths if self.files.exists(f"{path}/{manifest.FILE_NAME}"))
-        return max((int(path.rpartition("_")[2]) for path in whole), default=None)
+        complete = (path for path in paths if self.files.exists(f"{path}/{manifest.FILE_NAME}"))
+        return max((int(path.rpartition("_")[2]) for path in complete), default=None)
 
     def upload(self, staging: Path, iteration: int) -> None:
         """Upload a checkpoint, then the tracker; files that the store already has are only
@@ -160,9 +160,9 @@ class Remote:
                 return False
             with (
                 path.open("rb") as local,
-                self.files.open(f"{self._root}/{target}", "rb", block_size=PIECE) as remote,
+                self.files.open(f"{self._root}/{target}", "rb", block_size=BLOCK_BYTES) as remote,
             ):
-                while chunk := local.read(PIECE):
+                while chunk := local.read(BLOCK_BYTES):
                     if remote.read(len(chunk)) != chunk:
                         return False
         except FileNotFoundError:

@@ -130,10 +130,10 @@ class Reader:
     context manager.
 
     Files are opened, and their length and header compared with the manifest, when first needed.
-    `is_part`: it has what one rank holds, under its own name and box (local_copies.py).
+    `of_one_rank`: it has what one rank holds, under its own name and box (local_copies.py).
     """
 
-    is_part = False
+    of_one_rank = False
 
     def __init__(self, directory: Path, manifest: Manifest):
         self.directory = directory
@@ -257,7 +257,7 @@ class Reader:
         limit = section_bytes(block) // target.dtype.itemsize
         return [
             partial(
-                _copy_piece,
+                _copy_box,
                 file,
                 chunk,
                 shape,
@@ -265,7 +265,7 @@ class Reader:
                 block,
                 target[tensor_slices.slices(tensor_slices.relative(sub_box, local))],
             )
-            for sub_box in tensor_slices.pieces(local, shape, limit)
+            for sub_box in tensor_slices.cut(local, shape, limit)
         ]
 
     def _file(self, record: TensorRecord, chunk: Chunk) -> SafetensorsFile:
@@ -325,7 +325,7 @@ class Reader:
         self.close()
 
 
-def _copy_piece(
+def _copy_box(
     file: SafetensorsFile,
     chunk: Chunk,
     shape: Sequence[int],

@@ -34,7 +34,7 @@ class SkipRecord:
     time: str
 
     @cached_property
-    def parts(self) -> SkipRanges:
+    def iterations(self) -> SkipRanges:
         """The iterations. Raises ValueError for `ranges` that are none."""
         numbers = list(map(int, self.ranges.replace("-", " ").split()))
         parsed = SkipRanges().joined(zip(numbers[::2], numbers[1::2], strict=True))
@@ -47,9 +47,9 @@ class SkipRecord:
         return json.dumps(asdict(self))
 
 
-def spelled(parts: SkipRanges) -> str:
+def spelled(iterations: SkipRanges) -> str:
     """Ranges as a record has them."""
-    return " ".join([f"{first}-{last}" for first, last in parts.ranges])
+    return " ".join([f"{first}-{last}" for first, last in iterations.ranges])
 
 
 _NAMES = [column.name for column in fields(SkipRecord)]
@@ -78,7 +78,7 @@ def parse(lines: Iterable[str], source: str) -> list[SkipRecord]:
                 del row["a"], row["b"]
             record = SkipRecord(**row)
             typed = [type(getattr(record, name)) for name in _NAMES] == _TYPES
-            if not typed or not 0 <= record.s0 < record.s1 or not record.parts:
+            if not typed or not 0 <= record.s0 < record.s1 or not record.iterations:
                 raise ValueError("its values make no sense")
         except (
             ValueError,
@@ -105,8 +105,8 @@ def read(directory: Path | str) -> tuple[list[str], str]:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return [], ""
         raise
-    *whole, tail = data.decode(errors="replace").split("\n")
-    return ([*whole, tail], "") if _is_json(tail) else (whole, tail)
+    *complete, tail = data.decode(errors="replace").split("\n")
+    return ([*complete, tail], "") if _is_json(tail) else (complete, tail)
 
 
 def _is_json(text: str) -> bool:

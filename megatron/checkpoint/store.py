@@ -217,8 +217,8 @@ def write_rank_files(
     """Second step, on every rank, after the first: this rank's tensors and its part of the
     manifest."""
     file = f"weights_{rank:05d}.safetensors"
-    part = sharded.write(temporary, file, slices, iteration, disk=disk)
-    disk.write_file(part_file(temporary, rank), part.dump())
+    rank_manifest = sharded.write(temporary, file, slices, iteration, disk=disk)
+    disk.write_file(rank_manifest_file(temporary, rank), rank_manifest.dump())
 
 
 def finish(
@@ -232,23 +232,23 @@ def finish(
     """Third step, on rank 0 alone, when every rank has done the second: the small files, the
     manifest last. `only`: the directory holds the part of this rank alone."""
     ranks = range(world_size) if only is None else (only,)
-    parts = [read_manifest(part_file(temporary, rank)) for rank in ranks]
+    manifests = [read_manifest(rank_manifest_file(temporary, rank)) for rank in ranks]
     small = {STATE: state.dump(), ARGS: args.encode()}
     records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
-    assert parts[0].iteration == state.iteration, (
+    assert manifests[0].iteration == state.iteration, (
         f"a state of iteration {state.iteration} in {temporary}"
     )
     source = str(temporary / manifest.FILE_NAME)
-    whole = manifest.merge(parts, records, source, covers=only is None)
+    merged = manifest.merge(manifests, records, source, covers=only is None)
     for name, data in small.items():
         disk.write_file(temporary / name, data)
     for rank in ranks:
-        disk.remove(part_file(temporary, rank))
-    disk.write_file(temporary / manifest.FILE_NAME, whole.dump())
+        disk.remove(rank_manifest_file(temporary, rank))
+    disk.write_file(temporary / manifest.FILE_NAME, merged.dump())
     disk.fsync_directory(temporary)
 
 
-def part_file(temporary: Path, rank: int) -> Path:
+def rank_manifest_file(temporary: Path, rank: int) -> Path:
     """The file of a rank's part of the manifest."""
     return temporary / f"manifest.rank{rank:05d}.json"
 

@@ -111,7 +111,7 @@ def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     return first, last + 1
 
 
-def pieces(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
+def cut(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
     """Cut the non-empty `box` along its outermost dims until each piece spans at most `limit`
     elements."""
     first, stop = span(box, shape)
@@ -124,4 +124,4 @@ def pieces(box: Box, shape: Sequence[int], limit: int) -> Iterator[Box]:
     step = max(1, min(end - start - 1, limit // prod(shape[dim + 1 :])))
     for low in range(start, end, step):
         section = (*box[:dim], (low, min(low + step, end)), *box[dim + 1 :])
-        yield from pieces(section, shape, limit)
+        yield from cut(section, shape, limit)

@@ -80,12 +80,12 @@ def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -
             if values[name] != flag.default:
                 result.changed[name] = values[name]
     _take_tokenizer_files(saved, typed, folder, result)
-    result.notes += _taken_notes(result.changed, folder, typed.get("log_format", SHORT) == SHORT)
+    result.notes += _notes_of(result.changed, folder, typed.get("log_format", SHORT) == SHORT)
     merged = config_from(Config, {**result.values, **typed})
     result.problems += _contradictions(saved.model, merged.model, typed, folder)
 
 
-def _taken_notes(changed: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
+def _notes_of(changed: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
     """What came from the checkpoint: as flags in one line, or one line each."""
     if short and changed:
         return [

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from megatron import explain, launcher, log
 from megatron.arguments import (
     Extension,
-    OtherFlags,
+    ForeignFlags,
     Parsed,
     Parser,
     build_parser,
@@ -102,17 +102,17 @@ def parser(
         tree,
         prog="pretrain_gpt.py",
         description=DESCRIPTION,
-        others=functools.partial(other_flags, tree),
+        foreign_flags=functools.partial(foreign_flags, tree),
         extra_args_provider=extra_args_provider,
     )
 
 
-def other_flags(tree: type[Config]) -> OtherFlags:
+def foreign_flags(tree: type[Config]) -> ForeignFlags:
     """The flags that an extension of the program reads without a field."""
     for owner in typing.get_type_hints(tree).values():
-        if issubclass(owner, Extension) and (flags := owner.other_flags()):
+        if issubclass(owner, Extension) and (flags := owner.foreign_flags()):
             return flags
-    return OtherFlags()
+    return ForeignFlags()
 
 
 def read(
@@ -168,7 +168,7 @@ def refuse(problems: list[str], launch: launcher.LaunchInfo) -> NoReturn:
     rank 0 had problems too.
     """
     if launch.rank:
-        time.sleep(0.0 if launch.local_rank is None else log.OTHERS_WAIT)
+        time.sleep(0.0 if launch.local_rank is None else log.PEERS_WAIT)
     if launch.rank == 0 or launch.local_rank == 0:
         speaker = f"rank {launch.rank}: " if launch.rank else ""
         log.last_words("".join(f"{speaker}error: {text}\n" for text in problems))
@@ -187,10 +187,12 @@ def _checked(
     own_flags = flags_of(tree)
     foreign = {name: value for name, value in parsed.typed.items() if name not in own_flags}
     typed = {name: value for name, value in parsed.typed.items() if name not in foreign}
-    of_others: list[str] = []
+    of_foreign: list[str] = []
     accepted: list[str] = []
     if foreign or parsed.ignored:
-        typed, of_others, accepted = flags.others.read_as(flags, typed, foreign, parsed.ignored)
+        typed, of_foreign, accepted = flags.foreign_flags.read_as(
+            flags, typed, foreign, parsed.ignored
+        )
     saved = FromCheckpoint()
     if typed.get("use_checkpoint_args") and "load" in typed and not parsed.unread_file:
         from megatron.config.checkpoint_args import take
@@ -211,7 +213,7 @@ def _checked(
     )
     problems = [
         *parsed.problems,
-        *of_others,
+        *of_foreign,
         *saved.problems,
         *of_script,
         *(text for text in refused if not text.startswith(unread) and text not in saved.problems),

@@ -142,7 +142,7 @@ class Matrices:
         if self.qkv is None or not is_qkv(name):
             return [Stack(1, rows, columns)]
         groups = rows // sum(self.qkv)
-        return [Stack(1, groups * part, columns) for part in self.qkv]
+        return [Stack(1, groups * heads, columns) for heads in self.qkv]
 
 
 def matrices(config: MuonConfig, model: ModelConfig) -> Matrices:

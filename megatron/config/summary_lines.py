@@ -101,8 +101,8 @@ def layout_text(config: Config, plan: Plan) -> str:
     chunks = len(plan.layers_per_stage[0])
     details = [f"{chunks} virtual pipeline stages per rank"] * (chunks > 1)
     details += ["sequence parallel"] * (p.sequence_parallel and p.tensor_model_parallel_size > 1)
-    parts = shards(config, plan)
-    details += [f"optimizer state sharded over {parts} ranks"] * (parts > 1)
+    shares = shards(config, plan)
+    details += [f"optimizer state sharded over {shares} ranks"] * (shares > 1)
     if p.expert_model_parallel_size * p.expert_tensor_parallel > 1 and config.model.num_experts:
         experts = f"experts: expert {p.expert_model_parallel_size}"
         details.append(f"{experts} x expert-tensor {p.expert_tensor_parallel}")
@@ -247,8 +247,8 @@ def memory_text(config: Config, plan: Plan) -> str:
     most = fit.fullest(config, plan).kinds
     total = sum(most.values())
     size, unit = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    parts = ", ".join(f"{name} {nbytes / size:.2f}" for name, nbytes in most.items())
-    return f"about {total / size:.2f} {unit} per rank ({parts})"
+    shares = ", ".join(f"{name} {nbytes / size:.2f}" for name, nbytes in most.items())
+    return f"about {total / size:.2f} {unit} per rank ({shares})"
 
 
 def checkpoint_text(config: Config) -> str:

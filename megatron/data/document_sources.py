@@ -56,14 +56,14 @@ def sources_path(prefix: str) -> str:
     return f"{prefix}.sources"
 
 
-class Kept(NamedTuple):
+class Trailer(NamedTuple):
     """What the JSON at the end says: the keys, and (path, bytes) of the input files."""
 
     keys: tuple[str, ...]
     files: list[tuple[str, int]]
 
 
-def kept_of(record: object, keys: Sequence[str]) -> list[list[Any]]:
+def fields_with_json(record: object, keys: Sequence[str]) -> list[list[Any]]:
     """[[fields, their JSON]] of a record, none without keys. Raises ValueError for values nested
     too deeply."""
     if not keys:
@@ -164,7 +164,7 @@ class Collector:
         )
 
 
-def write(target: str, sources: Kept, paths: Sequence[str]) -> None:
+def write(target: str, sources: Trailer, paths: Sequence[str]) -> None:
     """Write the file out of those in `paths` (of KINDS). Takes 48 bytes of memory for each document
     with an id. Raises OSError."""
     rows, entries, fields = paths
@@ -217,7 +217,7 @@ class _File:
                 raise ValueError("header or size differ")
             if zlib.crc32(text) != checksum:
                 raise ValueError("the checksum of its last part differs")
-            self.kept = Kept(**json.loads(text))
+            self.trailer = Trailer(**json.loads(text))
         except (ValueError, TypeError, struct.error) as error:
             raise self._damaged(error) from None
         self._rows = data[ends[0] : ends[1]].view(ROW)
@@ -268,7 +268,7 @@ class _File:
         """Block by block, of each document the JSON of its values of these keys, b"" for one that
         it lacks; without keys its input file."""
         if not keys:
-            inputs = [(json_of(path),) for path, _ in self.kept.files]
+            inputs = [(json_of(path),) for path, _ in self.trailer.files]
             for first in range(0, self.count, BLOCK):
                 numbers = self._rows["file"][first : first + BLOCK].tolist()
                 if max(numbers) >= len(inputs):
@@ -278,21 +278,21 @@ class _File:
         # Python's json would take ten times as long for millions of documents
         members = (
             b"(?:%s:%s,?)?" % (re.escape(json_of(key)), b"(%s)" % PLAIN if key in keys else PLAIN)
-            for key in self.kept.keys
+            for key in self.trailer.keys
         )
         # the empty group: with one group alone, findall would not give tuples
         pattern = re.compile(rb"\{%s()\}" % b"".join(members))
-        stored = [key for key in self.kept.keys if key in keys]
+        stored = [key for key in self.trailer.keys if key in keys]
         order = [stored.index(key) for key in keys]
         for first in range(0, self.count, BLOCK):
             stop = min(first + BLOCK, self.count)
             text = self._fields[self._fields_start(first) : self._fields_start(stop)].tobytes()
             # one brace a document: so no match is within a document
-            found = pattern.findall(text) if text.count(b"{") == stop - first else []
-            if len(found) != stop - first:
+            matches = pattern.findall(text) if text.count(b"{") == stop - first else []
+            if len(matches) != stop - first:
                 yield [self._values(number, keys) for number in range(first, stop)]
             else:
-                columns = (map(itemgetter(number), found) for number in order)
+                columns = (map(itemgetter(number), matches) for number in order)
                 yield list(zip(*columns, strict=True))
 
     def _values(self, number: int, keys: Sequence[str]) -> tuple[bytes, ...]:
@@ -310,7 +310,7 @@ class _File:
         numbers = [int(number) for number in self._numbers[first:end]]
         if any(number >= self.count for number in numbers):
             raise self._damaged("a number of a document is too large")
-        keys = self.kept.keys
+        keys = self.trailer.keys
         return [number for number in numbers if id_of(self.fields(number), keys) == name]
 
 
@@ -322,8 +322,8 @@ def merge(target: str, prefixes: Sequence[str], folder: str) -> bool:
     if not all("sources" in note.get(metadata.FILES, {}) for note in notes):
         return False
     files = [_File(prefix, note) for prefix, note in zip(prefixes, notes, strict=True)]
-    keys = files[0].kept.keys
-    if any(file.kept.keys != keys for file in files):
+    keys = files[0].trailer.keys
+    if any(file.trailer.keys != keys for file in files):
         return False
     inputs: dict[tuple[str, int], int] = {}
     paths = [f"{folder}/{kind}" for kind in KINDS]
@@ -332,15 +332,15 @@ def merge(target: str, prefixes: Sequence[str], folder: str) -> bool:
         documents = fields = 0
         for file in files:
             numbers = [
-                inputs.setdefault((name, size), len(inputs)) for name, size in file.kept.files
+                inputs.setdefault((name, size), len(inputs)) for name, size in file.trailer.files
             ]
-            for piece, output in zip(
+            for content, output in zip(
                 file.shifted(numbers, documents, fields), outputs, strict=True
             ):
-                output.write(piece)
+                output.write(content)
             documents += file.count
             fields += file.fields_size
-    write(target, Kept(keys, list(inputs)), paths)
+    write(target, Trailer(keys, list(inputs)), paths)
     return True
 
 
@@ -351,9 +351,9 @@ class DocumentSources:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         if part_set.is_set(prefix):
-            parts = part_set.read_plan(prefix)
+            plan = part_set.read_plan(prefix)
             self._files = [
-                _File(part, note) for part, note in zip(parts.parts(), parts.records(), strict=True)
+                _File(part, note) for part, note in zip(plan.parts(), plan.records(), strict=True)
             ]
         else:
             self._files = [_File(prefix, metadata.note(prefix) or {})]
@@ -375,9 +375,9 @@ class DocumentSources:
         file = self._files[index]
         within = number - (self._ends[index - 1] if index else 0)
         offset, line, _, input_number, size = file.row(within).item()
-        if input_number >= len(file.kept.files):
+        if input_number >= len(file.trailer.files):
             raise file._damaged("a number of an input is too large")
-        path, input_bytes = file.kept.files[input_number]
+        path, input_bytes = file.trailer.files[input_number]
         position = {"offset": offset, "bytes": size, "line": line or None}
         return {
             "document": number,
@@ -391,13 +391,13 @@ class DocumentSources:
         """In blocks, of each document the JSON of its values of these keys, b"" for one that it
         lacks; without keys the path of its input file. Raises ValueError for a key that was not
         kept."""
-        known = self._files[0].kept.keys
+        stored = self._files[0].trailer.keys
         for key in keys:
-            if key not in known:
+            if key not in stored:
                 raise ValueError(
-                    f"--by {key}: the documents of {self._prefix} have {' '.join(known)}; give "
+                    f"--by {key}: the documents of {self._prefix} have {' '.join(stored)}; give "
                     "some of these, or make the data again with preprocess_data.py "
-                    f"--metadata-keys {' '.join(known)} {key} [document-sources-missing]"
+                    f"--metadata-keys {' '.join(stored)} {key} [document-sources-missing]"
                 )
         return chain.from_iterable(file.values(keys) for file in self._files)
 

@@ -15,7 +15,7 @@ from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS, Blend, normalize, parse_split, split_range
 from megatron.data.build import DEFAULT_SPLIT, read_blends
 from megatron.data.epoch.token_files import (
-    Part,
+    Bounds,
     ScatteredTokens,
     Span,
     TokenFile,
@@ -81,14 +81,16 @@ def read_splits(data: DataConfig, sizes: Sequence[int | None]) -> list[SplitFile
                     SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True)
                 )
     else:
-        parts = [
+        split_bounds = [
             None if size == 0 else bounds
             for bounds, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)
         ]
-        files = _read(data, blends, parts)
+        files = _read(data, blends, split_bounds)
         splits = [
             SplitFiles(name, blends, size, files, number, False)
-            for number, (name, bounds, size) in enumerate(zip(SPLITS, parts, sizes, strict=True))
+            for number, (name, bounds, size) in enumerate(
+                zip(SPLITS, split_bounds, sizes, strict=True)
+            )
             if bounds is not None
         ]
     if not data.multiple_validation_sets:
@@ -106,19 +108,19 @@ def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
         yield replace(split, name=f"valid-{number}", blend=([word], None))
 
 
-def _read(data: DataConfig, blend: Blend, parts: Sequence[Part]) -> dict[str, TokenFile]:
+def _read(data: DataConfig, blend: Blend, split_bounds: Sequence[Bounds]) -> dict[str, TokenFile]:
     """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that
     it alone can read."""
     prefixes = [prefix for word in blend[0] for prefix in expand(word)]
     try:
-        return dict(zip(prefixes, read_token_files(prefixes, parts), strict=True))
+        return dict(zip(prefixes, read_token_files(prefixes, split_bounds), strict=True))
     except ScatteredTokens:
         if data.data_order == "epoch":
             raise
-        return {prefix: _scattered(prefix, parts) for prefix in prefixes}
+        return {prefix: _scattered(prefix, split_bounds) for prefix in prefixes}
 
 
-def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
+def _scattered(prefix: str, split_bounds: Sequence[Bounds]) -> TokenFile:
     """The numbers of a pair whose sequences lie anywhere in it."""
     corpus = IndexedDataset(prefix)
 
@@ -129,7 +131,7 @@ def _scattered(prefix: str, parts: Sequence[Part]) -> TokenFile:
 
     spans = {
         number: span(split_range(bounds, len(corpus)))
-        for number, bounds in enumerate(parts)
+        for number, bounds in enumerate(split_bounds)
         if bounds is not None
     }
     size = span(range(len(corpus))).tokens * corpus.dtype.itemsize

@@ -13,7 +13,7 @@ from megatron import log
 from megatron.data.file_access import IndexArrays
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
 from megatron.data.plan_table import Row
-from megatron.data.sample_lookup import Piece, check_document
+from megatron.data.sample_lookup import TokenSpan, check_document
 
 if TYPE_CHECKING:
     from megatron.data.index_cache import IndexCache
@@ -48,7 +48,7 @@ class TokenSequences(Protocol):
     def sequences_of(self, document: int) -> range:
         """The sequences of a document. Raises ValueError for a document that does not exist."""
 
-    def piece(self, sequence: int, offset: int, length: int) -> Piece:
+    def span(self, sequence: int, offset: int, length: int) -> TokenSpan:
         """Where tokens `offset .. offset + length` of a sequence are stored."""
 
 
@@ -79,13 +79,13 @@ def plan_epochs(tokens_per_epoch: int, sequence_length: int, requested: int | No
     separate = False
     before_last = num_samples
     if num_epochs > 1:
-        whole = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
+        without_last = ((num_epochs - 1) * tokens_per_epoch - 1) // sequence_length
         per_epoch = (tokens_per_epoch - 1) // sequence_length
         assert requested is not None
-        from_last = requested - whole
+        from_last = requested - without_last
         assert 0 <= from_last <= per_epoch + 1
         separate = from_last < int(SEPARATE_BELOW * per_epoch)
-        before_last = whole if separate else num_samples
+        before_last = without_last if separate else num_samples
     return EpochPlan(tokens_per_epoch, num_epochs, num_samples, separate, before_last)
 
 
@@ -338,7 +338,7 @@ class GPTDataset:
         lengths[0] -= offset
         starts = [offset] + [0] * (len(lengths) - 1)
         return [
-            piece for piece in zip(documents.tolist(), starts, lengths, strict=True) if piece[2] > 0
+            span for span in zip(documents.tolist(), starts, lengths, strict=True) if span[2] > 0
         ]
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -365,9 +365,9 @@ class GPTDataset:
         """See `sample_lookup.Dataset`."""
         return [self.corpus.path_prefix]
 
-    def pieces_of(self, index: int) -> list[Piece]:
+    def spans_of(self, index: int) -> list[TokenSpan]:
         """See `sample_lookup.Dataset`."""
-        return [self.corpus.piece(*position) for position in self.locate(index)]
+        return [self.corpus.span(*position) for position in self.locate(index)]
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
         """See `sample_lookup.Dataset`."""
@@ -468,9 +468,9 @@ class MockSequences:
         check_document(document, self.path_prefix, len(self))
         return range(document, document + 1)
 
-    def piece(self, sequence: int, offset: int, length: int) -> Piece:
+    def span(self, sequence: int, offset: int, length: int) -> TokenSpan:
         """Tokens of a sequence, which no file holds."""
-        return Piece(self.path_prefix, sequence, offset, length, None, None)
+        return TokenSpan(self.path_prefix, sequence, offset, length, None, None)
 
 
 class MockGPTDataset(GPTDataset):

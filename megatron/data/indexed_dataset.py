@@ -19,7 +19,7 @@ from megatron.data import pair_checksums, token_bytes
 from megatron.data.file_access import check_mapped, map_file
 from megatron.data.parts import part_set
 from megatron.data.parts.joined import Joined
-from megatron.data.sample_lookup import Piece, check_document
+from megatron.data.sample_lookup import TokenSpan, check_document
 
 LOGGER = "megatron.core.datasets.indexed_dataset"
 MAGIC = b"MMIDIDX\x00\x00"
@@ -81,8 +81,8 @@ class IndexedDataset:
         self.path_prefix = os.fspath(path_prefix)
         self.idx_file = idx_path(self.path_prefix)
         self.bin_file = bin_path(self.path_prefix)
-        parts = part_set.is_set(self.path_prefix)
-        for path in () if parts else (self.idx_file, self.bin_file):
+        in_parts = part_set.is_set(self.path_prefix)
+        for path in () if in_parts else (self.idx_file, self.bin_file):
             if not token_bytes.exists(path):
                 raise _missing(self.path_prefix, path)
         if announce:
@@ -91,7 +91,7 @@ class IndexedDataset:
         self._check_index: Callable[[], None]  # raises ValueError if the index was cut short
         self._bytes_at: Callable[[int, int], bytes]  # of the .bin: first byte, how many
         self._probe: Callable[[Sequence[tuple[int, int]]], list[bytes]]  # the same of many places
-        if parts:
+        if in_parts:
             self._open_parts()
         else:
             self._open_pair()
@@ -282,29 +282,29 @@ class IndexedDataset:
         check_document(document, self.path_prefix, self.num_documents)
         return range(*self.document_indices[document : document + 2].tolist())
 
-    def piece(self, sequence: int, offset: int, length: int) -> Piece:
+    def span(self, sequence: int, offset: int, length: int) -> TokenSpan:
         """Where tokens `offset .. offset + length` of a sequence are stored."""
         document, before = self.document_of(sequence)
         size = self.dtype.itemsize
         first = int(self.sequence_pointers[sequence]) + offset * size
-        return Piece(
+        return TokenSpan(
             self.path_prefix, document, before + offset, length, first, first + length * size
         )
 
-    def pieces_between(self, first: int, end: int) -> list[Piece]:
+    def spans_between(self, first: int, end: int) -> list[TokenSpan]:
         """Tokens `first .. end` of the .bin, document by document; its sequences must be stored one
         after the other."""
-        pieces = []
+        spans = []
         size = self.dtype.itemsize
         sequence = bisect_right(self.sequence_pointers, first * size) - 1
         while first < end:
             start = int(self.sequence_pointers[sequence]) // size
             stop = min(end, start + int(self.sequence_lengths[sequence]))
             if stop > first:
-                pieces.append(self.piece(sequence, first - start, stop - first))
+                spans.append(self.span(sequence, first - start, stop - first))
                 first = stop
             sequence += 1
-        return pieces
+        return spans
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `offset .. offset + length` of sequence `index` (to its end without `length`),
@@ -346,15 +346,15 @@ class IndexedDataset:
         lengths[-1] = end
         starts[0] += offset * size
         lengths[0] -= offset
-        parts = []
+        chunks = []
         for start, length in zip(starts, lengths, strict=True):
             if start < 0 or length < 0 or start + length * size > self.bin_bytes:
                 raise _damaged(
                     self.idx_file,
                     f"one of its sequences {sequences.tolist()} is outside {self.bin_file}",
                 )
-            parts.append(self._bytes_at(start, length * size))
-        return np.frombuffer(b"".join(parts), self.dtype).astype(np.int64)
+            chunks.append(self._bytes_at(start, length * size))
+        return np.frombuffer(b"".join(chunks), self.dtype).astype(np.int64)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """All tokens of one sequence, read-only."""

@@ -26,7 +26,7 @@ RECORD = np.dtype(
 )
 SKIPPED = 1  # the flag of an iteration whose samples were consumed unread; its hash is 0
 MASK = (1 << 64) - 1
-WHOLE = 1 << 32
+TWO_32 = 1 << 32
 
 
 def tokens_hash(ids: np.ndarray) -> int:
@@ -146,11 +146,11 @@ def read_ledger(path: str, iterations: range | None = None) -> tuple[int, np.nda
     try:
         with open_regular(path) as file:
             sequence_length = _read_header(path, file.read(HEADER.size))
-            whole = os.fstat(file.fileno()).st_size // RECORD.itemsize
+            count_of_records = os.fstat(file.fileno()).st_size // RECORD.itemsize
             numbers_read = (
-                range(1, whole)
+                range(1, count_of_records)
                 if iterations is None
-                else range(iterations.start, min(iterations.stop, whole))
+                else range(iterations.start, min(iterations.stop, count_of_records))
             )
             file.seek(numbers_read.start * RECORD.itemsize)
             records = np.frombuffer(file.read(len(numbers_read) * RECORD.itemsize), RECORD)
@@ -196,11 +196,11 @@ class Recorder:
     def halves(self) -> tuple[float, float]:
         """The (low, high) 32 bits of the hash since the last call, zeros where another rank counts
         them."""
-        high, low = divmod(self._sum if self._counts else 0, WHOLE)
+        high, low = divmod(self._sum if self._counts else 0, TWO_32)
         self._sum = 0
         return float(low), float(high)
 
     def record(self, iteration: int, first: int, count: int, low: float, high: float) -> None:
         """Write an iteration; `low` and `high` are the sums of all ranks' halves."""
         if self.ledger:
-            self.ledger.record(iteration, first, count, (int(low) + int(high) * WHOLE) & MASK)
+            self.ledger.record(iteration, first, count, (int(low) + int(high) * TWO_32) & MASK)

@@ -58,10 +58,12 @@ class _FileBuilder(Builder):
     ) -> Sequence[EitherDataset | None]:
         """All splits from the same data, each a part of every corpus."""
         matrix = self.set_split(self.data.split or DEFAULT_SPLIT)
-        parts = [None if size == 0 else bounds for bounds, size in zip(matrix, sizes, strict=True)]
+        split_bounds = [
+            None if size == 0 else bounds for bounds, size in zip(matrix, sizes, strict=True)
+        ]
         if len(members) == 1 and members[0].weight is None:
-            return self._alone(members[0], parts, sizes)
-        return self._blend(members, parts, sizes)
+            return self._alone(members[0], split_bounds, sizes)
+        return self._blend(members, split_bounds, sizes)
 
     def one_source_per_split(
         self, blends: Sequence[Sequence[Member] | None], sizes: Sequence[int | None]
@@ -72,36 +74,36 @@ class _FileBuilder(Builder):
             if members is None or size == 0:
                 datasets.append(None)
                 continue
-            parts: SplitMatrix = [
+            split_bounds: SplitMatrix = [
                 (0.0, 1.0) if split == number else None for split in range(len(SPLITS))
             ]
             splits: Sequence[EitherDataset | None] = (
-                self._alone(members[0], parts, sizes)
+                self._alone(members[0], split_bounds, sizes)
                 if len(members) == 1
-                else self._blend(members, parts, sizes)
+                else self._blend(members, split_bounds, sizes)
             )
             datasets.append(splits[number])
         return datasets
 
     def _alone(
-        self, member: Member, parts: SplitMatrix, sizes: Sequence[int | None]
+        self, member: Member, split_bounds: SplitMatrix, sizes: Sequence[int | None]
     ) -> tuple[GPTDataset | None, ...]:
         """The wanted splits of one corpus that is no blend."""
         corpus = open_corpus(member.prefix, self.vocab_size)
         cache = self._cache(member.prefix)
         return tuple(
             None if bounds is None else self.dataset(GPTDataset, corpus, bounds, size, name, cache)
-            for bounds, size, name in zip(parts, sizes, SPLITS, strict=True)
+            for bounds, size, name in zip(split_bounds, sizes, SPLITS, strict=True)
         )
 
     def _blend(
-        self, members: Sequence[Member], parts: SplitMatrix, sizes: Sequence[int | None]
+        self, members: Sequence[Member], split_bounds: SplitMatrix, sizes: Sequence[int | None]
     ) -> tuple[BlendedDataset | None, ...]:
         """Blended datasets of the wanted splits."""
         corpora = [open_corpus(member.prefix, self.vocab_size) for member in members]
         return tuple(
             None if bounds is None else self._blend_split(members, corpora, bounds, size, name)
-            for bounds, size, name in zip(parts, sizes, SPLITS, strict=True)
+            for bounds, size, name in zip(split_bounds, sizes, SPLITS, strict=True)
         )
 
     def _blend_split(

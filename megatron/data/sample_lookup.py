@@ -16,7 +16,7 @@ LABEL_OF_ZERO = -1  # the label whose id is 0
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenSpan:
     """Consecutive tokens of a sample: tokens `offset .. offset + length` of document `document`.
 
     `first_byte .. end_byte` is where they are in `<prefix>.bin`; both are None for mock data.
@@ -45,7 +45,7 @@ class Dataset(Protocol):
     def prefixes(self) -> list[str]:
         """Its files, each once, in the order they were given."""
 
-    def pieces_of(self, index: int) -> list[Piece]:
+    def spans_of(self, index: int) -> list[TokenSpan]:
         """Where the tokens of sample `index` are stored, in their order."""
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:

@@ -86,13 +86,13 @@ class Samples:
         lines = np.atleast_2d(ids_of(row))
         line, position = np.argwhere(lines.view(np.uint64) >= self.vocab_size)[0].tolist()
         offset = position
-        for piece in self.dataset.pieces_of(index):
-            if offset < piece.length:
+        for span in self.dataset.spans_of(index):
+            if offset < span.length:
                 break
-            offset -= piece.length
+            offset -= span.length
         return ValueError(
-            f"{piece.prefix}.bin: token {piece.offset + offset + line} of document "
-            f"{piece.document} is the id {lines[line, position]}, the vocabulary has "
+            f"{span.prefix}.bin: token {span.offset + offset + line} of document "
+            f"{span.document} is the id {lines[line, position]}, the vocabulary has "
             f"{self.vocab_size}; give the tokenizer it was preprocessed "
             "with, or preprocess it again with tools/preprocess_data.py"
         )

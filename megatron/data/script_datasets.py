@@ -17,11 +17,11 @@ from megatron.data.ledger import tokens_hash
 from megatron.data.megatron_order import check_tokenizer
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
-from megatron.data.sample_lookup import Piece
+from megatron.data.sample_lookup import TokenSpan
 from megatron.data.sources import source_of
 
 
-class Items(Protocol):
+class MapDataset(Protocol):
     """A `torch.utils.data.Dataset`: its items are dictionaries of tensors or arrays."""
 
     def __len__(self) -> int: ...
@@ -37,7 +37,7 @@ class OfFlags:
 
 
 # Called with the samples needed of train, valid and test (None: one epoch); gives three data sets.
-DatasetsProvider = Callable[..., Sequence[Items | None]]
+DatasetsProvider = Callable[..., Sequence[MapDataset | None]]
 
 
 def refused(text: str) -> ValueError:
@@ -87,7 +87,7 @@ class ScriptData:
     def _data_set(
         self,
         split: str,
-        items: Items,
+        items: MapDataset,
         size: int | None,
         data: DataConfig,
         request: DataRequest,
@@ -131,22 +131,22 @@ class ScriptDataset:
     """
 
     def __init__(
-        self, split: str, items: Items, request: DataRequest, reset_attention_mask: bool
+        self, split: str, items: MapDataset, request: DataRequest, reset_attention_mask: bool
     ) -> None:
         self.index_split = split
         self.name = type(items).__name__
-        self._items = items
+        self._dataset = items
         self._length = request.sequence_length
         self._vocab_size = request.vocab_size
         self._eod = request.eod if reset_attention_mask else None
-        self._has_text = "text" in self._item(0)
+        self._has_text = "text" in self._sample(0)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._dataset)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`. Raises ValueError for one that is none, with what it lacks."""
-        sample = self._item(index)
+        sample = self._sample(index)
         if self._has_text:
             return self._ids(index, sample, "text", self._length + 1)
         tokens = self._ids(index, sample, "tokens", self._length)
@@ -174,16 +174,16 @@ class ScriptDataset:
         """There are no files."""
         return []
 
-    def pieces_of(self, index: int) -> list[Piece]:
+    def spans_of(self, index: int) -> list[TokenSpan]:
         """The sample as a document of its own."""
-        return [Piece(self.name, index, 0, self._length, None, None)]
+        return [TokenSpan(self.name, index, 0, self._length, None, None)]
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
         """The sample of that number."""
         return {document: self._length}
 
-    def _item(self, index: int) -> Mapping[str, Any]:
-        sample = self._items[index]
+    def _sample(self, index: int) -> Mapping[str, Any]:
+        sample = self._dataset[index]
         if not isinstance(sample, Mapping):
             raise self._wrong(index, f"is {type(sample).__name__}, no dictionary")
         return sample

@@ -94,10 +94,10 @@ class InStore:
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        made: list[Row] = []
+        source_rows: list[Row] = []
         with urls_in_errors(data):
-            splits = self.source.build(data, request, made)
-        rows += _with_urls(made, data)
+            splits = self.source.build(data, request, source_rows)
+        rows += _with_urls(source_rows, data)
         return splits
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:

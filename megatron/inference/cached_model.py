@@ -118,7 +118,7 @@ class _View:
         self.end = min(end, length)
         self.causal = max(starts) == 0 and s > 1
         rows = torch.arange(row, row + b, device=device).unsqueeze(1)
-        self.places = (rows * length + positions).flatten()
+        self.slots = (rows * length + positions).flatten()
         self.visible = None
         if not self.causal and (s > 1 or min(starts) != max(starts)):
             ids = torch.arange(self.end, device=device)
@@ -136,8 +136,8 @@ class _CachedAttention:
             raise ValueError(f"attention to cached keys {why_not}")
         self._keys = keys
         self._values = values
-        self._key_places = keys.flatten(0, 1)
-        self._value_places = values.flatten(0, 1)
+        self._key_slots = keys.flatten(0, 1)
+        self._value_slots = values.flatten(0, 1)
         self._scale = spec.scale
         self._per_group = spec.heads // spec.groups
 
@@ -145,8 +145,8 @@ class _CachedAttention:
         """q [s, b, n, d], k and v [s, b, g, d] of the tokens of this call -> [s, b, n, d]."""
         s, b, n, d = q.shape
         view = self.view
-        self._key_places.index_copy_(0, view.places, k.transpose(0, 1).flatten(0, 1))
-        self._value_places.index_copy_(0, view.places, v.transpose(0, 1).flatten(0, 1))
+        self._key_slots.index_copy_(0, view.slots, k.transpose(0, 1).flatten(0, 1))
+        self._value_slots.index_copy_(0, view.slots, v.transpose(0, 1).flatten(0, 1))
         k = self._keys[view.rows, : view.end].transpose(1, 2)
         v = self._values[view.rows, : view.end].transpose(1, 2)
         if s == 1:  # the query heads of a group as that many positions: nothing is repeated

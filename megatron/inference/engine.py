@@ -138,12 +138,12 @@ class Engine:
             if len(generation.tokens) > self.length:
                 self._shorten(generation)
             start = generation.cached
-            part = generation.tokens[start : start + budget]
-            if len(generation.tokens) - start < 2 or not part:
+            tokens = generation.tokens[start : start + budget]
+            if len(generation.tokens) - start < 2 or not tokens:
                 continue  # decoded, or for a later step
-            logits = self._model.forward([part], [start], self._running.index(generation))
-            generation.cached += len(part)
-            budget -= len(part)
+            logits = self._model.forward([tokens], [start], self._running.index(generation))
+            generation.cached += len(tokens)
+            budget -= len(tokens)
             if generation.cached == len(generation.tokens):
                 new += self._choose(logits, [generation])
         return new

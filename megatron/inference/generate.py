@@ -155,7 +155,7 @@ def stream(
     results = [Result() for _ in requests]
     for number, generation, token in engine.run(requests):
         text, result = streams[number], results[number]
-        piece = text.push(token.id) if token else ""
+        chunk = text.push(token.id) if token else ""
         if token:
             result.tokens.append(
                 {"id": token.id}
@@ -169,7 +169,7 @@ def stream(
         if text.stopped:
             engine.stop(generation)
         if generation.finish_reason:
-            piece += text.finish()
+            chunk += text.finish()
             result.finish_reason = "stop" if text.stopped else generation.finish_reason
-        result.text += piece
-        yield number, piece, result
+        result.text += chunk
+        yield number, chunk, result

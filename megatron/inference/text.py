@@ -40,11 +40,11 @@ class TextStream:
         waits = text.endswith(INCOMPLETE)
         if waits and len(self._ids) - self._written < LONGEST_CHARACTER:
             return ""
-        piece = text[len(self._text) :]
+        chunk = text[len(self._text) :]
         self._ids = self._ids[self._written :] or self._ids[-1:]
         self._written = len(self._ids)
         self._text = self._detokenize(self._ids)
-        return self._release(piece)
+        return self._release(chunk)
 
     def finish(self) -> str:
         """What is left when no token comes any more."""
@@ -58,9 +58,9 @@ class TextStream:
         self._held = ""
         return shown
 
-    def _release(self, piece: str) -> str:
-        """As much of what is held and of `piece` as cannot belong to a stop string."""
-        text = self._held + piece
+    def _release(self, chunk: str) -> str:
+        """As much of what is held and of `chunk` as cannot belong to a stop string."""
+        text = self._held + chunk
         ends = [position for stop in self._stop if (position := text.find(stop)) >= 0]
         if ends:
             self.stopped = True

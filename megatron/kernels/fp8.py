@@ -178,13 +178,13 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.accumulate_into = accumulate_into
         ctx.tp_comm = tp_comm
         ctx.scaling = scaling
-        whole = tp_comm.gather(x)() if tp_comm else x
-        q = cast(whole.reshape(-1, x.shape[-1]), scaling.formats.forward, pair, columns=False)
+        full_x = tp_comm.gather(x)() if tp_comm else x
+        q = cast(full_x.reshape(-1, x.shape[-1]), scaling.formats.forward, pair, columns=False)
         ctx.save_for_backward(x, pair, weight_cast.columns, weight_cast.inverse)
         out = gemm(q.rows, weight_cast.rows, q.inverse, weight_cast.inverse, x.dtype, fast=True)
         if bias is not None:
             out += bias
-        return out.view(*whole.shape[:-1], weight.shape[0])
+        return out.view(*full_x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
@@ -203,8 +203,8 @@ class _Fp8Linear(torch.autograd.Function):
             grad_x = grad_x.view(*grad_out.shape[:-1], x.shape[-1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
-            whole = gathered() if gathered else x
-            q = cast(whole.reshape(-1, x.shape[-1]), formats.forward, pair, rows=False)
+            full_x = gathered() if gathered else x
+            q = cast(full_x.reshape(-1, x.shape[-1]), formats.forward, pair, rows=False)
             total = ctx.accumulate_into
             dtype = x.dtype if total is None else torch.float32
             grad_weight = gemm(grad.columns, q.columns, grad.inverse, q.inverse, dtype)
@@ -278,7 +278,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         total = ctx.accumulate_into
         grad_x = torch.empty_like(x)
         grad_weight = x.new_zeros(ctx.shape) if total is None else total
-        parts = zip(
+        groups = zip(
             q.rows.split(ctx.counts),
             grad.rows.split(ctx.counts),
             grad_x.split(ctx.counts),
@@ -286,17 +286,17 @@ class _Fp8GroupedLinear(torch.autograd.Function):
             grad_weight,
             strict=True,
         )
-        for rows, grads, grad_rows, columns, grad_matrix in parts:
+        for rows, grads, grad_rows, columns, grad_matrix in groups:
             if not len(rows):
                 continue
             grad_rows.copy_(gemm(grads, columns, grad.inverse, inverse_weight, x.dtype))
-            rows, grads = _whole_rows(rows), _whole_rows(grads)
+            rows, grads = _padded_rows(rows), _padded_rows(grads)
             wide = grad_weight.dtype
             grad_matrix += gemm(grads.t(), rows.t(), grad.inverse, q.inverse, wide)
         return grad_x, grad_weight if total is None else None, *[None] * 5
 
 
-def _whole_rows(x: Tensor) -> Tensor:
+def _padded_rows(x: Tensor) -> Tensor:
     """x [n, k] in FP8 with rows of zeros behind it, as many as make n a multiple of 16: n is the
     inner dimension of the weight gradient's GEMM."""
     if len(x) % MULTIPLE == 0:

@@ -65,12 +65,12 @@ class _GroupedLinear(torch.autograd.Function):
         if total is not None and ctx.is_first():
             total.zero_()
         groups = zip(x.split(ctx.counts), grad_out.split(ctx.counts), strict=True)
-        parts = grad_x.split(ctx.counts)
+        x_grads = grad_x.split(ctx.counts)
         for number, (rows, grads) in enumerate(groups):
             if not len(rows):
                 continue
             if not together:
-                parts[number].copy_(input_grad(grads, weight[number]))
+                x_grads[number].copy_(input_grad(grads, weight[number]))
             group_grad = linear_weight_grad(grads, rows, None if total is None else total[number])
             if grad_weight is not None and group_grad is not None:
                 grad_weight[number] = group_grad

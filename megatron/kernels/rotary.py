@@ -83,8 +83,10 @@ def apply_rotary(
         return ops.Rotary.apply(x, cos, sin, interleaved)
     half = cos.shape[-1]
     first, second = _pairs(x, half, interleaved)
-    parts = (first * cos - second * sin, second * cos + first * sin)
-    out = (torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)).to(x.dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    out = (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(
+        x.dtype
+    )
     return torch.cat((out, x[..., 2 * half :]), -1) if x.shape[-1] > 2 * half else out
 
 

@@ -120,10 +120,10 @@ class SelfAttention(nn.Module):
             y = self.core(q, k, v, document_ids, dropout_seed)
         return self.linear_proj(y.flatten(2))
 
-    def own_queries(self, part: torch.Tensor) -> torch.Tensor:
+    def own_queries(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's part [s, b, ...] of the rows of linear_qkv -> its queries and the key and
         value that they share with other ranks, whose gradients for these are summed."""
-        qkv = gather_sequence(part, self.tp, -1)
+        qkv = gather_sequence(rows, self.tp, -1)
         qkv = qkv.unflatten(-1, (self.all_groups, -1, self.head_dim))
         ranks = self.tp.size // self.all_groups  # that share a group
         group, number = divmod(self.tp.rank, ranks)

@@ -199,8 +199,8 @@ class GPTModel(nn.Module):
         logits = self.output_layer(x)
         if labels is not None:
             return self.losses(logits, labels, token_metrics)
-        whole = gather_alike(logits, self.ctx.tp, dim=-1)
-        return whole[..., : self.vocab_size].transpose(0, 1)
+        all_logits = gather_alike(logits, self.ctx.tp, dim=-1)
+        return all_logits[..., : self.vocab_size].transpose(0, 1)
 
     def losses(
         self, logits: torch.Tensor, labels: torch.Tensor, metrics: TokenMetrics | None = None

@@ -253,9 +253,9 @@ class Router(nn.Module):
             scores = all_gather(scores, axis)
         order = torch.arange(len(scores), device=scores.device).view(-1, sequences)
         ranks = self.cp.size
-        parts = [order] if ranks == 1 else [chunks_of(order, i, ranks, 0) for i in range(ranks)]
-        rows = torch.cat(parts).flatten()
-        own_rows = parts[self.cp.rank]
+        chunks = [order] if ranks == 1 else [chunks_of(order, i, ranks, 0) for i in range(ranks)]
+        rows = torch.cat(chunks).flatten()
+        own_rows = chunks[self.cp.rank]
         own_rows = (own_rows if self.split is None else my_slice(own_rows, self.split)).flatten()
         return scores[rows.argsort()], own_rows
 

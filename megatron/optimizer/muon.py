@@ -92,28 +92,28 @@ class Muon:
         """The scaled orthogonal matrices of weights of one kind, [1, n, *kind.shape], of their
         momenta (this rank's parts, of `kind.shape`); with NorMuon's moments these behind them, one
         step on, [2, n, *kind.shape]."""
-        stacked = torch.stack([part.view(kind.shape) for part in (*updates, *moments)])
+        stacked = torch.stack([tensor.view(kind.shape) for tensor in (*updates, *moments)])
         stacked = stacked.unflatten(0, (-1, len(updates)))
         if kind.axis is None:
             return self._orthogonalized(kind, stacked)
         axis = self._axis(kind.axis)
-        whole = all_gather(stacked, axis, kind.dim + 2).contiguous()
-        return my_slice(self._orthogonalized(kind, whole), axis, kind.dim + 2)
+        gathered = all_gather(stacked, axis, kind.dim + 2).contiguous()
+        return my_slice(self._orthogonalized(kind, gathered), axis, kind.dim + 2)
 
-    def _orthogonalized(self, kind: Kind, whole: Tensor) -> Tensor:
+    def _orthogonalized(self, kind: Kind, stacked: Tensor) -> Tensor:
         """The same of whole weights [1 or 2, n, ...]."""
-        columns = whole.shape[-1]
+        columns = stacked.shape[-1]
         if kind.qkv:
             assert self._qkv is not None
-            groups = whole.view(*whole.shape[:2], -1, sum(self._qkv), columns)
-            parts = [
-                self.scaled(*part.flatten(2, 3)).view(part.shape)
-                for part in groups.split(self._qkv, 3)
+            groups = stacked.view(*stacked.shape[:2], -1, sum(self._qkv), columns)
+            scaled = [
+                self.scaled(*group.flatten(2, 3)).view(group.shape)
+                for group in groups.split(self._qkv, 3)
             ]
-            return torch.cat(parts, 3).view(whole.shape)
-        stacks = whole.flatten(1, 2) if kind.experts else whole
+            return torch.cat(scaled, 3).view(stacked.shape)
+        stacks = stacked.flatten(1, 2) if kind.experts else stacked
         matrices = stacks.reshape(*stacks.shape[:2], -1, columns)
-        return self.scaled(*matrices).view(whole.shape)
+        return self.scaled(*matrices).view(stacked.shape)
 
     def scaled(self, stack: Tensor, moments: Tensor | None = None) -> Tensor:
         """Matrices [n, rows, columns] -> their orthogonal factors times the scale, [1, n, ...];

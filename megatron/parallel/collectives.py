@@ -113,16 +113,16 @@ def start_all_gather_(x: torch.Tensor, axis: Axis) -> Pending:
 
     gloo's own all-gather copies everything and takes three times as long as exchanging the parts.
     """
-    parts = x.chunk(axis.size)
+    chunks = x.chunk(axis.size)
     if dist.get_backend(axis.group) != "gloo":
         return Pending(
-            [_gather_into(x, parts[axis.rank], group=axis.group, async_op=True)], lambda: x, axis
+            [_gather_into(x, chunks[axis.rank], group=axis.group, async_op=True)], lambda: x, axis
         )
     works = []
-    for rank, part in zip(axis.ranks, parts, strict=True):
+    for rank, chunk in zip(axis.ranks, chunks, strict=True):
         if rank != axis.ranks[axis.rank]:
-            works.append(dist.isend(parts[axis.rank], rank, group=axis.group))
-            works.append(dist.irecv(part, rank, group=axis.group))
+            works.append(dist.isend(chunks[axis.rank], rank, group=axis.group))
+            works.append(dist.irecv(chunk, rank, group=axis.group))
     return Pending(works, lambda: x, axis)
 
 
@@ -134,9 +134,9 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     """
     x = x.contiguous()
     if dist.get_backend(axis.group) == "gloo":
-        parts = torch.empty_like(x)
-        work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-        return Pending([work], lambda: parts.unflatten(0, (axis.size, -1)).sum(0), axis)
+        chunks = torch.empty_like(x)
+        work = dist.all_to_all_single(chunks, x, group=axis.group, async_op=True)
+        return Pending([work], lambda: chunks.unflatten(0, (axis.size, -1)).sum(0), axis)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     return Pending([_scatter_into(out, x, group=axis.group, async_op=True)], lambda: out, axis)
 
@@ -148,37 +148,37 @@ def start_reduce_scatter_(x: torch.Tensor, axis: Axis, fp32_accumulation: bool =
     With gloo, and with `fp32_accumulation` of 16 bits, the ranks exchange the parts and sum them
     here, where torch adds 16-bit numbers in fp32; NCCL rounds each partial sum.
     """
-    own_part = x.chunk(axis.size)[axis.rank]
+    own_chunk = x.chunk(axis.size)[axis.rank]
     exchange = fp32_accumulation and x.dtype.itemsize == 2
     if dist.get_backend(axis.group) != "gloo" and not exchange:
         return Pending(
-            [_scatter_into(own_part, x, group=axis.group, async_op=True)], lambda: own_part, axis
+            [_scatter_into(own_chunk, x, group=axis.group, async_op=True)], lambda: own_chunk, axis
         )
-    parts = torch.empty_like(x)
-    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Pending([work], lambda: torch.sum(parts.view(axis.size, -1), 0, out=own_part), axis)
+    chunks = torch.empty_like(x)
+    work = dist.all_to_all_single(chunks, x, group=axis.group, async_op=True)
+    return Pending([work], lambda: torch.sum(chunks.view(axis.size, -1), 0, out=own_chunk), axis)
 
 
-def start_reduce_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
+def start_reduce_shards_(shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
     """Start a reduce-scatter (sum) with parts of any size, one per rank: this rank's is returned,
     the rest is undefined."""
     works = [
-        dist.reduce(part, rank, group=axis.group, async_op=True)
-        for rank, part in zip(axis.ranks, parts, strict=True)
-        if part.numel()
+        dist.reduce(shard, rank, group=axis.group, async_op=True)
+        for rank, shard in zip(axis.ranks, shards, strict=True)
+        if shard.numel()
     ]
-    return Pending(works, lambda: parts[axis.rank], axis)
+    return Pending(works, lambda: shards[axis.rank], axis)
 
 
-def start_broadcast_parts_(parts: Sequence[torch.Tensor], axis: Axis) -> Pending:
+def start_broadcast_shards_(shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
     """Start an all-gather of parts of any size, one per rank; the function waits and returns this
     rank's."""
     works = [
-        dist.broadcast(part, rank, group=axis.group, async_op=True)
-        for rank, part in zip(axis.ranks, parts, strict=True)
-        if part.numel()
+        dist.broadcast(shard, rank, group=axis.group, async_op=True)
+        for rank, shard in zip(axis.ranks, shards, strict=True)
+        if shard.numel()
     ]
-    return Pending(works, lambda: parts[axis.rank], axis)
+    return Pending(works, lambda: shards[axis.rank], axis)
 
 
 def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:

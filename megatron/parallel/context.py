@@ -94,9 +94,9 @@ class ParallelContext:
         self.ep = self._axis("ep", grid, 2)
         data = self._axis("experts", grid, 1)
         self.experts = Replicas(data, Axis("alone", ranks=(self.rank,)), data)
-        parts = config.num_distributed_optimizer_instances
-        if config.use_distributed_optimizer and data.size > parts:
-            cut = grid.unflatten(1, (parts, -1))
+        optimizer_instances = config.num_distributed_optimizer_instances
+        if config.use_distributed_optimizer and data.size > optimizer_instances:
+            cut = grid.unflatten(1, (optimizer_instances, -1))
             shard = self._axis("expert_shard", cut, 2)
             self.experts = Replicas(data, shard, self._axis("expert_instances", cut, 1))
         self.optimizer = replace(self.world, name="optimizer")

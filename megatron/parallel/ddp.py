@@ -17,9 +17,9 @@ from megatron.parallel.collectives import (
     all_reduce_,
     start_all_gather_,
     start_all_reduce,
-    start_broadcast_parts_,
-    start_reduce_parts_,
+    start_broadcast_shards_,
     start_reduce_scatter_,
+    start_reduce_shards_,
 )
 from megatron.parallel.context import ParallelContext, Replicas
 from megatron.parallel.sharding import Parameter
@@ -227,8 +227,8 @@ class GradBuffers:
         """Start to reduce a bucket over shard, or over instances where there is only one shard."""
         self._collect(wait=False)
         _, shard, instances = bucket.replicas
-        if bucket.layout.whole and shard.size > 1:
-            bucket.reduction = start_reduce_parts_(self._parts(bucket, self.flat), shard)
+        if bucket.layout.whole_params and shard.size > 1:
+            bucket.reduction = start_reduce_shards_(self._shards(bucket, self.flat), shard)
         elif shard.size > 1:
             bucket.reduction = start_reduce_scatter_(
                 self.flat[bucket.range], shard, self._fp32_accumulation
@@ -250,15 +250,15 @@ class GradBuffers:
             return
         for bucket in reversed(self.buckets):  # the first layers lie last
             shard = bucket.replicas.shard
-            if bucket.layout.whole and shard.size > 1:
-                parts = self._parts(bucket, self.weights)
-                bucket.gather = start_broadcast_parts_(parts, shard)
+            if bucket.layout.whole_params and shard.size > 1:
+                shards = self._shards(bucket, self.weights)
+                bucket.gather = start_broadcast_shards_(shards, shard)
             elif shard.size > 1:
                 bucket.gather = start_all_gather_(self.weights[bucket.range], shard)
             if not self._overlap_gather:
                 _wait_for([bucket])
 
-    def _parts(self, bucket: BucketState, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _shards(self, bucket: BucketState, flat: torch.Tensor) -> Sequence[torch.Tensor]:
         """Of each rank that shares the optimizer its range of a bucket."""
         ranks = range(bucket.layout.shards)
         return [flat[slice(*bucket.layout.shard(rank))] for rank in ranks]

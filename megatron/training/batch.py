@@ -99,8 +99,8 @@ class MicroBatch(NamedTuple):
         counted = False
         subset = first.subset is not None and not packed
         if packed:
-            parts: list[Any] = [part for sample in samples for part in sample[:4]]
-            rows = np.stack(parts).reshape(len(samples), 4, -1)
+            lines: list[Any] = [line for sample in samples for line in sample[:4]]
+            rows = np.stack(lines).reshape(len(samples), 4, -1)
             if first.loss_mask is not None:
                 masks: list[Any] = [sample.loss_mask for sample in samples]
                 rows = np.concatenate((rows, np.stack(masks)[:, None]), 1)

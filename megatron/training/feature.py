@@ -89,4 +89,4 @@ class Feature(Extension):
 
 def features_of(config: Config) -> Iterator[Feature]:
     """The features of the program, whether the run asks for them or not."""
-    return (part for part in vars(config).values() if isinstance(part, Feature))
+    return (group for group in vars(config).values() if isinstance(group, Feature))

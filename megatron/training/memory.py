@@ -99,7 +99,9 @@ def _explanation(error: BaseException, config: Config, plan: Plan, runtime: Runt
     rank = fit.fullest(config, plan)
     device = runtime.device
     location = code_location(traceback.extract_tb(error.__traceback__))
-    tried = next((part for part in str(error).split(". ") if "allocate" in part.lower()), "")
+    tried = next(
+        (sentence for sentence in str(error).split(". ") if "allocate" in sentence.lower()), ""
+    )
     if device.type == "cpu":
         limit = host.total_memory()
         held = f"the host has {gib(limit)}, {gib(host.available_memory())} of them available"

@@ -127,9 +127,9 @@ def begin_early(line: CommandLine) -> Arguments:
 def _values(line: CommandLine) -> dict[str, Any]:
     """Of every flag its value or default, Megatron's flags that have no effect here too."""
     from megatron.arguments import values_of
-    from megatron.config.command_line import other_flags
+    from megatron.config.command_line import foreign_flags
 
-    values = {flag.name: flag.default for flag in other_flags(type(line.config)).flags}
+    values = {flag.name: flag.default for flag in foreign_flags(type(line.config)).flags}
     values |= line.foreign | values_of(line.config)
     return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, NoReturn
 from megatron.small_files import read_text
 
 MAX_BYTES = 1 << 20  # of a script
-_OURS = "megatron.training"
+_SUITE = "megatron.training"
 
 # What cannot be here, and what to use. A name of UNUSABLE can be imported, since scripts name it
 # for runs that our flags refuse; using it is an error.
@@ -59,7 +59,7 @@ UNUSABLE = {
     "import_module": _LAYERS,
     "update_seqlen_stats_from_cu_seqlens": "nothing: log lines count the work that was done",
 }
-_OTHERS = "not in this suite: docs/own_scripts.md"
+_UNKNOWN = "not in this suite: docs/own_scripts.md"
 
 
 def unusable(name: str) -> Callable[..., NoReturn]:
@@ -115,20 +115,20 @@ def _is_megatron_s(module: str, path: Path) -> bool:
 
 def _judged(module: str, name: str, has: Callable[[str], bool]) -> Import:
     if has(name):
-        advice = "" if module == _OURS else f"from {_OURS} import {name}"
+        advice = "" if module == _SUITE else f"from {_SUITE} import {name}"
         return Import(module, name, True, advice)
     is_core = module.startswith("megatron.core")
-    if module != _OURS and (is_core or name not in ABSENT) and _is_there(module):
+    if module != _SUITE and (is_core or name not in ABSENT) and _is_installed(module):
         return Import(module, name, True, "")
-    return Import(module, name, False, ABSENT.get(name, _OTHERS))
+    return Import(module, name, False, ABSENT.get(name, _UNKNOWN))
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     """Is a module of that name installed? Of PyPI's megatron-core nothing is loaded."""
-    parts = module.split(".")
+    packages = module.split(".")
     try:
-        return importlib.util.find_spec(".".join(parts[:2])) is not None and (
-            parts[1] == "core" or importlib.util.find_spec(module) is not None
+        return importlib.util.find_spec(".".join(packages[:2])) is not None and (
+            packages[1] == "core" or importlib.util.find_spec(module) is not None
         )
     except (ImportError, IndexError):
         return False
@@ -154,9 +154,9 @@ def refuse(name: str, has: Callable[[str], bool]) -> None:
     if not any(each.name == name for each in absent):
         return
     lines = [
-        f"{path} imports what {_OURS} does not have; use instead what follows [names-not-here]"
+        f"{path} imports what {_SUITE} does not have; use instead what follows [names-not-here]"
     ]
     lines += rows(absent)
     if moved := [each for each in imports if each.available and each.advice]:
         lines += ["and write:", *rows(moved)]
-    raise ImportError("\n  ".join(lines), name=_OURS)
+    raise ImportError("\n  ".join(lines), name=_SUITE)

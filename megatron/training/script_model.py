@@ -160,7 +160,7 @@ def build(
                 f"model_provider: returned {type(model).__name__}; return one torch.nn.Module "
                 "[model-provider-result]"
             )
-        _place(model, device, arguments["dtype"])
+        _move(model, device, arguments["dtype"])
         _give_records(model, ctx)
         models.append(model)
     return models
@@ -170,7 +170,7 @@ def _is_of_suite(module: nn.Module) -> bool:
     return type(module).__module__.startswith("megatron.")
 
 
-def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move what is not of the suite, as it came: numbers with a fraction get `dtype`."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
@@ -245,11 +245,11 @@ def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator
     if config.model.use_mup:
         yield "--use-mup", flags
     names = {sharding_of(p).name for p in model.parameters()}
-    for flag, given, acts_on in (
+    for flag, is_set, acts_on in (
         ("--decoupled-lr", config.optimizer.decoupled_lr is not None, DECOUPLED_LR_NAMES),
         ("--embed-grad-scale", config.model.embed_grad_scale != 1.0, EMBEDDINGS),
     ):
-        if given and names.isdisjoint(acts_on):
+        if is_set and names.isdisjoint(acts_on):
             yield flag, f"a parameter named {' or '.join(acts_on)}"
     if isinstance(model, gpt.GPTModel):
         return

@@ -311,8 +311,8 @@ class BlendedMegatronDatasetBuilder:
     """Megatron's, called with the class of data sets, the samples needed, perhaps which ranks build
     them, and the configuration, last. Raises ValueError for what the flags do not say."""
 
-    def __init__(self, cls: type, sizes: Sequence[int | None], *others: Any):
-        config = dict(vars(others[-1]))
+    def __init__(self, cls: type, sizes: Sequence[int | None], *arguments: Any):
+        config = dict(vars(arguments[-1]))
         mock = cls is MockGPTDataset
         if cls not in (GPTDataset, MockGPTDataset) or mock != bool(get_args().mock_data):
             raise ValueError(

@@ -135,7 +135,7 @@ class ScriptModel:
     def __init__(self, model: GPTModel, batch: Batch, fields: Mapping[str, Any]):
         self._model = model
         self._batch = batch
-        self._given = fields
+        self._fields = fields
 
     def __call__(
         self,
@@ -151,7 +151,7 @@ class ScriptModel:
         """Per-token losses [b, s] with labels, else logits [b, s, vocabulary]; of a chunk before
         the last, hidden states. `loss_mask` is for loss_func. Raises ValueError for an attention
         mask other than the micro-batch's, and for arguments that the GPT has not."""
-        if attention_mask is not None and attention_mask is not self._given["attention_mask"]:
+        if attention_mask is not None and attention_mask is not self._fields["attention_mask"]:
             raise ValueError(
                 "model: attention is causal, with --reset-attention-mask inside documents; pass "
                 "the attention_mask of the micro-batch or None [attention-mask-given]"
@@ -162,7 +162,7 @@ class ScriptModel:
                     f"model: {name} has no effect here; leave it out [no-such-argument]"
                 )
         batch = self._batch
-        if position_ids is None or position_ids is self._given["position_ids"]:
+        if position_ids is None or position_ids is self._fields["position_ids"]:
             position_ids = batch.position_ids
         output = self._model(input_ids, position_ids, labels=labels, **batch.extras)
         # scripts take a flat view of losses, as Megatron's allow

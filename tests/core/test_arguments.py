@@ -15,7 +15,7 @@ from megatron.arguments import (
     AddedValue,
     Extension,
     Flag,
-    OtherFlags,
+    ForeignFlags,
     Problems,
     arg,
     build_parser,
@@ -407,11 +407,11 @@ def test_help_of_a_topic_has_its_flags(topic, names):
 
 
 def test_help_of_a_topic_that_is_not_here():
-    others = OtherFlags(
+    accepted = ForeignFlags(
         refused=lambda: {"no wheels (cars)": ["--wheel-size", "--wid*"], "paint it": ["--paint-*"]},
         page="FILE.md",
     )
-    parser = build_parser(Tree, prog="x", description="d", others=lambda: others)
+    parser = build_parser(Tree, prog="x", description="d", foreign_flags=lambda: accepted)
     for topic in ("wheel", "cars"):
         text = parser.help(topic)
         assert "--wheel-size" in text and "no wheels" in text and "--paint" not in text
@@ -426,7 +426,9 @@ def test_what_is_unknown_may_be_explained():
         Tree,
         prog="x",
         description="d",
-        others=lambda: OtherFlags(explain=lambda s: f"{s}: gone" if s == "--old" else None),
+        foreign_flags=lambda: ForeignFlags(
+            explain=lambda s: f"{s}: gone" if s == "--old" else None
+        ),
     )
     old, wrong = parse(parser, ["--old", "1", "--widt", "2"]).problems
     assert old == "--old: gone"

@@ -32,7 +32,7 @@ def test_first_and_last_rank(place, capsys, rank, said):
     log.print_rank_0("first")
     log.print_rank_last("last")
     log.info("a.b", "text")
-    log._SAID.discard("careful")
+    log._PRINTED.discard("careful")
     log.warn_once("careful")
     log.warn_once("careful")
     assert capsys.readouterr().out == said
@@ -45,7 +45,7 @@ def test_a_single_process_is_first_and_last(place, capsys):
 
 
 def test_said_once(place, capsys):
-    log._SAID.discard("news of test_log")
+    log._PRINTED.discard("news of test_log")
     for _ in range(3):
         log.warn_once("news of test_log")
     assert capsys.readouterr().out == "WARNING: news of test_log\n"

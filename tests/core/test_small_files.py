@@ -144,7 +144,7 @@ def test_a_model_configuration_without_finite_numbers_is_refused(tmp_path):
         read_json(tmp_path / "config.json")
     keys = Keys({"rms_norm_eps": float("inf"), "rope_theta": float("inf")}, "config.json")
     keys.take("rms_norm_eps", 1e-6, (float, int))
-    assert keys.whole("rope_theta", 10000) == 10000
+    assert keys.integer("rope_theta", 10000) == 10000
     assert len(keys.problems) == 2
 
 

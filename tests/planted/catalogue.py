@@ -299,8 +299,8 @@ BUGS = {
     ),
     "all layers of a torch_dist checkpoint are the first": Bug(
         "tools.convert.torch_dist.TorchDistCheckpoint._sort",
-        "Piece(tensor, number)",
-        "Piece(tensor, 0)",
+        "StoredSlice(tensor, number)",
+        "StoredSlice(tensor, 0)",
         "tests/tools/convert/test_torch_dist.py::test_every_spelling_of_the_tensors",
         "campaign",
     ),
@@ -610,7 +610,7 @@ BUGS = {
         f"{LAYOUTS}[{SEQUENCE_SHARDS}]",
     ),
     "a shard is written as if tensor parallelism had not cut the tensor": Bug(
-        "megatron.training.checkpointing.save.parts",
+        "megatron.training.checkpointing.save.boxes_of",
         "(start + low, start + high)",
         "(low, high)",
         "tests/core/parity/test_shards.py::test_shards_are_read_in_every_other_layout[tp2 dp2 to dp4]",

@@ -78,7 +78,7 @@ def test_the_pinned_files(cache: Path, tmp_path: Path, capsys: pytest.CaptureFix
     # A file that was changed is made again.
     (out / "gpt2-merges.txt").write_text("changed")
     assert tool.main([str(out), "--cache", str(cache)]) == 0
-    assert all(tool.is_there(source, out) for source in tool.SOURCES)
+    assert all(tool.is_complete(source, out) for source in tool.SOURCES)
 
 
 def test_the_text_alone_needs_no_other_package(cache: Path, tmp_path: Path) -> None:

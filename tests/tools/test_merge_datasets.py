@@ -277,7 +277,7 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_the_bytes_do_not_depend_on_threads(tmp_path, monkeypatch, threads):
-    monkeypatch.setattr(TOOL, "PIECE", 1 << 20)
+    monkeypatch.setattr(TOOL, "SHARE_BYTES", 1 << 20)
     monkeypatch.setattr(TOOL, "CHUNK", 300_001)
     prefixes = [
         write_corpus(tmp_path / name, [400_000, 0, size], np.int32, seed)

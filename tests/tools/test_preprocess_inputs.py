@@ -269,12 +269,12 @@ def test_pieces_are_cut_where_the_pattern_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gigatoken")
-    monkeypatch.setattr(gigatoken, "PIECE", 7)
+    monkeypatch.setattr(gigatoken, "CHUNK", 7)
     files = write_bpe(tmp_path)
     fast = GPT2BPETokenizer(*files, engine="gigatoken")
     plain = PlainBPE(*files)
     lines = "ab\nc\n\nd \ne\n f\ng\r\nh'll\n's\n" * 40
     texts = [*ADVERSARIAL, *(lines[start : start + 53] for start in range(0, len(lines), 41))]
     assert [list(fast.encode(text)) for text in texts] == [plain.encode(text) for text in texts]
-    assert len(list(gigatoken.pieces("abcd\nefghijkl\nm"))) == 2
-    assert "".join(gigatoken.pieces(ADVERSARIAL[19])) == ADVERSARIAL[19]
+    assert len(list(gigatoken.chunks("abcd\nefghijkl\nm"))) == 2
+    assert "".join(gigatoken.chunks(ADVERSARIAL[19])) == ADVERSARIAL[19]

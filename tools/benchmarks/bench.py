@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "step")]
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT), str(FOLDER), str(FOLDER / "step")]
 
 from cases import data, generate, parts, program, step  # noqa: E402, F401
 from harness import (  # noqa: E402

@@ -163,7 +163,7 @@ def launchers(side: Side) -> list[dict[str, str]]:
     ]
 
 
-class Here:
+class InProcess:
     """The subject in this process, with the interface of Worker."""
 
     def __init__(self, job: dict[str, Any]):
@@ -211,7 +211,7 @@ class Running:
             job |= {"waiting": side.waiting and not self.in_process}
             name = f"{side.name}, rank {rank}" if side.ranks > 1 else side.name
             self._workers.append(
-                Here(job)
+                InProcess(job)
                 if self.in_process and side.tree == ROOT
                 else Worker(name, job, environment_of(self.setting, side.threads or self.threads))
             )

@@ -46,7 +46,7 @@ DROPOUTS = (
     "residual_dropout",
 )
 _MISSING = object()
-MOST_WHOLE = 1 << 53  # float64 has every whole number up to this
+MAX_INTEGER = 1 << 53  # float64 has every whole number up to this
 
 
 class Keys:
@@ -90,10 +90,10 @@ class Keys:
             return default if default is not _MISSING else kinds[0]()
         return value
 
-    def whole(self, key: str, default: int) -> int:
+    def integer(self, key: str, default: int) -> int:
         """A number that must be whole, also where it is written 10000.0."""
         value = self.take(key, default, (int, float))
-        if value != int(value) or abs(value) > MOST_WHOLE:
+        if value != int(value) or abs(value) > MAX_INTEGER:
             self.refuse(key, value, "a whole number is all that --rotary-base takes")
             return default
         return int(value)

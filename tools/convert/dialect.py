@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.rotary import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW
-from tools.convert.config_keys import MOST_WHOLE, Keys
+from tools.convert.config_keys import MAX_INTEGER, Keys
 
 Flags = dict[str, Any]
 # Llama 3.1's numbers of rope_scaling.
@@ -196,7 +196,7 @@ class Dialect:
         keys.must_be(
             "rope_interleaved", False, why="these families rotate the two halves of a head"
         )
-        flags["rotary_base"] = keys.whole("rope_theta", self.theta)
+        flags["rotary_base"] = keys.integer("rope_theta", self.theta)
         return flags | _read_scaling(keys, key, scaling)
 
     def write(self, m: ModelConfig) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
             f"{key}.{name}": value for name, value in scaling.items() if name not in _ROTARY_KEYS
         }
     factor: Any = scaling.get("factor")
-    usable = type(factor) in (int, float) and 0 < factor <= MOST_WHOLE
+    usable = type(factor) in (int, float) and 0 < factor <= MAX_INTEGER
     # Dynamic NTK changes nothing within max_position_embeddings, and longer sequences are refused
     # here.
     if kind == "linear" and usable and factor == int(factor):

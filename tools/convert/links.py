@@ -39,11 +39,11 @@ def _split_qkv(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
     """Rows by query group (its queries, key, value) -> all queries, all keys, all values."""
     per_group = m.num_attention_heads // m.query_groups
     grouped = rows.unflatten(0, (m.query_groups, per_group + 2, m.head_dim))
-    return [part.reshape(-1, *rows.shape[1:]) for part in grouped.split((per_group, 1, 1), dim=1)]
+    return [block.reshape(-1, *rows.shape[1:]) for block in grouped.split((per_group, 1, 1), dim=1)]
 
 
-def _join_qkv(parts: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
-    grouped = [part.unflatten(0, (m.query_groups, -1, m.head_dim)) for part in parts]
+def _join_qkv(foreign: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
+    grouped = [block.unflatten(0, (m.query_groups, -1, m.head_dim)) for block in foreign]
     return torch.cat(grouped, dim=1).flatten(0, 2)
 
 
@@ -55,29 +55,29 @@ def _heads(m: ModelConfig) -> list[int]:
     return [m.num_attention_heads * m.head_dim, *[m.query_groups * m.head_dim] * 2]
 
 
-SAME = Transform(lambda x, m: [x], lambda parts, m: parts[0])
-TRANSPOSED = Transform(lambda x, m: [_matrix_t(x)], lambda parts, m: _matrix_t(parts[0]))
+SAME = Transform(lambda x, m: [x], lambda foreign, m: foreign[0])
+TRANSPOSED = Transform(lambda x, m: [_matrix_t(x)], lambda foreign, m: _matrix_t(foreign[0]))
 QKV = Transform(_split_qkv, _join_qkv)
 # Queries, keys and values one behind the other as columns of one matrix (GPT-2).
 FUSED_QKV = Transform(
     lambda x, m: [_matrix_t(torch.cat(_split_qkv(x, m)))],
-    lambda parts, m: _join_qkv(_matrix_t(parts[0]).split(_heads(m)), m),
+    lambda foreign, m: _join_qkv(_matrix_t(foreign[0]).split(_heads(m)), m),
 )
 # The same as rows (Phi-3).
 FUSED_QKV_ROWS = Transform(
     lambda x, m: [torch.cat(_split_qkv(x, m))],
-    lambda parts, m: _join_qkv(parts[0].split(_heads(m)), m),
+    lambda foreign, m: _join_qkv(foreign[0].split(_heads(m)), m),
 )
-GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
+GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda foreign, m: torch.stack(list(foreign)))
 # Gate and up matrix one behind the other as rows of one matrix.
 FUSED_GATE_UP = Transform(
-    lambda x, m: [x.flatten(0, 1)], lambda parts, m: parts[0].unflatten(0, (2, -1))
+    lambda x, m: [x.flatten(0, 1)], lambda foreign, m: foreign[0].unflatten(0, (2, -1))
 )
 # Experts, which have tensors of their own on the other side: one by one, as gate and up by turns.
-EXPERTS = Transform(lambda x, m: list(x.unbind(0)), lambda parts, m: torch.stack(list(parts)))
+EXPERTS = Transform(lambda x, m: list(x.unbind(0)), lambda foreign, m: torch.stack(list(foreign)))
 EXPERTS_GATE_UP = Transform(
     lambda x, m: list(x.flatten(0, 1).unbind(0)),
-    lambda parts, m: torch.stack(list(parts)).unflatten(0, (-1, 2)),
+    lambda foreign, m: torch.stack(list(foreign)).unflatten(0, (-1, 2)),
 )
 
 Names = Mapping[str, tuple[tuple[str, ...], Transform]]
@@ -96,7 +96,7 @@ class Link:
 
     def their_shapes(self) -> list[Shape]:
         """Shapes of the other side's tensors."""
-        return [tuple(part.shape) for part in self.split(torch.empty(self.shape, device="meta"))]
+        return [tuple(block.shape) for block in self.split(torch.empty(self.shape, device="meta"))]
 
     def split(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Our tensor -> the other side's."""

@@ -13,7 +13,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from megatron.arguments import OtherFlags, flags_of
+from megatron.arguments import ForeignFlags, flags_of
 from megatron.config import command_line
 from megatron.config.model import ModelConfig
 from megatron.features.registry import RunConfig
@@ -156,7 +156,7 @@ _OF_EXPERTS = names_of(
     "use_tutel"
 )
 # Flags of ours that an export cannot express.
-_NOT_THEIRS = (
+_NOT_IN_MEGATRON = (
     *("use_parallel_residual", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
     *("no_pre_layernorm", "xielu", "qk_layernorm_all_heads"),
@@ -214,7 +214,7 @@ def legacy_path(native_name: str) -> tuple[str, ...]:
         return "language_model", "embedding", *tail.split(".")
     if head == "output_layer":
         return "language_model", "output_layer", tail
-    for our_part, their_part in (
+    for our_word, their_word in (
         (".linear_qkv.", ".query_key_value."),
         (".linear_proj.", ".dense."),
         (".linear_fc1.", ".dense_h_to_4h."),
@@ -223,7 +223,7 @@ def legacy_path(native_name: str) -> tuple[str, ...]:
         (".input_layernorm.", ".input_norm."),
         ("final_layernorm.", "final_norm."),
     ):
-        tail = tail.replace(our_part, their_part)
+        tail = tail.replace(our_word, their_word)
     if "q_layernorm" in tail or "k_layernorm" in tail:
         raise ConversionError(
             f"{native_name}: the older model has no norms of queries and keys; give --model core"
@@ -335,12 +335,12 @@ def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> 
 
 
 def _harmless(name: str, value: Any) -> bool:
-    return _others().changes_nothing(name, value) or _HARMLESS.fullmatch(name) is not None
+    return _foreign_flags().changes_nothing(name, value) or _HARMLESS.fullmatch(name) is not None
 
 
 @functools.cache
-def _others() -> OtherFlags:
-    return command_line.other_flags(RunConfig)
+def _foreign_flags() -> ForeignFlags:
+    return command_line.foreign_flags(RunConfig)
 
 
 def _convert(flags: dict[str, Any], source: str) -> list[str]:
@@ -382,7 +382,7 @@ def args_for(
         )
     problems += [
         f"--{name.replace('_', '-')}: models with it are not converted"
-        for name in _NOT_THEIRS
+        for name in _NOT_IN_MEGATRON
         if getattr(model, name) != getattr(ModelConfig(), name)
     ]
     if model.geglu:

@@ -172,7 +172,7 @@ class NativeCheckpoint:
         )
         return [
             PendingTensor(
-                name, self.reader.dtype(link.native_name), shape, _Part(self, link, index)
+                name, self.reader.dtype(link.native_name), shape, _LinkTensor(self, link, index)
             )
             for link in links
             for index, (name, shape) in enumerate(
@@ -192,7 +192,7 @@ class NativeCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _LinkTensor:
     """Makes one of a link's tensors."""
 
     native: NativeCheckpoint

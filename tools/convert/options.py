@@ -53,7 +53,7 @@ def family_names() -> tuple[str, ...]:
     )
 
 
-def place(word: str) -> Path | str:
+def path_or_url(word: str) -> Path | str:
     """A path, or the URL of an object store."""
     return word if is_url(word) else Path(word)
 
@@ -69,7 +69,7 @@ def local(word: str) -> Path:
 
 def path_of(metavar: str, text: str, parse: Any = local) -> Any:
     """A positional path."""
-    return arg(place="positional", metavar=metavar, parse=parse, help=text)
+    return arg(position="positional", metavar=metavar, parse=parse, help=text)
 
 
 def step_option() -> Any:

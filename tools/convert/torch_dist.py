@@ -45,7 +45,7 @@ _HALVES = {"_w": 0, "_v": 1}  # gate and up, as tensors of their own
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredSlice:
     """All of a stored tensor, or what it holds at an index of its first dim."""
 
     tensor: StoredTensor
@@ -65,8 +65,8 @@ class Piece:
 
 
 # of one of our tensors: expert, or -1 for all, and half of a gated matrix, or -1 for both
-Part = tuple[int, int]
-Parts = dict[str, dict[Part, Piece]]
+ExpertHalf = tuple[int, int]
+Slices = dict[str, dict[ExpertHalf, StoredSlice]]
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class _Merged:
     """Makes one of our tensors of its pieces, which are in order."""
 
     shape: tuple[int, ...]
-    pieces: Sequence[Piece]
+    slices: Sequence[StoredSlice]
 
     def __call__(self) -> torch.Tensor:
-        flat = torch.empty(prod(self.shape), dtype=self.pieces[0].tensor.dtype)
+        flat = torch.empty(prod(self.shape), dtype=self.slices[0].tensor.dtype)
         start = 0
-        for piece in self.pieces:
-            size = prod(piece.shape)
-            flat[start : start + size] = piece.read().flatten()
+        for stored_slice in self.slices:
+            size = prod(stored_slice.shape)
+            flat[start : start + size] = stored_slice.read().flatten()
             start += size
         return flat.view(self.shape)
 
@@ -103,9 +103,9 @@ class TorchDistCheckpoint:
         self._common = unpickler.read(source / COMMON)
         args = self._common.values.get("args")
         self.args: dict[str, Any] = args if isinstance(args, dict) else {}
-        self.parts: Parts = {}
+        self.slices: Slices = {}
         self._optimizer = optimizer
-        self._states: dict[str, Parts] = {}
+        self._states: dict[str, Slices] = {}
         index = unpickler.index(source)
         self._objects = index["objects"]
         self._buffers = FlatBuffers(source, self.args)
@@ -114,7 +114,7 @@ class TorchDistCheckpoint:
             if name.startswith(("rng_state", "rerun_state_machine")):
                 continue
             if not _OPTIMIZER.match(name):
-                self._sort(self._tensor(name, entry), name, self.parts)
+                self._sort(self._tensor(name, entry), name, self.slices)
             elif optimizer:
                 self._has_optimizer = True
                 self._sort_optimizer(self._tensor(name, entry))
@@ -187,8 +187,8 @@ class TorchDistCheckpoint:
         """Note a tensor of the optimizer. Raises ConversionError for one that is not Adam's."""
         by_name = BY_NAME.fullmatch(tensor.name)
         if by_name and by_name[1] in KINDS:
-            parts = self._states.setdefault(KINDS[by_name[1]], {})
-            self._sort(tensor, by_name[2], parts)
+            slices = self._states.setdefault(KINDS[by_name[1]], {})
+            self._sort(tensor, by_name[2], slices)
             return
         flat = BUFFER.fullmatch(tensor.name)
         if not flat:
@@ -219,24 +219,24 @@ class TorchDistCheckpoint:
             raise ConversionError(f"{self.source}: {name}: {wrong}")
         return tensor
 
-    def _sort(self, tensor: StoredTensor, megatron_name: str, table: Parts) -> None:
-        """Note in `found` which of our tensors it is a part of."""
+    def _sort(self, tensor: StoredTensor, megatron_name: str, table: Slices) -> None:
+        """Note in `table` which of our tensors it is a part of."""
 
-        def add(name: str, part: Part, piece: Piece) -> None:
-            parts = table.setdefault(name, {})
-            if part in parts:
+        def add(name: str, expert_half: ExpertHalf, stored_slice: StoredSlice) -> None:
+            slices = table.setdefault(name, {})
+            if expert_half in slices:
                 raise ConversionError(
-                    f"{self.source}: both {parts[part].tensor.name} and {piece.tensor.name} are "
-                    f"{name}"
+                    f"{self.source}: both {slices[expert_half].tensor.name} and "
+                    f"{stored_slice.tensor.name} are {name}"
                 )
-            parts[part] = piece
+            slices[expert_half] = stored_slice
 
         name = our_name(megatron_name)
         if name is None:
             return
         layer = _LAYER.fullmatch(name)
         if not layer:
-            add(name, (-1, -1), Piece(tensor))
+            add(name, (-1, -1), StoredSlice(tensor))
             return
         tail = layer[2]
         half = _HALVES.get(tail[-2:], -1) if re.fullmatch(r".+\.(weight|bias)_[wv]", tail) else -1
@@ -248,34 +248,34 @@ class TorchDistCheckpoint:
             tail = f"mlp.experts.{experts[2]}"
             expert = -1 if experts[1] is None else int(experts[1])
         if layer[1] is not None:
-            add(f"decoder.layers.{int(layer[1])}.{tail}", (expert, half), Piece(tensor))
+            add(f"decoder.layers.{int(layer[1])}.{tail}", (expert, half), StoredSlice(tensor))
             return
         if not tensor.shape or not tensor.shape[0]:
-            add(name, (-1, -1), Piece(tensor))
+            add(name, (-1, -1), StoredSlice(tensor))
             return
         for number in range(tensor.shape[0]):
-            add(f"decoder.layers.{number}.{tail}", (expert, half), Piece(tensor, number))
+            add(f"decoder.layers.{number}.{tail}", (expert, half), StoredSlice(tensor, number))
 
     def vocabulary_rows(self) -> int:
         """Rows of the word embedding, with padding."""
-        parts = self.parts.get(WORD_EMBEDDING)
-        if not parts:
+        slices = self.slices.get(WORD_EMBEDDING)
+        if not slices:
             raise ConversionError(f"{self.source}: {WORD_EMBEDDING} is missing")
-        shape = parts[-1, -1].shape
+        shape = slices[-1, -1].shape
         return shape[0] if shape else 0
 
     def weights(
         self, table: Mapping[str, ParameterSpec], model: ModelConfig
     ) -> list[PendingTensor]:
         """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
-        return self._incoming(self.parts, table, model)
+        return self._incoming(self.slices, table, model)
 
     def _incoming(
-        self, stored: Parts, table: Mapping[str, ParameterSpec], model: ModelConfig
+        self, stored: Slices, table: Mapping[str, ParameterSpec], model: ModelConfig
     ) -> list[PendingTensor]:
         lines = [
-            f"{next(iter(parts.values())).tensor.name} is not a part of this model"
-            for name, parts in stored.items()
+            f"{next(iter(slices.values())).tensor.name} is not a part of this model"
+            for name, slices in stored.items()
             if name not in table
         ]
         weights = []
@@ -284,9 +284,9 @@ class TorchDistCheckpoint:
             if wrong:
                 lines.append(wrong)
                 continue
-            pieces = [piece for _, piece in sorted(stored[name].items())]
-            merged = _Merged(spec.shape, pieces)
-            weights.append(PendingTensor(name, pieces[0].tensor.dtype, spec.shape, merged))
+            made_of = [stored_slice for _, stored_slice in sorted(stored[name].items())]
+            merged = _Merged(spec.shape, made_of)
+            weights.append(PendingTensor(name, made_of[0].tensor.dtype, spec.shape, merged))
         if lines:
             further = [f"{self.source}: and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
             raise ConversionError(
@@ -295,15 +295,17 @@ class TorchDistCheckpoint:
         return weights
 
 
-def _problem(spec: ParameterSpec, parts: Mapping[Part, Piece], model: ModelConfig) -> str | None:
+def _problem(
+    spec: ParameterSpec, slices: Mapping[ExpertHalf, StoredSlice], model: ModelConfig
+) -> str | None:
     """Why a tensor of ours cannot be made, or None."""
-    if not parts:
+    if not slices:
         return f"{spec.name} is missing"
-    experts = range(spec.shape[0]) if any(expert >= 0 for expert, _ in parts) else (-1,)
+    experts = range(spec.shape[0]) if any(expert >= 0 for expert, _ in slices) else (-1,)
     gated = model.gated and ".linear_fc1." in spec.name
-    halves = (0, 1) if any(half >= 0 for _, half in parts) else (-1,)
+    halves = (0, 1) if any(half >= 0 for _, half in slices) else (-1,)
     want = [(expert, half) for expert in experts for half in halves]
-    if sorted(parts) != want or (halves != (-1,) and not gated):
+    if sorted(slices) != want or (halves != (-1,) and not gated):
         return f"{spec.name}: its experts or halves are not complete, or are there twice"
     lead = spec.shape[:1] if ".mlp.experts." in spec.name else ()
     shape = spec.shape[len(lead) :]
@@ -311,13 +313,13 @@ def _problem(spec: ParameterSpec, parts: Mapping[Part, Piece], model: ModelConfi
         shape = (shape[0] * shape[1] // len(halves), *shape[2:])
     if experts == (-1,):
         shape = (*lead, *shape)
-    for piece in parts.values():
-        if piece.shape != shape:
+    for stored_slice in slices.values():
+        if stored_slice.shape != shape:
             return (
-                f"{piece.tensor.name} has shape {list(piece.tensor.shape)}, of which "
-                f"{list(piece.shape)} should be {list(shape)} by its arguments"
+                f"{stored_slice.tensor.name} has shape {list(stored_slice.tensor.shape)}, of which "
+                f"{list(stored_slice.shape)} should be {list(shape)} by its arguments"
             )
-    dtypes = {piece.tensor.dtype for piece in parts.values()}
+    dtypes = {stored_slice.tensor.dtype for stored_slice in slices.values()}
     if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
         return f"{spec.name} is {', '.join(sorted(map(str, dtypes)))}, should be one format"
     return None

@@ -28,7 +28,7 @@ _FUSED_INPUT = (r"^input_layernorm\.", "self_attention.linear_qkv.layer_norm_")
 _FUSED_MLP = (r"^pre_mlp_layernorm\.", "mlp.linear_fc1.layer_norm_")
 _EXPERTS = (r"^mlp\.experts\.", "mlp.experts.experts.")
 _MATRICES = ("linear_fc1", "linear_fc2")
-Part = tuple[ParameterSpec, torch.dtype, tuple[int, ...], Callable[[], torch.Tensor]]
+Exported = tuple[ParameterSpec, torch.dtype, tuple[int, ...], Callable[[], torch.Tensor]]
 
 
 def _renamed(model: ModelConfig, impl: str) -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def _renamed(model: ModelConfig, impl: str) -> list[tuple[str, str]]:
     return [_FUSED_INPUT, _EXPERTS] + [_FUSED_MLP] * (not alone)
 
 
-def _place(
+def _location(
     spec: ParameterSpec, shape: Sequence[int], layers: int, renamed: Sequence[tuple[str, str]]
 ) -> tuple[str, list, list, list]:
     """(key, shape, offsets, sizes) of a tensor of ours, which is all of theirs or its part of one
@@ -73,19 +73,19 @@ def _extra_states(model: ModelConfig) -> list[str]:
 
 def write_torch_dist(
     folder: Path,
-    parts: Sequence[Part],
+    exported: Sequence[Exported],
     model: ModelConfig,
     args: dict[str, Any],
     unpickler: Unpickler,
 ) -> None:
-    """Write a checkpoint's folder: `parts` are (ours, dtype, their shape, a function that
+    """Write a checkpoint's folder: `exported` are (ours, dtype, their shape, a function that
     makes it); the arguments say whose layers will load it."""
     renamed = _renamed(model, args["transformer_impl"])
     tensors: dict[str, Any] = {}
     entries = []
-    for spec, dtype, shape, make in parts:
-        key, whole, offsets, sizes = _place(spec, shape, model.num_layers, renamed)
-        entry = tensors.setdefault(key, {"shape": whole, "chunks": []})
+    for spec, dtype, shape, make in exported:
+        key, full_shape, offsets, sizes = _location(spec, shape, model.num_layers, renamed)
+        entry = tensors.setdefault(key, {"shape": full_shape, "chunks": []})
         entry["chunks"].append({"name": spec.name, "offsets": offsets, "sizes": sizes})
         entries.append(Entry(spec.name, dtype, tuple(shape), make))
     values = {"checkpoint_version": 3.0, "iteration": 0}

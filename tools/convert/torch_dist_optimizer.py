@@ -78,11 +78,11 @@ class Joined:
     def __call__(self) -> torch.Tensor:
         shape = self.spec.local_shape({"tp": len(self.spans)})
         dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
-        parts = [
+        slices = [
             span.buffer.read(((span.start, span.stop),)).view(shape)
             for span in (self.spans if dims else self.spans[:1])
         ]
-        return torch.cat(parts, dim=dims[0]) if dims else parts[0]
+        return torch.cat(slices, dim=dims[0]) if dims else slices[0]
 
 
 Buffers = dict[str, dict[tuple[int, int], dict[int, StoredTensor]]]
@@ -118,11 +118,11 @@ class FlatBuffers:
         if model.num_experts:
             raise self._wrong("buffers of models with experts are not read")
         tp, pp = (self._size(f"{word}_model_parallel_size") for word in ("tensor", "pipeline"))
-        places = set(self.by_kind.get("fp32_param", {}))
-        buffers = 1 + max((buffer for _, buffer in places), default=-1)
+        keys = set(self.by_kind.get("fp32_param", {}))
+        buffers = 1 + max((buffer for _, buffer in keys), default=-1)
         want = {(group, buffer) for group in range(tp * pp) for buffer in range(buffers)}
         kinds = ("fp32_param", "exp_avg", "exp_avg_sq")
-        if not places or any(self.by_kind.get(kind, {}).keys() != want for kind in kinds):
+        if not keys or any(self.by_kind.get(kind, {}).keys() != want for kind in kinds):
             raise self._wrong(f"its buffers are not those of {tp} tensor x {pp} pipeline ranks")
         if model.num_layers % (pp * buffers):
             raise self._wrong(f"{model.num_layers} layers on {pp} stages are not read")

@@ -140,8 +140,8 @@ class Unpickler:
     ) -> None:
         """Write the tensors of a torch.distributed.checkpoint folder; `table` as in `finish` there.
         A tensor goes to the process by memory, and is written there while the next one is made."""
-        places, index = self._names()
-        places.touch()
+        locations, index = self._names()
+        locations.touch()
         sizes = {
             chunk["name"]: chunk["sizes"]
             for tensor in table["tensors"].values()
@@ -161,12 +161,12 @@ class Unpickler:
                     entry.key,
                     DTYPE_NAMES[entry.dtype],
                     json.dumps(sizes[entry.key]),
-                    places,
+                    locations,
                     folder,
                 )
             if entries:
                 self._check(folder)
-            self._ask(folder, "finish", places, index, folder)
+            self._ask(folder, "finish", locations, index, folder)
         finally:
             for memory, _ in memories:
                 os.close(memory)

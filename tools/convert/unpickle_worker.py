@@ -505,8 +505,8 @@ def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str
         size == 1 or step == want
         for size, step, want in zip(shape, tensor.stride, steps, strict=True)
     )
-    whole = tensor.offset == 0 and tensor.storage.numel == prod(shape)
-    if shape != sizes or str(tensor.storage.dtype) != dtype or not plain or not whole:
+    fills_storage = tensor.offset == 0 and tensor.storage.numel == prod(shape)
+    if shape != sizes or str(tensor.storage.dtype) != dtype or not plain or not fills_storage:
         raise Refused(
             f"has {tensor.storage.dtype} of shape {shape}; {METADATA} says {dtype} of shape {sizes}"
         )
@@ -515,10 +515,10 @@ def _chunk(folder: Path, files: dict[str, BinaryIO], info: Namespace, dtype: str
 
 
 def _object(
-    folder: Path, files: dict[str, BinaryIO], name: str, places: Mapping[Any, Namespace]
+    folder: Path, files: dict[str, BinaryIO], name: str, locations: Mapping[Any, Namespace]
 ) -> Any:
     """The plain values of a stored object."""
-    info = places.get((name, None))
+    info = locations.get((name, None))
     if info is None:
         raise Refused(f"{METADATA} does not say where {name} is")
     try:
@@ -536,13 +536,13 @@ def index(folder: Path, target: Path) -> None:
     if len(data) > MAX_PICKLE_BYTES:
         raise Refused(f"{METADATA} has more than {MAX_PICKLE_BYTES} bytes")
     metadata = unpickle(data)
-    places = {}
+    locations = {}
     for key, info in _dict_of(metadata, "storage_data").items():
         if not isinstance(key, Namespace) or not isinstance(info, Namespace):
             raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
         offset = key.values.get("offset")
         fqn = key.values.get("fqn")
-        places[str(fqn), None if offset is None else tuple(_numbers(offset))] = info
+        locations[str(fqn), None if offset is None else tuple(_numbers(offset))] = info
     tensors: dict[str, Any] = {}
     objects = {}
     files: dict[str, BinaryIO] = {}
@@ -551,13 +551,13 @@ def index(folder: Path, target: Path) -> None:
             raise Refused(f"{METADATA} is not the metadata of torch.distributed.checkpoint")
         if isinstance(entry, Object):
             is_state = _OPTIMIZER.fullmatch(name)
-            objects[name] = _object(folder, files, name, places) if is_state else None
+            objects[name] = _object(folder, files, name, locations) if is_state else None
             continue
         dtype = str(getattr(entry.values.get("properties"), "dtype", None))
         chunks = []
         for chunk in entry.values.get("chunks", ()):
             offsets, sizes = (_numbers(chunk.values.get(word)) for word in ("offsets", "sizes"))
-            info = places.get((name, tuple(offsets)))
+            info = locations.get((name, tuple(offsets)))
             if info is None:
                 raise Refused(f"{METADATA} does not say where {name} at {offsets} is")
             try:
@@ -594,9 +594,9 @@ def write(tensors: Path, values: Path, target: Path) -> None:
     _save(root, target)
 
 
-def append(memory: str, name: str, dtype: str, sizes: str, places: str, folder: str) -> None:
+def append(memory: str, name: str, dtype: str, sizes: str, locations: str, folder: str) -> None:
     """Add a tensor to the data of a torch.distributed.checkpoint folder: its bytes are the first
-    ones in the file `memory`. Where it is becomes a line of `places`."""
+    ones in the file `memory`. Where it is becomes a line of `locations`."""
     shape = json.loads(sizes)
     length = prod(shape) * DTYPES[dtype].itemsize
     with open(memory, "rb") as file, open(Path(folder) / _DATA, "ab") as data:
@@ -608,19 +608,19 @@ def append(memory: str, name: str, dtype: str, sizes: str, places: str, folder: 
         start = data.tell()
         _save(value, data)
         location = {"dtype": dtype, "start": start, "length": data.tell() - start}
-    with open(places, "a", encoding="utf-8") as lines:
+    with open(locations, "a", encoding="utf-8") as lines:
         lines.write(json.dumps({"name": name, **location}) + "\n")
 
 
-def finish(places: Path, index: Path, folder: Path) -> None:
+def finish(locations: Path, index: Path, folder: Path) -> None:
     """Write .metadata, and the objects, of a folder whose tensors were appended. index: {"tensors":
-    {key: {"shape", "chunks": [{"name" in `places`, "offsets", "sizes"}]}}, "objects": [key]};
+    {key: {"shape", "chunks": [{"name" in `locations`, "offsets", "sizes"}]}}, "objects": [key]};
     objects are empty."""
     from torch.distributed.checkpoint import metadata as dcp  # noqa: TID251
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: TID251
 
     table = read_json(index)
-    lines = map(json.loads, read_text(places).splitlines())
+    lines = map(json.loads, read_text(locations).splitlines())
     by_name = {line["name"]: line for line in lines}
     entries: dict[str, Any] = {}
     storage = {}

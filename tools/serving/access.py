@@ -43,7 +43,7 @@ class Access:
             return
         host = request.headers.get("host")
         origin = request.headers.get("origin")
-        if self.local and host is not None and not self._ours(host):
+        if self.local and host is not None and not self._is_own_host(host):
             raise ApiError(
                 403,
                 f"Host {host[:100]}: without --api-key the server answers to localhost, loopback "
@@ -60,7 +60,7 @@ class Access:
                     code="origin_not_allowed",
                 )
 
-    def _ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         name = name_of(host)
         return name == self.host.lower() or is_loopback(name)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.inference.engine import NewToken
-from tools.serving.worker import TextPiece
+from tools.serving.worker import TextChunk
 
 Detokenize = Callable[[list[int]], str]
 
@@ -24,12 +24,12 @@ class Answer:
     tokens: list[NewToken] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, piece: TextPiece) -> None:
+    def add(self, chunk: TextChunk) -> None:
         """Take what one step brought."""
-        self.text += piece.text
-        if piece.token is not None:
-            self.tokens.append(piece.token)
-        self.finish_reason = piece.finish_reason
+        self.text += chunk.text
+        if chunk.token is not None:
+            self.tokens.append(chunk.token)
+        self.finish_reason = chunk.finish_reason
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Form:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: list[Answer], prompt_tokens: int) -> dict[str, Any]:
+    def complete(self, answers: list[Answer], prompt_tokens: int) -> dict[str, Any]:
         """The answer of a request that is not streamed."""
         choices = [
             self._choice(number, answer.text, answer.tokens, answer.finish_reason, False)

@@ -38,7 +38,7 @@ from tools.serving.schemas import (
     parse,
     read_json,
 )
-from tools.serving.worker import Job, QueueFull, TextPiece, Worker
+from tools.serving.worker import Job, QueueFull, TextChunk, Worker
 
 PAGE = Path(__file__).with_name("chat.html")
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions
@@ -156,8 +156,8 @@ async def _body(request: Request, served: Served) -> dict[str, Any]:
     served.access.check_key(request)
     check_content_type(request)
     data = bytearray()
-    async for part in request.stream():
-        data += part
+    async for received in request.stream():
+        data += received
         if len(data) > served.limits.body_bytes:
             limit = served.limits.body_bytes
             raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
@@ -177,7 +177,7 @@ def _check_count(served: Served, n: object, prompt: object = None) -> None:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompts = len(prompt)
     each = n if isinstance(n, int) and 1 <= n <= MOST_ANSWERS else 1
-    most = served.worker.places
+    most = served.worker.capacity
     if prompts * each > most:
         raise ApiError(
             413,
@@ -221,13 +221,13 @@ async def _answer(
     requests = _requests(served, body, prompts)
     chat = isinstance(body, ChatBody)
     stop = [*body.stop_strings, *(served.chat.stop if chat else ())]
-    pieces: asyncio.Queue[tuple[int, TextPiece]] = asyncio.Queue()
+    chunks: asyncio.Queue[tuple[int, TextChunk]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def emitter(number: int) -> Any:
-        def emit(piece: TextPiece) -> None:
+        def emit(chunk: TextChunk) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                loop.call_soon_threadsafe(pieces.put_nowait, (number, piece))
+                loop.call_soon_threadsafe(chunks.put_nowait, (number, chunk))
 
         return emit
 
@@ -248,12 +248,12 @@ async def _answer(
         echo = [detokenize(each.prompt) for each in requests]
     if body.stream:
         usage = body.stream_options is not None and body.stream_options.include_usage
-        lines = _stream(served.worker, jobs, pieces, form, echo, count if usage else None)
+        lines = _stream(served.worker, jobs, chunks, form, echo, count if usage else None)
         return StreamingResponse(lines, media_type="text/event-stream")
     answers = [Answer(text) for text in echo] or [Answer() for _ in jobs]
-    await _collect(request, served.worker, jobs, pieces, answers)
+    await _collect(request, served.worker, jobs, chunks, answers)
     # in a thread, as log-probabilities make it long
-    return await asyncio.to_thread(lambda: JSONResponse(form.whole(answers, count)))
+    return await asyncio.to_thread(lambda: JSONResponse(form.complete(answers, count)))
 
 
 def _requests(
@@ -300,7 +300,7 @@ async def _collect(
     request: Request,
     worker: Worker,
     jobs: list[Job],
-    pieces: asyncio.Queue[tuple[int, TextPiece]],
+    chunks: asyncio.Queue[tuple[int, TextChunk]],
     answers: list[Answer],
 ) -> None:
     """Wait until every answer is finished, or its client has gone. Raises ApiError."""
@@ -308,15 +308,15 @@ async def _collect(
     try:
         unfinished = len(jobs)
         while unfinished:
-            following = asyncio.create_task(pieces.get())
+            following = asyncio.create_task(chunks.get())
             await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not following.done():
                 following.cancel()
                 raise ApiError(499, "the client has closed the connection")
-            number, piece = following.result()
-            _check_piece(piece)
-            answers[number].add(piece)
-            unfinished -= piece.finish_reason is not None
+            number, chunk = following.result()
+            _check_chunk(chunk)
+            answers[number].add(chunk)
+            unfinished -= chunk.finish_reason is not None
     finally:
         gone.cancel()
         worker.cancel(jobs)
@@ -328,15 +328,15 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _check_piece(piece: TextPiece) -> None:
-    if piece.finish_reason == "error":
+def _check_chunk(chunk: TextChunk) -> None:
+    if chunk.finish_reason == "error":
         raise ApiError(500, "the model failed; see the server's log", "server_error")
 
 
 async def _stream(
     worker: Worker,
     jobs: list[Job],
-    pieces: asyncio.Queue[tuple[int, TextPiece]],
+    chunks: asyncio.Queue[tuple[int, TextChunk]],
     form: Form,
     echo: list[str],
     prompt_tokens: int | None,
@@ -353,14 +353,14 @@ async def _stream(
         count = 0
         unfinished = len(jobs)
         while unfinished:
-            number, piece = await pieces.get()
-            _check_piece(piece)
-            if piece.token is not None:
-                held[number].append(piece.token)
+            number, chunk = await chunks.get()
+            _check_chunk(chunk)
+            if chunk.token is not None:
+                held[number].append(chunk.token)
                 count += 1
-            unfinished -= piece.finish_reason is not None
-            if piece.text or piece.finish_reason:
-                yield _event(form.chunk(number, piece.text, held[number], piece.finish_reason))
+            unfinished -= chunk.finish_reason is not None
+            if chunk.text or chunk.finish_reason:
+                yield _event(form.chunk(number, chunk.text, held[number], chunk.finish_reason))
                 held[number] = []
         if prompt_tokens is not None:
             yield _event(form.last(prompt_tokens, count))

@@ -28,11 +28,11 @@ class Connections:
     warned: bool = False
 
 
-def most_connections(places: int) -> int:
+def most_connections(capacity: int) -> int:
     """Where the server takes so many answers. The other half of the file descriptors that
     `ulimit -n` allows is for the rest of the process and for connections that come in one burst."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = places + SPARE
+    most = capacity + SPARE
     return most if soft == resource.RLIM_INFINITY else max(1, min(most, soft // 2))
 
 

@@ -20,7 +20,7 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True)
-class TextPiece:
+class TextChunk:
     """What one step added to an answer: text that can be shown, the token (with log-probabilities
     if asked for), and in the last one why it ended: "stop", "length" or "error"."""
 
@@ -35,7 +35,7 @@ class Job:
 
     request: Request
     stop: Sequence[str]
-    emit: Callable[[TextPiece], None]
+    emit: Callable[[TextChunk], None]
     stream: TextStream | None = None
     generation: Generation | None = None
     cancelled: bool = False
@@ -70,7 +70,7 @@ class Worker:
         self._thread.start()
 
     @property
-    def places(self) -> int:
+    def capacity(self) -> int:
         """Jobs that can be decoded or wait at the same time."""
         return self.engine.rows + self._queue_limit
 
@@ -89,7 +89,7 @@ class Worker:
         with self._changed:
             if self.failed or self._closing:
                 raise RuntimeError("the model's thread has ended")
-            if len(self._waiting) + len(self._running) + len(jobs) > self.places:
+            if len(self._waiting) + len(self._running) + len(jobs) > self.capacity:
                 self.counters.rejected += 1
                 raise QueueFull
             self._waiting.extend(jobs)
@@ -123,7 +123,7 @@ class Worker:
                 self._waiting.clear()
                 self._running.clear()
             for job in unfinished:
-                job.emit(TextPiece("", None, "error"))
+                job.emit(TextChunk("", None, "error"))
 
     def _admit(self) -> bool:
         """Free the rows of cancelled jobs and give free rows to waiting ones; waits while there is
@@ -171,4 +171,4 @@ class Worker:
             with self._changed:
                 del self._running[id(generation)]
             self.counters.finished += 1
-        job.emit(TextPiece(text, token, reason))
+        job.emit(TextChunk(text, token, reason))

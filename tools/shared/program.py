@@ -100,7 +100,7 @@ class Command:
     summary: str
     options: type
     run: Callable[[Any], int]
-    check: Callable[[Any], list[str]] = lambda given: []
+    check: Callable[[Any], list[str]] = lambda checked: []
 
 
 def run_command(

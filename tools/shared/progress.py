@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 SECONDS = 5.0  # between two lines
 COLUMNS = 100  # of a line
@@ -61,16 +61,16 @@ class Progress:
             sys.stderr.flush()
 
 
-def counted(make: Callable[[], Made], size: int, progress: Progress) -> Callable[[], Made]:
+def counted(make: Callable[[], Result], size: int, progress: Progress) -> Callable[[], Result]:
     """`make`, which makes `size` bytes of a file, telling `progress` when it is called."""
 
-    def made() -> Made:
-        items = make()
+    def counting() -> Result:
+        result = make()
         progress.shift += size
         progress.update(0, f"{progress.shift / 1e9:.2f} of {progress.total / 1e9:.2f} GB")
-        return items
+        return result
 
-    return made
+    return counting
 
 
 def clock(seconds: float) -> str:

@@ -21,7 +21,7 @@ from megatron.data.ledger import MASK, sample_hash, tokens_hash
 from megatron.data.object_storage.url_names import with_urls
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.request import Before, DataRequest
-from megatron.data.sample_lookup import Dataset, Piece
+from megatron.data.sample_lookup import Dataset, TokenSpan
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
@@ -62,10 +62,10 @@ class Reading:
         """What a data set of the run is called: one in an object store by its URL."""
         return with_urls(prefix, self.config.data)
 
-    def pieces_of(self, sample: int) -> list[Piece]:
+    def spans_of(self, sample: int) -> list[TokenSpan]:
         """Where the tokens of a sample are stored; the prefixes are as of `name_of`."""
-        pieces = self.dataset.pieces_of(sample)
-        return [replace(piece, prefix=self.name_of(piece.prefix)) for piece in pieces]
+        spans = self.dataset.spans_of(sample)
+        return [replace(span, prefix=self.name_of(span.prefix)) for span in spans]
 
     def first_sample(self, iteration: int) -> int:
         """Samples consumed before an iteration."""
@@ -150,7 +150,7 @@ def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges
     lines, _ = skip_log.read(folder.parent)
     lines = lines or [line for line in state["skips"] if isinstance(line, str)]
     records = skip_log.parse(lines, str(folder))
-    to_come = typed.joined(span for record in records for span in record.parts.ranges).ranges
+    to_come = typed.joined(span for record in records for span in record.iterations.ranges).ranges
     done = state["iteration"]
     past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
     return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)

@@ -13,13 +13,13 @@ class RunOptions:
 
     run: str | None = arg(
         None,
-        place="positional",
+        position="positional",
         metavar="RUN",
         help="run directory (--save), or an iter_XXXXXXX in it",
     )
     flags: tuple[str, ...] | None = arg(
         None,
-        place="after --",
+        position="after --",
         metavar="-- FLAGS",
         help="in place of RUN: flags of pretrain_gpt.py",
     )

@@ -12,7 +12,7 @@ from megatron import program
 from megatron.config.script import ExtraArgsProvider, Script
 
 
-class _Given(BaseException):
+class _Called(BaseException):
     """The script has called pretrain."""
 
     def __init__(self, script: Script):
@@ -30,7 +30,7 @@ def _pretrain(  # in place of `program._pretrain`, which gets scripts of 2024 an
     args_defaults: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> None:
-    raise _Given(
+    raise _Called(
         Script(
             forward_step_func,
             program.extra_arguments(extra_args_provider, args_defaults),
@@ -51,14 +51,18 @@ def _parse(*_: Any, **__: Any) -> None:
 def script_of(path: str) -> Script:
     """Run a script as far as its call of `pretrain`; what it gives to it. Raises ValueError where
     it fails before, or does not call it."""
-    real, words, places = (program._pretrain, program.parse_and_validate_args), sys.argv, sys.path
+    real, words, search_path = (
+        (program._pretrain, program.parse_and_validate_args),
+        sys.argv,
+        sys.path,
+    )
     sys.argv = [path]
     sys.path = [str(Path(path).resolve().parent), *sys.path]
     program._pretrain, program.parse_and_validate_args = _pretrain, _parse
     try:
         runpy.run_path(path, run_name="__main__")
-    except _Given as given:
-        return given.script
+    except _Called as call:
+        return call.script
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"--script {path}: {type(error).__name__}: {error} [script-fails]"
@@ -67,7 +71,7 @@ def script_of(path: str) -> Script:
         (program._pretrain, program.parse_and_validate_args), sys.argv, sys.path = (
             real,
             words,
-            places,
+            search_path,
         )
     raise ValueError(
         f"--script {path}: does not call megatron.training.pretrain; give the script that trained "

@@ -25,7 +25,7 @@ class ModelOptions:
     """Flags that name a trained model."""
 
     checkpoint: str = arg(
-        place="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
+        position="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
     )
     ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
     tokenizer_type: str | None = arg(

@@ -24,9 +24,13 @@ def sizes_that_fit(f: Facts, replica_ranks: int) -> list[int]:
         copies = f.world_size // replica_ranks
         fit = [n * replica_ranks for n in range(max(1, copies - 1), copies + 2)]
     else:
-        pieces = batch // micro
-        small = [n for n in range(1, min(math.isqrt(pieces), MOST_COPIES) + 1) if pieces % n == 0]
-        fit = sorted({size * replica_ranks for n in small for size in (n, pieces // n)})
+        micro_batches = batch // micro
+        small = [
+            n
+            for n in range(1, min(math.isqrt(micro_batches), MOST_COPIES) + 1)
+            if micro_batches % n == 0
+        ]
+        fit = sorted({size * replica_ranks for n in small for size in (n, micro_batches // n)})
     return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
 
 

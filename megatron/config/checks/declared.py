@@ -29,7 +29,7 @@ def limits(f: Facts) -> Iterator[str]:
             yield f"{f.say(name)}: {problem}"
 
 
-def other_flags(f: Facts) -> Iterator[str]:
+def required_and_excluded(f: Facts) -> Iterator[str]:
     """Flags that are given without one that they require, or with one that they exclude."""
     for name, flag in f.flags.items():
         if f[name] == flag.default:

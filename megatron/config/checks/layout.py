@@ -102,8 +102,8 @@ def _sequence(f: Facts) -> Iterator[str]:
         return
     tp, cp, seq = *(f[name] for name in sizes), f["seq_length"]
     chunks = 2 * cp if cp > 1 else 1
-    parts = cp * tp if f["sequence_parallel"] else 1
-    unit = math.lcm(chunks, parts)
+    shards = cp * tp if f["sequence_parallel"] else 1
+    unit = math.lcm(chunks, shards)
     nearest = sorted({max(unit, seq // unit * unit), (seq // unit + 1) * unit})
     use = f"use {' or '.join(map(str, nearest))}"
     if seq % chunks:

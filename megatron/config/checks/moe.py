@@ -64,15 +64,15 @@ def _expert_parallel(f: Facts) -> Iterator[str]:
             "same tokens; add --sequence-parallel [expert-tensor-parallel-needs-sequence-parallel]"
         )
     ranks = data_ranks(p, f.world_size) * p.tensor_model_parallel_size
-    parts = 1
+    instances = 1
     if f["use_distributed_optimizer"] and f.ok("num_distributed_optimizer_instances"):
-        parts = f["num_distributed_optimizer_instances"]
-    if ranks % (p.expert_ranks * parts):
-        instance = f" in each of {parts} optimizer instances" if parts > 1 else ""
+        instances = f["num_distributed_optimizer_instances"]
+    if ranks % (p.expert_ranks * instances):
+        instance = f" in each of {instances} optimizer instances" if instances > 1 else ""
         yield (
-            f"{flag}: the {ranks // parts} ranks of a pipeline stage{instance} are not a multiple "
-            f"of expert-parallel x expert-tensor-parallel size {ep} x {etp}; use a divisor, or "
-            "more ranks [expert-parallel-does-not-divide-ranks]"
+            f"{flag}: the {ranks // instances} ranks of a pipeline stage{instance} are not a "
+            f"multiple of expert-parallel x expert-tensor-parallel size {ep} x {etp}; use a "
+            "divisor, or more ranks [expert-parallel-does-not-divide-ranks]"
         )
 
 

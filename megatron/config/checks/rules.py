@@ -182,7 +182,7 @@ def _packed(f: Facts) -> Iterator[str]:
 _RULES = (
     declared.required,
     declared.limits,
-    declared.other_flags,
+    declared.required_and_excluded,
     _experts,
     model.shape,
     model.precision,

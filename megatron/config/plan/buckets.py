@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.config.plan.zero_partition import Partition, Pieces
+    from megatron.config.plan.zero_partition import Owners, Partition
 
 
 ALIGN_BYTES = 64
@@ -25,8 +25,8 @@ class Bucket:
     `partial`: axes over which all of its gradients are summed before the ranks that saw other
     tokens sum theirs. `cuts`: where in the flat buffer the range of each shard begins, and where
     the last ends. `experts`: are they split over expert-parallel ranks, so that fewer ranks hold
-    the same ones? `whole`: is the range of each shard whole parameters, halves of gated ones, or
-    whole experts?
+    the same ones? `whole_params`: is the range of each shard whole parameters, halves of gated
+    ones, or whole experts?
     """
 
     start: int
@@ -35,7 +35,7 @@ class Bucket:
     partial: tuple[str, ...]
     cuts: tuple[int, ...]
     experts: bool = False
-    whole: bool = False
+    whole_params: bool = False
 
     @property
     def shards(self) -> int:
@@ -122,13 +122,13 @@ def lay_out(
     of their owners."""
     align = ALIGN_BYTES // itemsize
     walk = partition.order if partition else range(len(sizes))
-    pieces: Sequence[Pieces] = partition.pieces if partition else [()] * len(sizes)
+    owners: Sequence[Owners] = partition.owners if partition else [()] * len(sizes)
     # What is summed over other ranks, or is whole on its owner, needs a bucket of its own: (of
     # experts?, shared in equal ranges?, apart?, partial axes). The sort is stable, so within a kind
     # the reverse order stays.
     apart = partition.apart if partition else frozenset()
     kinds = [
-        (any(experts[number : number + 1]), not pieces[number], number in apart, axes)
+        (any(experts[number : number + 1]), not owners[number], number in apart, axes)
         for number, axes in enumerate(partial)
     ]
     order = sorted(reversed(walk), key=lambda number: kinds[number])
@@ -141,14 +141,14 @@ def lay_out(
     def close() -> None:
         nonlocal begin, end
         of_experts, equal, _, axes = kinds[members[0]]
-        parts = expert_shards if of_experts else shards
+        ranks = expert_shards if of_experts else shards
         if equal:
-            end = begin + _round_up(end - begin, align * parts)
-            size = (end - begin) // parts
-            cuts = [begin + rank * size for rank in range(parts + 1)]
+            end = begin + _round_up(end - begin, align * ranks)
+            size = (end - begin) // ranks
+            cuts = [begin + rank * size for rank in range(ranks + 1)]
         else:
             cuts = by_owner()
-            cuts += [end] * (parts + 1 - len(cuts))
+            cuts += [end] * (ranks + 1 - len(cuts))
         buckets.append(Bucket(begin, end, tuple(members), axes, tuple(cuts), of_experts, not equal))
         members.clear()
         begin = end
@@ -158,9 +158,9 @@ def lay_out(
         rank that owns nothing gets an empty range, where the next one's begins."""
         cuts: list[int] = []
         start = begin
-        for number in sorted(members, key=lambda n: (pieces[n][0][1], pieces[n][-1][1])):
+        for number in sorted(members, key=lambda n: (owners[n][0][1], owners[n][-1][1])):
             starts[number] = offset = start
-            for size, owner in pieces[number]:
+            for size, owner in owners[number]:
                 cuts += [offset if cuts else begin] * (owner + 1 - len(cuts))
                 offset += size
             start += _round_up(sizes[number], align)

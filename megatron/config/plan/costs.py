@@ -111,9 +111,9 @@ class Sizes:
     def _mlp(self, layer: int) -> int:
         """What the MLP of a layer keeps, or router, experts and shared expert."""
         if self.config.model.is_moe_layer(layer):
-            from megatron.config.plan.experts import kept
+            from megatron.config.plan.experts import saved_for_backward
 
-            return kept(self)
+            return saved_for_backward(self)
         return self.tokens * self.width(self.config.model.ffn // self.tp)
 
     @property

@@ -49,7 +49,7 @@ def _activation(sizes: Sizes) -> int:
     return sizes.width(width) + sizes.itemsize * width * (not fused)
 
 
-def kept(sizes: Sizes) -> int:
+def saved_for_backward(sizes: Sizes) -> int:
     """Bytes kept for backward.
 
     Of experts: the copies of tokens that they compute (not where the C++ multiplies, in fp32 on

@@ -118,10 +118,10 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
     for change in _changes(config, world_size):
         if any(_goes_further(change, smaller) for smaller in fitting):
             continue  # it fits without the rest
-        parts = math.prod(
+        ranks_of_change = math.prod(
             change[name] // values[name] for name in (*_SIZES, _EXPERTS) if name in change
         )
-        if replicated > limit * parts:
+        if replicated > limit * ranks_of_change:
             continue
         changed = config_from(type(config), values | change)
         try:
@@ -173,10 +173,10 @@ def _layouts(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
     """Larger expert-, tensor- and pipeline-parallel sizes, those that cut the model in the fewest
     parts first."""
     sizes = [getattr(config.parallel, name) for name in _SIZES]
-    parts = world_size // math.prod(sizes)
-    most = min(config.model.num_experts or 1, parts)
+    most_ranks = world_size // math.prod(sizes)
+    most = min(config.model.num_experts or 1, most_ranks)
     yield from ({_EXPERTS: size} for size in _doubled(config, most))
-    for layout in _cuts(sizes, parts):
+    for layout in _cuts(sizes, most_ranks):
         yield layout
         yield from ({**layout, _EXPERTS: size} for size in [*_doubled(config, most)][-1:])
 
@@ -189,9 +189,9 @@ def _doubled(config: Config, most: int) -> Iterator[int]:
         size *= 2
 
 
-def _cuts(sizes: Sequence[int], parts: int) -> Iterator[dict[str, Any]]:
-    """Tensor- and pipeline-parallel sizes that are larger by up to `parts`."""
-    for together in range(1, parts.bit_length()):
+def _cuts(sizes: Sequence[int], most_ranks: int) -> Iterator[dict[str, Any]]:
+    """Tensor- and pipeline-parallel sizes that are larger by up to `most_ranks`."""
+    for together in range(1, most_ranks.bit_length()):
         for power in range(min(together, 3), -1, -1):  # tensor parallel within a host
             factors = (2**power, 2 ** (together - power))
             yield {

@@ -11,7 +11,7 @@ MOST_SYMBOLS = 100_000
 _WORDS = {"E": "the embedding", "t": "a transformer layer", "L": "the loss"}
 
 
-class Item(NamedTuple):
+class TypedSymbol(NamedTuple):
     """A symbol of the expanded layout, and the character (from 1) it was typed at."""
 
     symbol: str
@@ -38,19 +38,19 @@ def _repetitions(layout: str, star: int, symbols: int) -> tuple[int, int]:
     return int(digits), stop
 
 
-def expand(layout: str) -> list[Item]:
+def expand(layout: str) -> list[TypedSymbol]:
     """The symbols E, t, L and | of a layout in order, repetitions (`t*3`, `(tt|)*4`) written out;
     commas mean nothing.
 
     Raises ValueError with the position of the first character that cannot stand where it does.
     """
-    items: list[Item] = []
+    typed: list[TypedSymbol] = []
     group: tuple[int, int] | None = None  # of the open parenthesis: position, symbols before it
     offset = 0
     while offset < len(layout):
         char = layout[offset]
         position = offset + 1
-        start = len(items)
+        start = len(typed)
         offset += 1
         if char == ",":
             continue
@@ -67,36 +67,36 @@ def expand(layout: str) -> list[Item]:
         if char == ")" and group is not None:
             opened, start = group
             group = None
-            if start == len(items) or layout[offset : offset + 1] != "*":
+            if start == len(typed) or layout[offset : offset + 1] != "*":
                 _refuse(layout, opened, "parentheses hold symbols to repeat, as in (tt|)*4")
         elif char in "EtL|":
-            items.append(Item(char, position))
+            typed.append(TypedSymbol(char, position))
         else:
             _refuse(
                 layout, position, f"{char!r} is unexpected; symbols are E, t, L, |, (...)*N, *N"
             )
         if layout[offset : offset + 1] == "*":
-            count, offset = _repetitions(layout, offset, len(items) - start)
-            items[start:] = items[start:] * count
+            count, offset = _repetitions(layout, offset, len(typed) - start)
+            typed[start:] = typed[start:] * count
     if group is not None:
         _refuse(layout, group[0], "this parenthesis is not closed")
-    return items
+    return typed
 
 
-def _check(layout: str, items: list[Item], num_layers: int) -> None:
+def _check(layout: str, typed: list[TypedSymbol], num_layers: int) -> None:
     """The embedding once and first, the loss once and last, `num_layers` layers between."""
-    counts = {symbol: [i for i in items if i.symbol == symbol] for symbol in _WORDS}
+    counts = {symbol: [i for i in typed if i.symbol == symbol] for symbol in _WORDS}
     for symbol, index in (("E", 0), ("L", -1)):
         required = "first" if index == 0 else "last"
-        if not items or items[index].symbol != symbol:
-            position = items[index].position if items else 1
+        if not typed or typed[index].symbol != symbol:
+            position = typed[index].position if typed else 1
             _refuse(layout, position, f"{_WORDS[symbol]} ({symbol}) must come {required}")
         if len(counts[symbol]) > 1:
             extra = counts[symbol][1 if index == 0 else 0]
             _refuse(layout, extra.position, f"{_WORDS[symbol]} ({symbol}) must be there only once")
     layers = counts["t"]
     if len(layers) != num_layers:
-        extra = layers[num_layers] if len(layers) > num_layers else items[-1]
+        extra = layers[num_layers] if len(layers) > num_layers else typed[-1]
         _refuse(
             layout,
             extra.position,

@@ -329,8 +329,8 @@ def _shared(config: Config, plan: Plan, stage: int) -> list[Shared]:
     for spec in plan.parameters_of(stage):
         if spec.trained:
             apart = folds and "ep" in dict(spec.splits)
-            parts = expert_shards(config, plan) if apart else shards(config, plan)
-            params.append(Shared(spec.name, spec.local_shape(axes), spec.shape, parts, apart))
+            sharers = expert_shards(config, plan) if apart else shards(config, plan)
+            params.append(Shared(spec.name, spec.local_shape(axes), spec.shape, sharers, apart))
     return params
 
 

@@ -92,10 +92,10 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
             + [f"{together / GIB:.2f}"]
         )
     titles = ("parameters", "weights", "gradients", "optimizer", "activations", "total GiB")
-    parts = shards(config, plan)
-    share = f" (optimizer: sharded over {parts} ranks)" if parts > 1 else ""
+    ranks = shards(config, plan)
+    share = f" (optimizer: sharded over {ranks} ranks)" if ranks > 1 else ""
     lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
-    if parts > 1 and assignment(config):
+    if ranks > 1 and assignment(config):
         for stage in stages:
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""
             lines.append(

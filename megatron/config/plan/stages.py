@@ -48,9 +48,9 @@ def chunks_per_stage(
                 f"{typed}: all stages would have as many layers, but {FIRST} or {LAST} is given; "
                 f"use {CHUNKS} instead [flags-exclude-each-other]"
             )
-        places = num_layers + counted
-        if places % (stages * layers_per_chunk):
-            fits = [n for n in range(1, places // stages + 1) if places % (stages * n) == 0]
+        slots = num_layers + counted
+        if slots % (stages * layers_per_chunk):
+            fits = [n for n in range(1, slots // stages + 1) if slots % (stages * n) == 0]
             remedy = (
                 f"{PER_CHUNK} {' or '.join(map(str, fits))}"
                 if fits
@@ -63,7 +63,7 @@ def chunks_per_stage(
                 f"--pipeline-model-parallel-size {stages} x {layers_per_chunk} = "
                 f"{stages * layers_per_chunk}; give {remedy} [layers-not-divisible-by-stages]"
             )
-        chunks = places // (stages * layers_per_chunk)
+        chunks = slots // (stages * layers_per_chunk)
     assert chunks is not None, "one of the two is given"
     if chunks > 1 and stages == 1:
         raise ValueError(
@@ -104,19 +104,19 @@ def split_layers(
             )
     free = stages - len(fixed)
     num_free = num_layers - sum(n for _, n in fixed.values())
-    places = free * chunks
-    if num_free < places or (num_free and not places):
+    slots = free * chunks
+    if num_free < slots or (num_free and not slots):
         flags = "".join(f", {flag} {n}" for flag, n in fixed.values())
         layout = f"--pipeline-model-parallel-size {stages}" + f" x {chunks} virtual stages" * (
             chunks > 1
         )
-        layers = f"{num_free} of them for the other {free}" if fixed else f"too few for {places}"
+        layers = f"{num_free} of them for the other {free}" if fixed else f"too few for {slots}"
         remedy = "use sizes that add up" if fixed else "use fewer stages, or more layers"
         raise ValueError(
             f"--num-layers {num_layers} with {layout}{flags}: {layers} stages, and each (virtual) "
             f"stage needs at least one; {remedy} [layers-too-few-for-stages]"
         )
-    small, larger = divmod(num_free, places) if places else (0, 0)
+    small, larger = divmod(num_free, slots) if slots else (0, 0)
     split: list[list[range]] = [[] for _ in range(stages)]
     start = number = 0
     for _ in range(chunks):
@@ -124,7 +124,7 @@ def split_layers(
             if stage in fixed:
                 size = fixed[stage][1] // chunks
             else:
-                size = small + (number >= places - larger)
+                size = small + (number >= slots - larger)
                 number += 1
             split[stage].append(range(start, start + size))
             start += size

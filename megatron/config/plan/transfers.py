@@ -98,11 +98,11 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
     ]
-    whole = sizes.tokens * sizes.hidden * sizes.itemsize
+    hidden_bytes = sizes.tokens * sizes.hidden * sizes.itemsize
     if stage == 0:
-        per_micro_batch += _tensor_parallel(sizes, whole, forward=1, gathered_grads=1)
+        per_micro_batch += _tensor_parallel(sizes, hidden_bytes, forward=1, gathered_grads=1)
     if last:
-        per_micro_batch += _tensor_parallel(sizes, whole, backward=1)
+        per_micro_batch += _tensor_parallel(sizes, hidden_bytes, backward=1)
         per_micro_batch += [Transfer("tp", "all-reduce", 2, 3 * sizes.tokens * sizes.loss)]
     sent += [
         Transfer(t.axis, t.operation, micro_batches * t.calls, micro_batches * t.nbytes)
@@ -141,19 +141,19 @@ def _merged(sent: list[Transfer], axes: dict[str, int]) -> list[Transfer]:
 
 
 def _tensor_parallel(
-    sizes: Sizes, whole: int, forward: int = 0, backward: int = 0, gathered_grads: int = 0
+    sizes: Sizes, hidden_bytes: int, forward: int = 0, backward: int = 0, gathered_grads: int = 0
 ) -> list[Transfer]:
-    """`forward` sums of a result of `whole` bytes (each a row-parallel layer's), `gathered_grads`
+    """`forward` sums of a result of `hidden_bytes` (each a row-parallel layer's), `gathered_grads`
     of the gradients of such, and `backward` sums of the gradient of a column-parallel layer's
     input, which its forward shares."""
     if not sizes.sequence:
         sums = forward + backward
-        return [Transfer("tp", "all-reduce", sums, sums * whole)]
+        return [Transfer("tp", "all-reduce", sums, sums * hidden_bytes)]
     gathers = 2 * backward + gathered_grads
     scatters = forward + backward
     return [
-        Transfer("tp", "all-gather", gathers, gathers * whole),
-        Transfer("tp", "reduce-scatter", scatters, scatters * whole),
+        Transfer("tp", "all-gather", gathers, gathers * hidden_bytes),
+        Transfer("tp", "reduce-scatter", scatters, scatters * hidden_bytes),
     ]
 
 
@@ -164,24 +164,24 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     With sequence parallelism a column-parallel layer's input is gathered in forward and once more
     in backward.
     """
-    whole = sizes.tokens * sizes.hidden * sizes.itemsize
+    hidden_bytes = sizes.tokens * sizes.hidden * sizes.itemsize
     layers = len(chunk)
     m = config.model
     runs = config.training.recomputed_runs(layers)
     moe = sum(map(m.is_moe_layer, chunk))
     blocks = 2 * layers - (0 if m.moe_shared_expert_intermediate_size else moe)
-    sent = _tensor_parallel(sizes, whole, blocks, blocks, blocks)
+    sent = _tensor_parallel(sizes, hidden_bytes, blocks, blocks, blocks)
     modules = config.training.recomputed_modules
     if moe:
         sent += _experts(config, sizes, moe)
     if "moe" in modules:
-        sent += _times(moe, _experts_again(config, sizes))
+        sent += _times(moe, _experts_recomputed(config, sizes))
     elif "shared_experts" in modules:
-        sent += _times(moe, _shared_again(config, sizes))
+        sent += _times(moe, _shared_recomputed(config, sizes))
     if "mlp" in modules and sizes.sequence:
         sent += _times(layers - moe, [_gather(sizes)])
     for run in runs:
-        sent += _run_again(config, sizes, chunk[:run])
+        sent += _run_recomputed(config, sizes, chunk[:run])
         chunk = chunk[run:]
     # q and k of all heads are divided by one root mean square, forward and backward
     norms = (2 * layers + sum(runs)) * 2 * (m.qk_layernorm and m.qk_layernorm_all_heads)
@@ -195,7 +195,7 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     return [*sent, *_context_parallel(config, sizes, cores, layers)]
 
 
-def _run_again(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
+def _run_recomputed(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
     """Of the second forward of a run of recomputed layers. It ends before the last sum, whose
     result nothing but a norm needs."""
     m = config.model
@@ -207,7 +207,7 @@ def _run_again(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
         if m.is_moe_layer(run[-1]):
             blocks -= shared
             sent = _times(moe - 1, _experts_forward(config, sizes))
-            sent += _experts_again(config, sizes)
+            sent += _experts_recomputed(config, sizes)
         else:
             blocks -= 1
             sent += [_gather(sizes)] if sizes.sequence else []
@@ -235,11 +235,11 @@ def _experts_forward(config: Config, sizes: Sizes) -> list[Transfer]:
     return [*sent, *_from_experts(config, sizes, False)]
 
 
-def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
+def _experts_recomputed(config: Config, sizes: Sizes) -> list[Transfer]:
     """Of the second forward of an MLP of experts. It ends before the last sum, whose result nothing
     needs."""
     if config.model.moe_shared_expert_intermediate_size:
-        return [*_experts_forward(config, sizes), *_shared_again(config, sizes)]
+        return [*_experts_forward(config, sizes), *_shared_recomputed(config, sizes)]
     sent = [*_router(config, sizes), *_to_experts(config, sizes, False)]
     if config.model.sends_to_experts:
         back = _from_experts(config, sizes, False)
@@ -247,7 +247,7 @@ def _experts_again(config: Config, sizes: Sizes) -> list[Transfer]:
     return sent
 
 
-def _shared_again(config: Config, sizes: Sizes) -> list[Transfer]:
+def _shared_recomputed(config: Config, sizes: Sizes) -> list[Transfer]:
     """Of the second forward of a shared expert, whose sum only its gate needs."""
     if not config.model.moe_shared_expert_intermediate_size:
         return []
@@ -290,9 +290,9 @@ def _exchange(sizes: Sizes) -> tuple[str, int, int, int]:
     """(Axis of the ranks whose tokens are brought together; bytes of these tokens, of the
     probabilities and of the numbers of their experts)."""
     copies = sizes.expert_tokens * sizes.config.model.moe_router_topk
-    whole = sizes.expert_tokens * sizes.hidden * sizes.itemsize
+    hidden_bytes = sizes.expert_tokens * sizes.hidden * sizes.itemsize
     axis = "tp" if sizes.etp == sizes.tp else "etp"
-    return axis, whole, copies * sizes.wide, copies * IDS
+    return axis, hidden_bytes, copies * sizes.wide, copies * IDS
 
 
 def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
@@ -303,8 +303,8 @@ def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
     """
     m = config.model
     ep = config.parallel.expert_model_parallel_size
-    axis, whole, probs, numbers = _exchange(sizes)
-    calls, nbytes = (2, whole + probs) if backward else (3, whole + probs + numbers)
+    axis, hidden_bytes, probs, numbers = _exchange(sizes)
+    calls, nbytes = (2, hidden_bytes + probs) if backward else (3, hidden_bytes + probs + numbers)
     operation = "reduce-scatter" if backward else "all-gather"
     if sizes.sequence or sizes.tp == 1:
         sent = [Transfer(axis, operation, calls, nbytes)]
@@ -314,22 +314,22 @@ def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
         return [*sent, Transfer("ep", operation, calls, ep * nbytes)]
     if not backward:
         sent += [Transfer("ep", "all-gather", 1, ep * m.experts * IDS)]
-    return [*sent, Transfer("ep", "all-to-all", 2, m.moe_router_topk * whole + probs)]
+    return [*sent, Transfer("ep", "all-to-all", 2, m.moe_router_topk * hidden_bytes + probs)]
 
 
 def _from_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
     """The results of experts on their way back, or their gradients."""
     m = config.model
     ep = config.parallel.expert_model_parallel_size
-    axis, whole, _, _ = _exchange(sizes)
+    axis, hidden_bytes, _, _ = _exchange(sizes)
     operation = "all-gather" if backward else "reduce-scatter"
     if m.sends_to_experts:
-        sent = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * whole)]
+        sent = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * hidden_bytes)]
     else:
-        sent = [Transfer("ep", operation, 1, ep * whole)]
+        sent = [Transfer("ep", operation, 1, ep * hidden_bytes)]
     if sizes.sequence or sizes.tp == 1:
-        return [*sent, Transfer(axis, operation, 1, whole)]
-    return sent if backward else [*sent, Transfer("tp", "all-reduce", 1, whole)]
+        return [*sent, Transfer(axis, operation, 1, hidden_bytes)]
+    return sent if backward else [*sent, Transfer("tp", "all-reduce", 1, hidden_bytes)]
 
 
 def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> list[Transfer]:
@@ -371,15 +371,15 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     for bucket in flat_layout(config, plan, stage).buckets:
         elements = bucket.stop - bucket.start
         nbytes = elements * BYTES[p.grad_dtype]
-        parts = bucket.shards
+        sharers = bucket.shards
         of = "expert_" if bucket.experts else ""
         sent += [Transfer(axis, "all-reduce", 1, nbytes) for axis in bucket.partial]
         kinds = ("reduce-scatter", "all-gather")
         calls = 1
-        largest = nbytes // parts
-        if bucket.whole and parts > 1:
+        largest = nbytes // sharers
+        if bucket.whole_params and sharers > 1:
             owned = [
-                stop - start for start, stop in map(bucket.shard, range(parts)) if stop > start
+                stop - start for start, stop in map(bucket.shard, range(sharers)) if stop > start
             ]
             kinds = ("reduce", "broadcast")
             calls = len(owned)

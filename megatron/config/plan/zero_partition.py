@@ -15,18 +15,18 @@ from megatron.config.tree import Config
 SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
 
 
-Pieces = tuple[tuple[int, int], ...]
+Owners = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """`order`: the parameters' numbers as they are walked; `pieces`: of each, by its number,
+    """`order`: the parameters' numbers as they are walked; `owners`: of each, by its number,
     (elements, owner), or () where ranks share it in equal ranges. `apart`: those that share no
     bucket with others, since a rank's pieces of a bucket must be one range. `costs`: what Muon
     multiplies in a Newton-Schulz step, by rank, for weights that the same ranks share."""
 
     order: tuple[int, ...]
-    pieces: tuple[Pieces, ...]
+    owners: tuple[Owners, ...]
     apart: frozenset[int] = frozenset()
     costs: tuple[tuple[int, ...], ...] = ()
 
@@ -73,7 +73,7 @@ def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
     costs = [
         sum(stack.cost for stack in matrices.stacks(param.name, param.shape)) for param in params
     ]
-    pieces: list[Pieces] = [()] * len(params)
+    owners: list[Owners] = [()] * len(params)
     # by whether they are experts: rank 0 of those need not be rank 0 of the others
     loads = {param.experts: [0] * param.shards for param in params}
     experts = [
@@ -84,25 +84,25 @@ def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
     for number in experts:
         param = params[number]
         cost = costs[number] // param.local_shape[0]
-        owners = []
+        owner_of_each = []
         for _ in range(param.local_shape[0]):
             # All matrices side by side on a line as long as their cost, cut into as many equal
             # ranges as there are ranks: a matrix goes where its middle lies.
-            owners.append((2 * done + cost) * param.shards // (2 * total))
-            loads[param.experts][owners[-1]] += cost
+            owner_of_each.append((2 * done + cost) * param.shards // (2 * total))
+            loads[param.experts][owner_of_each[-1]] += cost
             done += cost
         size = math.prod(param.local_shape[1:])
-        pieces[number] = tuple((n * size, owner) for owner, n in Counter(owners).items())
+        owners[number] = tuple((n * size, owner) for owner, n in Counter(owner_of_each).items())
     for number in sorted(range(len(params)), key=lambda number: -costs[number]):
         param = params[number]
-        if not costs[number] or pieces[number]:
+        if not costs[number] or owners[number]:
             continue
         load = loads[param.experts]
         owner = load.index(min(load))
         load[owner] += costs[number]
-        pieces[number] = ((math.prod(param.local_shape), owner),)
+        owners[number] = ((math.prod(param.local_shape), owner),)
     costs_by_rank = tuple(tuple(load) for load in loads.values() if any(load))
-    return Partition(tuple(range(len(params))), tuple(pieces), frozenset(experts), costs_by_rank)
+    return Partition(tuple(range(len(params))), tuple(owners), frozenset(experts), costs_by_rank)
 
 
 def whole_parameters(
@@ -116,21 +116,21 @@ def whole_parameters(
     mean goes to the next rank, uncounted.
     """
     order = sorted(range(len(names)), key=lambda number: _rank_in_walk(names, number))
-    parts = [
+    matrix_sizes = [
         [math.prod(shape[1:])] * shape[0] if len(shape) == 3 else [math.prod(shape)]
         for shape in shapes
     ]
-    mean = sum(map(sum, parts)) // ranks
-    pieces: list[Pieces] = [()] * len(names)
+    mean = sum(map(sum, matrix_sizes)) // ranks
+    owners: list[Owners] = [()] * len(names)
     owner = elements = 0
     for number in order:
-        for size in parts[number]:
+        for size in matrix_sizes[number]:
             elements += size
             if elements * SLACK[1] > mean * SLACK[0] and owner < ranks - 1:
                 owner = owner + 1
                 elements = 0
-            pieces[number] += ((size, owner),)
-    return Partition(tuple(order), tuple(pieces))
+            owners[number] += ((size, owner),)
+    return Partition(tuple(order), tuple(owners))
 
 
 def _rank_in_walk(names: Sequence[str], number: int) -> tuple[int, int]:

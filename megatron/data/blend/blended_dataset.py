@@ -18,7 +18,7 @@ from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
 from megatron.data.plan_table import Row
-from megatron.data.sample_lookup import Piece
+from megatron.data.sample_lookup import TokenSpan
 from megatron.small_files import parse_json, read_text
 
 LOGGER = "megatron.core.datasets.blended_dataset"
@@ -260,10 +260,10 @@ class BlendedDataset:
         """See `sample_lookup.Dataset`."""
         return list(dict.fromkeys(dataset.corpus.path_prefix for dataset in self.datasets))
 
-    def pieces_of(self, index: int) -> list[Piece]:
+    def spans_of(self, index: int) -> list[TokenSpan]:
         """See `sample_lookup.Dataset`."""
         dataset, sample = self.source(index)
-        return self.datasets[dataset].pieces_of(sample)
+        return self.datasets[dataset].spans_of(sample)
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
         """See `sample_lookup.Dataset`."""

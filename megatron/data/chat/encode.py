@@ -98,8 +98,8 @@ class ChatEncoder:
         could end the turn and begin another one."""
         if self._forbidden is None:
             return
-        parts = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
-        for name, value in [*parts, ("a tool", tools)]:
+        named = [(f"message {number}", message) for number, message in enumerate(messages, 1)]
+        for name, value in [*named, ("a tool", tools)]:
             for text in _strings(value):
                 if match := self._forbidden.search(text):
                     raise ValueError(

@@ -26,7 +26,7 @@ from megatron.small_files import parse_json, read_text
 JINJA = (3, 1, 6)  # earlier ones let a template out of the sandbox
 START = "generation_start"
 END = "generation_end"
-GIVEN = ("messages", "tools", "add_generation_prompt")  # variables, besides the special tokens
+VARIABLES = ("messages", "tools", "add_generation_prompt")  # variables, besides the special tokens
 CALLS = (("tool_calls",), ("function_call",))
 REASONING = ("reasoning_content", "thinking")  # two names of one thing
 _CHATML = (
@@ -161,7 +161,7 @@ class ChatTemplate:
         """The variables that the template reads and nobody gives it here."""
         meta = importlib.import_module("jinja2.meta")
         environment = self._program.environment
-        provided = {*GIVEN, START, END, *dict(self.variables), *environment.globals}
+        provided = {*VARIABLES, START, END, *dict(self.variables), *environment.globals}
         return frozenset(meta.find_undeclared_variables(environment.parse(self.source)) - provided)
 
     @functools.cached_property
@@ -210,14 +210,14 @@ class ChatTemplate:
         can hold one."""
         key = secrets.token_hex(16)
         marks = {START: f"<{key}>", END: f"</{key}>"}
-        parts = re.split(f"(</?{key}>)", self._render(messages, False, tools, marks))
+        sections = re.split(f"(</?{key}>)", self._render(messages, False, tools, marks))
         text = ""
         spans = []
-        for mark, section in zip(["", *parts[1::2]], parts[::2], strict=True):
+        for mark, section in zip(["", *sections[1::2]], sections[::2], strict=True):
             if mark == marks[START]:
                 spans.append((len(text), len(text) + len(section)))
             text += section
-        alternate = parts[1::2] == [*marks.values()] * (len(parts) // 4)
+        alternate = sections[1::2] == [*marks.values()] * (len(sections) // 4)
         if not alternate or not any(first < end for first, end in spans):
             raise ValueError(
                 f"the chat template {self.name} has no text, or another block, within "

@@ -78,23 +78,25 @@ class EpochBuilder:
         self.rows = rows
 
     def one_source(
-        self, blend: Blend, parts: SplitMatrix, sizes: Sequence[int | None]
+        self, blend: Blend, split_bounds: SplitMatrix, sizes: Sequence[int | None]
     ) -> list[EpochBlend | None]:
         """All splits from the same data, each a part of every file."""
-        members = self._read(blend[0], parts)  # one for all splits, so that a file is open once
+        members = self._read(
+            blend[0], split_bounds
+        )  # one for all splits, so that a file is open once
         return [
             None if bounds is None or size == 0 else self._split(blend, members, number, size)
-            for number, (bounds, size) in enumerate(zip(parts, sizes, strict=True))
+            for number, (bounds, size) in enumerate(zip(split_bounds, sizes, strict=True))
         ]
 
     def one_split(self, blend: Blend, number: int, size: int | None) -> EpochBlend:
         """One split from its own data, all of it."""
-        parts = [(0.0, 1.0) if split == number else None for split in range(len(SPLITS))]
-        return self._split(blend, self._read(blend[0], parts), number, size)
+        split_bounds = [(0.0, 1.0) if split == number else None for split in range(len(SPLITS))]
+        return self._split(blend, self._read(blend[0], split_bounds), number, size)
 
-    def _read(self, words: Sequence[str], parts: SplitMatrix) -> Members:
+    def _read(self, words: Sequence[str], split_bounds: SplitMatrix) -> Members:
         prefixes = [expand(word) for word in words]
-        files = read_token_files([prefix for some in prefixes for prefix in some], parts)
+        files = read_token_files([prefix for some in prefixes for prefix in some], split_bounds)
         if self.vocab_size is not None:
             check_heads(files, self.vocab_size)
         ends = list(accumulate(len(some) for some in prefixes))
@@ -129,7 +131,7 @@ class EpochBuilder:
             size = number_needed(size, split)
             shares = whole_weights(weights)
         blended = self._blend(datasets, shares, size, split, limited=repeats)
-        used = blended.shares.taken(blended.size - blended.since)
+        used = blended.shares.counts(blended.size - blended.since)
         for dataset, samples in zip(blended.datasets, used, strict=True):
             self.rows.append(
                 Row(
@@ -188,7 +190,7 @@ class EpochBuilder:
     ) -> EpochBlend:
         """A mix from its start, or from where the checkpoint left it. A `limited` one ends when
         each data set has given its weight in samples."""
-        since, taken_before = self._position(datasets, weights) if split == "train" else (0, {})
+        since, drawn_before = self._position(datasets, weights) if split == "train" else (0, {})
         available = since + sum(weights)
         if limited:
             if size is not None and size > available:
@@ -199,7 +201,7 @@ class EpochBuilder:
                 )
             size = available
         assert size is not None  # only a limited mix has an end of its own
-        return EpochBlend(datasets, weights, size, since=since, taken=taken_before)
+        return EpochBlend(datasets, weights, size, since=since, drawn_before=drawn_before)
 
     def _position(
         self, datasets: list[EpochDataset], weights: list[int]
@@ -222,11 +224,11 @@ class EpochBuilder:
                     f"of {saved_orders[dataset.fingerprint]}; another mix can continue only with "
                     "the same [data-mix-order-differs]"
                 )
-        draws = Shares(saved["weights"]).taken(before.consumed - saved["since"])
+        draws = Shares(saved["weights"]).counts(before.consumed - saved["since"])
         drawn = dict(zip(saved_orders, draws, strict=True))
-        saved_taken = saved["taken"]
-        return before.consumed, saved_taken | {
-            name: saved_taken.get(name, 0) + count for name, count in drawn.items()
+        saved_drawn = saved["taken"]
+        return before.consumed, saved_drawn | {
+            name: saved_drawn.get(name, 0) + count for name, count in drawn.items()
         }
 
 

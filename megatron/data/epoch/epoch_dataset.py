@@ -25,7 +25,7 @@ from megatron.data.epoch.token_files import fingerprint
 from megatron.data.epoch.token_reader import TokenReader
 from megatron.data.indexed_dataset import IndexedDataset
 
-Piece = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
+TokenRange = tuple[str, int, int]  # (prefix, token number in its .bin, tokens)
 
 
 class EpochDataset:
@@ -122,7 +122,7 @@ class EpochDataset:
                     numbers.add(self._begin + self._order.index(unshuffled - self._begin))
         return {sample for sample in numbers if sample < samples}
 
-    def pieces(self, index: int) -> list[Piece]:
+    def ranges_of(self, index: int) -> list[TokenRange]:
         """Where the tokens of sample `index` lie."""
         ranges = []
         position = self.position(index)
@@ -173,7 +173,7 @@ class EpochDataset:
 class EpochBlend:
     """`len(self)` samples drawn from EpochDatasets in exact proportion to whole-number `weights`.
 
-    A mix may begin at sample `since` of the run, after other mixes: `taken` is then how many
+    A mix may begin at sample `since` of the run, after other mixes: `drawn_before` is then how many
     samples each data set gave before, by fingerprint (also of those it has no more), so that each
     resumes where it stopped.
     """
@@ -185,16 +185,16 @@ class EpochBlend:
         size: int,
         *,
         since: int = 0,
-        taken: dict[str, int] | None = None,
+        drawn_before: dict[str, int] | None = None,
     ) -> None:
         assert len(datasets) == len(weights) > 0
         self.datasets = list(datasets)
         self.size = size
         self.since = since
-        self.taken = dict(taken or {})
+        self.drawn_before = dict(drawn_before or {})
         self.shares = Shares(weights)
         self.index_split = self.datasets[0].index_split
-        self._before = [self.taken.get(dataset.fingerprint, 0) for dataset in self.datasets]
+        self._before = [self.drawn_before.get(dataset.fingerprint, 0) for dataset in self.datasets]
 
     def __len__(self) -> int:
         return self.size
@@ -212,20 +212,20 @@ class EpochBlend:
         numbers = []
         for number, (dataset, before) in enumerate(zip(self.datasets, self._before, strict=True)):
             draws = range(self.size - self.since)
-            drawn = self.shares.taken(len(draws))[number]
+            drawn = self.shares.counts(len(draws))[number]
             for sample in dataset.showing(prefix, first, end, before + drawn):
                 if sample >= before:
                     count = sample - before + 1
                     numbers.append(
                         self.since
-                        + bisect_left(draws, count, key=lambda n: self.shares.taken(n + 1)[number])
+                        + bisect_left(draws, count, key=lambda n: self.shares.counts(n + 1)[number])
                     )  # noqa: B023
         return sorted(numbers)
 
-    def pieces(self, index: int) -> list[Piece]:
+    def ranges_of(self, index: int) -> list[TokenRange]:
         """Where the tokens of sample `index` lie: (prefix, token number in its .bin, tokens)."""
         dataset, sample = self.source(index)
-        return self.datasets[dataset].pieces(sample)
+        return self.datasets[dataset].ranges_of(sample)
 
     def __getitem__(self, index: int) -> np.ndarray:
         dataset, sample = self.source(index)
@@ -237,7 +237,7 @@ class EpochBlend:
             "kind": "EpochBlend",
             "weights": self.shares.weights,
             "since": self.since,
-            "taken": self.taken,
+            "taken": self.drawn_before,
             "datasets": [dataset.order() for dataset in self.datasets],
         }
 
@@ -247,12 +247,12 @@ class EpochBlend:
             dict.fromkeys(prefix for dataset in self.datasets for prefix in dataset.prefixes())
         )
 
-    def pieces_of(self, index: int) -> list[lookup.Piece]:
+    def spans_of(self, index: int) -> list[lookup.TokenSpan]:
         """See `sample_lookup.Dataset`."""
         return [
-            piece
-            for prefix, first, count in self.pieces(index)
-            for piece in IndexedDataset(prefix).pieces_between(first, first + count)
+            token_span
+            for prefix, first, count in self.ranges_of(index)
+            for token_span in IndexedDataset(prefix).spans_between(first, first + count)
         ]
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:
@@ -268,7 +268,7 @@ class EpochBlend:
         return {
             sample: sum(
                 max(0, min(position + count, end) - max(position, first))
-                for name, position, count in self.pieces(sample)
+                for name, position, count in self.ranges_of(sample)
                 if name == prefix
             )
             for sample in self.showing(prefix, first, end)

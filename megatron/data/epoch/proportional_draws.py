@@ -48,19 +48,19 @@ class Shares:
                 draw = draw - before
         return low, draw
 
-    def taken(self, draws: int) -> list[int]:
+    def counts(self, draws: int) -> list[int]:
         """How many of the first `draws` draws each source gave."""
         ends = self._ends
-        counts = [0] * len(self.weights)
+        of_sources = [0] * len(self.weights)
         open_nodes = [(0, len(self.weights), draws)]
         while open_nodes:
             low, high, count = open_nodes.pop()
             if high - low == 1:
-                counts[low] = count
+                of_sources[low] = count
                 continue
             middle = (low + high) >> 1
             total = ends[high] - ends[low]
             left_weight = ends[middle] - ends[low]
             before = (count * left_weight + (total >> 1)) // total
             open_nodes += [(low, middle, before), (middle, high, count - before)]
-        return counts
+        return of_sources

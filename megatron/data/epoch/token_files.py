@@ -33,7 +33,7 @@ from megatron.data.token_bytes import TokenBytes, exists, open_tokens
 THREADS = 8  # that read indexes side by side: a cold start waits for the disk
 BLOCK_BYTES = 16384  # of an index read at once
 HEAD_BYTES = 4096  # of a .bin, hashed to distinguish data of equal sizes
-Part = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
+Bounds = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_split` makes them
 
 
 @dataclass(frozen=True)
@@ -198,14 +198,14 @@ def open_corpus(prefix: str) -> TokenBytes:
     return open_tokens(bin_path(prefix))
 
 
-def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
+def read_token_file(prefix: str, split_bounds: Sequence[Bounds]) -> TokenFile:
     """The numbers of one pair, or of a set of parts. Raises FileNotFoundError or ValueError as
     IndexedDataset does, and ValueError for sequences that do not lie one behind the other, as far
     as the ends of the parts show it."""
     if part_set.is_set(prefix):
         joined = _SetIndex(prefix)
         with contextlib.closing(joined.tokens) as tokens:
-            return _token_file(joined, tokens, parts)
+            return _token_file(joined, tokens, split_bounds)
     try:
         file = open_to_read(idx_path(prefix))
     except ValueError:
@@ -216,7 +216,7 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
         if not exists(bin_path(prefix)):
             raise _odd(prefix, "has no .bin")
         with contextlib.closing(open_tokens(bin_path(prefix))) as tokens:
-            return _token_file(index, tokens, parts)
+            return _token_file(index, tokens, split_bounds)
     except OSError as error:
         if error.errno is None:  # has its own message
             raise
@@ -225,7 +225,7 @@ def read_token_file(prefix: str, parts: Sequence[Part]) -> TokenFile:
         os.close(file)
 
 
-def _token_file(index: _Index, tokens: TokenBytes, parts: Sequence[Part]) -> TokenFile:
+def _token_file(index: _Index, tokens: TokenBytes, split_bounds: Sequence[Bounds]) -> TokenFile:
     prefix = index.prefix
     count = index.sequences
     head = tokens.read(0, min(HEAD_BYTES, tokens.size))
@@ -234,7 +234,7 @@ def _token_file(index: _Index, tokens: TokenBytes, parts: Sequence[Part]) -> Tok
         raise _odd(prefix, "its first sequence does not begin the .bin")
     if index.cut(count) != tokens.size:
         raise _odd(prefix, f"its index ends at byte {index.cut(count)}, its .bin at {tokens.size}")
-    spans = {n: _span(index, bounds) for n, bounds in enumerate(parts) if bounds is not None}
+    spans = {n: _span(index, bounds) for n, bounds in enumerate(split_bounds) if bounds is not None}
     return TokenFile(prefix, index.dtype, count, index.documents, tokens.size, head, spans)
 
 
@@ -247,13 +247,13 @@ def _span(index: _Index, bounds: tuple[float, float]) -> Span:
     return Span(sequences, documents, first // size, (end - first) // size)
 
 
-def read_token_files(prefixes: Sequence[str], parts: Sequence[Part]) -> list[TokenFile]:
+def read_token_files(prefixes: Sequence[str], split_bounds: Sequence[Bounds]) -> list[TokenFile]:
     """`read_token_file` of many, side by side; the first error in the order of `prefixes` is
     raised."""
     if len(prefixes) < 2 * THREADS:
-        return [read_token_file(prefix, parts) for prefix in prefixes]
+        return [read_token_file(prefix, split_bounds) for prefix in prefixes]
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda prefix: read_token_file(prefix, parts), prefixes))
+        return list(pool.map(lambda prefix: read_token_file(prefix, split_bounds), prefixes))
 
 
 def fingerprint(files: Sequence[TokenFile]) -> str:

@@ -179,14 +179,14 @@ class BlockCache:
         if self._noted is not None:
             self._noted.update((Needed(stored, n), None) for n in stored.blocks(start, count))
             return bytes(count)
-        pieces = []
+        sections = []
         end = start + count
         for number in stored.blocks(start, count):
             first = number * BLOCK_BYTES
             inside = slice(max(start - first, 0), min(end - first, BLOCK_BYTES))
-            piece = self._cached(stored, number, inside)
-            pieces.append(self._missed(stored, number)[inside] if piece is None else piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            section = self._cached(stored, number, inside)
+            sections.append(self._missed(stored, number)[inside] if section is None else section)
+        return sections[0] if len(sections) == 1 else b"".join(sections)
 
     def noted(self, read: Callable[[int], object], numbers: Sequence[int]) -> Sequence[Needed]:
         """The blocks that `read` needs for each of `numbers`; it is given zeros in their place."""
@@ -237,8 +237,8 @@ class BlockCache:
         except OSError:
             data = b""
         block = data[:-SUM_BYTES]
-        whole = min(BLOCK_BYTES, stored.size - number * BLOCK_BYTES)
-        if len(block) != whole or block_sum(block).encode() != data[whole:]:
+        length = min(BLOCK_BYTES, stored.size - number * BLOCK_BYTES)
+        if len(block) != length or block_sum(block).encode() != data[length:]:
             self._remove(path)
             return None
         checked.add(number)
@@ -356,10 +356,10 @@ class BlockCache:
         account.write()
         return looked > 0
 
-    def _scan(self, seen: int) -> None:
-        """Bring the order up to date, unless another thread has done it since the scan `seen`."""
+    def _scan(self, last_scan: int) -> None:
+        """Bring the order up to date, unless another thread has done it since `last_scan`."""
         with self._scanning:
-            if self._scans == seen:
+            if self._scans == last_scan:
                 self._oldest = _in_order(self._blocks())
                 self._scans += 1
 

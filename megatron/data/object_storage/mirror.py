@@ -43,7 +43,7 @@ from megatron.data.parts.making import MAKING
 from megatron.data.parts.part_set import FOLDER, plan_path
 
 THREADS = 16
-PIECE = 16 << 20  # bytes of an index that are read at once
+CHUNK_BYTES = 16 << 20  # bytes of an index that are read at once
 LAYOUT = 2  # of the paths below KEY
 DEADLINE = 20.0  # seconds in which a store must answer at a start
 COPIED = (".idx", ".json")
@@ -90,7 +90,7 @@ def local_word(url: str, folder: str, bound: int) -> str:
         if not os.path.isdir(mirror):
             for unfinished in glob.glob(f"{glob.escape(mirror)}.*/"):
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-            with _made(mirror, folder) as making:
+            with _renamed_when_complete(mirror, folder) as making:
                 _copy(protocol, stored, making, folder)
                 now = _stored(url, files, root)
                 for path, file in stored.items():
@@ -157,12 +157,12 @@ def _below(files: Any, start: str) -> dict[str, Mapping[str, Any]]:
 
 def _prefix(path: str) -> str:
     """The prefix of the pair or set that a file belongs to."""
-    whole, inside, _ = path.rpartition(f"{FOLDER}/")
-    return whole if inside else posixpath.splitext(path)[0]
+    set_prefix, inside, _ = path.rpartition(f"{FOLDER}/")
+    return set_prefix if inside else posixpath.splitext(path)[0]
 
 
 @contextlib.contextmanager
-def _made(mirror: str, cache: str) -> Iterator[str]:
+def _renamed_when_complete(mirror: str, cache: str) -> Iterator[str]:
     """A new directory, called `mirror` at the end if all went well. Raises ValueError."""
     making = f"{mirror}.{uuid.uuid4().hex}"
     try:
@@ -180,8 +180,10 @@ def _copy(protocol: str, stored: Mapping[str, StoredFile], folder: str, cache: s
     size = sum(file.size for file in copied.values())
     log.print_rank_0(f" > copying {len(copied)} index files ({size:,} bytes) to {folder}")
 
-    def copy_piece(name: str, start: int) -> None:
-        data = download(copied[name], start, min(PIECE, copied[name].size - start), check=False)
+    def copy_chunk(name: str, start: int) -> None:
+        data = download(
+            copied[name], start, min(CHUNK_BYTES, copied[name].size - start), check=False
+        )
         with open(_local(folder, protocol, name), "r+b") as file:
             file.seek(start)
             file.write(data)
@@ -194,9 +196,9 @@ def _copy(protocol: str, stored: Mapping[str, StoredFile], folder: str, cache: s
                 file.truncate(remote.size)
         else:
             write_note(path, remote, cache)
-    pieces = [(name, n) for name in copied for n in range(0, copied[name].size, PIECE)]
+    chunks = [(name, n) for name in copied for n in range(0, copied[name].size, CHUNK_BYTES)]
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(copy_piece, *zip(*pieces, strict=True)))
+        list(pool.map(copy_chunk, *zip(*chunks, strict=True)))
 
 
 def _local(folder: str, protocol: str, name: str) -> str:

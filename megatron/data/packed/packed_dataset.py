@@ -24,7 +24,7 @@ from megatron.data.sample_lookup import (
     POSITIONS,
     SUBSET,
     TOKENS,
-    Piece,
+    TokenSpan,
     check_document,
 )
 
@@ -105,7 +105,7 @@ class PackedFile:
             else self.tokens // self.rule.length
         )
 
-    def parts(self, row: int) -> Iterator[tuple[int, int, int]]:
+    def spans(self, row: int) -> Iterator[tuple[int, int, int]]:
         """What a row is made of, as (sample, first token, tokens)."""
         if self.rule.mode == "padded":
             for sample in self.order[row * self.rule.rows : (row + 1) * self.rule.rows].tolist():
@@ -137,9 +137,7 @@ class PackedFile:
             for row in rows:
                 if row < len(self):
                     counts[row] = sum(
-                        count
-                        for other_sample, _, count in self.parts(row)
-                        if other_sample == sample
+                        count for shown, _, count in self.spans(row) if shown == sample
                     )
         return counts
 
@@ -148,7 +146,7 @@ class PackedFile:
         lines = np.zeros((4, rule.length), np.int64)
         lines[SUBSET] = self.subset
         position = 0
-        for sample, first, count in self.parts(row):
+        for sample, first, count in self.spans(row):
             # the next id is the last label
             with_label = rule.mode != "padded" and first + count < self.file.lengths[sample]
             ids = self.file.read(sample, first, count + with_label)
@@ -238,16 +236,16 @@ class PackedDataset:
         file, row = self.source(index)
         return file[row]
 
-    def pieces_of(self, index: int) -> list[Piece]:
+    def spans_of(self, index: int) -> list[TokenSpan]:
         """See `sample_lookup.Dataset`."""
         file, row = self.source(index)
         return [
-            Piece(
+            TokenSpan(
                 file.file.prefix,
                 *range_of_sample,
                 *(file.file.bytes_of(*range_of_sample) or (None, None)),
             )
-            for range_of_sample in file.parts(row)
+            for range_of_sample in file.spans(row)
         ]
 
     def samples_showing(self, prefix: str, document: int) -> dict[int, int]:

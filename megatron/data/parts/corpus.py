@@ -17,12 +17,12 @@ from megatron.data.preprocess.encode_files import (
     Limits,
     descriptions,
     encoded_blocks,
-    kept,
+    trailer_of,
 )
 from megatron.data.preprocess.resumable_writer import Unfinished
 
 
-class Made(NamedTuple):
+class Totals(NamedTuple):
     """What parts have: `bytes` of text as read; `having`: documents with each of the job's
     `metadata_keys`."""
 
@@ -33,10 +33,10 @@ class Made(NamedTuple):
     bad: int = 0
     having: tuple[int, ...] = ()
 
-    def plus(self, more: Made) -> Made:
+    def plus(self, more: Totals) -> Totals:
         """Both together."""
         having = itertools.zip_longest(self.having, more.having, fillvalue=0)
-        return Made(
+        return Totals(
             self.parts + more.parts,
             self.documents + more.documents,
             self.tokens + more.tokens,
@@ -62,11 +62,11 @@ class Corpus:
         number: int,
         report: Callable[[Encoded], object] = lambda encoded: None,
         held: Held = contextlib.nullcontext,
-    ) -> Made:
+    ) -> Totals:
         """Make the part, unless it is whole; what of it was made here. `report` hears of each
         block, and `held` is a context that nothing stops half-way. Raises ValueError and
         OSError."""
-        counts = Made()
+        counts = Totals()
         unit = self.units[number]
 
         def write(folder: str) -> None:
@@ -80,7 +80,7 @@ class Corpus:
                 1,
                 dict(self.identity),
                 False,
-                kept(self.job, unit.files),
+                trailer_of(self.job, unit.files),
             )
             with contextlib.closing(work):
                 work.bad_path = f"{folder}/bad"
@@ -92,8 +92,8 @@ class Corpus:
                 with held():
                     described = descriptions(self.job, tokenizer, work)
                     work.finish([{**each, **record} for each in described])
-            counts = Made(
+            counts = Totals(
                 1, work.documents, sum(work.tokens), work.done, work.bad, tuple(work.having)
             )
 
-        return counts if making.make(self.sets, number, write) else Made()
+        return counts if making.make(self.sets, number, write) else Totals()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.data.parts.corpus import Corpus, Made
+from megatron.data.parts.corpus import Corpus, Totals
 from megatron.data.parts.making import is_whole
 from megatron.data.preprocess.encode_files import Held
 from megatron.data.preprocess.workers import WorkerKilled
@@ -56,9 +56,9 @@ def problems(address: str | None) -> list[str]:
 def make_parts(
     corpus: Corpus,
     address: str | None,
-    report: Callable[[Made, int], object],
+    report: Callable[[Totals, int], object],
     held: Held = contextlib.nullcontext,
-) -> tuple[Made, list[str]]:
+) -> tuple[Totals, list[str]]:
     """Make the parts that are not whole, on the cluster at this address (as of `ray.init`); what
     was made, and a line for each part that could not be. Begins no more parts after some failures.
 
@@ -67,7 +67,7 @@ def make_parts(
     cluster that is not reached.
     """
     waiting = [number for number in range(len(corpus.units)) if not is_whole(corpus.sets, number)]
-    counts = Made()
+    counts = Totals()
     failures: list[str] = []
     if not waiting:
         return counts, failures
@@ -80,7 +80,7 @@ def make_parts(
                     while waiting and len(tasks.running) < AHEAD:
                         tasks.begin(waiting.pop())
                     for ended in tasks.ended():
-                        if isinstance(ended, Made):
+                        if isinstance(ended, Totals):
                             counts = counts.plus(ended)
                         else:
                             failures.append(ended)
@@ -121,7 +121,7 @@ class _Tasks:
             task = task.options(label_selector={NODE: f"!in({', '.join(machines)})"})
         self.running[task.remote(self._shared, number, self._folder)] = number
 
-    def ended(self) -> Iterator[Made | str]:
+    def ended(self) -> Iterator[Totals | str]:
         """Of the tasks that end within TICK seconds: what was made, or the line about a part."""
         tasks = list(self.running)
         done, _ = self._ray.wait(tasks, num_returns=len(tasks), timeout=TICK)
@@ -132,7 +132,7 @@ class _Tasks:
             except self._ray.exceptions.RayError as error:
                 yield _failure(number, error)
                 continue
-            if isinstance(result, Made):
+            if isinstance(result, Totals):
                 yield result
             elif self._elsewhere(number, result):
                 self.begin(number)
@@ -162,7 +162,7 @@ class _Tasks:
             self._ray.wait(list(self.running), num_returns=len(self.running), timeout=END)
 
 
-def _make(corpus: Corpus, number: int, folder: str) -> Made | Refused:
+def _make(corpus: Corpus, number: int, folder: str) -> Totals | Refused:
     """One part, in a process of Ray. `folder`: from which relative paths are meant."""
     try:
         os.chdir(folder)

@@ -17,7 +17,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder
 from megatron.data.chat.messages import TOOLS, UNREAD, conversation_of, tools_of
 from megatron.data.chat.templates import ChatTemplate
-from megatron.data.document_sources import BlockSources, Collector, kept_of
+from megatron.data.document_sources import BlockSources, Collector, fields_with_json
 from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.dataset_writer import optimal_dtype
@@ -85,18 +85,18 @@ class Encoded(NamedTuple):
         return len(self.counts[0])
 
     def share(
-        self, key: int, first: int, part: int, parts: int
+        self, key: int, first: int, partition: int, partitions: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
-        """Of the key: lengths, counts and ids (as an index) of the documents whose number % `parts`
-        is `part`.
+        """Of the key: lengths, counts and ids (as an index) of the documents whose number %
+        `partitions` is `partition`.
 
         `first` is the number of the block's first document.
         """
         lengths = self.lengths[key]
         counts = self.counts[key]
-        if parts == 1:
+        if partitions == 1:
             return lengths, counts, slice(None)
-        documents = (first + np.arange(len(counts))) % parts == part
+        documents = (first + np.arange(len(counts))) % partitions == partition
         sequences = np.repeat(documents, counts)
         return lengths[sequences], counts[documents], np.repeat(sequences, lengths)
 
@@ -143,7 +143,7 @@ class Encoder:
             self._special = re.compile(
                 "(" + "|".join(map(re.escape, self._tokenizer.special)) + ")"
             )
-        self._files = [[os.open(path, os.O_WRONLY) for path in parts] for parts in paths]
+        self._files = [[os.open(path, os.O_WRONLY) for path in files] for files in paths]
         self._pending: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
 
     def encode(self, block: Block) -> Encoded:
@@ -183,7 +183,7 @@ class Encoder:
                     blank += 1
                     continue
                 fields = texts.pop() if collector else []
-                documents = [self._encode_one(texts.pop(0)) for _ in keys]
+                documents = [self._encode_document(texts.pop(0)) for _ in keys]
             except ValueError as error:
                 bad.append((lines - 1, str(error)))
                 continue
@@ -222,16 +222,16 @@ class Encoder:
                 _write_at(self._files[key][0], ids[key], offsets[0])
                 continue
             flat = np.concatenate(ids[key])
-            for part, offset in enumerate(offsets):
-                share = flat[encoded.share(key, order.first, part, len(offsets))[2]]
-                _write_at(self._files[key][part], [share], offset)
+            for partition, offset in enumerate(offsets):
+                share = flat[encoded.share(key, order.first, partition, len(offsets))[2]]
+                _write_at(self._files[key][partition], [share], offset)
 
     def close(self) -> None:
         """Close the files."""
-        for file in [file for parts in self._files for file in parts]:
+        for file in [file for files in self._files for file in files]:
             os.close(file)
 
-    def _encode_one(self, document: list[Any]) -> tuple[list[np.ndarray], int]:
+    def _encode_document(self, document: list[Any]) -> tuple[list[np.ndarray], int]:
         """The sequences of a document (its texts, or the messages and tools of a conversation), and
         the UTF-8 bytes that texts or messages have."""
         if self._chat is None:
@@ -256,9 +256,9 @@ class Encoder:
             encoded = tokenizer.tokenize_batch(texts, self._dtype)
             size = sum(map(_utf8_bytes, texts))
         else:
-            parts = [self._special.split(text) for text in texts]
-            encoded = [self._with_special(some) for some in parts]
-            size = sum(_utf8_bytes(text) for some in parts for text in some[::2])
+            split_texts = [self._special.split(text) for text in texts]
+            encoded = [self._with_special(some) for some in split_texts]
+            size = sum(_utf8_bytes(text) for some in split_texts for text in some[::2])
         if any(len(ids) >= LONGEST for ids in encoded):
             raise ValueError(
                 f"one sequence of {LONGEST} tokens or more, which the format cannot hold; cut it "
@@ -266,11 +266,11 @@ class Encoder:
             )
         return [ids for ids in encoded if len(ids)], size
 
-    def _with_special(self, parts: Sequence[str]) -> np.ndarray:
+    def _with_special(self, texts: Sequence[str]) -> np.ndarray:
         """The ids of text and special tokens, which alternate."""
         names = self._tokenizer.special
-        plain = self._tokenizer.tokenize_batch(parts[::2], self._dtype)
-        ids = [np.asarray([names[name]], self._dtype) for name in parts[1::2]]
+        plain = self._tokenizer.tokenize_batch(texts[::2], self._dtype)
+        ids = [np.asarray([names[name]], self._dtype) for name in texts[1::2]]
         return np.concatenate(
             [plain[0], *(array for pair in zip(ids, plain[1:], strict=True) for array in pair)]
         )
@@ -351,7 +351,7 @@ def _row_conversation(record: dict[str, Any], job: Job, chat: ChatTemplate) -> l
 
 def _conversation(record: object, job: Job, chat: ChatTemplate) -> list[list[Any]]:
     messages = conversation_of(record, job.chat_key)
-    return [[messages, tools_of(record, chat.reads)], *kept_of(record, job.metadata_keys)]
+    return [[messages, tools_of(record, chat.reads)], *fields_with_json(record, job.metadata_keys)]
 
 
 Line = TypeVar("Line")
@@ -391,7 +391,7 @@ def _row_texts(
     row: Sequence[Any], keys: Sequence[str], metadata_keys: Sequence[str]
 ) -> list[list[Any]]:
     record = dict(zip(dict.fromkeys((*keys, *metadata_keys)), row, strict=True))
-    return [*(texts_under(record, key) for key in keys), *kept_of(record, metadata_keys)]
+    return [*(texts_under(record, key) for key in keys), *fields_with_json(record, metadata_keys)]
 
 
 def _text_line(line: memoryview, metadata_keys: Sequence[str]) -> list[list[Any]] | None:
@@ -404,7 +404,7 @@ def _plain_texts(data: bytes, metadata_keys: Sequence[str]) -> list[list[Any]]:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError("is UTF-16; convert the file first (iconv -f UTF-16 -t UTF-8)")
     try:
-        return [[data.decode("utf-8")], *kept_of(None, metadata_keys)]
+        return [[data.decode("utf-8")], *fields_with_json(None, metadata_keys)]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"is not UTF-8 (byte {error.start + 1} is 0x{data[error.start]:02x})"

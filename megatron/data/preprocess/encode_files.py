@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.document_sources import Kept
+from megatron.data.document_sources import Trailer
 from megatron.data.packed.loss_mask import count_trained
 from megatron.data.preprocess.encode import Encoded, Job
 from megatron.data.preprocess.readers import Block, Reader
@@ -64,10 +64,10 @@ def encoded_blocks(
                 yield block, encoded
 
 
-def kept(job: Job, files: Sequence[str]) -> Kept | None:
+def trailer_of(job: Job, files: Sequence[str]) -> Trailer | None:
     """What is kept of the documents of these files beside their tokens."""
     sizes = [(os.path.abspath(file), os.path.getsize(file)) for file in files]
-    return Kept(job.metadata_keys, sizes) if job.metadata_keys else None
+    return Trailer(job.metadata_keys, sizes) if job.metadata_keys else None
 
 
 def descriptions(job: Job, tokenizer: Tokenizer, work: Unfinished) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.document_sources import kept_of
+from megatron.data.document_sources import fields_with_json
 
 try:
     import orjson
@@ -46,7 +46,7 @@ def texts_of(
     record = bounded_record_of(line)
     if not isinstance(record, dict):
         raise ValueError(f"holds {_kind(record)}, not a JSON object")
-    return [*(texts_under(record, key) for key in keys), *kept_of(record, metadata_keys)]
+    return [*(texts_under(record, key) for key in keys), *fields_with_json(record, metadata_keys)]
 
 
 def ids_of(line: bytes) -> np.ndarray:

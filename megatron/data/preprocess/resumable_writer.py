@@ -30,7 +30,7 @@ import numpy as np
 from megatron import log
 from megatron.checksums import table_sum
 from megatron.data import document_sources
-from megatron.data.document_sources import Kept, sources_path
+from megatron.data.document_sources import Trailer, sources_path
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.encode import Encoded, Order
@@ -41,7 +41,7 @@ from megatron.small_files import fsync, make_directories, read_json
 # between two notes of how far the work is; the less it writes at a time, the shorter the wait at
 # the end
 SECONDS = 0.4
-PIECE = 1 << 20  # numbers of an index that are made at a time
+NUMBERS = 1 << 20  # numbers of an index that are made at a time
 COPY = 1 << 30
 SHOWN = 20  # bad records that are named on the screen; the side file has all
 KINDS = ("bin", "lengths", "counts")
@@ -110,15 +110,15 @@ class Unfinished:
         prefix: str,
         pairs: Sequence[str],
         dtype: np.dtype,
-        parts: int,
+        partitions: int,
         job: dict[str, Any],
         lasting: bool = True,
-        sources: Kept | None = None,
+        sources: Trailer | None = None,
     ):
         self.folder = f"{prefix}.unfinished"
         self.pairs = list(pairs)
         self.dtype = dtype
-        self._parts = parts
+        self._partitions = partitions
         self.bad_path = f"{prefix}.bad_records.jsonl"
         self.position = InputPosition()
         self.discarded = ""
@@ -126,11 +126,11 @@ class Unfinished:
         self.documents = self.blank = self.empty = self.bad = self.done = 0
         self.tokens = [0] * len(pairs)
         self.text_bytes = [0] * len(pairs)
-        self._sizes = [[[0, 0, 0] for _ in range(parts)] for _ in pairs]
+        self._sizes = [[[0, 0, 0] for _ in range(partitions)] for _ in pairs]
         self._bad_size = 0
-        self._kept = sources
-        self._kept_sizes = [0] * len(document_sources.KINDS if sources else ())
-        self._kept_files: list[io.BufferedWriter] = []
+        self._sources = sources
+        self._source_sizes = [0] * len(document_sources.KINDS if sources else ())
+        self._source_files: list[io.BufferedWriter] = []
         self.having = [0] * len(sources.keys if sources else ())
         self.finishing = False
         self._lasting = lasting
@@ -166,7 +166,7 @@ class Unfinished:
     def paths(self) -> list[list[str]]:
         """Where ids go, for each key and part."""
         return [
-            [self._path(key, part, "bin") for part in range(self._parts)]
+            [self._path(key, partition, "bin") for partition in range(self._partitions)]
             for key in range(len(self.pairs))
         ]
 
@@ -187,24 +187,24 @@ class Unfinished:
         assert self._bad_file is not None
         self._bad_size += self._bad_file.write("".join(lines).encode(errors="backslashreplace"))
         offsets = []
-        for key, parts in enumerate(self._sizes):
+        for key, partitions in enumerate(self._sizes):
             self.text_bytes[key] += encoded.text_bytes[key]
-            offsets.append([sizes[0] for sizes in parts])
-            for part, sizes in enumerate(parts):
-                lengths, counts, _ = encoded.share(key, self.documents, part, self._parts)
+            offsets.append([sizes[0] for sizes in partitions])
+            for partition, sizes in enumerate(partitions):
+                lengths, counts, _ = encoded.share(key, self.documents, partition, self._partitions)
                 tokens = int(lengths.sum(dtype=np.int64))
                 self.tokens[key] += tokens
                 sizes[0] += tokens * self.dtype.itemsize
                 for kind, numbers in ((1, lengths), (2, counts)):
-                    sizes[kind] += self._files[key][part][kind - 1].write(numbers.tobytes())
+                    sizes[kind] += self._files[key][partition][kind - 1].write(numbers.tobytes())
         order = Order(block.number, self.documents, offsets)
         if encoded.sources is not None:
             sources = encoded.sources
             self.having = [n + more for n, more in zip(self.having, sources.having, strict=True)]
-            start = self._kept_sizes[-1]
-            pieces = sources.placed(block.file, first_line, self.documents, start)
-            for number, piece in enumerate(pieces):
-                self._kept_sizes[number] += self._kept_files[number].write(piece)
+            start = self._source_sizes[-1]
+            columns = sources.placed(block.file, first_line, self.documents, start)
+            for number, column in enumerate(columns):
+                self._source_sizes[number] += self._source_files[number].write(column)
         self.documents += encoded.documents
         self.blank += encoded.blank
         self.empty += encoded.empty
@@ -229,7 +229,7 @@ class Unfinished:
             self._noted = time.monotonic()
 
     def _make_last(self, state: dict[str, Any]) -> None:
-        for path in [path for parts in self.paths() for path in parts]:
+        for path in [path for partitions in self.paths() for path in partitions]:
             fsync(path)
         for file in self._open_files():
             os.fsync(file.fileno())
@@ -246,12 +246,12 @@ class Unfinished:
         if not self.finishing:
             for key, description in enumerate(descriptions):
                 for kind in KINDS:
-                    for part in range(1, self._parts):
-                        _append(self._path(key, part, kind), self._path(key, 0, kind))
+                    for partition in range(1, self._partitions):
+                        _append(self._path(key, partition, kind), self._path(key, 0, kind))
                 self._write_index(key)
-                sources = self._path(key, 0, "sources") if self._kept else None
-                if self._kept and sources:
-                    document_sources.write(sources, self._kept, self._kept_paths())
+                sources = self._path(key, 0, "sources") if self._sources else None
+                if self._sources and sources:
+                    document_sources.write(sources, self._sources, self._source_paths())
                 text = describe_with_sums(
                     description,
                     self._path(key, 0, "bin"),
@@ -268,7 +268,7 @@ class Unfinished:
                 # The old index goes first: a reader meets the old pair, no index, or the new pair,
                 # never a mixture.
                 Path(idx_path(pair)).unlink(missing_ok=True)
-            if not self._kept:  # of a pair that is replaced
+            if not self._sources:  # of a pair that is replaced
                 Path(sources_path(pair)).unlink(missing_ok=True)
             for kind, path in (
                 ("bin", bin_path(pair)),
@@ -309,16 +309,16 @@ class Unfinished:
         """Whether there is something that a later run can resume."""
         return os.path.exists(f"{self.folder}/state.json")
 
-    def _path(self, key: int, part: int, kind: str) -> str:
-        return f"{self.folder}/{key}.{part}.{kind}"
+    def _path(self, key: int, partition: int, kind: str) -> str:
+        return f"{self.folder}/{key}.{partition}.{kind}"
 
     def _open_files(self) -> list[io.BufferedWriter]:
-        numbers = [file for parts in self._files for files in parts for file in files]
+        numbers = [file for partitions in self._files for files in partitions for file in files]
         bad = [self._bad_file] if self._bad_file else []
-        return [*bad, *self._kept_files, *numbers]
+        return [*bad, *self._source_files, *numbers]
 
-    def _kept_paths(self) -> list[str]:
-        return [f"{self.folder}/{kind}" for kind in document_sources.KINDS] if self._kept else []
+    def _source_paths(self) -> list[str]:
+        return [f"{self.folder}/{kind}" for kind in document_sources.KINDS] if self._sources else []
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -331,8 +331,8 @@ class Unfinished:
             "tokens": list(self.tokens),
             "text_bytes": list(self.text_bytes),
             "bad_size": self._bad_size,
-            "sizes": [[list(sizes) for sizes in parts] for parts in self._sizes],
-            "kept_sizes": list(self._kept_sizes),
+            "sizes": [[list(sizes) for sizes in partitions] for partitions in self._sizes],
+            "kept_sizes": list(self._source_sizes),
             "having": list(self.having),
             "finishing": self.finishing,
         }
@@ -359,7 +359,7 @@ class Unfinished:
         if differ:
             self.discarded = f"of another command: {', '.join(differ)} differed"
             return False
-        if not state["finishing"] and not self._all_there(state):
+        if not state["finishing"] and not self._files_complete(state):
             self.discarded = "files are missing or too short"
             return False
         self.position = InputPosition(*state["place"])
@@ -367,22 +367,22 @@ class Unfinished:
             setattr(self, name, state[name])
         self._sizes = state["sizes"]
         self._bad_size = state["bad_size"]
-        if self._kept:
-            self._kept_sizes = state["kept_sizes"]
+        if self._sources:
+            self._source_sizes = state["kept_sizes"]
             self.having = state["having"]
         self.finishing = state["finishing"]
         return True
 
-    def _all_there(self, state: dict[str, Any]) -> bool:
+    def _files_complete(self, state: dict[str, Any]) -> bool:
         """Whether every file is a regular one and has the bytes that are known to be on disk."""
         expected = {f"{self.folder}/bad": state["bad_size"]} | {
-            self._path(key, part, kind): size
-            for key, parts in enumerate(state["sizes"])
-            for part, sizes in enumerate(parts)
+            self._path(key, partition, kind): size
+            for key, partitions in enumerate(state["sizes"])
+            for partition, sizes in enumerate(partitions)
             for kind, size in zip(KINDS, sizes, strict=True)
         }
-        if self._kept:
-            expected |= zip(self._kept_paths(), state["kept_sizes"], strict=True)
+        if self._sources:
+            expected |= zip(self._source_paths(), state["kept_sizes"], strict=True)
         try:
             status = {path: os.lstat(path) for path in expected}
         except OSError:
@@ -395,24 +395,27 @@ class Unfinished:
     def _start(self, job: dict[str, Any]) -> None:
         for name in set(os.listdir(self.folder)) - {"lock"}:
             os.unlink(f"{self.folder}/{name}")
-        for path in [*self._kept_paths(), *(path for parts in self.paths() for path in parts)]:
+        for path in [
+            *self._source_paths(),
+            *(path for partitions in self.paths() for path in partitions),
+        ]:
             Path(path).touch()
         Path(f"{self.folder}/job.json").write_text(json.dumps(job), encoding="utf-8")
 
     def _open(self) -> None:
         """Open what is written here, and cut off what is not known to be on disk."""
         self._bad_file = open(f"{self.folder}/bad", "ab")  # noqa: SIM115 (closed in close)
-        for path, size in zip(self._kept_paths(), self._kept_sizes, strict=True):
-            self._kept_files.append(open(path, "ab"))  # noqa: SIM115 (closed in close)
+        for path, size in zip(self._source_paths(), self._source_sizes, strict=True):
+            self._source_files.append(open(path, "ab"))  # noqa: SIM115 (closed in close)
             os.truncate(path, size)
-        for key, parts in enumerate(self._sizes):
+        for key, partitions in enumerate(self._sizes):
             self._files.append([])
-            for part, sizes in enumerate(parts):
+            for partition, sizes in enumerate(partitions):
                 self._files[key].append(
-                    [open(self._path(key, part, kind), "ab") for kind in KINDS[1:]]
+                    [open(self._path(key, partition, kind), "ab") for kind in KINDS[1:]]
                 )
                 for kind, size in zip(KINDS, sizes, strict=True):
-                    os.truncate(self._path(key, part, kind), size)
+                    os.truncate(self._path(key, partition, kind), size)
         os.truncate(f"{self.folder}/bad", self._bad_size)
 
     def _write_index(self, key: int) -> None:
@@ -430,7 +433,7 @@ class Unfinished:
 
 def _numbers(path: str) -> Iterator[np.ndarray]:
     with open(path, "rb") as file:
-        while len(numbers := np.fromfile(file, np.int32, PIECE)):
+        while len(numbers := np.fromfile(file, np.int32, NUMBERS)):
             yield numbers
 
 

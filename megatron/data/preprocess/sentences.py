@@ -9,7 +9,7 @@ import itertools
 from types import ModuleType
 from typing import Any
 
-PIECE = 1_000_000  # characters: Megatron cuts longer texts there first
+CUT_CHARACTERS = 1_000_000  # characters: Megatron cuts longer texts there first
 
 
 def problems(language: str) -> list[str]:
@@ -37,8 +37,8 @@ def split(text: str, language: str, keep_newlines: bool) -> list[str]:
     """The sentences of a text, without the white space between them or, with `keep_newlines`, each
     with what follows it."""
     sentences = []
-    for start in range(0, len(text), PIECE):
-        section = text[start : start + PIECE]
+    for start in range(0, len(text), CUT_CHARACTERS):
+        section = text[start : start + CUT_CHARACTERS]
         spans = list(_splitter(language).span_tokenize(section))
         if keep_newlines and spans:
             begins = [0, *(begin for begin, _ in spans[1:]), len(section)]

@@ -21,7 +21,7 @@ MEMORY = 512 << 20
 WINDOW = 128 << 20  # the largest that zstd itself reads unless it is told to
 ROWS = 256  # of a parquet file that are read at a time
 ROWS_BYTES = 1 << 24  # of rows that are given together
-PIECE = 1 << 18
+CHUNK = 1 << 18
 SCAN = 1 << 16
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
@@ -32,17 +32,17 @@ def unpacked(raw: io.BufferedReader, packed: str) -> io.BufferedIOBase:
     if packed == "gzip":
         return gzip.GzipFile(fileobj=raw)
     if packed == "xz":
-        return io.BufferedReader(_Pieces(_xz(raw)), 1 << 20)
+        return io.BufferedReader(_ChunkReader(_xz(raw)), 1 << 20)
     if packed == "zstd":
-        return io.BufferedReader(_Pieces(_zstd(raw)), 1 << 20)
+        return io.BufferedReader(_ChunkReader(_zstd(raw)), 1 << 20)
     return raw
 
 
-class _Pieces(io.RawIOBase):
+class _ChunkReader(io.RawIOBase):
     """The bytes that an iterator gives, as a file."""
 
-    def __init__(self, pieces: Iterator[bytes]):
-        self._pieces = pieces
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks = chunks
         self._out = memoryview(b"")
 
     def readable(self) -> bool:
@@ -52,7 +52,7 @@ class _Pieces(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """The next bytes; raises what the iterator raises."""
         while not self._out:
-            chunk = next(self._pieces, None)
+            chunk = next(self._chunks, None)
             if chunk is None:
                 return 0
             self._out = memoryview(chunk)
@@ -69,7 +69,7 @@ def _xz(raw: io.BufferedReader) -> Iterator[bytes]:
             stream = lzma.LZMADecompressor(memlimit=MEMORY)
             while not stream.eof:
                 try:
-                    yield stream.decompress(packed, PIECE)
+                    yield stream.decompress(packed, CHUNK)
                 except lzma.LZMAError as error:
                     if "limit" in str(error):
                         raise _takes_memory(raw.name) from None

@@ -40,10 +40,10 @@ class ByteTokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, `eod` becomes <|endoftext|>."""
-        parts = [
+        encoded = [
             b"<|endoftext|>" if index == self.eod else bytes([index]) for index in map(int, ids)
         ]
-        return b"".join(parts).decode("utf-8", errors="replace")
+        return b"".join(encoded).decode("utf-8", errors="replace")
 
 
 class NullTokenizer(Tokenizer):

@@ -32,7 +32,7 @@ PROBE = (
 # digest_of_probe with GPT-2's published files.
 GPT2_PROBE = "fe8f0d92b979f80da2dd40bac1b89254638a507335ca56aab5b5ef89c35d5354"
 
-PIECE = 1 << 18  # characters
+CHUNK = 1 << 18  # characters
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 
@@ -64,28 +64,28 @@ def engine(
         return None
     smallest = np.uint16 if len(vocabulary) <= 1 << 16 else np.uint32
 
-    def encode_in_pieces(text: str) -> np.ndarray:
-        if len(text) <= PIECE:
+    def encode_in_chunks(text: str) -> np.ndarray:
+        if len(text) <= CHUNK:
             return encode(text)
         # an id for each byte; the rest stays untouched
         ids = np.empty(len(text) * (1 if text.isascii() else 4), smallest)
         count = 0
-        for chunk in pieces(text):
+        for chunk in chunks(text):
             chunk_ids = encode(chunk)
             ids[count : count + len(chunk_ids)] = chunk_ids
             count += len(chunk_ids)
         return ids[:count]
 
-    return encode_in_pieces
+    return encode_in_chunks
 
 
-def pieces(text: str) -> Iterator[str]:
+def chunks(text: str) -> Iterator[str]:
     """A long text in parts that GPT-2's pattern cuts alike, so that memory stays small: behind the
     end of a line with no white space around it, which is a cut of its own whatever comes before and
     behind.
     """
     start = 0
-    while len(text) - start > PIECE and (end := LINE_END.search(text, start + PIECE)):
+    while len(text) - start > CHUNK and (end := LINE_END.search(text, start + CHUNK)):
         yield text[start : end.end()]
         start = end.end()
     yield text[start:]

@@ -107,9 +107,9 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
 
     def encode(self, text: str) -> Ids:
         """See `Tokenizer.encode`."""
-        *parts, last = self._cut.split(text)
+        *texts, last = self._cut.split(text)
         ids: list[int] = []
-        for between, name in zip(parts[::2], parts[1::2], strict=True):
+        for between, name in zip(texts[::2], texts[1::2], strict=True):
             ids += self._model.encode(between)
             ids.append(self._special[name])
         return ids + self._model.encode(last)

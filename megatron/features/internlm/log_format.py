@@ -30,7 +30,7 @@ BLOCKS = (10, 50)  # steps of the last_tgs_N
 # Where InternLM's lines come from in its own source, as the 20B demo's log names the places;
 # scripts look for them.
 _STEP = "[training_internlm.py, line 600, in record_current_batch_training_metrics]"
-_PLACES = {
+_SOURCE_LINES = {
     "set_device": "parallel_context.py:555",
     "launch": "launch.py:409",
     "_partition_param_list": "hybrid_zero_optim.py:268",
@@ -123,7 +123,7 @@ class StepCounts(Hook):
 def start_line(function: str, text: str, now: datetime) -> str:
     """A line at the start of a run, as in InternLM's demos; `function` is InternLM's."""
     stamp = f"{now:%Y-%m-%d %H:%M:%S},{now.microsecond // 1000:03d}"
-    return f"{stamp} INFO {_PLACES[function]} in {function} -- {text}"
+    return f"{stamp} INFO {_SOURCE_LINES[function]} in {function} -- {text}"
 
 
 def print_partition(elements: Sequence[int]) -> None:

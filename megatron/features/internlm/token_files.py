@@ -170,15 +170,15 @@ class JsonlWriter:
         self.path = path
         self._partial = f"{path}{PARTIAL}{uuid.uuid4().hex}"
         self._file = open(self._partial, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
-        self._at = 0
+        self._offset = 0
         self._meta = array("q")
 
     def add(self, ids: np.ndarray) -> None:
         """Append a sample."""
         line = json.dumps({"tokens": ids.tolist()}).encode() + b"\n"
         self._file.write(line)
-        self._meta.extend((self._at, len(ids)))
-        self._at += len(line)
+        self._meta.extend((self._offset, len(ids)))
+        self._offset += len(line)
 
     def __enter__(self) -> JsonlWriter:
         return self

@@ -56,7 +56,7 @@ def aurora_line(
     omitted where there is none."""
     vetoes = sum(counts.total() for counts in i.vetoes.values())
     skipped = i.overflow_skips + i.user_skips + vetoes
-    parts = [
+    fields = [
         f"iteration={result.iteration:8d}/{train_iters:8d}",
         f"consumed_samples={result.consumed_samples:12d}",
         f"consumed_tokens={result.consumed_samples * seq_length:12d}",
@@ -65,25 +65,25 @@ def aurora_line(
         f"global_batch_size={result.global_batch_size:5d}",
     ]
     if i.losses:
-        parts.append(f"lm loss={i.loss:.6f}")
-    parts += [f"{name}={value:.6g}" for name, value in i.metrics.items()]
-    parts.append(f"loss_scale={result.loss_scale:.1f}")
+        fields.append(f"lm loss={i.loss:.6f}")
+    fields += [f"{name}={value:.6g}" for name, value in i.metrics.items()]
+    fields.append(f"loss_scale={result.loss_scale:.1f}")
     if result.line_norm is not None:
-        parts.append(f"grad_norm={result.line_norm:.3f}")
-    parts += [
+        fields.append(f"grad_norm={result.line_norm:.3f}")
+    fields += [
         f"actual_seqlen={seq_length:5d}",
         f"number_of_skipped_iterations={skipped:3d}",
         f"number_of_nan_iterations={i.nan_iterations:3d}",
     ]
     if i.trained and i.seconds > 0:
         rate = i.samples / i.seconds
-        parts += [
+        fields += [
             f"samples_per_second={rate:.3f}",
             f"tokens_per_gpu_per_second_tgs={rate * seq_length / world_size:.3f}",
             f"[LM]TFLOPs={lm_teraflops:.2f}",
             f"[DS]TFLOPs={ds_teraflops:.2f}",
         ]
-    return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log:661] - " + " | ".join(parts) + " |"
+    return f"[{now:%Y-%m-%d %H:%M:%S.%f}][INFO][training_log:661] - " + " | ".join(fields) + " |"
 
 
 class AuroraLines(LineFormat):

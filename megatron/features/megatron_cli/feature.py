@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.arguments import AddedValue, OtherFlags
+from megatron.arguments import AddedValue, ForeignFlags
 from megatron.training.feature import Feature
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class MegatronCliConfig(Feature):
     }
 
     @classmethod
-    def other_flags(cls) -> OtherFlags:
+    def foreign_flags(cls) -> ForeignFlags:
         """Megatron's flags that have no field here."""
         from megatron.features.megatron_cli import foreign
 
-        return foreign.other_flags()
+        return foreign.foreign_flags()

@@ -251,13 +251,15 @@ def accepted(
     notes[READ_AS] = [
         f"{was} = {' '.join(now)}" for was, now in replaced(typed, seq_length).items()
     ]
-    parts = (
+    verdicts = (
         ("ignored, the results are the same (reasons: docs/flags.md): ", ", ", NO_EFFECT),
         ("more precision or memory than requested: ", "; ", MORE),
         ("replaced: ", "; ", READ_AS),
     )
     text = ". ".join(
-        start + between.join(notes[verdict]) for start, between, verdict in parts if notes[verdict]
+        start + between.join(notes[verdict])
+        for start, between, verdict in verdicts
+        if notes[verdict]
     )
     if not text:
         return []

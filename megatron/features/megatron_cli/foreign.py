@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.arguments import OtherFlags, Parser, ReadAs, parse
+from megatron.arguments import ForeignFlags, Parser, ReadAs, parse
 from megatron.features.megatron_cli import flags as compat
 from megatron.features.megatron_cli.deepspeed import read_deepspeed
 
@@ -35,9 +35,9 @@ Ignoring them would train another model or lose data. The error says what to use
 }
 
 
-def other_flags() -> OtherFlags:
+def foreign_flags() -> ForeignFlags:
     """Those of `tables.py`."""
-    return OtherFlags(
+    return ForeignFlags(
         compat.parser_flags(),
         compat.explain,
         compat.ignores,
@@ -52,7 +52,7 @@ def other_flags() -> OtherFlags:
 
 
 def refused() -> dict[str, list[str]]:
-    """As `OtherFlags.refused`: single flags, and families of which no flag is here."""
+    """As `ForeignFlags.refused`: single flags, and families of which no flag is here."""
     spellings: dict[str, list[str]] = {}
     for flag in compat.FOREIGN.values():
         if flag.verdict == compat.REFUSED:
@@ -70,15 +70,15 @@ def changes_nothing(name: str, value: Any) -> bool:
 
 
 def argument_table(values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:
-    """As `OtherFlags.argument_table`."""
+    """As `ForeignFlags.argument_table`."""
     if values.get("log_format") == "megatron":  # Megatron's has no such name
         del values["log_format"]
     return values | compat.dumped(foreign)
 
 
 def tables() -> dict[str, list[tuple[Sequence[str], str]]]:
-    """As `OtherFlags.tables`: one for each verdict, families of flags at its end. Of those that are
-    refused the error says why, and the page only the names."""
+    """As `ForeignFlags.tables`: one for each verdict, families of flags at its end. Of those that
+    are refused the error says why, and the page only the names."""
     rows: dict[str, list[tuple[Sequence[str], str]]] = {}
     for verdict, head in HEADS.items():
         flags = sorted(compat.FOREIGN.values(), key=lambda flag: flag.spelling)
@@ -98,7 +98,7 @@ def tables() -> dict[str, list[tuple[Sequence[str], str]]]:
 def read_as(
     parser: Parser, typed: dict[str, Any], foreign: dict[str, Any], ignored: Sequence[str]
 ) -> ReadAs:
-    """As `OtherFlags.read_as`."""
+    """As `ForeignFlags.read_as`."""
     typed, foreign, dense = _dense(typed, foreign)
     typed, foreign, shorter, too_long = _run_length(typed, foreign)
     seq_length = max(1, typed.get("seq_length") or 1)

@@ -11,39 +11,39 @@ def megatron_line(
     result: IterationResult, i: Interval, train_iters: int, teraflops: float | None = None
 ) -> str:
     """Megatron-LM's iteration line of January 2024, to the character, for interval `i`."""
-    parts = [
+    fields = [
         f" iteration {result.iteration:8d}/{train_iters:8d}",
         f" consumed samples: {result.consumed_samples:12d}",
         f" elapsed time per iteration (ms): {i.milliseconds:.1f}",
     ]
     if teraflops is not None:
-        parts.append(f" throughput per GPU (TFLOP/s/GPU): {teraflops:.1f}")
-    parts += [
+        fields.append(f" throughput per GPU (TFLOP/s/GPU): {teraflops:.1f}")
+    fields += [
         f" learning rate: {result.learning_rate:.3E}",
         f" global batch size: {result.global_batch_size:5d}",
     ]
     if i.losses:
-        parts.append(f" lm loss: {i.loss:.6E}")
-    parts += [f" {name}: {value:.6E}" for name, value in i.metrics.items()]
-    parts.append(f" loss scale: {result.loss_scale:.1f}")
+        fields.append(f" lm loss: {i.loss:.6E}")
+    fields += [f" {name}: {value:.6E}" for name, value in i.metrics.items()]
+    fields.append(f" loss scale: {result.loss_scale:.1f}")
     if result.line_norm is not None:
-        parts.append(f" grad norm: {result.line_norm:.3f}")
+        fields.append(f" grad norm: {result.line_norm:.3f}")
     if result.num_zeros is not None:
-        parts.append(f" num zeros: {result.num_zeros:.1f}")
+        fields.append(f" num zeros: {result.num_zeros:.1f}")
     if result.params_norm is not None:
-        parts.append(f" params norm: {result.params_norm:.3f}")
-    parts += [
+        fields.append(f" params norm: {result.params_norm:.3f}")
+    fields += [
         f" number of skipped iterations: {i.overflow_skips:3d}",
         f" number of nan iterations: {i.nan_iterations:3d}",
     ]
     if i.user_skips:
-        parts.append(f" number of user-skipped iterations: {i.user_skips:3d}")
+        fields.append(f" number of user-skipped iterations: {i.user_skips:3d}")
     for feature, vetoes in i.vetoes.items():
-        parts.append(f" number of {feature}-skipped iterations: {vetoes.total():3d}")
+        fields.append(f" number of {feature}-skipped iterations: {vetoes.total():3d}")
     reasons = i.reasons.union(*i.vetoes.values())
     if reasons - {"user"}:
-        parts.append(f" skip reason: {' '.join(sorted(reasons))}")
-    return " |".join(parts) + " |"
+        fields.append(f" skip reason: {' '.join(sorted(reasons))}")
+    return " |".join(fields) + " |"
 
 
 class MegatronLines(LineFormat):

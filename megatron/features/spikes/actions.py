@@ -12,7 +12,7 @@ from megatron.training.run import Veto
 
 BUDGET = 10  # updates skipped, in WITHIN iterations
 # iterations after what was skipped: a spike there is the same trouble
-AGAIN = 200
+RECURS_WITHIN = 200
 BEFORE = 100
 AFTER = 200  # what the second attempt skips around the first spike
 ATTEMPTS = 2
@@ -62,7 +62,9 @@ class SpikeActions(SpikePolicy):
         if self.action != "rewind" or row is None:
             return None
         before = (
-            self.rewinds[-1] if self.rewinds and row.first <= self.rewinds[-1].end + AGAIN else None
+            self.rewinds[-1]
+            if self.rewinds and row.first <= self.rewinds[-1].end + RECURS_WITHIN
+            else None
         )
         attempt, first = (before.attempt + 1, before.first) if before else (1, row.first)
         if attempt > ATTEMPTS:

@@ -43,7 +43,7 @@ def find_events(records: Sequence[Record]) -> list[Event]:
     """All spikes of a run in order. Records without a loss, and updates that fp16 skipped, are not
     looked at."""
     interval = log_interval(records)
-    examined = _looked_at(records)
+    examined = _judged(records)
     detector = SpikeDetector()
     findings = [detector.check(_loss(r), r.grad_norm) for r in examined]
     groups: list[list[int]] = []
@@ -67,7 +67,7 @@ def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
     detector = SpikeDetector()
     spans: list[tuple[int, int]] = []
     warming_up = False
-    for record in _looked_at(records):
+    for record in _judged(records):
         if not detector.ready:
             first = spans.pop()[0] if warming_up else max(1, record.iteration - interval + 1)
             spans.append((first, record.iteration))
@@ -76,14 +76,14 @@ def not_judged(records: Sequence[Record]) -> list[tuple[int, int]]:
     return spans
 
 
-def _looked_at(records: Sequence[Record]) -> list[Record]:
+def _judged(records: Sequence[Record]) -> list[Record]:
     """Those with a loss that changed the weights, as far as the log shows."""
     interval = log_interval(records)
     return [r for r in records if r.trained and not (r.skipped and interval == 1)]
 
 
 def _loss(record: Record) -> float:
-    """That of a record of `_looked_at`."""
+    """That of a record of `_judged`."""
     assert record.loss is not None, record
     return record.loss
 

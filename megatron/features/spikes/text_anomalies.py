@@ -77,21 +77,21 @@ def _repeats(ids: np.ndarray) -> tuple[float, int]:
     return best
 
 
-def rank(pieces: Sequence[Measures], baseline: Sequence[Measures] = ()) -> list[Suspicion]:
-    """How suspicious each of the pieces is, compared with each other and `others`."""
-    long = [piece for piece in (*pieces, *baseline) if piece.tokens >= FEW]
-    return [_suspicion(piece, long) for piece in pieces]
+def rank(spans: Sequence[Measures], baseline: Sequence[Measures] = ()) -> list[Suspicion]:
+    """How suspicious each of the pieces is, compared with each other and `baseline`."""
+    long = [span for span in (*spans, *baseline) if span.tokens >= FEW]
+    return [_suspicion(span, long) for span in spans]
 
 
-def _suspicion(piece: Measures, baseline: Sequence[Measures]) -> Suspicion:
+def _suspicion(span: Measures, baseline: Sequence[Measures]) -> Suspicion:
     anomalies = [
         (
-            MOST * piece.repeated,
-            f"{piece.repeated:.0%} of it repeats {piece.period} token{'s' * (piece.period > 1)}",
+            MOST * span.repeated,
+            f"{span.repeated:.0%} of it repeats {span.period} token{'s' * (span.period > 1)}",
         ),
-        (MOST * piece.junk, f"{piece.junk:.0%} of its characters are no text"),
+        (MOST * span.junk, f"{span.junk:.0%} of its characters are no text"),
     ]
-    if piece.tokens >= FEW:
+    if span.tokens >= FEW:
         for name, text in (
             ("per_character", "tokens per character"),
             ("compressed", "of its size when compressed"),
@@ -99,7 +99,7 @@ def _suspicion(piece: Measures, baseline: Sequence[Measures]) -> Suspicion:
             values = np.array([getattr(measures, name) for measures in baseline])
             median = float(np.median(values))
             spread = max(1.4826 * float(np.median(np.abs(values - median))), SPREAD * median, 1e-9)
-            value = getattr(piece, name)
+            value = getattr(span, name)
             anomalies.append(
                 (
                     min(MOST, abs(value - median) / spread),

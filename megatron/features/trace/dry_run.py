@@ -135,7 +135,7 @@ def rank_lines(trace: RankTrace, compared: Sequence[Figure]) -> list[str]:
     lines = [
         f"  rank {trace.rank} (stage {trace.stage}):",
         f"    peak memory: {trace.peak:,} bytes: {memory}",
-        f"    at: {trace.peak_place}",
+        f"    at: {trace.peak_operation}",
         f"    peak while building: {trace.build_peak:,} bytes",
         f"    FLOPs: {flops:,} "
         f"({', '.join(f'{name} {count:,}' for name, count in trace.flops.items())})",
@@ -187,7 +187,7 @@ def _as_json(config: Config, plan: Plan, trace: RankTrace) -> dict[str, Any]:
         "stage": trace.stage,
         "memory_at_peak": trace.memory,
         "peak": trace.peak,
-        "peak_at": trace.peak_place,
+        "peak_at": trace.peak_operation,
         "most_by_kind": trace.kind_peaks,
         "memory_over_step": _over_step(trace),
         "activations": trace.activations,

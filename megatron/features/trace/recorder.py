@@ -86,7 +86,7 @@ KINDS = {
 
 WEIGHTS = "params-all-gather"
 POINTS = 1024  # at most as many are kept of the memory over a step
-HERE = f"{Path(__file__).parent}/"
+PACKAGE = f"{Path(__file__).parent}/"
 
 
 class TraceError(ValueError):
@@ -104,7 +104,7 @@ class SourceLine(NamedTuple):
         return f"{self.function} ({self.file}:{self.line})"
 
 
-class Kept(NamedTuple):
+class Retained(NamedTuple):
     """Memory made in the step that outlives it."""
 
     nbytes: int
@@ -123,7 +123,7 @@ class _Started(NamedTuple):
     phase: str
 
 
-class _Piece(NamedTuple):
+class _Storage(NamedTuple):
     """One piece of memory that is alive; `reference` calls back when it is freed."""
 
     reference: weakref.ref
@@ -159,7 +159,7 @@ class Timeline:
 class StepRecorder(TorchDispatchMode, Timers):
     """While it is on, every operation of torch passes through it.
 
-    `live` and `at_peak`: bytes by kind now and at the peak, `peak_place`: where that was;
+    `live` and `live_at_peak`: bytes by kind now and at the peak, `peak_operation`: where that was;
     `kind_peaks`: the most bytes of each kind at any moment; `activations`: the most that forward
     passes have left for backward; `timeline`: memory over the step; `operations`, `flops`: by name
     of the operation; `launches`: kernels by phase of the step; `messages` in order; `reductions`:
@@ -179,8 +179,8 @@ class StepRecorder(TorchDispatchMode, Timers):
         self.live: Counter[str] = Counter()
         self.total = 0
         self.peak = 0
-        self.at_peak: dict[str, int] = {}
-        self.peak_place = ""
+        self.live_at_peak: dict[str, int] = {}
+        self.peak_operation = ""
         self.kind_peaks: dict[str, int] = {}
         self.operations: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
@@ -191,7 +191,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         self.copies_to_device = 0
         self.timeline = Timeline()
         self._spans: list[str] = ["build"]
-        self._pieces: dict[int, _Piece] = {}
+        self._storages: dict[int, _Storage] = {}
         self._started: dict[int, _Started] = {}
         self._waits = on_wait(lambda handle: self._started.pop(id(handle), None))
         self._copies = 0  # of tokens, that the last layer of experts sorted
@@ -221,7 +221,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         """From here on it is the step: counts begin again, and rules hold."""
         self.in_step = True
         self.peak = self.total
-        self.at_peak = dict(self.live)
+        self.live_at_peak = dict(self.live)
         self.kind_peaks = dict(self.live)
         for counts in (self.operations, self.flops, self.launches, self.messages):
             counts.clear()
@@ -230,33 +230,33 @@ class StepRecorder(TorchDispatchMode, Timers):
         """Memory that was made while building is of this kind."""
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
-            piece = self._pieces.get(key)
-            if piece is not None and piece.kind != kind:
-                self.live[piece.kind] -= piece.nbytes
-                self.live[kind] += piece.nbytes
-                self._pieces[key] = piece._replace(kind=kind)
+            storage = self._storages.get(key)
+            if storage is not None and storage.kind != kind:
+                self.live[storage.kind] -= storage.nbytes
+                self.live[kind] += storage.nbytes
+                self._storages[key] = storage._replace(kind=kind)
 
     def _kind(self, tensor: torch.Tensor) -> str | None:
-        piece = self._pieces.get(tensor.untyped_storage()._cdata)
-        return None if piece is None else piece.kind
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        return None if storage is None else storage.kind
 
-    def unnamed(self) -> list[Kept]:
+    def unnamed(self) -> list[Retained]:
         """Memory made while building that is of no kind, largest first."""
-        pieces = [
-            Kept(piece.nbytes, piece.operation, piece.line)
-            for piece in self._pieces.values()
-            if piece.kind == "build"
+        storages = [
+            Retained(storage.nbytes, storage.operation, storage.line)
+            for storage in self._storages.values()
+            if storage.kind == "build"
         ]
-        return sorted(pieces, reverse=True)
+        return sorted(storages, reverse=True)
 
-    def kept(self) -> list[Kept]:
+    def retained(self) -> list[Retained]:
         """Memory made in the step that is still there, largest first."""
-        pieces = [
-            Kept(piece.nbytes, piece.operation, piece.line)
-            for piece in self._pieces.values()
-            if piece.in_step
+        storages = [
+            Retained(storage.nbytes, storage.operation, storage.line)
+            for storage in self._storages.values()
+            if storage.in_step
         ]
-        return sorted(pieces, reverse=True)
+        return sorted(storages, reverse=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict | None = None
@@ -266,7 +266,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         if func.namespace == "c10d":
             self.messages.append(message_of(name, args, self.rank))
             if any(self._kind(tensor) == "gradients" for tensor in _tensors(args)):
-                self.reductions.append((self.messages[-1], _place()))
+                self.reductions.append((self.messages[-1], _calling_line()))
             out = func(*args, **kwargs)
             if self.in_step:
                 self._start(func, args, out)
@@ -282,7 +282,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         self._count(func, name, args, kwargs, out)
         for tensor in _tensors((out,)):
             if tensor.device.type == "meta":
-                self._made(name, tensor)
+                self._note_storage(name, tensor)
         if self.in_step:
             self.timeline.note(self.total, self.live)
         return out
@@ -306,8 +306,8 @@ class StepRecorder(TorchDispatchMode, Timers):
         if strange:
             shapes = ", ".join(f"{list(t.shape)} on {t.device.type}" for t in strange)
             raise TraceError(
-                f"{_place()}: {name} of a tensor {shapes} with tensors of the device; make it "
-                "there (device=...) [trace-device-mixed]"
+                f"{_calling_line()}: {name} of a tensor {shapes} with tensors of the device; make "
+                "it there (device=...) [trace-device-mixed]"
             )
 
     def _start(self, func: Any, args: Sequence[Any], out: Any) -> None:
@@ -316,7 +316,9 @@ class StepRecorder(TorchDispatchMode, Timers):
             return
         storage, span = (0, (0, 0)) if written is None else _span(written)
         name = self.messages[-1].operation
-        self._started[id(handle)] = _Started(handle, name, _place(), storage, span, self._spans[-1])
+        self._started[id(handle)] = _Started(
+            handle, name, _calling_line(), storage, span, self._spans[-1]
+        )
 
     def _check_arrived(self, name: str, inputs: list[torch.Tensor]) -> None:
         for storage, (first, end) in map(_span, inputs):
@@ -324,7 +326,7 @@ class StepRecorder(TorchDispatchMode, Timers):
                 start, stop = transfer.span
                 if transfer.storage == storage and first < stop and start < end:
                     raise TraceError(
-                        f"{_place()}: {name} takes what the {transfer.operation} of "
+                        f"{_calling_line()}: {name} takes what the {transfer.operation} of "
                         f"{transfer.line} writes, and nothing has waited for it: call wait() of "
                         "its handle first [trace-missing-wait]"
                     )
@@ -342,7 +344,7 @@ class StepRecorder(TorchDispatchMode, Timers):
 
     def _read(self, name: str, inputs: list[torch.Tensor], args: Sequence[Any]) -> Any:
         """Zeros in place of the values that a listed function waits for."""
-        line = _place()
+        line = _calling_line()
         where = (Path(line.file).name, line.function)
         if where == SORTS and name == "bincount":
             self._copies = self._within_capacity(inputs[0].numel(), args[2])
@@ -369,25 +371,25 @@ class StepRecorder(TorchDispatchMode, Timers):
             return copies
         return min(copies, experts * math.ceil(copies / experts * self.expert_capacity))
 
-    def _made(self, name: str, tensor: torch.Tensor) -> None:
+    def _note_storage(self, name: str, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._pieces:
+        if key in self._storages:
             return
-        line = _place()
+        line = _calling_line()
         if self.in_step:
             self._check_width(name, tensor, line)
         nbytes = storage.nbytes()
         kind = next((KINDS[span] for span in reversed(self._spans) if span in KINDS), "build")
         reference = weakref.ref(storage, partial(self._freed, key))
-        self._pieces[key] = _Piece(reference, kind, nbytes, name, line, self.in_step)
+        self._storages[key] = _Storage(reference, kind, nbytes, name, line, self.in_step)
         self.live[kind] += nbytes
         self.total += nbytes
         self.kind_peaks[kind] = max(self.kind_peaks.get(kind, 0), self.live[kind])
         if self.total > self.peak:
             self.peak = self.total
-            self.at_peak = dict(self.live)
-            self.peak_place = f"{self._spans[-1]}: {name} in {line}"
+            self.live_at_peak = dict(self.live)
+            self.peak_operation = f"{self._spans[-1]}: {name} in {line}"
 
     def _check_width(self, name: str, tensor: torch.Tensor, line: SourceLine) -> None:
         file = Path(line.file).name
@@ -404,9 +406,9 @@ class StepRecorder(TorchDispatchMode, Timers):
         )
 
     def _freed(self, key: int, reference: weakref.ref) -> None:
-        piece = self._pieces.pop(key)
-        self.live[piece.kind] -= piece.nbytes
-        self.total -= piece.nbytes
+        storage = self._storages.pop(key)
+        self.live[storage.kind] -= storage.nbytes
+        self.total -= storage.nbytes
 
 
 def _reads(name: str, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -445,12 +447,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _place() -> SourceLine:
+def _calling_line() -> SourceLine:
     """The innermost line of megatron/ (or of the program) that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((HERE, "<")) and "/torch/" not in path and "/python3" not in path:
+        if not path.startswith((PACKAGE, "<")) and "/torch/" not in path and "/python3" not in path:
             return SourceLine(_below_the_top(path), frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return SourceLine("torch", 0, "unknown")

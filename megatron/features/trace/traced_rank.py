@@ -18,7 +18,7 @@ from megatron.config.plan.zero_partition import assignment
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.features.trace.fused_kernels import fused_kernels
-from megatron.features.trace.recorder import Kept, StepRecorder, Timeline, TraceError
+from megatron.features.trace.recorder import Retained, StepRecorder, Timeline, TraceError
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.simulated_group import Message, serve_meta, simulated_ranks
@@ -47,14 +47,14 @@ AXES: tuple[str, ...] = (
 )
 AXES += ("optimizer", "model", "world")
 # Memory made in a step that may outlive it: names of metrics, scales, a first use's tables.
-KEPT_BYTES = 1 << 20
+RETAINED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RankTrace:
     """What one rank does in a training step.
 
-    `memory`: bytes by kind at the peak of the step, `peak` their sum, `peak_place` where;
+    `memory`: bytes by kind at the peak of the step, `peak` their sum, `peak_operation` where;
     `kind_peaks`: the most of each kind at any moment; `activations`: the most that any forward pass
     left for backward, its own temporaries freed; `build_peak`: the most while building.
     `flops` and `operations` by operation, `launches` by phase, `messages` with the axis of each;
@@ -65,7 +65,7 @@ class RankTrace:
     stage: int
     memory: dict[str, int]
     peak: int
-    peak_place: str
+    peak_operation: str
     kind_peaks: dict[str, int]
     activations: int
     build_peak: int
@@ -112,7 +112,7 @@ def trace_rank(
         _count_subsets(run)
         _name_kinds(run, recorder)
         build_peak = recorder.peak
-        _check_kept(recorder.unnamed(), "training begins, of no parameter, gradient or moment")
+        _check_retained(recorder.unnamed(), "training begins, of no parameter, gradient or moment")
         is_last = run.pipeline.is_last(len(run.model) - 1)
         if not is_last:
             run.metric_names = metric_names or ()
@@ -120,15 +120,15 @@ def trace_rank(
         train_step(run, forward_step, _samples(config), plan.train_iters)
         recorder.in_step = False
         recorder.check_waited()
-        _check_kept(recorder.kept(), "the step")
+        _check_retained(recorder.retained(), "the step")
         names = _axis_names(ctx)
         _check_reductions(config, plan, ctx.pp.rank, recorder, names)
         return RankTrace(
             rank,
             ctx.pp.rank,
-            recorder.at_peak,
+            recorder.live_at_peak,
             recorder.peak,
-            recorder.peak_place,
+            recorder.peak_operation,
             recorder.kind_peaks,
             recorder.activations,
             build_peak,
@@ -192,10 +192,10 @@ def _name_kinds(run: Run, recorder: StepRecorder) -> None:
     recorder.adopt([run.buffers.flat], "gradients")
 
 
-def _check_kept(tensors: list[Kept], when: str) -> None:
+def _check_retained(tensors: list[Retained], when: str) -> None:
     """Raise TraceError for memory that building or a step leaves behind."""
     together = sum(tensor.nbytes for tensor in tensors)
-    if together > KEPT_BYTES:
+    if together > RETAINED_BYTES:
         largest = tensors[0]
         raise TraceError(
             f"{largest.line}: {largest.operation} makes {largest.nbytes:,} bytes that are still "
@@ -216,17 +216,17 @@ def _check_reductions(
         if sizes[transfer.axis] > 1 and transfer.operation != "all-gather":
             planned[_replicas(transfer.axis), transfer.operation] += transfer.nbytes
     traced: Counter[tuple[str, str]] = Counter()
-    places = {}
+    lines = {}
     for message, line in recorder.reductions:
         # gloo scatters sums by an exchange of parts
         operation = "reduce-scatter" if message.operation == "all-to-all" else message.operation
         key = _replicas(names.get(message.group, "world")), operation
         traced[key] += message.nbytes
-        places[key] = line
+        lines[key] = line
     for (axis, operation), nbytes in traced.items():
         if nbytes > planned[axis, operation]:
             raise TraceError(
-                f"{places[axis, operation]}: {operation} of {nbytes:,} bytes of gradients over the "
+                f"{lines[axis, operation]}: {operation} of {nbytes:,} bytes of gradients over the "
                 f"ranks of {axis}, where the plan has {planned[axis, operation]:,}: sum them over "
                 "the ranks that have other samples or another part of the gradient "
                 "[trace-wrong-group]"

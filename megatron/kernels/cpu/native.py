@@ -155,8 +155,8 @@ def add_transposed(x: Tensor, total: Tensor) -> None:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
     """Sum of the squares of contiguous tensors of one dtype, added up in fp64."""
-    parts = [(t.data_ptr(), t.numel()) for t in tensors]
-    return _call("sum_of_squares", tensors[0], parts)
+    pointers = [(t.data_ptr(), t.numel()) for t in tensors]
+    return _call("sum_of_squares", tensors[0], pointers)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

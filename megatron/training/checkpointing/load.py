@@ -272,7 +272,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     """Copy every tensor of this rank from the checkpoint; dtypes may differ, shapes may
     not."""
     stored = set(reader.names())
-    if run.plan.own_model and not reader.is_part:
+    if run.plan.own_model and not reader.of_one_rank:
         _check_names(run, {name for name in stored if not name.startswith("optimizer.")}, reader)
     scales = run.fp8.tensors() if run.fp8 and with_optimizer else {}
     unknown = {
@@ -292,7 +292,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         key = adam.moment_of(name)
         if key and own and name in stored and reader.dtype(name) != own[0][1].dtype:
             changed[key] = (reader.dtype(name), own[0][1].dtype)
-        source = name if reader.is_part else _source(name, stored)
+        source = name if reader.of_one_rank else _source(name, stored)
         for box, tensor in own:
             read_into(tensor, reader, source, sharding, box, run.plan.vocab_size)
     reader.wait()

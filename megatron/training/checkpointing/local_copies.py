@@ -91,7 +91,7 @@ class LocalCopies:
         newest = broadcast_object(newest, self._world)
         assert newest is not None, "rank 0 has read or made it"
         self._newest = newest
-        self._remove_others()
+        self._remove_superseded()
 
     def slices(self) -> list[TensorSlice]:
         """Everything that this rank holds, including what other ranks hold too."""
@@ -135,7 +135,7 @@ class LocalCopies:
         self._or_none(lambda: self._write(pending, write))
         self._newest = self._new
         log.print_rank_0(pending.message)
-        self._remove_others()
+        self._remove_superseded()
 
     def _write(self, pending: PendingSave, write: Callable[[], None]) -> None:
         """Write the own part, exchange parts with the partners; when all are on the disks, this
@@ -179,11 +179,11 @@ class LocalCopies:
             )
             DISK.fsync_directory(mirror)
 
-    def _remove_others(self) -> None:
+    def _remove_superseded(self) -> None:
         """Remove what this node has of other saves than the newest."""
         run = self._node / self._newest.run
         newest = self._newest.folder(self._node)
-        self._remove(lambda: local_copies.remove_others(run, newest))
+        self._remove(lambda: local_copies.remove_superseded(run, newest))
 
     def _remove(self, action: Callable[[], None]) -> None:
         """On one rank of each node; a failure is a warning."""
@@ -204,20 +204,20 @@ class LocalCopies:
 
 @dataclass(frozen=True)
 class LocalCandidate(Candidate):
-    """A save of which every part exists somewhere, to be tried like a checkpoint. `places`: for
+    """A save of which every part exists somewhere, to be tried like a checkpoint. `locations`: for
     each rank (rank that can read the part, path), the best first."""
 
     step: int
     run: Run
     newest: LocalSave
-    places: dict[int, list[tuple[int, str]]]
+    locations: dict[int, list[tuple[int, str]]]
 
     def open(self) -> local_copies.RankCheckpoint:
         """This rank's part, fetched from another rank if it is missing or damaged here; all ranks
         call this. Raises CheckpointError on all ranks if no good copy of some part exists."""
         me = self.run.runtime.rank
         chosen, problems = self._choose()
-        lost = sorted(self.places.keys() - chosen.keys())
+        lost = sorted(self.locations.keys() - chosen.keys())
         if lost:
             raise CheckpointError(
                 f"local copies: no rank has a good copy of the part of rank {_numbers(lost)}: "
@@ -244,11 +244,11 @@ class LocalCandidate(Candidate):
         me = self.run.runtime.rank
         chosen: dict[int, tuple[int, str]] = {}
         problems: list[str] = []
-        for attempt in range(max(map(len, self.places.values()))):
+        for attempt in range(max(map(len, self.locations.values()))):
             picks = {
-                rank: places[attempt]
-                for rank, places in self.places.items()
-                if rank not in chosen and attempt < len(places)
+                rank: locations[attempt]
+                for rank, locations in self.locations.items()
+                if rank not in chosen and attempt < len(locations)
             }
             own = {
                 rank: local_copies.verify(Path(path))
@@ -324,20 +324,20 @@ def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
     listed = gather_objects((socket.gethostname(), parts, problem), world)
     for text in dict.fromkeys(text for _, _, text in listed if text):
         log.print_rank_0(f"WARNING: local copies are not used: {text}")
-    places = _places([(host, parts) for host, parts, _ in listed])
-    if unusable := _unusable(newest, places, run):
+    locations = _locations([(host, parts) for host, parts, _ in listed])
+    if unusable := _unusable(newest, locations, run):
         if all(from_disk.step is None or from_disk.step < newest.iteration for from_disk in tries):
             log.print_rank_0(
                 f" local copies of iteration {newest.iteration} are not used: {unusable}"
             )
         return tries
     path = c.non_persistent_local_ckpt_dir
-    copies = LocalCandidate(path, newest.iteration, run, newest, places)
+    copies = LocalCandidate(path, newest.iteration, run, newest, locations)
     # of the same iteration the checkpoint first
     return sorted([*tries, copies], key=lambda candidate: -(candidate.step or 0))
 
 
-def _places(
+def _locations(
     listed: Sequence[tuple[str, Sequence[tuple[int, int, str]]]],
 ) -> dict[int, list[tuple[int, str]]]:
     """For each rank's part (rank that can read it, path), its own rank first. A directory that
@@ -348,18 +348,20 @@ def _places(
         for rank, holder, path in parts:
             option = reader != rank, reader != holder, reader, rank
             readers[host, path] = min(option, readers.get((host, path), option))
-    places: dict[int, list[tuple[int, str]]] = {}
+    locations: dict[int, list[tuple[int, str]]] = {}
     for (_, path), (_, _, reader, rank) in sorted(readers.items(), key=lambda item: item[1]):
-        places.setdefault(rank, []).append((reader, path))
-    return places
+        locations.setdefault(rank, []).append((reader, path))
+    return locations
 
 
-def _unusable(newest: LocalSave, places: dict[int, list[tuple[int, str]]], run: Run) -> str | None:
+def _unusable(
+    newest: LocalSave, locations: dict[int, list[tuple[int, str]]], run: Run
+) -> str | None:
     """Why a save cannot be loaded; None if it can be tried."""
     ranks = ranks_text(layout_of(run.runtime))
     if newest.ranks != ranks:
         return f"they were written by {newest.ranks}, this run has {ranks}"
-    missing = sorted(set(range(run.runtime.world_size)) - places.keys())
+    missing = sorted(set(range(run.runtime.world_size)) - locations.keys())
     return f"the part of rank {_numbers(missing)} was not found" if missing else None
 
 

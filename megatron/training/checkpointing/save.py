@@ -114,23 +114,23 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     for p in run.model.parameters():
         sharding = sharding_of(p)
         same = ctx.replicas(sharding.replicas).data
-        yield sharding.name, sharding, same, parts(sharding, ctx, p.data)
+        yield sharding.name, sharding, same, boxes_of(sharding, ctx, p.data)
     # before the optimizer's, of which ranks have different numbers: `own_slices` counts
     for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
-        yield name, sharding, ctx.dp_cp, parts(sharding, ctx, tensor)
-    owned = {sharding_of(part).name: part for part in run.buffers.owned}
+        yield name, sharding, ctx.dp_cp, boxes_of(sharding, ctx, tensor)
+    owned = {sharding_of(param).name: param for param in run.buffers.owned}
     for name, tensor in run.optimizer.tensors().items():
-        part = owned[name.split(".", 2)[2]]
-        sharding = sharding_of(part)
+        param = owned[name.split(".", 2)[2]]
+        sharding = sharding_of(param)
         yield (
             name,
             sharding,
             ctx.replicas(sharding.replicas).instances,
-            parts(sharding, ctx, tensor, getattr(part, "span", None)),
+            boxes_of(sharding, ctx, tensor, getattr(param, "span", None)),
         )
 
 
-def parts(
+def boxes_of(
     sharding: Sharding,
     ctx: ParallelContext,
     tensor: torch.Tensor,
@@ -141,12 +141,12 @@ def parts(
     local = local_box(sharding, ctx)
     if span is None:
         return [(local, tensor)]
-    parts = []
+    boxes = []
     done = 0
     for box in tensor_slices.of_range(*span, tensor_slices.extent(local)):
         view = tensor[done : done + tensor_slices.volume(box)].view(tensor_slices.extent(box))
         done += view.numel()
-        parts.append(
+        boxes.append(
             (
                 tuple(
                     (start + low, start + high)
@@ -155,7 +155,7 @@ def parts(
                 view,
             )
         )
-    return parts
+    return boxes
 
 
 def save_checkpoint(run: Run, constants: Constants | None = None) -> PendingSave | None:

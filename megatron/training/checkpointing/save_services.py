@@ -66,5 +66,5 @@ def _exchange_with_object_store(line: CommandLine, stack: ExitStack) -> None:
         object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
     if writes and c.save:
         snapshots = c.snapshot_dir if c.snapshot_interval else None
-        places = object_store.upload_targets(c.save, line.save_url, snapshots, line.snapshot_url)
-        stack.enter_context(object_store.uploading(places, c.save))
+        targets = object_store.upload_targets(c.save, line.save_url, snapshots, line.snapshot_url)
+        stack.enter_context(object_store.uploading(targets, c.save))

@@ -134,10 +134,12 @@ def waiting_in(frame: FrameType) -> str | None:
     path = frame.f_code.co_filename.replace(os.sep, "/")
     if DEVICE_WAIT in path:
         return "the device"
-    if not any(part in path for part in WAITING):
+    if not any(file_name in path for file_name in WAITING):
         return None
     caller: FrameType | None = frame
-    while caller is not None and any(part in caller.f_code.co_filename for part in WAITING):
+    while caller is not None and any(
+        file_name in caller.f_code.co_filename for file_name in WAITING
+    ):
         owner = caller.f_locals.get("self")
         axis = caller.f_locals.get("axis") or getattr(owner, "axis", None)
         if axis is not None and hasattr(axis, "ranks"):
@@ -170,10 +172,10 @@ def name(process: ProcessId, seconds: float, answer: Mapping[str, Any]) -> Failu
 
 def describe(known: str, frames: Sequence[FrameType]) -> dict[str, Any]:
     """The answer of this process in the phase `known`; `frames`: those of its main thread."""
-    places = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+    calls = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
     return {
         "at": code_location(traceback.extract_stack(frames[-1])),
-        "phase": full_phase(known, places),
+        "phase": full_phase(known, calls),
         "stack": stack_text(frames),
     }
 

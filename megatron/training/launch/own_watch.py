@@ -55,4 +55,4 @@ class OwnWatch(Progress):
 def _is_debugged(frames: list[FrameType]) -> bool:
     """Does a person look at the process?"""
     names = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
-    return any(part in name for name in names for part in DEBUGGERS)
+    return any(debugger in name for name in names for debugger in DEBUGGERS)

@@ -61,6 +61,6 @@ def code_location(frames: Sequence[traceback.FrameSummary]) -> str:
 def _below_the_top(file: Path) -> str:
     """The path from `megatron`, `tools` or `tests` on; of other code, its last three parts."""
     tops = [
-        index for index, part in enumerate(file.parts) if part in ("megatron", "tools", "tests")
+        index for index, folder in enumerate(file.parts) if folder in ("megatron", "tools", "tests")
     ]
     return "/".join(file.parts[tops[-1] if tops else -3 :])

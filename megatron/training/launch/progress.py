@@ -23,7 +23,7 @@ class Progress:
         # the actions of the pipeline that are done, say
         self.progress: Callable[[], int] = lambda: 0
         self._phase = Phase(hang.START_UP, limit=limits.startup)
-        self._seen: tuple[Any, ...] = ()  # phase and progress at the last look
+        self._last: tuple[Any, ...] = ()  # phase and progress at the last look
         self._ticks = 0  # since progress
         self._main = threading.main_thread().ident or 0  # it has one, since it runs
 
@@ -34,8 +34,8 @@ class Progress:
     def _look(self) -> None:
         phase = self._phase
         now = (phase, self.progress(), hang.mib_moved() if phase.announced else 0)
-        self._ticks = self._ticks + 1 if now == self._seen else 0
-        self._seen = now
+        self._ticks = self._ticks + 1 if now == self._last else 0
+        self._last = now
 
     @property
     def _seconds(self) -> float:
@@ -44,7 +44,7 @@ class Progress:
 
     def _is_stalled(self) -> bool:
         limit = self._phase.limit
-        return limit is not None and self._seconds > limit and self._seen[0] == self._phase
+        return limit is not None and self._seconds > limit and self._last[0] == self._phase
 
     def _main_frames(self) -> list[FrameType]:
         """Those of the main thread, outermost first."""

@@ -48,9 +48,9 @@ DIED = (
 REPORT_COUNTS_AFTER = 0.3
 # ... in which a request to end that went to all ranks reaches this one
 DEATH_COUNTS_AFTER = 0.7
-OTHERS_EXIT_WITHIN = 1.0
+PEERS_EXIT_WITHIN = 1.0
 # where a rank fails while others are still starting: they are waited for, to be notified
-OTHERS_JOIN_WITHIN = 8.0
+PEERS_JOIN_WITHIN = 8.0
 CONNECT_WITHIN = 5.0
 ANSWERS_WITHIN = 4.0  # of the request, or of the latest answer of another rank
 ABSENCE_REPORTED_EVERY = 60.0
@@ -69,7 +69,7 @@ class _Wire:
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self.rank: int | None = None  # until it has given the token
-        self._rest = b""
+        self._unread = b""
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=connection.close)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -91,10 +91,10 @@ class _Wire:
             data = self.socket.recv(1 << 16)
         except OSError:
             data = b""
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        if max(map(len, (*whole, self._rest))) > limit:
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if max(map(len, (*lines, self._unread))) > limit:
             raise ValueError(f"a line of more than {limit} bytes")
-        return [json.loads(line) for line in whole] if data else None
+        return [json.loads(line) for line in lines] if data else None
 
 
 NO_LIMITS = Limits(None, None, None, None, None)
@@ -151,7 +151,7 @@ class MonitorServer:
     def finish(self) -> None:
         """After rank 0's own client was closed: wait until the others know that the monitor has
         ended."""
-        self._thread.join(OTHERS_EXIT_WITHIN)
+        self._thread.join(PEERS_EXIT_WITHIN)
 
     def _run(self) -> None:
         """A failure of this thread is reported, and the ranks carry on without it."""
@@ -523,7 +523,7 @@ class MonitorServer:
         hung = failure.code == HUNG
         last = (0,) if hung else (failure.process.rank, 0)
         self._send_all("end", but=last, end=self._decided)
-        deadline = time.monotonic() + OTHERS_JOIN_WITHIN
+        deadline = time.monotonic() + PEERS_JOIN_WITHIN
         # those that start notice it themselves when one of them has ended
         joined = hung or failure.text == GONE or len(self._processes) == self.world_size
         while not joined and time.monotonic() < deadline:
@@ -542,7 +542,7 @@ class MonitorServer:
                 wire.send(kind, **content)
 
     def _wait_until_gone(self, but: Iterable[int]) -> None:
-        deadline = time.monotonic() + OTHERS_EXIT_WITHIN
+        deadline = time.monotonic() + PEERS_EXIT_WITHIN
         while set(self._wires) - set(but) and time.monotonic() < deadline:
             self._listen(deadline)
 
@@ -608,7 +608,7 @@ class MonitorClient(Progress):
         does not return if another rank prints it."""
         self._reported = True
         self._wire.send("failed", text=text, code=code)
-        self._turn.wait(OTHERS_JOIN_WITHIN + OTHERS_EXIT_WITHIN + 2.0)
+        self._turn.wait(PEERS_JOIN_WITHIN + PEERS_EXIT_WITHIN + 2.0)
         while self._ended:
             time.sleep(1.0)  # the other thread ends this process
 

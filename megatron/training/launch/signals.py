@@ -194,7 +194,7 @@ def leave_with(error: Exception | SystemExit, watch: SignalWatch) -> NoReturn:
     code = code if isinstance(code, int) else int(code is not None)
     text = describe(error)
     if monitor is None:
-        time.sleep(log.OTHERS_WAIT if rank else 0.0)
+        time.sleep(log.PEERS_WAIT if rank else 0.0)
     elif _is_timeout(error):
         text = _timeout(error, monitor, watch.limit)
     elif _is_lost(error):
@@ -223,7 +223,7 @@ def leave_for(failure: Failure) -> NoReturn:
         log.tell_torchrun(f"hang: {failure.process} {failure.text}")
         _exit(HUNG)
     if agent and (launcher.info().local_rank or failure.process.node == this_process().node):
-        time.sleep(log.OTHERS_WAIT)
+        time.sleep(log.PEERS_WAIT)
         _exit(max(1, failure.code))
     if (
         agent

@@ -27,7 +27,7 @@ class StartWatch:
         self._leave = leave
         self._leave_for = leave_for
         self._parent = os.getppid()
-        self._seen: dict[int, ProcessId] = {}
+        self._processes: dict[int, ProcessId] = {}
         self._gone_at: dict[int, float] = {}
         self.joined = False  # then the rank monitor watches the others
         target = self._watch_parent if launcher.under_torchrun() else self._watch_ranks
@@ -55,11 +55,11 @@ class StartWatch:
         if launcher.under_torchrun():
             return None
         present = hang.find(ranks, prepared_only=True)
-        self._seen.update(present)
+        self._processes.update(present)
         now = time.monotonic()
-        for rank in self._seen.keys() & set(ranks):
+        for rank in self._processes.keys() & set(ranks):
             since = now if rank in present else self._gone_at.get(rank, now)
             self._gone_at[rank] = since
             if now - since > GONE_COUNTS_AFTER:
-                return self._seen[rank]
+                return self._processes[rank]
         return None

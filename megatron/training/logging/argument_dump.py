@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.arguments import flags_of, values_of
-from megatron.config.command_line import CommandLine, other_flags
+from megatron.config.command_line import CommandLine, foreign_flags
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.plan.report import vocabulary
 from megatron.config.summary_lines import changed_arguments
@@ -59,7 +59,7 @@ def _declared(config: Config, foreign: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in dumped.items()
         if name.startswith(("no_load_", "no_save_"))
     }
-    return other_flags(type(config)).argument_table(dumped, foreign)
+    return foreign_flags(type(config)).argument_table(dumped, foreign)
 
 
 def _derived(config: Config, plan: Plan) -> dict[str, Any]:

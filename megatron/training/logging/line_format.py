@@ -127,11 +127,11 @@ def timers_block(names: Sequence[str], ranks: Sequence[Mapping[str, float]], opt
 
 def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
     """Megatron's line of device memory in MB (2^20 bytes); `report` holds bytes."""
-    parts = [
+    fields = [
         f"{key}: {report[key] / 2**20}"
         for key in ("allocated", "max allocated", "reserved", "max reserved")
     ]
-    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | " + " | ".join(parts)
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | " + " | ".join(fields)
 
 
 def progress_line(

@@ -47,9 +47,9 @@ class OutputFile:
                 ) from None
             self._failed(error)
 
-    def write(self, piece: str | bytes) -> None:
-        """Append `piece`, all of it or nothing."""
-        data = piece.encode("utf8") if isinstance(piece, str) else piece
+    def write(self, chunk: str | bytes) -> None:
+        """Append `chunk`, all of it or nothing."""
+        data = chunk.encode("utf8") if isinstance(chunk, str) else chunk
         try:
             file = self._open() if self._file is None else self._file
             before = os.fstat(file)

@@ -29,43 +29,43 @@ def iteration_line(
     tokens per second, time left (`eta`, in seconds); then what is out of the ordinary, and of the
     last three what is given. Without trained iterations: no loss, norm and rates."""
     total = str(train_iters)
-    parts = [f" iter {result.iteration:{len(total)}d}/{total}"]
+    fields = [f" iter {result.iteration:{len(total)}d}/{total}"]
     if i.losses:
-        parts.append(f"loss {decimal(i.loss)}")
+        fields.append(f"loss {decimal(i.loss)}")
     if result.line_norm is not None:
-        parts.append(f"grad norm {significant(result.line_norm)}")
-    parts.append(f"lr {scientific(result.learning_rate)}")
+        fields.append(f"grad norm {significant(result.line_norm)}")
+    fields.append(f"lr {scientific(result.learning_rate)}")
     if i.trained:
-        parts.append(f"{duration(i.seconds / i.trained):>7}")
+        fields.append(f"{duration(i.seconds / i.trained):>7}")
         if i.seconds > 0:
-            parts.append(f"{metric(i.samples * seq_length / i.seconds):>5} tok/s")
+            fields.append(f"{metric(i.samples * seq_length / i.seconds):>5} tok/s")
     if eta:
-        parts.append(f"ETA {clock(eta)}")
-    parts += [f"{name} {value:.4g}" for name, value in i.metrics.items()]
+        fields.append(f"ETA {clock(eta)}")
+    fields += [f"{name} {value:.4g}" for name, value in i.metrics.items()]
     if batch_size is not None:
-        parts.append(f"batch {batch_size}")
+        fields.append(f"batch {batch_size}")
     if loss_scale is not None:
-        parts.append(f"loss scale {loss_scale:.10g}")
+        fields.append(f"loss scale {loss_scale:.10g}")
     if teraflops is not None:
-        parts.append(f"{teraflops:.4g} TFLOP/s per rank")
+        fields.append(f"{teraflops:.4g} TFLOP/s per rank")
     if result.num_zeros is not None:
-        parts.append(f"zeros {result.num_zeros}")
+        fields.append(f"zeros {result.num_zeros}")
     if result.params_norm is not None:
-        parts.append(f"params norm {significant(result.params_norm)}")
-    return fold([*parts, *_skips(i)])
+        fields.append(f"params norm {significant(result.params_norm)}")
+    return fold([*fields, *_skips(i)])
 
 
 def _skips(i: Interval) -> list[str]:
-    parts = []
+    fields = []
     if i.overflow_skips:
-        parts.append(f"skipped {i.overflow_skips} (fp16 overflow)")
+        fields.append(f"skipped {i.overflow_skips} (fp16 overflow)")
     for feature, vetoes in i.vetoes.items():
-        parts.append(f"{feature}-skipped {vetoes.total()} ({', '.join(sorted(vetoes))})")
+        fields.append(f"{feature}-skipped {vetoes.total()} ({', '.join(sorted(vetoes))})")
     if i.user_skips:
-        parts.append(f"user-skipped {i.user_skips} ({', '.join(sorted(i.reasons))})")
+        fields.append(f"user-skipped {i.user_skips} ({', '.join(sorted(i.reasons))})")
     if i.nan_iterations:
-        parts.append(f"nan {i.nan_iterations}")
-    return parts
+        fields.append(f"nan {i.nan_iterations}")
+    return fields
 
 
 def evaluation_line(
@@ -73,13 +73,13 @@ def evaluation_line(
 ) -> str:
     """`split` is `validation` (with `-NAME` where there are several sets) or `test`; losses in nats
     per token."""
-    parts = [f" {split} at iteration {iteration}"]
+    fields = [f" {split} at iteration {iteration}"]
     for key, loss in losses.items():
         name = key.removeprefix("lm ")
-        parts += [f"{name} {decimal(loss)}", f"perplexity {significant(perplexity(loss))}"]
+        fields += [f"{name} {decimal(loss)}", f"perplexity {significant(perplexity(loss))}"]
     if bits_per_byte is not None:
-        parts.append(f"bits per byte {bits_per_byte:.4f}")
-    return fold(parts)
+        fields.append(f"bits per byte {bits_per_byte:.4f}")
+    return fold(fields)
 
 
 def perplexity(loss: float) -> float:
@@ -90,14 +90,14 @@ def perplexity(loss: float) -> float:
 def status_line(iteration: int, train_iters: int, seconds: float, eta: float | None) -> str:
     """What stands below the log on a terminal: how far the run is, time of the last iteration, time
     left."""
-    parts = [
+    fields = [
         f" iter {iteration:{len(str(train_iters))}d}/{train_iters}",
         f"{100 * iteration / max(1, train_iters):.1f} %",
         duration(seconds),
     ]
     if eta:
-        parts.append(f"ETA {clock(eta)}")
-    return " | ".join(parts)
+        fields.append(f"ETA {clock(eta)}")
+    return " | ".join(fields)
 
 
 def memory_line(rank: int, iteration: int, report: Mapping[str, float]) -> str:
@@ -127,25 +127,25 @@ def last_line(
     how = "training finished"
     if reason is not None:  # without the fifteen digits of "after 0.123456789012345 minutes"
         how = "stopped " + _DIGITS.sub(r"\1", reason.removeprefix("exiting program ").rstrip("."))
-    parts = [
+    fields = [
         f" {how}",
         f"{iteration:,} of {train_iters:,} iterations",
         f"elapsed {hours(seconds)}",
         f"{metric(tokens)} tokens",
     ]
     if rate:
-        parts.append(f"{metric(rate)} tok/s")
-    return fold([*parts, checkpoint])
+        fields.append(f"{metric(rate)} tok/s")
+    return fold([*fields, checkpoint])
 
 
-def fold(parts: Sequence[str]) -> str:
+def fold(fields: Sequence[str]) -> str:
     """Parts with bars between them, in lines of at most 100 columns where each part is shorter."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + 3 + len(part) > WIDTH:
-            lines.append(INDENT + part)
+    lines = [fields[0]]
+    for field in fields[1:]:
+        if len(lines[-1]) + 3 + len(field) > WIDTH:
+            lines.append(INDENT + field)
         else:
-            lines[-1] += f" | {part}"
+            lines[-1] += f" | {field}"
     return "\n".join(lines)
 
 
@@ -184,25 +184,25 @@ def duration(seconds: float) -> str:
 
 def hours(seconds: float) -> str:
     """A span of time as h:mm:ss."""
-    whole = int(seconds + 0.5)
-    return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    rounded = int(seconds + 0.5)
+    return f"{rounded // 3600:d}:{rounded // 60 % 60:02d}:{rounded % 60:02d}"
 
 
 def clock(seconds: float) -> str:
     """Time left, to two digits or so: 45s, 2m21s, 14m, 5h03m, 14h, 3d04h, 14d."""
     if not math.isfinite(seconds):
         return "unknown"
-    whole = int(seconds + 0.5)
-    if whole < 60:
-        return f"{whole}s"
+    rounded = int(seconds + 0.5)
+    if rounded < 60:
+        return f"{rounded}s"
     for size, unit, smaller, smaller_unit in (
         (60, "m", 1, "s"),
         (3600, "h", 60, "m"),
         (86400, "d", 3600, "h"),
     ):
-        count = whole // size
+        count = rounded // size
         if count < 10:
-            return f"{count}{unit}{whole % size // smaller:02d}{smaller_unit}"
+            return f"{count}{unit}{rounded % size // smaller:02d}{smaller_unit}"
         if size == 86400 or count < {60: 60, 3600: 24}[size]:
             return f"{count}{unit}"
     raise AssertionError("days have no end")

@@ -70,8 +70,8 @@ class SubsetMetrics(StepCounter):
         if not self._sums:
             slots.zero_()
         if self._reports and self.filled:
-            pieces, longest = zip(*self._rows, strict=True)
-            counts = [sum(pieces), max(longest), max(pieces), min(pieces)]
+            packed, longest = zip(*self._rows, strict=True)
+            counts = [sum(packed), max(longest), max(packed), min(packed)]
             slots[: len(counts)] = torch.tensor(counts, dtype=slots.dtype)
         self._rows.clear()
 

@@ -26,7 +26,7 @@ class SkipHistory:
     def reason(self, iteration: int) -> str:
         """Why an iteration is skipped: `user`, unless a record says otherwise."""
         not_users = (r for r in self.records if r.reason != "user")
-        return next((r.reason for r in not_users if r.parts.is_skipped(iteration)), "user")
+        return next((r.reason for r in not_users if r.iterations.is_skipped(iteration)), "user")
 
     def note(self, first: int, last: int) -> None:
         """Record that iterations first to last were skipped."""

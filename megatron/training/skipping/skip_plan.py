@@ -59,7 +59,7 @@ class Skips:
 
     def all(self) -> SkipRanges:
         """What is skipped."""
-        recorded = (part for _, record in self.records for part in record.parts.ranges)
+        recorded = (span for _, record in self.records for span in record.iterations.ranges)
         return SkipRanges().joined(recorded).joined(self.typed.ranges)
 
     def new(self, position: Position) -> SkipRanges:
@@ -76,14 +76,14 @@ class Skips:
         executed = position.omitted
         typed = set(self.typed.ranges)
         wanted = [
-            (part, f"{RANGE_FLAG} {part[0]} {part[1]}", "omit the range")
-            for part in self.typed.ranges
+            (span, f"{RANGE_FLAG} {span[0]} {span[1]}", "omit the range")
+            for span in self.typed.ranges
         ]
         wanted += [
-            (part, f"{source}: {part[0]}-{part[1]}", "remove it there")
+            (span, f"{source}: {span[0]}-{span[1]}", "remove it there")
             for source, record in self.records
-            for part in record.parts.ranges
-            if part not in typed
+            for span in record.iterations.ranges
+            if span not in typed
         ]
         problems = []
         for (first, last), name, remedy in wanted:
@@ -113,9 +113,9 @@ class Skips:
     def listed(self, position: Position) -> list[str]:
         """A line with the ranges to come and where they are from."""
         shown = [
-            f"{_short(record.parts)} ({record.reason}, {source})"
+            f"{_short(record.iterations)} ({record.reason}, {source})"
             for source, record in self.records
-            if record.parts.ranges[-1][1] > position.iteration
+            if record.iterations.ranges[-1][1] > position.iteration
         ]
         if new := self.new(position):
             shown.append(f"{_short(new)} (user, command line, new)")
@@ -135,15 +135,15 @@ class Skips:
 def _is_applicable(record: SkipRecord, plan: Plan, position: Position) -> bool:
     """Whether a record's iterations to come are still its samples."""
     shift = position.consumed - plan.consumed_samples(position.iteration)
-    first = record.parts.ranges[0][0]
-    last = record.parts.ranges[-1][1]
+    first = record.iterations.ranges[0][0]
+    last = record.iterations.ranges[-1][1]
     begins = first <= position.iteration or record.s0 == plan.consumed_samples(first - 1) + shift
     return begins and record.s1 == plan.consumed_samples(last) + shift
 
 
-def _short(parts: SkipRanges) -> str:
-    text = skip_log.spelled(SkipRanges(parts.ranges[:SHOWN]))
-    not_shown = len(parts.ranges) - SHOWN
+def _short(iterations: SkipRanges) -> str:
+    text = skip_log.spelled(SkipRanges(iterations.ranges[:SHOWN]))
+    not_shown = len(iterations.ranges) - SHOWN
     return f"{text} and {not_shown} more" if not_shown > 0 else text
 
 
@@ -251,15 +251,15 @@ def start_skips(run: Run, skips: Skips | None) -> None:
     _append(run, [line for line in lines if line not in skips.saved])
 
 
-def _new_record(run: Run, parts: SkipRanges, reason: str, source: str) -> SkipRecord:
+def _new_record(run: Run, iterations: SkipRanges, reason: str, source: str) -> SkipRecord:
     """The record of these iterations, as of now."""
     plan = run.plan
     shift = run.progress.consumed_train_samples - plan.consumed_samples(run.progress.iteration)
     return SkipRecord(
-        skip_log.spelled(parts),
-        s0=plan.consumed_samples(parts.ranges[0][0] - 1) + shift,
-        s1=plan.consumed_samples(parts.ranges[-1][1]) + shift,
-        tokens=plan.batch.samples_in(parts) * run.config.model.seq_length,
+        skip_log.spelled(iterations),
+        s0=plan.consumed_samples(iterations.ranges[0][0] - 1) + shift,
+        s1=plan.consumed_samples(iterations.ranges[-1][1]) + shift,
+        tokens=plan.batch.samples_in(iterations) * run.config.model.seq_length,
         reason=reason,
         source=source,
         time=skip_log.now(),

@@ -31,7 +31,7 @@ def test_there_and_back(tmp_path):
     skip_log.append(tmp_path / "run", [TWO.line()])
     lines, torn = skip_log.read(tmp_path / "run")
     assert torn == "" and skip_log.parse(lines, "x") == [ONE, TWO]
-    assert TWO.parts.ranges == ((30, 31), (35, 35))
+    assert TWO.iterations.ranges == ((30, 31), (35, 35))
 
 
 def test_files_of_earlier_programs():

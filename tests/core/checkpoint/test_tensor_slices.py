@@ -49,7 +49,7 @@ def test_intersection_and_span_and_pieces_as_numpy_sees_them(seed):
     assert tensor_slices.span(a, shape) == (flat[0], flat[-1] + 1)
     assert tensor_slices.strides(shape) == tuple(step // 8 for step in np.empty(shape).strides)
     limit = rng.randint(1, 40)
-    parts = list(tensor_slices.pieces(a, shape, limit))
+    parts = list(tensor_slices.cut(a, shape, limit))
     assert (sum(mask(shape, part).astype(int) for part in parts) == mask(shape, a)).all()
     for part in parts:
         low, high = tensor_slices.span(part, shape)
@@ -57,7 +57,7 @@ def test_intersection_and_span_and_pieces_as_numpy_sees_them(seed):
 
 
 def test_pieces_of_a_gate_up_split_are_contiguous_runs():
-    parts = list(tensor_slices.pieces(((0, 2), (100, 200), (0, 8)), (2, 400, 8), 1000))
+    parts = list(tensor_slices.cut(((0, 2), (100, 200), (0, 8)), (2, 400, 8), 1000))
     assert parts == [((0, 1), (100, 200), (0, 8)), ((1, 2), (100, 200), (0, 8))]
 
 
@@ -81,7 +81,7 @@ def test_no_dims():
         (),
         (),
     )
-    assert list(tensor_slices.pieces((), (), 5)) == [()]
+    assert list(tensor_slices.cut((), (), 5)) == [()]
 
 
 @pytest.mark.parametrize(

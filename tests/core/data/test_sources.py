@@ -9,7 +9,7 @@ from megatron.config.data import DataConfig
 from megatron.data import sources
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.plan_table import Row
-from megatron.data.sample_lookup import Piece, check_document
+from megatron.data.sample_lookup import TokenSpan, check_document
 from megatron.data.samples import Samples
 from megatron.data.subsets import subset_names
 from tests.core.data.corpora import build_datasets, planned_rows, write_corpus
@@ -52,8 +52,8 @@ class Counting:
     def prefixes(self):
         return [self.name]
 
-    def pieces_of(self, index):
-        return [Piece(self.name, 0, index, self.length + 1, None, None)]
+    def spans_of(self, index):
+        return [TokenSpan(self.name, 0, index, self.length + 1, None, None)]
 
     def samples_showing(self, prefix, document):
         check_document(document, prefix, 1)
@@ -98,7 +98,7 @@ def test_another_source_is_a_class_and_a_row_of_the_table(monkeypatch):
     ids=["megatron", "blend", "epoch", "packed"],
 )
 def test_what_a_sample_shows_is_what_shows_the_document(flags, tmp_path):
-    """pieces_of and samples_showing are each other's inverse, for every source of files."""
+    """spans_of and samples_showing are each other's inverse, for every source of files."""
     words = {name: write_corpus(tmp_path / name, [7, 3, 9, 12, 5] * 4) for name in "AB"}
     named = {
         flag: tuple(words.get(word, word) for word in value) if flag.endswith("path") else value
@@ -110,7 +110,7 @@ def test_what_a_sample_shows_is_what_shows_the_document(flags, tmp_path):
     )
     held = {}
     for k in range(len(train)):
-        for piece in train.pieces_of(k):
+        for piece in train.spans_of(k):
             counts = held.setdefault((piece.prefix, piece.document), {})
             counts[k] = counts.get(k, 0) + piece.length
     for prefix in train.prefixes():

@@ -315,7 +315,7 @@ def test_costs_are_balanced_over_the_ranks_that_own_whole_matrices(ranks):
     ]
     partition = whole_matrices(found, params)
     loads = [0] * ranks
-    for param, pieces in zip(params, partition.pieces, strict=True):
+    for param, pieces in zip(params, partition.owners, strict=True):
         if len(param.shape) == 1:
             assert pieces == ()
             continue

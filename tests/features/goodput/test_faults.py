@@ -55,12 +55,12 @@ def test_a_seed_draws_all_that_there_is():
     assert {case.launcher for case in cases} == set(results.LAUNCHERS)
     assert {case.layout for case in cases} == set(results.LAYOUTS)
     assert {case.checkpoints for case in cases} == set(results.CHECKPOINTS)
-    pairs = {(fault.kind, fault.place) for case in cases for fault in case.faults}
+    pairs = {(fault.kind, fault.site) for case in cases for fault in case.faults}
     assert pairs == {(kind, place) for kind in kinds for place in results.KINDS[kind]}
     cells = hangs.drawn(hangs.all_cells(), 60, 1)
     assert cells == hangs.drawn(hangs.all_cells(), 60, 1)
-    every = {(cell.place, cell.kind) for cell in hangs.all_cells()}
-    assert {(cell.place, cell.kind) for cell in cells} == every
+    every = {(cell.site, cell.kind) for cell in hangs.all_cells()}
+    assert {(cell.site, cell.kind) for cell in cells} == every
 
 
 @pytest.mark.parametrize(

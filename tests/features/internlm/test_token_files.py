@@ -71,7 +71,7 @@ def test_folders_of_both_formats_are_the_same_rows(tmp_path):
         2,
     }
     assert lines.order()["min_length"] == 3 and lines.order() != pairs.order()
-    for piece in lines.pieces_of(7):
+    for piece in lines.spans_of(7):
         line = Path(f"{piece.prefix}.bin").read_bytes()[piece.first_byte : piece.end_byte]
         whole = files[os.path.relpath(piece.prefix, tmp_path / "lines").replace("en/", "code/")]
         assert json.loads(line)["tokens"] == whole[piece.document]

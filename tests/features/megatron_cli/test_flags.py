@@ -71,7 +71,7 @@ def test_every_name_is_known_under_its_spelling(era, name, spelling, default):
 
 def test_nothing_is_both_ours_and_foreign():
     assert not set(OURS) & set(FOREIGN)
-    assert len(PARSER.flags) == len(OURS) and len(PARSER.others.flags) == len(FOREIGN)
+    assert len(PARSER.flags) == len(OURS) and len(PARSER.foreign_flags.flags) == len(FOREIGN)
 
 
 # The default differs on purpose: the seed's is the older one, where the two versions disagree, or
@@ -320,7 +320,7 @@ def test_a_list_of_auroragpt_is_a_file_of_weights_and_prefixes(tmp_path):
 
 SWITCHED_OFF = [
     flag
-    for flag in [*OURS.values(), *PARSER.others.flags]
+    for flag in [*OURS.values(), *PARSER.foreign_flags.flags]
     if flag.kind in ("off", "switch") and flag.spelling.startswith(("--no-", "--disable-"))
 ]
 

@@ -19,7 +19,7 @@ from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools.features.spikes import program as spikes
 from tools.features.spikes import replay as spike_replay
 from tools.features.spikes.replay import Replayed, state_before, verdict
-from tools.features.spikes.suspects import BatchRow, neighbours, places
+from tools.features.spikes.suspects import BatchRow, batch_rows, neighbours
 from tools.shared.run_data import Reading, open_run
 
 ITERATIONS = 6
@@ -248,7 +248,7 @@ def test_replay_counts_the_tokens_that_training_counts(tmp_path):
     reading = open_run(str(masked.save), None, 3)
     state = state_before(str(masked.save), 3, None)
     losses = np.concatenate(
-        list(state.losses([reading.dataset[one.sample] for one in places(reading, 3)]))
+        list(state.losses([reading.dataset[one.sample] for one in batch_rows(reading, 3)]))
     )
     counted = losses[losses != MASKED]
     assert 0 < len(counted) < len(losses)

@@ -11,7 +11,7 @@ from megatron.analysis.perplexity import (
     Reading,
     TextScore,
     Window,
-    first_and_rest,
+    prefix_and_targets,
     score,
     score_texts,
     windows,
@@ -118,13 +118,13 @@ def test_what_stands_before_a_document():
     class WithBegin(NullTokenizer):
         bos = 5
 
-    assert first_and_rest(ByteTokenizer(), [1, 2]) == (END, [1, 2])
-    assert first_and_rest(WithBegin(9), [5, 1]) == (5, [1])
-    assert first_and_rest(WithBegin(9), [1, 5]) == (8, [1, 5])
+    assert prefix_and_targets(ByteTokenizer(), [1, 2]) == (END, [1, 2])
+    assert prefix_and_targets(WithBegin(9), [5, 1]) == (5, [1])
+    assert prefix_and_targets(WithBegin(9), [1, 5]) == (8, [1, 5])
     nothing = NullTokenizer(9)
     nothing.eod = None
     with pytest.raises(ValueError, match="no token that stands before a document"):
-        first_and_rest(nothing, [1])
+        prefix_and_targets(nothing, [1])
 
 
 def test_sums():

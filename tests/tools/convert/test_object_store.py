@@ -85,7 +85,7 @@ def test_an_import_brings_no_weights_to_the_disk(source, on_disk, tmp_path, file
 
     monkeypatch.setattr(files.__class__, "get_file", noted)
     monkeypatch.setattr(remote_folder, "AHEAD", 1000)
-    monkeypatch.setattr(remote_folder, "PIECE", 3000)
+    monkeypatch.setattr(remote_folder, "BLOCK_BYTES", 3000)
     assert source([*IMPORT, str(tmp_path / "ours"), "--no-verify"]) == 0
     assert sorted(fetched) == ["config.json", "model.safetensors.index.json"]
     assert not list(on_disk.iterdir())

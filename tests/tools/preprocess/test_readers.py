@@ -24,7 +24,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(inputs, "SCAN", 64)
     monkeypatch.setattr(unpack, "ROWS", 7)
-    monkeypatch.setattr(unpack, "PIECE", 99)
+    monkeypatch.setattr(unpack, "CHUNK", 99)
 
 
 def zst(content: bytes) -> bytes:

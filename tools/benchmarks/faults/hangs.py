@@ -37,7 +37,7 @@ IMPORT_LIMIT = 20
 TP = ("--tensor-model-parallel-size", "2")
 PP = ("--pipeline-model-parallel-size", "2")
 # place: the call at which it hangs, flags, phase that is right
-PLACES = {
+SITES = {
     "import": (1, (), "start-up"),
     "start-up": (1, (), "start-up"),
     "first iteration": (1, (), "first iteration 1, data"),
@@ -57,9 +57,9 @@ LAUNCHERS = ("env", "srun", "torchrun")
 
 @dataclass(frozen=True)
 class Cell:
-    """`culprit` of `world` ranks hangs at `place` in the way of `kind`."""
+    """`culprit` of `world` ranks hangs at `site` in the way of `kind`."""
 
-    place: str
+    site: str
     kind: str
     culprit: int
     world: int
@@ -67,49 +67,49 @@ class Cell:
 
     def __str__(self) -> str:
         return (
-            f"{self.place:16s} {self.kind:21s} {f'{self.culprit} of {self.world}':7s} "
+            f"{self.site:16s} {self.kind:21s} {f'{self.culprit} of {self.world}':7s} "
             f"{self.launcher:9s}"
         )
 
     @property
     def limit(self) -> int:
         """Seconds without progress after which the culprit counts as hung."""
-        if self.place == "import":
+        if self.site == "import":
             return IMPORT_LIMIT
-        return LONG_LIMIT if self.place in LONG else ITERATION_LIMIT
+        return LONG_LIMIT if self.site in LONG else ITERATION_LIMIT
 
     @property
     def makes_sense(self) -> bool:
         """A cut network shows in the next collective only, and torchrun's agents have theirs; the
         layouts of some places are of two ranks."""
         if self.kind == "network cut":
-            early = self.place in ("import", "start-up", "save", "evaluation")
+            early = self.site in ("import", "start-up", "save", "evaluation")
             return not early and self.launcher != "torchrun" and self.world == 2
-        return self.world == 2 or self.place not in ("TP collective", "PP receive")
+        return self.world == 2 or self.site not in ("TP collective", "PP receive")
 
     def flags(self) -> list[str]:
         """The command line of the script."""
         limits = {
             "": ITERATION_LIMIT,
-            "-startup": LONG_LIMIT if self.place == "start-up" else IMPORT_LIMIT,
+            "-startup": LONG_LIMIT if self.site == "start-up" else IMPORT_LIMIT,
             "-first-iteration": LONG_LIMIT,
             "-evaluation": LONG_LIMIT,
             "-save": LONG_LIMIT,
         }
         words = "--lr 0.003 --global-batch-size 12 --train-iters 500 --eval-iters 1".split()
         words += ["--save", "saved"]
-        words += ["--eval-interval", "3" if self.place == "evaluation" else "1000"]
-        words += ["--save-interval", "3" if self.place == "save" else "1000"]
+        words += ["--eval-interval", "3" if self.site == "evaluation" else "1000"]
+        words += ["--save-interval", "3" if self.site == "save" else "1000"]
         for phase, seconds in limits.items():
             words += [f"--hang-timeout{phase}-seconds", str(seconds)]
-        return [*ranks.tiny_model(4), *words, *PLACES[self.place][1]]
+        return [*ranks.tiny_model(4), *words, *SITES[self.site][1]]
 
 
 def all_cells() -> list[Cell]:
     """Every cell that makes sense."""
     cells = [
-        Cell(place, kind, culprit, world, launcher)
-        for place in PLACES
+        Cell(site, kind, culprit, world, launcher)
+        for site in SITES
         for kind in KINDS
         for culprit, world in ((0, 2), (1, 2), (1, 3), (2, 3))
         for launcher in LAUNCHERS
@@ -120,10 +120,10 @@ def all_cells() -> list[Cell]:
 def drawn(cells: Sequence[Cell], count: int, seed: int) -> list[Cell]:
     """So many cells, at least one of each place with each kind as far as that goes."""
     shuffled = random.Random(seed).sample(list(cells), len(cells))
-    first = list({(cell.place, cell.kind): cell for cell in reversed(shuffled)}.values())
+    first = list({(cell.site, cell.kind): cell for cell in reversed(shuffled)}.values())
     remaining = [cell for cell in shuffled if cell not in first]
     chosen = [*first, *remaining][:count]
-    return sorted(chosen, key=lambda cell: (list(PLACES).index(cell.place), KINDS.index(cell.kind)))
+    return sorted(chosen, key=lambda cell: (list(SITES).index(cell.site), KINDS.index(cell.kind)))
 
 
 @dataclass
@@ -158,8 +158,8 @@ class Outcome:
 def run(cell: Cell, folder: Path) -> Outcome:
     """One cell."""
     folder.mkdir()
-    phase, _, _ = PLACES[cell.place]
-    phase_name = "data" if cell.place == "first iteration" else cell.place
+    phase, _, _ = SITES[cell.site]
+    phase_name = "data" if cell.site == "first iteration" else cell.site
     inject.write(folder, [Fault(cell.kind, phase_name, cell.culprit, phase)])
     shared = ranks.shared_files()
     reported: list[float] = []
@@ -186,7 +186,7 @@ def is_culprit(cell: Cell, named: tuple[str, ...], pids: Sequence[int], pid: flo
     """Is this the rank that hangs, and its phase?"""
     rank, process, host, phase = named
     culprits = {str(cell.culprit): str(pid)}
-    phases = {PLACES[cell.place][2]}
+    phases = {SITES[cell.site][2]}
     if cell.kind == "network cut":  # both wait in the next collective
         culprits[str(1 - cell.culprit)] = str(pids[1 - cell.culprit])
         phases |= {"collective", *(f"{phase.partition(',')[0]}, collective" for phase in phases)}

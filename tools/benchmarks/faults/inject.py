@@ -29,7 +29,7 @@ SCRIPT = str(ROOT / "pretrain_gpt.py")
 FOREVER = 1000.0
 ANY_TIME = "any time"
 # place: module, function, axis of a collective
-PLACES = {
+SITES = {
     "import": ("megatron.config.command_line", "read", ""),
     "meeting": ("megatron.training.launch.initialize", "connect", ""),
     "groups": ("megatron.training.launch.initialize", "initialize", ""),
@@ -61,11 +61,11 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "abort": signal
 
 @dataclass(frozen=True)
 class Fault:
-    """`kind` comes to `rank` in its `at`-th call of the function of `place` since the fault before
+    """`kind` comes to `rank` in its `at`-th call of the function of `site` since the fault before
     (ANY_TIME: that many seconds after it)."""
 
     kind: str
-    place: str
+    site: str
     rank: int
     at: float = 1
 
@@ -95,7 +95,7 @@ class Injector:
     def due(self, function: str) -> Fault | None:
         """The fault that comes in this call of the place's function."""
         fault = self._next()
-        if fault is None or fault.place != function:
+        if fault is None or fault.site != function:
             return None
         self._calls += 1
         if self._calls != fault.at:
@@ -112,7 +112,7 @@ class Injector:
         if number != self._number:
             self._number = number
             self._calls = 0
-            if fault and fault.place == ANY_TIME:
+            if fault and fault.site == ANY_TIME:
                 before = f"injected.{number - 1}" if number else "faults.json"
                 begun = (self._folder / before).stat().st_mtime
                 timer = threading.Timer(
@@ -192,9 +192,9 @@ def change(owner: object, name: str, changed: Callable[[Callable], Callable]) ->
 def install(faults: Sequence[Fault], rank: int, folder: Path) -> None:
     """From now on the faults come to this process, which is `rank`; `folder` has the files."""
     injector = Injector(faults, rank, folder)
-    places = {fault.place for fault in faults}
-    for function in places & PLACES.keys():
-        module, name, axis = PLACES[function]
+    sites = {fault.site for fault in faults}
+    for function in sites & SITES.keys():
+        module, name, axis = SITES[function]
         owner = importlib.import_module(module)
         if function == "upload":
             change(owner, name, _bucket)
@@ -213,8 +213,8 @@ def _bucket(right: Callable) -> Callable:
 
 def _around(injector: Injector, function: str, axis: str, right: Callable) -> Callable:
     def changed(*args: Any, **kwargs: object) -> Any:
-        is_here = not axis or any(getattr(argument, "name", "") == axis for argument in args)
-        fault = injector.due(function) if is_here else None
+        of_axis = not axis or any(getattr(argument, "name", "") == axis for argument in args)
+        fault = injector.due(function) if of_axis else None
         kind = fault.kind if fault else ""
         if kind and kind not in ("NaN", "object store lies"):
             strike(kind)

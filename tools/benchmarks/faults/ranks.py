@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RANK = str(Path(__file__).with_name("inject.py"))
-PLACES = (
+SITES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "TORCHELASTIC"),
     *("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_"),
 )
@@ -147,7 +147,7 @@ def _spawn(
 
 def surroundings() -> dict[str, str]:
     """This process's environment without what a launcher gave it; one thread."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(PLACES)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(SITES)}
     return variables | {"OMP_NUM_THREADS": "1"}
 
 

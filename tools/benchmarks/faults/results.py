@@ -128,16 +128,16 @@ def drawn(seed: int, count: int, kinds: Sequence[str]) -> Case:
     for number, kind in enumerate(chosen):
         if kind == LAUNCHER and launcher != "torchrun":
             kind = "SIGKILL"
-        places = KINDS[kind]
+        sites = KINDS[kind]
         if number < count - 1 or launcher.startswith(TWO_NODES):
-            places = tuple(place for place in places if place != "end")  # its ranks start no more
-        place = generator.choice(places)
+            sites = tuple(site for site in sites if site != "end")  # its ranks start no more
+        site = generator.choice(sites)
         rank = 0 if kind in STORE else generator.randrange(2)
         if kind == "NaN" and layout == "pp 2":
             rank = 1  # the last stage has the loss
-        at: float = generator.randint(1, CALLS.get(place, 5))
-        at = generator.uniform(0.0, 6.0) if place == ANY_TIME else at
-        faults.append(Fault(kind, place, rank, at))
+        at: float = generator.randint(1, CALLS.get(site, 5))
+        at = generator.uniform(0.0, 6.0) if site == ANY_TIME else at
+        faults.append(Fault(kind, site, rank, at))
     return Case(seed, layout, launcher, checkpoints, tuple(faults))
 
 
@@ -177,7 +177,7 @@ def attempt(case: Case, folder: Path) -> tuple[bool, list[str]]:
     problems = []
     arrived = case.faults[before : len(inject.injected(folder))]
     # whoever is not known to the others yet is waited for
-    before_meeting = arrived and arrived[-1].place in ("meeting", "groups", ANY_TIME)
+    before_meeting = arrived and arrived[-1].site in ("meeting", "groups", ANY_TIME)
     if not by_themselves and not before_meeting:
         problems.append("ranks did not end by themselves")
     if any(codes) and not arrived:
@@ -262,7 +262,7 @@ def check(args: argparse.Namespace, home: Path) -> bool:
         if ranks.checkpoint(folder, ITERATIONS, saved) != expected[case.layout]:
             problems.append("the final checkpoint differs")
         arrived = case.faults[: len(inject.injected(folder))]
-        counts.update(f"{fault.kind}, {fault.place}" for fault in arrived)
+        counts.update(f"{fault.kind}, {fault.site}" for fault in arrived)
         bad += bool(problems)
         print(
             f"seed {seed:<4d} {case.layout:14s} {case.launcher:32s} {case.checkpoints:10s} "

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-KEPT_OF_LOG = 24_000  # bytes at the end of what one process printed
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[2]
+LOG_TAIL_BYTES = 24_000  # bytes at the end of what one process printed
 
 
 class Failed(Exception):
@@ -59,7 +59,7 @@ class Session:
         """Of every process."""
         variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "OMP_"))}
         variables |= {
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent / "step"))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FOLDER, FOLDER.parent / "step"))),
             "PYTHONUNBUFFERED": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "OMP_NUM_THREADS": str(max(1, min(4, (os.cpu_count() or 1) // 8))),
@@ -98,7 +98,7 @@ class Session:
         except (ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
             pass
         data = (self.folder / f"{name}.txt").read_bytes()
-        done = Process(code, data[-KEPT_OF_LOG:].decode("utf-8", "replace"))
+        done = Process(code, data[-LOG_TAIL_BYTES:].decode("utf-8", "replace"))
         with open(self.log, "a", encoding="utf-8") as log:
             print(f"== {name}: {done.ending}, {len(data)} bytes", done.text, sep="\n", file=log)
         return done

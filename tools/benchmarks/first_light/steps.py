@@ -9,7 +9,7 @@ import os
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from session import HERE, ROOT, Failed, Session, problems_of
+from session import FOLDER, ROOT, Failed, Session, problems_of
 from sizes import TOLERANCE
 
 NEXT_PROCESS = 3  # exit code of one_process.py that leaves the next contestants to another one
@@ -34,7 +34,7 @@ LLAMA_FLAGS = (
 def probe(session: Session) -> dict[str, Any]:
     """Step 1: what the device and its libraries do."""
     file = session.folder / "probe.json"
-    problems = problems_of(session.run(probe=[HERE / "probe.py", session.device, file]))
+    problems = problems_of(session.run(probe=[FOLDER / "probe.py", session.device, file]))
     facts = json.loads(file.read_text()) if file.exists() else {}
     if problems:
         raise Failed(problems, facts)
@@ -170,7 +170,7 @@ def bench(session: Session) -> dict[str, Any]:
     read = 0  # lines of the file
     while remaining:
         attempt += 1
-        words = [HERE / "one_process.py", session.device, session.folder, steps, *remaining]
+        words = [FOLDER / "one_process.py", session.device, session.folder, steps, *remaining]
         process = session.run(**{f"bench{attempt}": words})[f"bench{attempt}"]
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         new = [json.loads(line) for line in lines[read:]]

@@ -22,7 +22,7 @@ from sizes import BETAS, LEARNING_RATE, WEIGHT_DECAY, Size
 from torch import nn
 
 
-def _let_it_run_on_a_cpu() -> None:
+def _patch_for_cpu() -> None:
     mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")).start()
     utils.GlobalMemoryBuffer.get_tensor = lambda self, shape, dtype, name, mem_alloc_context=None: (
         torch.empty(shape, dtype=dtype)
@@ -39,7 +39,7 @@ class MegatronCore:
     """
 
     def __init__(self, size: Size, environ: Mapping[str, str]):
-        _let_it_run_on_a_cpu()
+        _patch_for_cpu()
         rank = int(environ["RANK"])
         ranks = int(environ["WORLD_SIZE"])
         store = dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), ranks, rank == 0)

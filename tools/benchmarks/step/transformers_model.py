@@ -101,7 +101,7 @@ def bare_to_transformers(state: dict[str, Tensor], size: Size) -> dict[str, Tens
                 value.t() if matrix else value
             )
         else:
-            parts = value.chunk(len(LLAMA_NAMES[module]))
-            for target, part in zip(LLAMA_NAMES[module], parts, strict=True):
-                converted[f"model.layers.{layer}.{target}.{kind}"] = part
+            chunks = value.chunk(len(LLAMA_NAMES[module]))
+            for target, chunk in zip(LLAMA_NAMES[module], chunks, strict=True):
+                converted[f"model.layers.{layer}.{target}.{kind}"] = chunk
     return converted

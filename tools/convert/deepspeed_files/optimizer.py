@@ -46,11 +46,11 @@ class Joined:
     def __call__(self) -> torch.Tensor:
         shape = self.spec.local_shape({"tp": len(self.ranks)})
         dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
-        whole = [
+        by_rank = [
             torch.cat([part.read() for part in parts]).view(shape)
             for parts in (self.ranks if dims else self.ranks[:1])
         ]
-        return torch.cat(whole, dim=dims[0]) if dims else whole[0]
+        return torch.cat(by_rank, dim=dims[0]) if dims else by_rank[0]
 
 
 def find_files(source: Path) -> dict[tuple[int, int], Path]:

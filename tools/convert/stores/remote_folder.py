@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.object_store import PIECE, Remote
+from megatron.checkpoint.object_store import BLOCK_BYTES, Remote
 from megatron.checkpoint.safetensors_file import SafetensorsFile
 from tools.convert.links import ConversionError
 
@@ -25,7 +25,7 @@ class RemoteFolder:
         self.remote = remote
         self.path = path
         self.names = names
-        self._seen: dict[str, Any] = {}
+        self._first_facts: dict[str, Any] = {}
         self._ahead = "", 0, b""  # file, first byte, bytes
 
     def __str__(self) -> str:
@@ -39,8 +39,8 @@ class RemoteFolder:
 
     def size(self, name: str) -> int:
         """Bytes of a file; what the store says of it now is compared by `check_unchanged`."""
-        self._seen[name] = self._facts(name)
-        return self._seen[name]["size"]
+        self._first_facts[name] = self._facts(name)
+        return self._first_facts[name]["size"]
 
     def read(self, name: str, start: int, view: memoryview) -> None:
         """Fill `view` from byte `start` of a file on."""
@@ -49,23 +49,23 @@ class RemoteFolder:
             return
 
         def fetch(low: int) -> None:
-            section = view[low : low + PIECE]
+            section = view[low : low + BLOCK_BYTES]
             section[:] = self._fetched(name, start + low, len(section))
 
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(fetch, range(0, len(view), PIECE)))
+            list(pool.map(fetch, range(0, len(view), BLOCK_BYTES)))
 
     def _read_short(self, name: str, start: int, length: int) -> bytes:
         file, first, data = self._ahead
         if file != name or not first <= start <= start + length <= first + len(data):
             first = start
-            data = self._fetched(name, first, min(AHEAD, self._seen[name]["size"] - first))
+            data = self._fetched(name, first, min(AHEAD, self._first_facts[name]["size"] - first))
             self._ahead = name, first, data
         return data[start - first : start - first + length]
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file is not the one that was opened."""
-        for name, facts in self._seen.items():
+        for name, facts in self._first_facts.items():
             if self._facts(name) != facts:
                 raise _changed(f"{self}/{name}")
 

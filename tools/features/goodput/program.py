@@ -25,7 +25,9 @@ class GoodputOptions:
     """Options."""
 
     runs: tuple[str, ...] = arg(
-        place="positional", metavar="RUN", help="--save directory of a run, or a run_events.jsonl"
+        position="positional",
+        metavar="RUN",
+        help="--save directory of a run, or a run_events.jsonl",
     )
     output: str | None = arg(
         None,

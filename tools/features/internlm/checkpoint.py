@@ -96,44 +96,44 @@ class _Merge:
     model: ModelConfig
     name: str
     shape: tuple[int, ...]
-    places: Sequence[_StoredTensor]
+    sources: Sequence[_StoredTensor]
     embed_split_hidden: bool
 
     @property
     def dtype(self) -> torch.dtype:
         """Theirs."""
-        return self.places[0].dtype
+        return self.sources[0].dtype
 
     def __call__(self) -> torch.Tensor:
-        parts = [tensor.read() for tensor in self.places]
+        shards = [tensor.read() for tensor in self.sources]
         tail = self.name.split(".", 3)[3] if self.name.startswith(LAYER_PREFIX) else self.name
         match tail.rsplit(".", 1):
             case ["self_attention.linear_qkv", _]:
-                whole = [
-                    torch.cat(pieces)
-                    for pieces in zip(*(part.chunk(3) for part in parts[0]), strict=True)
+                qkv = [
+                    torch.cat(of_ranks)
+                    for of_ranks in zip(*(shard.chunk(3) for shard in shards[0]), strict=True)
                 ]
-                return QKV.join(whole, self.model)
+                return QKV.join(qkv, self.model)
             case ["mlp.linear_fc1", _]:
-                return torch.stack([torch.cat(pieces) for pieces in parts])
+                return torch.stack([torch.cat(of_ranks) for of_ranks in shards])
             case ["self_attention.linear_proj" | "mlp.linear_fc2", "weight"]:
-                return torch.cat(parts[0], dim=1)
+                return torch.cat(shards[0], dim=1)
             case ["embedding.word_embeddings", _]:
-                return torch.cat(parts[0], dim=1 if self.embed_split_hidden else 0)
+                return torch.cat(shards[0], dim=1 if self.embed_split_hidden else 0)
             case ["output_layer", _]:
-                return torch.cat(parts[0])
-        if any(not torch.equal(part, parts[0][0]) for part in parts[0]):
+                return torch.cat(shards[0])
+        if any(not torch.equal(shard, shards[0][0]) for shard in shards[0]):
             raise ConversionError(f"{self.name}: the tensor ranks should hold the same, and do not")
-        return parts[0][0]
+        return shards[0][0]
 
 
-def _order(places: Mapping[str, _StoredTensor], source: Path) -> str:
+def _order(tensors: Mapping[str, _StoredTensor], source: Path) -> str:
     """Which of w2 and w3 is the up matrix: a key of MLP_ORDERS. Raises ConversionError where shapes
     do not show it."""
     shapes = {
-        name: places[f"blocks.0.mlp.{name}.weight"].shapes
+        name: tensors[f"blocks.0.mlp.{name}.weight"].shapes
         for name in ("w1", "w2", "w3")
-        if f"blocks.0.mlp.{name}.weight" in places
+        if f"blocks.0.mlp.{name}.weight" in tensors
     }
     fitting = [key for key, (up, _) in MLP_ORDERS.items() if shapes.get(up) == shapes["w1"]]
     if len(fitting) != 1:
@@ -216,7 +216,7 @@ def _by_name(ranks: Ranks) -> dict[str, _StoredTensor]:
 
 def _model(
     config: Mapping[str, Any],
-    places: Mapping[str, _StoredTensor],
+    tensors: Mapping[str, _StoredTensor],
     where: Path,
     positions: int,
     ignored: Collection[str],
@@ -242,7 +242,7 @@ def _model(
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
         if type(config.get(name)) is not int
     ]
-    if "blocks.0.mlp.w1.weight" not in places:
+    if "blocks.0.mlp.w1.weight" not in tensors:
         problems.append(
             f"{where.parent}: blocks.0.mlp.w1.weight is missing; models of type INTERNLM are "
             "imported"
@@ -255,7 +255,7 @@ def _model(
         num_attention_heads=config["num_attention_heads"],
         seq_length=positions,
         max_position_embeddings=positions,
-        ffn_hidden_size=sum(shape[0] for shape in places["blocks.0.mlp.w1.weight"].shapes),
+        ffn_hidden_size=sum(shape[0] for shape in tensors["blocks.0.mlp.w1.weight"].shapes),
         swiglu=True,
         position_embedding_type="rope",
         rotary_base=int(config.get("rope_base") or 10000),
@@ -264,8 +264,8 @@ def _model(
         norm_epsilon=config.get("layer_norm_epsilon") or 1e-5,
         untie_embeddings_and_output_weights=True,
         add_bias_linear=False,
-        add_qkv_bias="blocks.0.mixer.Wqkv.bias" in places,
-        add_attention_output_bias="blocks.0.mixer.out_proj.bias" in places,
+        add_qkv_bias="blocks.0.mixer.Wqkv.bias" in tensors,
+        add_attention_output_bias="blocks.0.mixer.out_proj.bias" in tensors,
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
@@ -275,7 +275,7 @@ def _merges(
     source: Path,
     model: ModelConfig,
     rows: int,
-    places: Mapping[str, _StoredTensor],
+    tensors: Mapping[str, _StoredTensor],
     order: str,
     tp: int,
     split_hidden: bool,
@@ -288,15 +288,15 @@ def _merges(
     for spec in parameter_table(model, rows, rows):
         names = _sources(spec.name, order)
         used |= set(names)
-        lost = [name for name in names if name not in places]
+        lost = [name for name in names if name not in tensors]
         if lost:
             problems.append(f"{source}: {lost[0]} is missing")
             continue
-        stored = [places[name] for name in names]
+        stored = [tensors[name] for name in names]
         problems += _misfits(spec.name, spec.shape, stored, names, tp, split_hidden, source)
         merges[spec.name] = _Merge(model, spec.name, spec.shape, stored, split_hidden)
     problems += [
-        f"{source}: {name} is not a part of this model" for name in sorted(places.keys() - used)
+        f"{source}: {name} is not a part of this model" for name in sorted(tensors.keys() - used)
     ]
     if problems:
         raise ConversionError("\n".join(problems[:20]))
@@ -315,7 +315,7 @@ def _optimizer_tensors(
             continue
         stored = [_StoredTensor(parts[internlm_name]) for internlm_name in _sources(name, order)]
         yield PendingTensor(
-            f"optimizer.{kind}.{name}", torch.float32, merge.shape, replace(merge, places=stored)
+            f"optimizer.{kind}.{name}", torch.float32, merge.shape, replace(merge, sources=stored)
         )
 
 
@@ -340,14 +340,14 @@ def internlm_import(
         Unpickler(folder) as unpickler,
     ):
         config, ranks = _open(source, unpickler)
-        places = _by_name(ranks)
+        tensors = _by_name(ranks)
         tp = 1 + max(t for t, _ in ranks)
         positions = positions or config.get("max_position_embeddings") or 2048
-        model = _model(config, places, source / MODEL_CONFIG, positions, ignored)
-        order = order or _order(places, source)
+        model = _model(config, tensors, source / MODEL_CONFIG, positions, ignored)
+        order = order or _order(tensors, source)
         rows = config["vocab_size"]
         split = bool(config.get("embed_split_hidden"))
-        merges = _merges(source, model, rows, places, order, tp, split)
+        merges = _merges(source, model, rows, tensors, order, tp, split)
         weights = [
             PendingTensor(name, merge.dtype, merge.shape, merge) for name, merge in merges.items()
         ]
@@ -371,10 +371,10 @@ def internlm_import(
         written = write_checkpoint(
             target, model, weights, rows, "internlm", [], flags=flags, state=state
         )
-    return f"{written}: {len(weights)} tensors from {tp} tensor ranks; {_kept(state, source)}"
+    return f"{written}: {len(weights)} tensors from {tp} tensor ranks; {_summary(state, source)}"
 
 
-def _kept(state: RunState | None, source: Path) -> str:
+def _summary(state: RunState | None, source: Path) -> str:
     """What a run continues with, and what is lost."""
     if state is not None:
         return (
@@ -392,7 +392,7 @@ def _kept(state: RunState | None, source: Path) -> str:
 def _misfits(
     name: str,
     shape: Sequence[int],
-    places: Sequence[_StoredTensor],
+    tensors: Sequence[_StoredTensor],
     names: Sequence[str],
     tp: int,
     split_hidden: bool,
@@ -404,20 +404,21 @@ def _misfits(
     by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight")) or (
         name == WORD_EMBEDDING and split_hidden
     )
-    whole = list(shape[1:] if ".linear_fc1." in name else shape)
+    full_shape = list(shape[1:] if ".linear_fc1." in name else shape)
     if "layernorm" not in name and not alone:
         dim = 1 if by_columns else 0
-        whole[dim] //= tp
+        full_shape[dim] //= tp
     lines = []
-    for stored, internlm_name in zip(places, names, strict=True):
+    for stored, internlm_name in zip(tensors, names, strict=True):
         if len(stored.parts) != tp and not (alone and len(stored.parts) == 1):
             lines.append(
                 f"{source}: {internlm_name} is on {len(stored.parts)} of {tp} tensor ranks"
             )
         hint = "; is --mlp-weights the other one?" if ".mlp.w" in internlm_name else ""
         lines += [
-            f"{source}: {internlm_name} has shape {list(shape_stored)}, should be {whole}{hint}"
+            f"{source}: {internlm_name} has shape {list(shape_stored)}, should be "
+            f"{full_shape}{hint}"
             for shape_stored in stored.shapes
-            if list(shape_stored) != whole
+            if list(shape_stored) != full_shape
         ]
     return lines

@@ -27,7 +27,10 @@ class Options:
     """The command line."""
 
     config: Path = arg(
-        place="positional", metavar="CONFIG.py", parse=Path, help="the InternLM config to convert"
+        position="positional",
+        metavar="CONFIG.py",
+        parse=Path,
+        help="the InternLM config to convert",
     )
     world_size: int = arg(minimum=1, help="number of ranks (GPUs) of the run")
 

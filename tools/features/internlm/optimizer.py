@@ -26,7 +26,7 @@ from megatron.config.plan.zero_partition import SLACK
 from megatron.config.tree import Config
 from megatron.features.registry import RunConfig
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
-from tools.convert.config_keys import MOST_WHOLE
+from tools.convert.config_keys import MAX_INTEGER
 from tools.convert.links import ConversionError
 from tools.convert.torch_files import StoredPart, TorchFile, Unpickler
 
@@ -137,12 +137,12 @@ def _located(
     for rule in (_least_loaded, _in_order):
         owner = rule(sizes, largest_first, len(shards))
         ends = [0] * len(shards)
-        places = {}
+        locations = {}
         for name in largest_first:
-            places[name] = shards[owner[name]], ends[owner[name]]
+            locations[name] = shards[owner[name]], ends[owner[name]]
             ends[owner[name]] += sizes[name]
-        if ends == lengths and _same_weights(places, model):
-            return places
+        if ends == lengths and _same_weights(locations, model):
+            return locations
     raise ConversionError(
         f"{shards[0].path}: its fp32 weights are not the weights of the model, in neither of "
         f"InternLM's two orders; {_REMEDY}"
@@ -208,9 +208,9 @@ def _in_order(sizes: Mapping[str, int], largest_first: Sequence[str], ranks: int
 
 
 def _same_weights(
-    places: Mapping[str, tuple[TorchFile, int]], model: Mapping[str, StoredPart]
+    locations: Mapping[str, tuple[TorchFile, int]], model: Mapping[str, StoredPart]
 ) -> bool:
-    for name, (file, start) in places.items():
+    for name, (file, start) in locations.items():
         part = StoredPart(file, _BUFFERS["fp32_param"], model[name].shape, start)
         if not torch.equal(part.read().to(model[name].dtype), model[name].read()):
             return False
@@ -228,7 +228,7 @@ def _scalar(file: TorchFile, path: str) -> float | None:
             value = value.get(key) if isinstance(value, dict) else None
     if type(value) not in (int, float):
         return None
-    if not abs(value) < MOST_WHOLE:
+    if not abs(value) < MAX_INTEGER:
         raise ConversionError(f"{file.path}: {path} is {value}; {_REMEDY}")
     return float(value)
 

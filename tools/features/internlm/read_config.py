@@ -48,15 +48,15 @@ _SCALARS = (int, float, str, bool, type(None))
 MAX_VALUES = 100_000  # of one name, those that are repeated counted each time
 
 
-def _expanded_size(value: Any, known: dict[int, int]) -> int:
+def _expanded_size(value: Any, sizes: dict[int, int]) -> int:
     """How many values an expression writes out: lists that refer to one another share theirs, and a
     few lines of them can stand for more than any memory holds."""
     if not isinstance(value, list | tuple | dict):
         return 1
-    if id(value) not in known:
-        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_expanded_size(part, known) for part in parts)
-    return known[id(value)]
+    if id(value) not in sizes:
+        elements = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        sizes[id(value)] = 1 + sum(_expanded_size(element, sizes) for element in elements)
+    return sizes[id(value)]
 
 
 class ConfigError(ValueError):
@@ -255,14 +255,14 @@ class _Reader:
         return _CALLS[called](*values)
 
     def _joined(self, node: ast.JoinedStr) -> str:
-        parts = []
-        for part in node.values:
-            if isinstance(part, ast.FormattedValue):
-                if part.conversion != -1 or part.format_spec is not None:
+        texts = []
+        for node_value in node.values:
+            if isinstance(node_value, ast.FormattedValue):
+                if node_value.conversion != -1 or node_value.format_spec is not None:
                     raise self.refuse(node, "formats within f-strings are not allowed")
-                part = part.value
-            value = self.value(part)
+                node_value = node_value.value
+            value = self.value(node_value)
             if not isinstance(value, _SCALARS):
                 raise self.refuse(node, f"{ast.unparse(node)[:60]!r} is not allowed")
-            parts.append(str(value))
-        return "".join(parts)
+            texts.append(str(value))
+        return "".join(texts)

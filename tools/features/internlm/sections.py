@@ -27,13 +27,13 @@ class Args:
 
     def flag(self, *words: object, why: str = "") -> None:
         """One line of flags; a text that begins with -- may hold several words."""
-        parts: list[str] = []
+        flag_words: list[str] = []
         for word in words:
-            parts += (
+            flag_words += (
                 word.split() if isinstance(word, str) and word.startswith("--") else [_text(word)]
             )
-        self.words += parts
-        text = " ".join(map(shlex.quote, parts))
+        self.words += flag_words
+        text = " ".join(map(shlex.quote, flag_words))
         self.lines.append(f"{text}   # {why}" if why else text)
 
     def note(self, text: str) -> None:
@@ -51,7 +51,7 @@ class Section:
 
     def __init__(self, name: str, values: Mapping[str, Any], args: Args):
         self.name = name
-        self.left = dict(values)
+        self.unread = dict(values)
         self.args = args
 
     def take(
@@ -63,7 +63,7 @@ class Section:
     ) -> Any:
         """The value of a key (gone from those left), or the default; one that `check` refuses is a
         problem."""
-        value = self.left.pop(key, MISSING)
+        value = self.unread.pop(key, MISSING)
         if value is MISSING:
             return default
         if check is not None and not check(value):
@@ -103,8 +103,8 @@ class Section:
     def ignore(self, *keys: str, why: str) -> None:
         """Keys that change no number here; they become a comment."""
         for key in keys:
-            if key in self.left:
-                self.args.note(f"{self.name}.{key} = {self.left.pop(key)!r}: {why}")
+            if key in self.unread:
+                self.args.note(f"{self.name}.{key} = {self.unread.pop(key)!r}: {why}")
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """A value that cannot be honoured."""
@@ -112,7 +112,7 @@ class Section:
 
     def done(self, known: tuple[str, ...] = ()) -> None:
         """What is left is unknown."""
-        for key in self.left:
+        for key in self.unread:
             near = difflib.get_close_matches(key, known, 1)
             hint = (
                 f"; did you mean {near[0]}?"

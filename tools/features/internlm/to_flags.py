@@ -81,7 +81,7 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
 
 
 def _alert(monitor: Section) -> None:
-    alert = monitor.left.get("alert")
+    alert = monitor.unread.get("alert")
     if isinstance(alert, Mapping) and alert.get("enable_feishu_alert"):
         monitor.refuse(
             "alert.enable_feishu_alert",

@@ -33,10 +33,12 @@ class ToInternLM:
     """Options of to-internlm."""
 
     folder: str = arg(
-        place="positional", metavar="FOLDER", help="directory with the data, searched recursively"
+        position="positional",
+        metavar="FOLDER",
+        help="directory with the data, searched recursively",
     )
     out: str = arg(
-        place="positional", metavar="OUT", help="directory for the result; created if missing"
+        position="positional", metavar="OUT", help="directory for the result; created if missing"
     )
 
 

@@ -27,7 +27,7 @@ from megatron.features.megatron_cli import flags as megatron_flags
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
 from megatron.training import script_imports
-from tools.features.megatron_cli.own_flags import adding, own_flags, taken
+from tools.features.megatron_cli.own_flags import adding, is_own, own_flags
 from tools.features.megatron_cli.read_script import Script, read_recipe, read_shell, shown
 from tools.shared.program import read
 
@@ -35,7 +35,7 @@ MAX_BYTES = 1 << 17  # of a script
 ON_A_NODE = 8  # ranks that one torchrun starts
 _CODE = re.compile(r" \[[a-z0-9-]+\]$")
 OWN = "of the script itself"
-_KEPT = "\0"  # a blank at which a line is not broken
+_NO_BREAK = "\0"  # a blank at which a line is not broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class Options:
     """The command line."""
 
     script: Path = arg(
-        place="positional",
+        position="positional",
         metavar="FILE",
         parse=Path,
         help="a shell script, a YAML recipe, or a Python script",
     )
     variables: tuple[str, ...] = arg(
-        (), place="positional", metavar="NAME=VALUE", help="variables that the script expects"
+        (), position="positional", metavar="NAME=VALUE", help="variables that the script expects"
     )
     world_size: int | None = arg(
         None,
@@ -95,7 +95,7 @@ def table(words: Sequence[str], own: Collection[str] = ()) -> dict[str, list[tup
     rows: dict[str, list[tuple[str, str]]] = {}
     for first, end in zip(starts, [*starts[1:], len(words)], strict=True) if words else ():
         each = words[first:end]
-        kind, text = (OWN, "") if taken(each, own) else fate(flags, each)
+        kind, text = (OWN, "") if is_own(each, own) else fate(flags, each)
         rows.setdefault(kind, []).append((shown(list(words[first:end])), text))
     return rows
 
@@ -126,34 +126,33 @@ def report(script: Script, world_size: int | None, beside: Path) -> tuple[list[s
     lines += about_own
     lines += section("what keeps it from running", (_CODE.sub("", each) for each in problems))
     differing = (f"{flag}: {text}" for flag, text in rows.get("differs", ()))
-    lines += section(
-        "what differs", (part for line in differing for part in textwrap.wrap(line, 96))
-    )
+    lines += section("what differs", (row for line in differing for row in textwrap.wrap(line, 96)))
     if not problems:
-        other_notes = (note for note in notes if not note.startswith("flags of Megatron-LM"))
-        lines += section("notes", (_CODE.sub("", note) for note in other_notes))
+        shown_notes = (note for note in notes if not note.startswith("flags of Megatron-LM"))
+        lines += section("notes", (_CODE.sub("", note) for note in shown_notes))
     for kind in (OWN, "no effect", "supported"):
-        flags = [flag.replace(" ", _KEPT) for flag, _ in rows.get(kind, ())]
+        flags = [flag.replace(" ", _NO_BREAK) for flag, _ in rows.get(kind, ())]
         text = textwrap.fill("  ".join(flags), 96, break_on_hyphens=False, break_long_words=False)
-        lines += section(f"{kind} ({len(flags)})", text.replace(_KEPT, " ").splitlines())
+        lines += section(f"{kind} ({len(flags)})", text.replace(_NO_BREAK, " ").splitlines())
     if problems:
         return lines, False
     words = shown(script.words)
-    program = script.program if own else program_here(script.program)
-    here = f" with {program}" * (program != script.program)
+    program = script.program if own else program_path(script.program)
+    with_program = f" with {program}" * (program != script.program)
     if ranks > ON_A_NODE:
         judged = f"--dry-run --world-size {ranks} --device cuda --device-memory 80"
-        start = f"start it as the script does{here}; does it fit GPUs of 80 GiB? (on any machine)"
+        how = f"start it as the script does{with_program}"
+        start = f"{how}; does it fit GPUs of 80 GiB? (on any machine)"
         return [*lines, "", f"{start}:", f"python {program} {words} {judged}"], True
     start = f"torchrun --nproc-per-node {ranks}" if ranks > 1 else "python"
     return [*lines, "", f"{start} {program} {words}"], True
 
 
-def program_here(program: str) -> str:
+def program_path(program: str) -> str:
     """The path of this suite's pretrain_gpt.py for that of a Megatron-LM; another script's as it
     is."""
-    ours = Path(__file__).parents[3] / "pretrain_gpt.py"
-    return os.path.relpath(ours) if Path(program).name == ours.name else program
+    pretrain = Path(__file__).parents[3] / "pretrain_gpt.py"
+    return os.path.relpath(pretrain) if Path(program).name == pretrain.name else program
 
 
 def counted(number: int, noun: str) -> str:

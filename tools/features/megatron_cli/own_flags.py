@@ -18,22 +18,22 @@ def own_flags(script: Script, beside: Path, flags: Parser) -> tuple[list[str], l
     the directory of the launch script `beside`; of one that is not there, all unknown flags count.
     """
     path = Path(script.program)
-    path_found = next((p for p in (path, beside.parent / path) if p.is_file()), None)
-    if path_found is None and path.name != GPT:
+    program = next((p for p in (path, beside.parent / path) if p.is_file()), None)
+    if program is None and path.name != GPT:
         starts = [word.partition("=")[0] for word in script.words if is_flag(word)]
         spellings = [word for word in starts if not _is_known(word, flags)]
         note = f"; taken for its own flags: {' '.join(spellings)}" * bool(spellings)
         return spellings, [f"{script.program} is not here{note}"]
-    spellings = _added(path_found) if path_found else []
+    spellings = _added(program) if program else []
     notes = []
     if path.name != GPT:
-        notes = [f"what {script.program} imports: python tools/check_script.py {path_found}"]
+        notes = [f"what {script.program} imports: python tools/check_script.py {program}"]
     return [word for word in spellings if not _is_known(word, flags)], notes
 
 
 def _is_known(spelling: str, flags: Parser) -> bool:
     """A flag here, or one of Megatron's."""
-    foreign = flags.others
+    foreign = flags.foreign_flags
     return bool(flags.find(spelling) or foreign.ignores(spelling) or foreign.explain(spelling))
 
 
@@ -58,6 +58,6 @@ def adding(spellings: Collection[str], parser: argparse.ArgumentParser) -> None:
         parser.add_argument(spelling, nargs="*", dest=f"_own_{number}")
 
 
-def taken(words: Sequence[str], spellings: Collection[str]) -> bool:
+def is_own(words: Sequence[str], spellings: Collection[str]) -> bool:
     """Is this flag, with its values, one of the script's own?"""
     return words[0].partition("=")[0] in spellings

@@ -25,7 +25,7 @@ _STARTERS = {
 }
 _SHELLS = ("bash", "sh")
 # `$(...)` with parentheses in it and in these, blanks, or a part without both
-_PARTS = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\s+|[^\s$]+|\$")
+_TOKENS = re.compile(r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|\s+|[^\s$]+|\$")
 _UNSET = re.compile(r"\$\{\w+[^}]*\}|\$\w+")
 _ORDER = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
@@ -64,8 +64,8 @@ class _Words:
 
     def add_split(self, text: str) -> None:
         """Add a value without quotes: its blanks end words, but within `$(...)`."""
-        for part in _PARTS.findall(text):
-            self.cut() if part.isspace() else self.add(part)
+        for token in _TOKENS.findall(text):
+            self.cut() if token.isspace() else self.add(token)
 
     def add_value(self, value: Value, quoted: bool) -> None:
         for number, element in enumerate([value] if isinstance(value, str) else value):
@@ -166,9 +166,9 @@ class Shell:
         """Also of its elif clauses, one after the other."""
         then = [child.type for child in node.children].index("then")
         start = node.children[then].start_byte
-        parts = _uncommented(node)
-        condition = [child for child in parts if child.start_byte < start]
-        branches = parts[len(condition) :]
+        children = _uncommented(node)
+        condition = [child for child in children if child.start_byte < start]
+        branches = children[len(condition) :]
         clauses = [child for child in branches if child.type in ("elif_clause", "else_clause")]
         body = [child for child in branches if child not in clauses]
         status = self._body(condition)
@@ -249,7 +249,7 @@ class Shell:
         text = _text(document)
         if not re.search(r"['\"\\]", _text(mark)):
             words = _Words()
-            self._add_parts(document, words, quoted=True)
+            self._add_children(document, words, quoted=True)
             words.cut()
             text = "".join(words.done)
         words_of_command = self._words_of(body)
@@ -280,18 +280,18 @@ class Shell:
                 if decides in sides:
                     return decides
                 return None if None in sides else not decides
-            return self._compare(self._known(left), operator, self._known(right))
+            return self._compare(self._static_text(left), operator, self._static_text(right))
         if node.type != "unary_expression":
-            text = self._known(node)
+            text = self._static_text(node)
             return None if text is None else bool(text)
-        operator, text = _text(node.children[0]), self._known(node.named_children[-1])
+        operator, text = _text(node.children[0]), self._static_text(node.named_children[-1])
         if operator == "-v":
             return self.variables.get(_text(node.named_children[-1])) is not None
         if operator in ("-z", "-n") and text is not None:
             return bool(text) == (operator == "-n")
         return False if text == "" else None  # of a file
 
-    def _known(self, node: Node) -> str | None:
+    def _static_text(self, node: Node) -> str | None:
         """A word of a condition, in which a variable that nobody sets is empty; None where only a
         running shell knows it."""
         text = self.expand_text(node)
@@ -391,7 +391,7 @@ class Shell:
         elif node.type == "string":
             if not re.fullmatch(r'"\$(@|\{\w+\[@\]\})"', text) or self.expand_array(text):
                 words.add("")
-            self._add_parts(node, words, quoted=True)
+            self._add_children(node, words, quoted=True)
         elif node.type in ("concatenation", "command_name"):
             for child in node.children:
                 self._add(child, words, quoted)
@@ -404,9 +404,9 @@ class Shell:
         else:
             words.add(re.sub(r"\\(.)", r"\1", text))
 
-    def _add_parts(self, node: Node, words: _Words, quoted: bool) -> None:
+    def _add_children(self, node: Node, words: _Words, quoted: bool) -> None:
         """The parts of a string or a here-document, and the text between them."""
-        whole, start = node.text or b"", node.start_byte
+        source, start = node.text or b"", node.start_byte
         position = start + (node.type == "string")
         for child in [*node.named_children, None]:
             stop = (
@@ -414,7 +414,7 @@ class Shell:
             )
             if child is not None and child.type in ("string_content", "heredoc_content"):
                 continue
-            between = whole[position - start : stop - start].decode(errors="replace")
+            between = source[position - start : stop - start].decode(errors="replace")
             if between:
                 words.add(re.sub(r'\\([$`"\\])', r"\1", between.replace("\\\n", "")))
             if child is not None:

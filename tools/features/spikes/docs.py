@@ -17,7 +17,7 @@ from megatron.analysis.log_reader import without_nan
 from megatron.arguments import Problems
 from tools import inspect_data
 from tools.features.spikes.options import DocsOptions
-from tools.features.spikes.suspects import Suspect, height, neighbours, places, suspects, usual
+from tools.features.spikes.suspects import Suspect, batch_rows, height, neighbours, suspects, usual
 from tools.shared.run_data import Reading, open_run
 
 
@@ -66,7 +66,7 @@ def _ranked(reading: Reading, args: DocsOptions) -> tuple[list[Suspect], str]:
     """The suspects in the order asked for, and the checkpoint that was."""
     iteration = args.iteration
     assert iteration is not None, "problems() refuses neither --iteration nor --doc"
-    read = places(reading, iteration, args.microbatch, args.dp_rank)
+    read = batch_rows(reading, iteration, args.microbatch, args.dp_rank)
     baseline = usual(reading, neighbours(reading, iteration, iteration))
     if args.run is None or args.order == "suspicion":
         return sorted(suspects(reading, read, baseline), key=lambda suspect: -suspect.score), ""

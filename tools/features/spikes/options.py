@@ -15,7 +15,7 @@ class AnalyzeOptions:
     """Options of analyze."""
 
     logs: tuple[str, ...] = arg(
-        place="positional",
+        position="positional",
         metavar="LOG",
         help="run directory, log, metrics file or TensorBoard directory; several of one run in "
         "their order",

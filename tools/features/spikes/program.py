@@ -23,8 +23,8 @@ from megatron.features.spikes.picture import draw
 from tools.features.spikes.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions
 from tools.shared.program import Command, run_command
 
-NONE = 0
-FOUND = 10
+NO_SPIKES = 0
+SPIKES_FOUND = 10
 UNREADABLE = 2
 
 
@@ -113,7 +113,7 @@ def analyze(args: AnalyzeOptions) -> int:
         if events:
             report["restart"] = restart(events, args.load, saved)
         print(json.dumps(without_nan(report), indent=1))
-        return FOUND if events else NONE
+        return SPIKES_FOUND if events else NO_SPIKES
     trained = [r for r in run.records if r.trained]
     print(
         f"{len(trained)} records of iterations {run.records[0].iteration} to "
@@ -136,7 +136,7 @@ def analyze(args: AnalyzeOptions) -> int:
         print(f"all {len(events)} in one restart:\n  {restart(events, args.load, saved)}")
     if not events:
         print("no spike")
-    return FOUND if events else NONE
+    return SPIKES_FOUND if events else NO_SPIKES
 
 
 def docs(options: DocsOptions) -> int:

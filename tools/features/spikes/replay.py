@@ -34,9 +34,9 @@ from tools.features.spikes.options import ReplayOptions
 from tools.features.spikes.suspects import (
     BatchRow,
     Suspect,
+    batch_rows,
     height,
     neighbours,
-    places,
     suspects,
     usual,
 )
@@ -139,7 +139,7 @@ def replay_iteration(
     reading: Reading, iteration: int, state: State, other_state: State | None
 ) -> list[Row]:
     """All samples of an iteration."""
-    read = places(reading, iteration)
+    read = batch_rows(reading, iteration)
     check_replayable(reading)
     samples = [reading.dataset[row.sample] for row in read]
     losses_at_other = (
@@ -270,7 +270,7 @@ def _line(iteration: int, rows: Sequence[Replayed]) -> str:
     )
 
 
-def _pieces(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
+def _suspects(reading: Reading, row: Row, measures: Sequence[Measures]) -> list[Suspect]:
     return suspects(reading, [row[0].batch_row], measures, lambda _: iter([row[1]]))
 
 
@@ -281,7 +281,7 @@ def _as_json(reading: Reading, row: Row, measures: Sequence[Measures]) -> dict[s
         **dataclasses.asdict(replayed.batch_row),
         "loss": replayed.loss,
         "other": replayed.other_loss,
-        "pieces": [dataclasses.asdict(piece) for piece in _pieces(reading, row, measures)],
+        "pieces": [dataclasses.asdict(suspect) for suspect in _suspects(reading, row, measures)],
     }
 
 
@@ -313,7 +313,7 @@ def _show(
         sample = row[0]
         if not scale.stands_out(sample.loss):
             break
-        worst = max(_pieces(reading, row, measures), key=lambda piece: height(piece.loss))
+        worst = max(_suspects(reading, row, measures), key=lambda suspect: height(suspect.loss))
         conclusion = verdict(
             sample, scale_at_other, other_state.trained.iteration if other_state else 0
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.sample_lookup import Piece
+from megatron.data.sample_lookup import TokenSpan
 from megatron.features.spikes import text_anomalies
 from megatron.features.spikes.loss_outliers import MASKED, mean_loss
 from tools.shared.run_data import Reading
@@ -53,7 +53,7 @@ class Suspect:
         )
 
 
-def places(
+def batch_rows(
     reading: Reading, iteration: int, micro_batch: int | None = None, dp_rank: int | None = None
 ) -> list[BatchRow]:
     """The samples of an iteration, of all its micro-batches and ranks or of one. Raises ValueError
@@ -94,7 +94,7 @@ def neighbours(reading: Reading, first: int, last: int) -> list[int]:
 
 def usual(reading: Reading, iterations: Sequence[int]) -> list[text_anomalies.Measures]:
     """The measures of all that these iterations read, to compare with."""
-    samples = (row.sample for iteration in iterations for row in places(reading, iteration))
+    samples = (row.sample for iteration in iterations for row in batch_rows(reading, iteration))
     return [
         text_anomalies.measure(ids, _text(reading, ids))
         for sample in samples
@@ -104,12 +104,12 @@ def usual(reading: Reading, iterations: Sequence[int]) -> list[text_anomalies.Me
 
 def _cut(
     reading: Reading, sample: int, tokens: np.ndarray
-) -> Iterator[tuple[Piece, int, np.ndarray]]:
+) -> Iterator[tuple[TokenSpan, int, np.ndarray]]:
     """The pieces of a sample, each with its place in it and its ids."""
     position = 0
-    for piece in reading.pieces_of(sample):
-        yield piece, position, tokens[position : position + piece.length]
-        position += piece.length
+    for token_span in reading.spans_of(sample):
+        yield token_span, position, tokens[position : position + token_span.length]
+        position += token_span.length
 
 
 def suspects(
@@ -119,24 +119,28 @@ def suspects(
     losses: Callable[[Sequence[np.ndarray]], Iterator[np.ndarray]] | None = None,
 ) -> list[Suspect]:
     """The pieces of documents in these samples, in their order, compared with each other and with
-    `others`; `losses` gives those of the tokens 1 .. of each sample."""
+    `baseline`; `losses` gives those of the tokens 1 .. of each sample."""
     samples = [reading.tokens(row.sample) for row in read]
     of_tokens = losses(samples) if losses else iter([None] * len(read))
-    pieces = []
+    examined = []
     measures = []
     for row, tokens, each in zip(read, samples, of_tokens, strict=True):
-        for piece, position, ids in _cut(reading, row.sample, tokens):
+        for token_span, position, ids in _cut(reading, row.sample, tokens):
             # a token's loss stands before it
             own_losses = (
-                None if each is None else each[max(0, position - 1) : position - 1 + piece.length]
+                None
+                if each is None
+                else each[max(0, position - 1) : position - 1 + token_span.length]
             )
             text = _text(reading, ids)
             measures.append(text_anomalies.measure(ids, text))
             head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
-            pieces.append((piece, row, head, own_losses))
+            examined.append((token_span, row, head, own_losses))
     return [
         _suspect(suspicion, *measured)
-        for suspicion, measured in zip(text_anomalies.rank(measures, baseline), pieces, strict=True)
+        for suspicion, measured in zip(
+            text_anomalies.rank(measures, baseline), examined, strict=True
+        )
     ]
 
 
@@ -147,19 +151,19 @@ def _text(reading: Reading, ids: np.ndarray) -> str | None:
 
 def _suspect(
     suspicion: text_anomalies.Suspicion,
-    piece: Piece,
+    token_span: TokenSpan,
     row: BatchRow,
     head: str,
     losses: np.ndarray | None,
 ) -> Suspect:
-    begin, end = piece.first_byte, piece.end_byte
+    begin, end = token_span.first_byte, token_span.end_byte
     return Suspect(
         suspicion.score,
         suspicion.reason,
-        piece.prefix,
-        piece.document,
-        piece.offset,
-        piece.length,
+        token_span.prefix,
+        token_span.document,
+        token_span.offset,
+        token_span.length,
         None if begin is None or end is None else (begin, end),
         row.sample,
         row.dp_rank,

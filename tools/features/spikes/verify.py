@@ -108,10 +108,10 @@ class Data:
             opened = open_run(run, flags, None, self._args.world_size)
         return opened, opened.samplers()
 
-    def at(self, iteration: int, samples: tuple[int, int]) -> Opened:
+    def reading_at(self, iteration: int, samples: tuple[int, int]) -> Opened:
         """The data as an iteration at `samples` (first sample, samples) read them."""
         run = self._args.run
-        if run is None or _place(self.last, iteration) == samples:
+        if run is None or _samples_of(self.last, iteration) == samples:
             return self._last
         folder = str(checkpoint_after(run, iteration))
         if folder not in self._opened:
@@ -126,8 +126,8 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
     for n, (first, count, skipped, _) in sorted(table.rows.items()):
         if not skipped:
             continue
-        reading, samplers = data.at(n, (first, count))
-        start, size = _place(reading, n)
+        reading, samplers = data.reading_at(n, (first, count))
+        start, size = _samples_of(reading, n)
         if (start, size) != (first, count):
             yield (
                 f"iteration {n}: {count} samples from {first} on in {table.path}, by the run's "
@@ -148,7 +148,7 @@ def hashes_of_skipped(table: Table, reference: Table | None, data: Data) -> Iter
             )
 
 
-def _place(reading: Reading, iteration: int) -> tuple[int, int]:
+def _samples_of(reading: Reading, iteration: int) -> tuple[int, int]:
     """(first sample, samples) of an iteration by the flags."""
     return reading.first_sample(iteration), reading.plan.global_batch_size(iteration)
 

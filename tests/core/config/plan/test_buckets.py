@@ -99,12 +99,12 @@ def test_whole_parameters_belong_to_one_rank_each(seed):
     )
     assert [names[n] for n in partition.order] == walked
     owned = [
-        [sum(size for size, owner in pieces if owner == rank) for pieces in partition.pieces]
+        [sum(size for size, owner in pieces if owner == rank) for pieces in partition.owners]
         for rank in range(ranks)
     ]
     assert [[stop - start for start, stop in layout.spans(rank)] for rank in range(ranks)] == owned
     assert layout.elements() == list(map(sum, owned)) and sum(layout.elements()) == sum(sizes)
-    for pieces, shape in zip(partition.pieces, shapes, strict=True):
+    for pieces, shape in zip(partition.owners, shapes, strict=True):
         assert [size for size, _ in pieces] == (
             [3 * shape[1]] * 2 if len(shape) == 3 else [shape[0]]
         )
@@ -166,7 +166,7 @@ def test_matrices_belong_to_one_rank_each(seed):
     )
     loads: dict[bool, list[int]] = {one: [0] * n for one, n in ranks.items()}
     costs = []
-    for place, (param, pieces) in enumerate(zip(params, partition.pieces, strict=True)):
+    for place, (param, pieces) in enumerate(zip(params, partition.owners, strict=True)):
         assert bool(pieces) == (len(param.shape) > 1)
         done = 0
         one = math.prod(param.shape[1:]) if ".experts." in param.name else math.prod(param.shape)

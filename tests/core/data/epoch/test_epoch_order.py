@@ -74,7 +74,7 @@ def test_shares_are_exact_and_every_draw_is_counted_once(weights):
     total = sum(weights)
     for draw in range(min(2 * total, 20_000)):
         if draw % 97 == 0:
-            assert shares.taken(draw) == given
+            assert shares.counts(draw) == given
         source, number = shares.source(draw)
         assert number == given[source]
         given[source] += 1
@@ -82,7 +82,7 @@ def test_shares_are_exact_and_every_draw_is_counted_once(weights):
             assert all(
                 abs(n - (draw + 1) * w / total) <= 2 for n, w in zip(given, weights, strict=True)
             )
-    assert shares.taken(total) == weights and shares.taken(10**15 * total) == [
+    assert shares.counts(total) == weights and shares.counts(10**15 * total) == [
         10**15 * w for w in weights
     ]
 
@@ -154,7 +154,7 @@ def test_samples_are_runs_of_the_corpus(tmp_path):
     for k in range(300):
         at = data.position(k)
         assert train[k].tolist() == circle[at : at + 9].tolist() and train[k].dtype == np.int64
-        pieces = [files[prefixes.index(p)][first : first + n] for p, first, n in train.pieces(k)]
+        pieces = [files[prefixes.index(p)][first : first + n] for p, first, n in train.ranges_of(k)]
         assert np.concatenate(pieces).tolist() == train[k].tolist()
     assert pickle.loads(pickle.dumps(train))[7].tolist() == train[7].tolist()
 
@@ -367,8 +367,8 @@ def test_three_milliard_documents(tmp_path):
         file.write(np.uint16(7).tobytes())
     train, *_ = build((10**9, 0, 0), data_path=[prefix])
     assert train.datasets[0].tokens == length * count > 2**32
-    last = max(range(300), key=lambda k: train.pieces(k)[0][1])
-    assert train.pieces(last)[0][1] > 2**32 and train[last].tolist() == [0] * 9
+    last = max(range(300), key=lambda k: train.ranges_of(k)[0][1])
+    assert train.ranges_of(last)[0][1] > 2**32 and train[last].tolist() == [0] * 9
     assert os.stat(idx_path(prefix)).st_blocks < 1000
 
 

@@ -239,7 +239,7 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
     held: dict[tuple[str, int], dict[int, int]] = {}
     for k in range(len(dataset)):
         tokens = []
-        for piece in dataset.pieces_of(k):
+        for piece in dataset.spans_of(k):
             mine = samples[piece.document][piece.offset : piece.offset + piece.length]
             stored = raw[piece.prefix][piece.first_byte : piece.end_byte]
             assert np.frombuffer(stored, np.int32).tolist() == mine

@@ -54,7 +54,7 @@ def test_samples_and_their_order_are_those_of_the_pair(pair: str, parts: str, or
         assert one.order() == other.order() and len(one) == len(other) > 0
         for number in range(len(one)):
             assert np.array_equal(one[number], other[number])
-            for a, b in zip(one.pieces_of(number), other.pieces_of(number), strict=True):
+            for a, b in zip(one.spans_of(number), other.spans_of(number), strict=True):
                 assert (a.prefix, b.prefix) == (pair, parts)
                 assert (a.document, a.offset, a.length) == (b.document, b.offset, b.length)
                 assert (a.first_byte, a.end_byte) == (b.first_byte, b.end_byte)

@@ -102,7 +102,7 @@ def test_a_failure_counts_before_a_death_and_the_first_death_before_others():
 
 def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
     ranks = Ranks(3, 3)
-    monkeypatch.setattr(rank_monitor, "OTHERS_EXIT_WITHIN", 0.1)
+    monkeypatch.setattr(rank_monitor, "PEERS_EXIT_WITHIN", 0.1)
     for wire in list(ranks.server._wires.values())[1:]:
         wire.socket.shutdown(socket.SHUT_RDWR)
     # rank 0's own line still stands: the server tells it of the others, sooner or later
@@ -114,7 +114,7 @@ def test_the_end_of_rank_0_is_seen_by_the_others(monkeypatch):
 
 def test_a_run_that_is_over_is_no_death(monkeypatch):
     monkeypatch.setattr(rank_monitor, "DEATH_COUNTS_AFTER", 0.1)
-    monkeypatch.setattr(rank_monitor, "OTHERS_EXIT_WITHIN", 0.2)
+    monkeypatch.setattr(rank_monitor, "PEERS_EXIT_WITHIN", 0.2)
     ranks = Ranks(3, 3)
     for line in reversed(ranks.lines):
         line.close()

@@ -274,7 +274,7 @@ def test_thousands_of_ranges_are_one_record(text, tmp_path):
     trained = [(row["iteration"], row["skipped"]) for row in alone.rows]
     assert trained == [(n, n % 2 == 0) for n in range(1, 9)]
     [kept] = skip_runs.records(folder / "save")
-    assert (kept.parts.ranges, kept.tokens) == (tuple(ranges), 1500 * 8 * 32)
+    assert (kept.iterations.ranges, kept.tokens) == (tuple(ranges), 1500 * 8 * 32)
 
 
 # --- ranks
