@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import os
 import shutil
@@ -125,15 +126,34 @@ def _parsed(path: Path) -> ast.AST:
     return ast.parse(path.read_text())
 
 
+def _unknown_names(place: Place, tree: ast.AST) -> set[str]:
+    """Names that the planted text reads, and that neither it nor the file makes."""
+    planted = [node for root in place.new for node in ast.walk(root)]
+    read = {n.id for n in planted if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    made: set[str] = set()
+    for node in [*ast.walk(tree), *planted]:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                made.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                made.add(name)
+            case ast.alias(name=name, asname=alias):
+                made.add(alias or name.partition(".")[0])
+    return read - made - set(dir(builtins))
+
+
 def problem(bug: Bug) -> str:
     """Why the bug cannot be planted, or nothing."""
     try:
         file, _ = source_of(bug.where)
     except ValueError as error:
         return str(error)
-    count = len(places(bug, _parsed(ROOT / file)))
-    if count != 1:
-        return f"{bug.where} has {count} places, not one, that are: {bug.old}"
+    tree = _parsed(ROOT / file)
+    applies_to = places(bug, tree)
+    if len(applies_to) != 1:
+        return f"{bug.where} has {len(applies_to)} places, not one, that are: {bug.old}"
+    if unknown := _unknown_names(applies_to[0], tree):
+        return f"{bug.where} has no {', '.join(sorted(unknown))}: any test would catch a NameError"
     test_file, _, name = bug.test.partition("::")
     function = f"def {name.partition('[')[0]}("
     if not (ROOT / test_file).is_file() or name and function not in (ROOT / test_file).read_text():

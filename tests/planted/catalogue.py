@@ -376,10 +376,10 @@ BUGS = {
     ),
     "gradients of keys and values not summed over the ranks that share them": Bug(
         "megatron.model.attention.SelfAttention.own_queries",
-        "qkv = gather_sequence(part, self.tp, -1)",
+        "qkv = gather_sequence(rows, self.tp, -1)",
         "from megatron.parallel.collectives import all_gather\n"
-        "parts = list(all_gather(part.detach(), self.tp, -1).chunk(self.tp.size, -1))\n"
-        "parts[self.tp.rank] = part\n"
+        "parts = list(all_gather(rows.detach(), self.tp, -1).chunk(self.tp.size, -1))\n"
+        "parts[self.tp.rank] = rows\n"
         "qkv = torch.cat(parts, -1)",
         f"{LAYOUTS}[tp2, one query group]",
     ),
@@ -766,7 +766,7 @@ BUGS = {
     "a partly loaded model is kept": Bug(
         "megatron.training.checkpointing.load._take_newest_good",
         "not failed",
-        "found",
+        "checkpoint",
         "tests/campaigns/hostile/test_campaign.py::test_every_file_is_read_or_refused",
     ),
     "a local copy whose bytes are not checked before it is chosen": Bug(
