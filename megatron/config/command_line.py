@@ -11,7 +11,7 @@ import functools
 import shlex
 import time
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from megatron.arguments import (
     config_from,
     flags_of,
     parse,
+    values_of,
 )
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url, staged
@@ -69,7 +70,7 @@ _SOURCES = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line without problems.
+    """A command line without problems. Flags that have no effect have their defaults in `config`.
 
     `typed`: what the user gave, by field name; `foreign`: flags of another program that a feature
     has read; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run;
@@ -220,13 +221,14 @@ def _checked(
     ]
     notes = [*parsed.notes, *accepted, *saved.notes]
     if not problems:
-        notes += check.notes(judged, world_size, explicit)
+        given = {*explicit, *defaults, *saved.changed}
+        config, of_needs = _without_what_lacks_its_need(config, script, world_size, given)
+        judged = _as_of_script(config, script)[0]
+        problems = check.problems(judged, world_size, explicit) if of_needs else []
+        notes += of_needs + ([] if problems else check.notes(judged, world_size, explicit))
     c = config.checkpoint
     urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
-    parallel = config.parallel
-    if config.model.num_experts is None:  # no axis of ranks without experts, as a note has said
-        parallel = replace(parallel, expert_tensor_parallel_size=None)
-    config = replace(config, checkpoint=staged(c), parallel=parallel)
+    config = replace(config, checkpoint=staged(c))
     extra = flags.extra.namespace if flags.extra else None
     words = [shlex.join(flag) for flag in flags.extra.words] if flags.extra else []
     return CommandLine(
@@ -241,6 +243,20 @@ def _checked(
         script,
         *urls,
     ), problems
+
+
+def _without_what_lacks_its_need(
+    config: Config, script: Script, world_size: int, given: Collection[str]
+) -> tuple[Config, list[str]]:
+    """The configuration in which given flags without effect have their defaults, and what is said
+    of them. A script's own model may read those of the model."""
+    from megatron.config.checks.declared import without_effect
+
+    if script.model_provider or not script.complete:
+        own = flags_of(type(config))
+        given = {name for name in given if own[name].group != "model"}
+    taken_back, notes = without_effect(_as_of_script(config, script)[0], world_size, given)
+    return config_from(type(config), {**values_of(config), **taken_back}), notes
 
 
 def _as_of_script(config: Config, script: Script) -> tuple[Config, list[str]]:

@@ -18,7 +18,8 @@ _ADAM = Needs("--optimizer adam or muon", lambda v: v["optimizer"] != "sgd")
 # the styles that end in an anneal of --lr-wsd-decay-iters
 ANNEALED = ("WSD", "WSD-S", "power")
 _ANNEAL = Needs("--lr-decay-style WSD, WSD-S or power", lambda v: v["lr_decay_style"] in ANNEALED)
-_HORIZON = Needs(_DECAY.condition, lambda v: _DECAY.met(v) or v["lr_warmup_fraction"])
+# the warm-up ends before the decay does, of a constant rate too
+_HORIZON = Needs(_DECAY.condition, lambda v: _DECAY.met(v) or _WARM_UP.met(v) or v["lr_init_iters"])
 
 
 @dataclass(frozen=True, kw_only=True)

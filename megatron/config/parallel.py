@@ -128,6 +128,7 @@ class ParallelConfig:
     )
     sequence_parallel: bool = arg(
         False,
+        needs="tensor_model_parallel_size",
         help="sequence parallelism (SP): split norms and dropout along the sequence over the"
         " tensor-parallel ranks; disabled with TP 1",
     )

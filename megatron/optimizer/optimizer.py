@@ -116,8 +116,7 @@ class MixedPrecisionOptimizer:
         by_param = dict(zip(map(id, self._params), self._main, strict=True))
         for group in groups:
             group["params"] = [by_param[id(param)] for param in group["params"]]
-        scheduled = config.adam_beta2_schedule_c if self.kind != "sgd" else 0.0
-        self._beta2 = (config.adam_beta2, scheduled)
+        self._beta2 = (config.adam_beta2, config.adam_beta2_schedule_c)
         self._has_float64 = any(main.dtype == torch.float64 for main in self._main)
         self._precision_aware: PrecisionAwareAdamW | None = None
         shardings = {

@@ -233,8 +233,8 @@ class OptimizerParamScheduler:
         Each value: with --override-opt_param-scheduler this run's stays; else, unless
         --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all
         that differ), and the checkpoint's is taken. The length of a constant rate or weight decay
-        has no effect and may differ. Understands Megatron's old key names. A state without
-        weight-decay keys leaves those.
+        and the minimum of a constant rate have no effect and may differ. Understands Megatron's old
+        key names. A state without weight-decay keys leaves those.
         """
         problem = self.problem(state)
         if problem:
@@ -291,8 +291,13 @@ class OptimizerParamScheduler:
         return f"{value} samples"
 
     def _unused(self, state: Mapping[str, Any]) -> set[str]:
-        """Attributes that neither of the two schedules uses: the length of what stays constant."""
-        both = {"lr_decay_steps": "lr_decay_style", "wd_incr_steps": "wd_incr_style"}
+        """Attributes that neither of the two schedules uses: the length and the end of what stays
+        constant."""
+        both = {
+            "lr_decay_steps": "lr_decay_style",
+            "min_lr": "lr_decay_style",
+            "wd_incr_steps": "wd_incr_style",
+        }
         saved = {name: value for name, _, _, value in _saved(state)}
         return {
             length

@@ -20,6 +20,7 @@ from megatron import host, launcher
 from megatron.arguments import Problems
 from megatron.config import architecture, command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks.declared import effective
 from megatron.config.checks.paths import newest_with_good_args, vouched_file
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
@@ -190,7 +191,8 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     saved, state = (None, None) if folder is None else (_saved_config(folder), _state(folder))
     if c.load is None or saved is None or c.finetune:
         return
-    wrong = architecture_problem(architecture.differences(saved.model, config.model))
+    differences = architecture.differences(effective(saved).model, effective(config).model)
+    wrong = architecture_problem(differences)
     if wrong:
         yield wrong
     if state is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
-from megatron.arguments import Need, Needs
+from megatron.arguments import Need, Needs, config_from, flags_of, values_of
 from megatron.config.checks.facts import Facts
+from megatron.config.tree import Config
 
 
 def required(f: Facts) -> Iterator[str]:
@@ -35,10 +37,9 @@ def required_and_excluded(f: Facts) -> Iterator[str]:
         if f[name] == flag.default:
             continue
         for need in flag.requires:
-            condition, met = _need(need, f)
-            if not met:
+            if not is_met(need, f):
                 yield (
-                    f"{f.say(name)}: needs {condition}; add that, or omit it "
+                    f"{f.say(name)}: needs {in_words(need, f)}; add that, or omit it "
                     "[flag-needs-other-flag]"
                 )
         for excluded in flag.excludes:
@@ -49,25 +50,58 @@ def required_and_excluded(f: Facts) -> Iterator[str]:
                 )
 
 
-def without_effect(f: Facts) -> Iterator[str]:
-    """One line for each flag that was typed and changes nothing."""
-    for name in f.flags:
-        if name not in f.typed:
-            continue
-        flag = f.flags[name]
-        for need in flag.needs:
-            condition, met = _need(need, f)
-            if not met:
-                yield f"{f.say(name)}: no effect without {condition} [flag-has-no-effect]"
-        if flag.no_effect and f[name] != flag.default:
+def without_effect(
+    config: Config, world_size: int, typed: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The typed flags that change nothing: {name: default} of those that lack what they need, so
+    that nothing reads their values, and one line for each."""
+    taken_back: dict[str, Any] = {}
+    lines: list[str] = []
+    while True:  # what was taken back may be what another flag needs
+        f = Facts(config_from(type(config), {**values_of(config), **taken_back}), world_size, typed)
+        lacking = {
+            name: needs
+            for name in set(typed) - taken_back.keys()
+            if (needs := [need for need in f.flags[name].needs if not is_met(need, f)])
+        }
+        if not lacking:
+            return taken_back, [*lines, *_never_with_effect(f)]
+        for name in filter(lacking.get, f.flags):
+            taken_back[name] = f.flags[name].default
+            lines += [
+                f"{f.say(name)}: no effect without {in_words(need, f)} [flag-has-no-effect]"
+                for need in lacking[name]
+            ]
+
+
+def effective(config: Config) -> Config:
+    """The same without values that have no effect, as checkpoints of version 0.1.0 have them, and
+    scripts with a model of their own."""
+    taken_back, _ = without_effect(config, 1, flags_of(type(config)))
+    return config_from(type(config), {**values_of(config), **taken_back})
+
+
+def _never_with_effect(f: Facts) -> Iterator[str]:
+    for name, flag in f.flags.items():
+        if flag.no_effect and name in f.typed and f[name] != flag.default:
             yield f"{f.say(name)}: no effect here, because {flag.no_effect} [flag-has-no-effect]"
 
 
-def _need(need: Need, f: Facts) -> tuple[str, bool]:
-    """The condition in words, and whether it is met."""
+def in_words(need: Need, f: Facts) -> str:
+    """The condition, as messages say it."""
     if isinstance(need, Needs):
-        return need.condition, bool(need.met(f))
+        return need.condition
     if isinstance(need, str):
-        return f.flags[need].spelling, f[need] != f.flags[need].default
+        return f.flags[need].spelling
     name, value = need
-    return f"{f.flags[name].spelling} {value}", f[name] == value
+    return f"{f.flags[name].spelling} {value}"
+
+
+def is_met(need: Need, f: Facts) -> bool:
+    """Do the values of a command line meet it?"""
+    if isinstance(need, Needs):
+        return bool(need.met(f))
+    if isinstance(need, str):
+        return f[need] != f.flags[need].default
+    name, value = need
+    return f[name] == value

@@ -46,14 +46,10 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
 
 
 def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
-    """Warnings for a command line without problems, one line each."""
+    """Warnings for a command line without problems, one line each, but for those of
+    `declared.without_effect`."""
     facts = Facts(config, world_size, typed)
-    lines = list(declared.without_effect(facts))
-    if facts["sequence_parallel"] and facts["tensor_model_parallel_size"] == 1:
-        lines.append(
-            "--sequence-parallel: no effect with --tensor-model-parallel-size 1 "
-            "[flag-has-no-effect]"
-        )
+    lines: list[str] = []
     if facts["distributed_backend"] not in (None, "gloo") and facts["device"] == "cpu":
         lines.append(
             f"--distributed-backend {facts['distributed_backend']}: no effect with one rank on the "

@@ -9,6 +9,7 @@ from megatron.checkpoint.filesystem import ForeignCheckpoint
 from megatron.checkpoint.state import OWN_MODEL, differences
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture, saved_flags
+from megatron.config.checks.declared import effective
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
@@ -36,6 +37,7 @@ def saved_config(
 def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     """Raise ValueError for flags that make it another model; print every other difference. Not
     `strict` (--finetune): print those of model and tokenizer, since the rest is meant to differ."""
+    saved, now = effective(saved), effective(now)
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
         raise ValueError(architecture_problem(wrong))

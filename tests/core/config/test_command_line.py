@@ -427,20 +427,35 @@ def test_what_fits_the_weights_may_be_typed(tmp_path):
 
 
 def test_what_decides_the_ids_comes_from_the_checkpoint_too(tmp_path):
-    checkpoint(
-        tmp_path,
-        f"{GOOD} --vocab-extra-ids 5 --tiktoken-pattern v1 --tiktoken-num-special-tokens 9 "
-        "--tiktoken-special-tokens a b --tokenizer-model m",
+    model = tmp_path / "m"
+    model.touch()
+    names = "<unk> <s> </s> <mask> <pad> <cls> <sep>"
+    tiktoken = (
+        f"--tiktoken-pattern v1 --tiktoken-num-special-tokens 9 --tiktoken-special-tokens {names}"
     )
-    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args --tiktoken-num-special-tokens 8")
+    for kind, flags in (
+        ("TikTokenizer", tiktoken),
+        ("SentencePieceTokenizer", "--vocab-extra-ids 5"),
+    ):
+        of_tokenizer = f"--tokenizer-type {kind} --tokenizer-model {model}"
+        checkpoint(tmp_path / kind, f"{GOOD} {of_tokenizer} {flags}")
+    line = read(
+        f"{RUN} --load {tmp_path}/TikTokenizer --use-checkpoint-args "
+        "--tiktoken-num-special-tokens 8"
+    )
     d = line.config.data
-    assert (d.vocab_extra_ids, d.tiktoken_pattern, d.tiktoken_special_tokens) == (
-        5,
-        "v1",
-        ("a", "b"),
-    )
-    assert (d.tiktoken_num_special_tokens, d.tokenizer_model) == (8, None)
+    assert (d.tiktoken_pattern, d.tiktoken_special_tokens) == ("v1", tuple(names.split()))
+    assert (d.tiktoken_num_special_tokens, d.tokenizer_model) == (8, str(model))
     assert any("--tiktoken-pattern v1" in note for note in line.notes)
+    line = read(f"{RUN} --load {tmp_path}/SentencePieceTokenizer --use-checkpoint-args")
+    assert line.config.data.vocab_extra_ids == 5
+
+
+def test_what_has_no_effect_does_not_come_from_a_checkpoint(tmp_path):
+    checkpoint(tmp_path, f"{GOOD} --rotary-base 500 --vocab-extra-ids 5")
+    line = read(f"{RUN} --load {tmp_path} --use-checkpoint-args")
+    assert codes_of(line.notes[-2:]) == ["flag-has-no-effect"] * 2
+    assert line.config.model.rotary_base == 10000 and line.config.data.vocab_extra_ids == 0
 
 
 BPE = (

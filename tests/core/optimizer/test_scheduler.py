@@ -392,6 +392,7 @@ def test_different_values_are_refused_all_at_once():
     [
         ({"wd_incr_steps": 16000}, {}),
         ({"lr_decay_steps": 5120000}, {"lr_decay_style": "constant"}),
+        ({"min_lr": 1e-6}, {"lr_decay_style": "constant"}),
     ],
 )
 def test_the_length_of_what_stays_constant_may_change(change, constant):

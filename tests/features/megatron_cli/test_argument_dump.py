@@ -215,18 +215,18 @@ def test_the_first_lines_are_megatrons(seed_line):
             {"decoupled_lr": "0.5", "decoupled_min_lr": "0.1", "apply_wd_to_qk_layernorm": "True"},
         ),
         (
-            "--vocab-extra-ids 7 --tiktoken-pattern v1 --tiktoken-special-tokens a b",
+            "--geglu --ffn-multiple-of 8 --recompute-modules mlp moe --recompute-activations",
             {
-                "vocab_extra_ids": "7",
-                "tiktoken_pattern": "v1",
-                "tiktoken_special_tokens": "['a', 'b']",
+                "ffn_multiple_of": "8",
+                "recompute_modules": "['mlp', 'moe']",
                 "tiktoken_num_special_tokens": None,
                 "decoupled_lr": None,
             },
         ),
         (
-            "--no-persist-layer-norm --profile-ranks 1",
-            {"no_persist_layer_norm": "True", "profile_ranks": "[1]"},
+            "--no-persist-layer-norm --profile --use-pytorch-profiler --profile-ranks 0 0 "
+            "--tensorboard-dir x",
+            {"no_persist_layer_norm": "True", "profile_ranks": "[0, 0]"},
         ),
         ("--train-range-to-skip 2 3", {"train_range_to_skip": "[2, 3]"}),
         (
@@ -264,7 +264,7 @@ def test_new_names_stand_in_the_dump_only_when_set():
     assert set(plain) - seed == {"mock_data"}
     more = dump_of(
         read(
-            f"{GOOD} --fp64 --device cpu --rotary-base 7 --geglu --log-format aurora "
+            f"{GOOD} --fp64 --device cpu --use-rotary-position-embeddings --rotary-base 7 --geglu --log-format aurora "
             "--metrics-file m --ddp-bucket-size 9 --ckpt-format torch"
         )
     )

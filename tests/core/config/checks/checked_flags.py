@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.arguments import config_from, flags_of, parse
 from megatron.config import command_line
 from megatron.config.checks import rules as check
+from megatron.config.checks.declared import without_effect
 from megatron.features.registry import RunConfig
 
 PARSER = command_line.parser(RunConfig)
@@ -29,4 +30,8 @@ def checked(
     }
     config = config_from(RunConfig, typed)
     problems = check.problems(config, world_size, typed)
-    return problems, [] if problems else check.notes(config, world_size, typed)
+    if problems:
+        return problems, []
+    taken_back, lines = without_effect(config, world_size, typed)
+    config = config_from(RunConfig, {**typed, **taken_back})
+    return [], lines + check.notes(config, world_size, typed)

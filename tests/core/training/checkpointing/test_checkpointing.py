@@ -1,5 +1,7 @@
 """What a resume accepts, refuses and says; the store's own guarantees are in tests/core/checkpoint/."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.checkpoint import store
@@ -173,6 +175,14 @@ def test_a_list_is_said_as_it_was_typed(capsys):
     configs = [command_line.read(words, {}, tree=RunConfig).config for words in (skipping, flags)]
     check_architecture(*configs, strict=True)
     assert capsys.readouterr().out.endswith(": train_range_to_skip was 3 4, is None\n")
+
+
+def test_what_had_no_effect_in_either_run_is_no_difference(capsys):
+    flags = [*SMALL, "--mock-data", "--train-iters", "8"]
+    now = command_line.read([*flags, "--rotary-base", "500"], {}, tree=RunConfig).config
+    saved = replace(now, model=replace(now.model, rotary_base=500))  # as version 0.1.0 saved it
+    check_architecture(saved, now, strict=True)
+    assert capsys.readouterr().out == ""
 
 
 def test_ckpt_step_and_directory_of_one_checkpoint(trained, tmp_path):
