@@ -78,7 +78,8 @@ run "$python" tools/preprocess_data.py --input "$text" --output-prefix "$data/sh
     --append-eod --workers 2 --overwrite
 
 rm -rf "$out/checkpoints" "$out/tensorboard" "$out/metrics.jsonl" "$out/log.txt" "$out/curves.png"
-set -- "$python" pretrain_gpt.py @examples/quickstart/gpt.args --data-path "$data/shakespeare_text_document" \
+set -- "$python" pretrain_gpt.py @examples/quickstart/muon.args \
+    --data-path "$data/shakespeare_text_document" \
     --vocab-file "$data/vocab.json" --merge-file "$data/merges.txt" \
     --save "$out/checkpoints" --load "$out/checkpoints" \
     --tensorboard-dir "$out/tensorboard" --metrics-file "$out/metrics.jsonl" "$@"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,7 @@ def train(folder: Path, metrics: Path, *more: str) -> list[dict]:
     command = [
         sys.executable,
         str(ROOT / "pretrain_gpt.py"),
-        f"@{ROOT / 'examples' / 'quickstart' / 'gpt.args'}",
+        f"@{ROOT / 'examples' / 'quickstart' / 'muon.args'}",
     ]
     command += [
         "--data-path",
@@ -161,8 +162,11 @@ def check_what_it_shows(quickstart: tuple[Path, str]) -> None:
 
 
 @pytest.mark.sweep
-def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_it(quickstart):
-    environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(quickstart[0])}
+def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_it(
+    quickstart, tmp_path
+):
+    folder = shutil.copytree(quickstart[0], tmp_path / "copy")
+    environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(folder)}
     command = ["sh", str(ROOT / "examples" / "quickstart" / "run.sh")]
     flags = [*SMALL, "--train-iters", "20", "--eval-iters", "0"]
     done = subprocess.run(
