@@ -346,7 +346,7 @@ def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[
     if run.cluster:
         from megatron.data.parts import ray_engine
 
-        problems += ray_engine.problems(run.cluster_address)
+        problems += ray_engine.problems(ray_engine.address_of(run.cluster_address))
     if run.task is None:
         return problems
     if run.cluster:
@@ -664,7 +664,8 @@ def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Totals
 
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
-        return ray_engine.make_parts(corpus, config.run.cluster_address, report, stop.held)
+        address = ray_engine.address_of(config.run.cluster_address)
+        return ray_engine.make_parts(corpus, address, report, stop.held)
 
 
 def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:

@@ -25,12 +25,22 @@ from megatron.data.parts import part_set
 from tests import problems
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
+from tools.benchmarks.faults.ranks import free_port
 
 PREPROCESS = load_tool("preprocess_data")
 PROGRAM = Path(str(PREPROCESS.__file__))
 FLAGS = ["--tokenizer-type", "ByteTokenizer"]
 PEERS = pytest.mark.peers
 WAIT = 400  # seconds for a driver to end, on a busy machine
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+cluster = Cluster(True, head_node_args={**head, "ray_client_server_port": int(sys.argv[1])})
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -226,9 +236,12 @@ def raylet_of(node: Any) -> int:
     return process
 
 
-def driver(folder: Path, prefix: str, *more: object) -> subprocess.Popen[str]:
+def driver(
+    folder: Path, prefix: str, *more: object, environ: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), *words(folder, "jsonl", prefix, *more)],
+        env={**os.environ, **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -441,6 +454,42 @@ def test_two_drivers_at_once(cluster: Any, corpus: Path) -> None:
         output, errors = each.communicate(timeout=WAIT)
         assert each.returncode == 0, output + errors
     assert_same(corpus, "once", "x")
+
+
+@PEERS
+@pytest.mark.campaign
+def test_a_cluster_that_asks_for_a_token(corpus: Path) -> None:
+    """Reached at its own address and through Ray's client, from processes that do not find this
+    package by themselves; another token is one error."""
+    pytest.importorskip("ray")
+    (corpus / "path" / "megatron").mkdir(parents=True)
+    (corpus / "path" / "megatron" / "__init__.py").write_text("")
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 32}
+    port = free_port()
+    started = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER, str(port)],
+        env={**os.environ, **token, "PYTHONPATH": str(corpus / "path")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert started.stdout is not None
+        own = started.stdout.readline().strip()
+        assert run(corpus, "jsonl", "once", "--task", "0/1", "--workers", 1) == 0
+        for prefix, address in (("own", own), ("client", f"ray://127.0.0.1:{port}")):
+            environ = {**token, "RAY_ADDRESS": address}
+            done = driver(corpus, prefix, "--cluster", "ray", environ=environ)
+            output, errors = done.communicate(timeout=WAIT)
+            assert done.returncode == 0, output + errors
+            assert_same(corpus, "once", prefix)
+        flags = ("--cluster", "ray", "--cluster-address", own)
+        done = driver(corpus, "x", *flags, environ={**token, "RAY_AUTH_TOKEN": "b" * 32})
+        _, errors = done.communicate(timeout=WAIT)
+        assert done.returncode == 1
+        problems.assert_problem(errors.splitlines()[-1], "cluster-not-reached", own)
+    finally:
+        started.communicate("")
 
 
 @PEERS

@@ -34,8 +34,14 @@ MACHINES = 3  # whose file systems may refuse a part before it is one of those
 END = 30.0  # seconds for the tasks to remove what they have not finished
 CONNECT = 10.0  # seconds for a cluster to answer
 TICK = 1.0  # seconds between two looks at the tasks
+CLIENT = "ray://"  # of an address that is reached through Ray's client
 NODE = "ray.io/node-id"  # the label of a machine that is its id
 PACKAGES = Path(__file__).resolve().parents[3]  # where megatron is, on every machine
+
+
+def address_of(flag: str | None) -> str | None:
+    """The address of the cluster; None for one of this machine."""
+    return flag or os.environ.get("RAY_ADDRESS") or None
 
 
 def problems(address: str | None) -> list[str]:
@@ -45,7 +51,7 @@ def problems(address: str | None) -> list[str]:
             "--cluster ray: the package ray is not installed; pip install 'ray[client]', on every "
             "machine of the cluster [package-missing]"
         ]
-    if (address or "").startswith("ray://") and not importlib.util.find_spec("grpc"):
+    if (address or "").startswith(CLIENT) and not importlib.util.find_spec("grpc"):
         return [
             f"--cluster-address {address}: the package grpcio, which ray:// needs, is not "
             "installed; pip install 'ray[client]' [package-missing]"
@@ -108,7 +114,7 @@ class _Tasks:
         self._task = ray.remote(
             num_cpus=corpus.limits.workers,
             retry_exceptions=[WorkerKilled],
-            runtime_env={"env_vars": _environ()},
+            runtime_env=_environ(),
         )(_make)
         self._folder = os.getcwd()
         self._refused: dict[int, list[Refused]] = defaultdict(list)  # by part
@@ -176,10 +182,11 @@ def _make(corpus: Corpus, number: int, folder: str) -> Totals | Refused:
         return Refused(machine, socket.gethostname(), reason)
 
 
-def _environ() -> dict[str, str]:
+def _environ() -> dict[str, dict[str, str]]:
     """What the processes of Ray need to find this package; and one thread for each."""
     path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+    threads = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
+    return {"env_vars": {"PYTHONPATH": path, **threads}}
 
 
 def _failure(number: int, error: Any) -> str:
@@ -214,8 +221,10 @@ def _connected(address: str | None) -> Iterator[Any]:
     if host := re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address or ""):
         _check_listens(address, host[1], int(host[2]))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # with ray:// a process on the cluster's head stands for this one, and imports megatron first
+    more = {"runtime_env": _environ()} if (address or "").startswith(CLIENT) else {}
     try:
-        ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **more)
     except (RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise _not_reached(address, reason) from None
@@ -239,7 +248,8 @@ def _check_listens(address: str | None, host: str, port: int) -> None:
 def _not_reached(address: str | None, reason: str) -> ValueError:
     return ValueError(
         f"--cluster-address {address}: no Ray cluster is reached ({reason}); start one with "
-        "ray start --head, or leave the flag out for one on this machine [cluster-not-reached]"
+        "ray start --head, correct its address or token (RAY_AUTH_TOKEN), or leave the flag out "
+        "for one on this machine [cluster-not-reached]"
     )
 
 
