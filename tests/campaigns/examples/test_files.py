@@ -25,6 +25,11 @@ SCRIPTS = sorted(
     path for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch")
 )
 ARGS = sorted((ROOT / "examples").rglob("*.args"))
+INCLUDED = {
+    path.parent / other
+    for path in ARGS
+    for other in re.findall(r"(?m)^@(\S+)", path.read_text(encoding="utf-8"))
+}
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").glob("**/*.md")),
@@ -147,7 +152,7 @@ def test_scripts_are_executable_shell_with_known_flags(script, flags):
     assert found or "two_nodes.sh" in text, "starts none of our programs"
 
 
-@pytest.mark.parametrize("path", ARGS, ids=name)
+@pytest.mark.parametrize("path", [path for path in ARGS if path not in INCLUDED], ids=name)
 def test_argument_files_make_a_plan(path, monkeypatch, capsys):
     text = path.read_text()
     ranks = re.search(r"on (\d+) ranks", text)

@@ -45,7 +45,7 @@ def read_torch_dist(folder: Path) -> Any:
         found = torch_dist.TorchDistCheckpoint(folder, reader)
         tensors = {
             name: {part: piece.read().tolist() for part, piece in parts.items()}
-            for name, parts in found.parts.items()
+            for name, parts in found.slices.items()
         }
     return tensors, found.args
 

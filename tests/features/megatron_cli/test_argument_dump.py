@@ -223,11 +223,7 @@ def test_the_first_lines_are_megatrons(seed_line):
                 "decoupled_lr": None,
             },
         ),
-        (
-            "--no-persist-layer-norm --profile --use-pytorch-profiler --profile-ranks 0 0 "
-            "--tensorboard-dir x",
-            {"no_persist_layer_norm": "True", "profile_ranks": "[0, 0]"},
-        ),
+        ("--no-persist-layer-norm", {"no_persist_layer_norm": "True"}),
         ("--train-range-to-skip 2 3", {"train_range_to_skip": "[2, 3]"}),
         (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
