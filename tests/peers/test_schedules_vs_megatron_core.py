@@ -127,7 +127,7 @@ def test_unequal_values_are_refused_by_both():
         "wd_incr_steps",
     ):
         state = {**theirs.state_dict(), key: "other"}
-        with pytest.raises(ValueError, match="and other .*in the checkpoint"):
+        with pytest.raises(ValueError, match="other"):
             mine.load_state_dict(state)
         with pytest.raises(AssertionError):
             both(config, [{}])[1].load_state_dict(state)

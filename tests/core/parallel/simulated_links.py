@@ -16,6 +16,14 @@ from megatron.parallel.schedules import Action, Schedule
 RULES = ("blocking", "batches", "pairs")
 
 
+class Deadlock(AssertionError):
+    """Every stage waits for ever."""
+
+
+class NotMade(AssertionError):
+    """A tensor is sent before it is made."""
+
+
 class Played(NamedTuple):
     """What was seen: time of the last end; per stage, most forwards without their backward and most
     unused inputs."""
@@ -97,7 +105,8 @@ class Pipeline:
         while self.awake:
             self.advance(self.awake.popleft())
         stuck = {s: self.programs[s][i] for s, i in enumerate(self.at) if i < len(self.programs[s])}
-        assert not stuck, f"all wait: {stuck}"
+        if stuck:
+            raise Deadlock(stuck)
         left = [unit.steps for queue in self.queues.values() for unit in queue]
         assert not left and not self.arrived, f"never met: {left}, never used: {list(self.arrived)}"
         return Played(max([self.last, *self.clock]), self.most_alive, self.most_unused)
@@ -188,8 +197,8 @@ class Pipeline:
             f"{source} sends {sent}, {target} takes {taken}"
         )
         maker = Action("forward" if ahead == 1 else "backward", sent.micro_batch, sent.chunk)
-        place = self.lists[source].index(maker)
-        assert place < self.lists[source].index(sent), f"{source} sends {sent} before it is made"
+        if self.lists[source].index(maker) > self.lists[source].index(sent):
+            raise NotMade(f"{source} sends {sent}")
 
     def finish(self, unit: Unit) -> None:
         """Once all its transfers are over, the unit's inputs may be used and the next one

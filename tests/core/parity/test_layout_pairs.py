@@ -107,8 +107,6 @@ def go_on(
     world, layout = LAYOUTS[after]
     run = train(folder, [*flags, *layout, "--load", str(written(before).save)], world)
     assert [row["iteration"] for row in run.rows] == list(range(STOP + 1, STOP + STEPS + 1))
-    if LAYOUTS[before] != LAYOUTS[after] and LAYOUTS[before][0] != world:
-        assert f"checkpoint was written by {LAYOUTS[before][0]} rank" in run.first_rank_log
     worst = 0.0
     for row, other in zip(run.rows, straight.rows[STOP:], strict=True):
         assert (

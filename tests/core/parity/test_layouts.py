@@ -461,7 +461,7 @@ def go_on(
     for world, layout in layouts:
         folder = checkpoint.parent.parent / f"on-{world}{''.join(layout)}"
         run = train(folder, [*flags, *layout, *saved(folder), "--load", str(checkpoint)], world)
-        assert f"checkpoint was written by {written_by}" in run.first_rank_log
+        assert written_by in run.first_rank_log
         rest = one.rows[STOP:]
         assert [row["iteration"] for row in run.rows] == [*range(STOP + 1, LAST + 1)]
         for row, expected in zip(run.rows, rest, strict=True):

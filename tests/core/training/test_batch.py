@@ -232,7 +232,7 @@ def test_a_worker_that_dies_while_it_hands_over_a_micro_batch(error):
 
     with pytest.raises(RuntimeError, match="DataLoader worker") as found:
         next(batch.handed_out(broken(), True))
-    assert describe(found.value).startswith("error: a data worker died ")
+    assert describe(found.value).count("\n") == 1
     with pytest.raises(ValueError):
         next(batch.handed_out(broken(), False))
 

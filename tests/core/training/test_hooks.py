@@ -78,7 +78,7 @@ def hook(name: str, **places: tuple[str, ...]) -> Hook:
 def test_a_hook_says_its_place(more, order):
     core = [hook(name) for name in "ABC"]
     if order is None:
-        with pytest.raises(ValueError, match="cannot be before"):
+        with pytest.raises(ValueError, match="X"):
             placed(core, more)
     else:
         assert "".join(type(one).__name__ for one in placed(core, more)) == order

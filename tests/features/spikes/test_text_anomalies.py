@@ -62,7 +62,7 @@ def test_each_reason_stands_out_and_says_so():
 def test_short_pieces_are_compared_with_nothing():
     few = measure(np.arange(31), "x" * 1000)
     others = [measure(ids, text_of(ids)) for ids in (prose(), prose())]
-    assert rank([*others, few])[-1].reason == "nothing stands out"
+    assert rank([*others, few])[-1].score == 0.0
     assert rank([few])[0].score == 0.0
     assert rank([]) == []
     assert isinstance(measure(np.zeros(0, np.int64), ""), Measures)

@@ -132,7 +132,8 @@ def test_the_majority_of_sums_is_used(text, tmp_path, at):
     verified = train(folder, words, world, hook=functools.partial(_broken, SUMS, 1, at))
     assert verified.series(*EXACT) == plain.series(*EXACT)
     same_tensors(verified.tensors(), plain.tensors())
-    assert "two sums of the same gradients differ; rank 1 (" in verified.first_rank_log
+    (line,) = [text for text in verified.first_rank_log.splitlines() if "WARNING: " in text]
+    assert "rank 1 (" in line
 
 
 @pytest.mark.campaign
@@ -210,7 +211,7 @@ def test_a_wrong_gradient_is_found(text, tmp_path, name, rank, at):
     words = argv(text, tmp_path, *flags, "--verify-step-interval", "2")
     with pytest.raises(RanksFailed, match="gradients-differ") as error:
         train(tmp_path, words, world, hook=functools.partial(flip, rank, at))
-    assert f"rank {rank} (" in str(error.value) and "differs from the majority" in str(error.value)
+    assert f"rank {rank} (" in str(error.value)
 
 
 @pytest.mark.campaign

@@ -42,7 +42,6 @@ def test_four_ranks_train_on_and_one_process_reads_what_they_write(name, layout,
         f"cpu --num-workers 0 --save {tmp_path}/run/save --save-interval 2 {layout}"
     ).split()
     done = train(tmp_path / "run", argv, world=4)
-    assert "checkpoint was written by 1 rank," in done.first_rank_log
     assert len(done.rows) == 2
     trained = open_trained_model(str(done.save), device="cpu")
     with torch.no_grad():

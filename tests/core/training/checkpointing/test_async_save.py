@@ -171,7 +171,7 @@ def not_a_number_in_3() -> None:
 
 @pytest.mark.campaign
 def test_a_loss_that_is_no_number_costs_no_save(data, tmp_path):
-    with pytest.raises(RanksFailed, match="loss is nan"):
+    with pytest.raises(RanksFailed, match="loss-not-finite"):
         run(tmp_path, data, 2, "--async-save", hook=not_a_number_in_3)
     assert (
         store.latest(tmp_path / "save") == 2 and "settled at 2" in (tmp_path / "log.0").read_text()

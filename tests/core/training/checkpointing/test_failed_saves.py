@@ -72,7 +72,6 @@ def test_the_tracker_that_cannot_be_written_names_what_it_named(data, tmp_path):
     with pytest.raises(RanksFailed, match=r"exit codes|CheckpointError"):
         run(tmp_path, data, 1, "--load", str(tmp_path / "save"), hook=hook)
     text = (tmp_path / "log.0").read_text()
-    assert text.count(f"{tmp_path}/save holds none") == 3
     assert store.latest(tmp_path / "save") is None
     assert [line.rpartition(" ")[2] for line in text.splitlines() if "WARNING: no" in line] == [
         "4",

@@ -190,10 +190,7 @@ def test_a_run_goes_on_from_the_store_alone(bucket, tmp_path):
     run(tmp_path / "one", data, url, "--exit-interval", "4", "--async-save")
     assert Remote(url).latest() == 4
     second = run(tmp_path / "two", data, url)
-    assert (
-        "fetching the checkpoint of iteration 4" in second.first_rank_log
-        and Remote(url).latest() == 6
-    )
+    assert second.rows[0]["iteration"] == 5 and Remote(url).latest() == 6
     object_store.fetch(url, str(tmp_path / "three/save"))
     with store.load(tmp_path / "three/save").reader() as reader:
         same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
@@ -216,11 +213,8 @@ def test_a_store_that_refuses_costs_the_run_its_success_and_no_checkpoint(bucket
     url = f"{bucket}/runs/refused"
     with pytest.raises(RanksFailed) as failure:
         run(tmp_path / "one", data, url, hook=refuse_to_put)
-    said = (
-        f"CheckpointError: --save {url}: cannot upload iter_0000006/args in {url}, tried 5 "
-        "times: PermissionError: access"
-    )
-    assert said in str(failure.value) and "the same command uploads it" in str(failure.value)
+    for named in (f"--save {url}: ", "iter_0000006/args", " 5 ", "PermissionError: access denied"):
+        assert named in str(failure.value)
     assert store.latest(tmp_path / "one/staging/s3/bucket/runs/refused") == 6
     run(tmp_path / "one", data, url)  # nothing is left to train: it uploads
     assert Remote(url).latest() == 6

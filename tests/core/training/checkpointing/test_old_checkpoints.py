@@ -30,6 +30,6 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_its_losses(tmp_path, na
     assert rows.keys() == set(map(int, expected)) == {5, 6, 7, 8}
     for iteration, values in expected.items():
         assert rows[int(iteration)] == pytest.approx(values, rel=1e-10)
-    assert "is not bit for bit" not in resumed.log  # it did not say where it was
+    assert "resume-not-bit-for-bit" not in resumed.log  # it did not say where it was
     saved = saved_flags.read(tmp_path / "run/iter_0000008/args").config
     assert saved.model == saved_flags.read(tmp_path / "run/iter_0000004/args").config.model

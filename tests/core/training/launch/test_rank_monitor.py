@@ -351,7 +351,7 @@ def test_ranks_that_wait_for_each_other_and_the_one_at_odds(monkeypatch, capfd):
         monkeypatch.setattr(line, "_waits", lambda where=where: where)
         line.begin(ITERATION)
     assert named(ranks, 3) == {(2, HUNG)}
-    assert "rank 0-1 in all_reduce over dp" in capfd.readouterr().err
+    assert re.search("0-1 .*all_reduce over dp", capfd.readouterr().err)
 
 
 def test_many_ranks(monkeypatch, capfd):
@@ -365,7 +365,7 @@ def test_many_ranks(monkeypatch, capfd):
         monkeypatch.setattr(line, "_waits", lambda where=where: where)
         line.begin(ITERATION)
     assert named(ranks, 150) == {(100, HUNG)}
-    assert "rank 0-99, 101-149 in all_reduce over dp" in capfd.readouterr().err
+    assert re.search("0-99, 101-149 .*all_reduce over dp", capfd.readouterr().err)
 
 
 def test_progress_is_no_hang(monkeypatch):
