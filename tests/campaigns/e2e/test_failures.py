@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data._utils import worker as data_worker
 
 from megatron.checkpoint import store
@@ -90,6 +91,26 @@ def crash() -> None:
 
 def stand() -> None:
     time.sleep(1000)
+
+
+def complain() -> None:
+    raise ValueError("planted")
+
+
+def run_out() -> None:
+    raise torch.OutOfMemoryError("planted")
+
+
+def poison() -> None:
+    """The losses after this are no numbers."""
+    right = step.make_batch
+
+    def nan(*args):
+        batch = right(*args)
+        object.__setattr__(batch, "loss_mask", batch.tokens * float("nan"))
+        return batch
+
+    step.make_batch = nan
 
 
 def ended(
@@ -266,8 +287,38 @@ def test_what_all_ranks_meet_is_said_once(folder):
     assert found["codes"] == [1] * 4 and found["terminal"] == "error: planted\n"
 
 
-def complain() -> None:
-    raise ValueError("planted")
+# --- what the user can mend is a line
+
+
+def test_a_single_process(folder):
+    """Its data workers end too. A fault of the program has its traceback."""
+    words = ("--num-workers", "2")
+    found = result(folder, 1, [(0, complain, LOOP, "train_step", 3)], *words)
+    assert found["codes"] == [1] and found["terminal"] == "error: planted\n"
+    found = result(folder.with_name("again"), 1, [(0, fail, LOOP, "train_step", 3)], *words)
+    text = found["terminal"]
+    assert found["codes"] == [1] and text.count("Traceback") == 1
+    assert text.startswith("Traceback") and text.endswith("KeyError: 'planted'\n")
+
+
+@pytest.mark.parametrize("fault, end", [(complain, ": planted"), (run_out, " [out-of-memory]")])
+@pytest.mark.parametrize(
+    "layout", [(), TP2, ("--pipeline-model-parallel-size", "2")], ids=["dp", "tp", "pp"]
+)
+def test_a_lone_culprit_says_it_and_rank_0_points_to_it(folder, layout, fault, end):
+    found = result(folder, 2, [(1, fault, LOOP, "train_step", 3)], *layout)
+    pointing, error = sorted(found["terminal"].splitlines())
+    assert found["codes"] == [1, 1]
+    assert error.startswith("rank 1: error: ") and error.endswith(end)
+    assert pointing.startswith("rank 0 ends, ")
+    assert f" rank 1 (process {found['pids'][1]} on " in pointing
+
+
+def test_a_nan_names_the_rank_that_has_it(folder):
+    found = result(folder, 2, [(1, poison, step.__name__, "make_batch")])
+    (line,) = found["terminal"].splitlines()
+    assert found["codes"] == [1, 1] and line.startswith("error: iteration ")
+    assert line.endswith("[loss-not-finite]") and "rank 1" in line
 
 
 # --- time

@@ -115,7 +115,7 @@ def test_another_package_may_define_the_namespace():
         "import torch; theirs = torch.library.Library('megatron', 'DEF'); "
         "import megatron.kernels.cuda.fused_ops"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.peers
@@ -127,6 +127,5 @@ def test_the_kernels_are_the_formulas():
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
     )
     assert done.returncode == 0, done.stderr
