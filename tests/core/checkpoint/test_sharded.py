@@ -278,22 +278,22 @@ def test_damage_is_named_and_only_the_blocks_asked_for_are_judged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change",
     [
-        (lambda raw: raw[:-1], "tensor "),
-        (lambda raw: raw + b"x", "bytes, its header"),
-        (lambda raw: raw.replace(b'"pt"', b'"tp"'), "should be"),
-        (lambda raw: b"", "header of 0 "),
+        lambda raw: raw[:-1],
+        lambda raw: raw + b"x",
+        lambda raw: raw.replace(b'"pt"', b'"tp"'),
+        lambda raw: b"",
     ],
+    ids=["cut", "longer", "another header", "empty"],
 )
-def test_a_changed_file_is_not_trusted(tmp_path, change, words):
+def test_a_changed_file_is_not_trusted(tmp_path, change):
     _, parts = two_ranks(tmp_path)
     path = tmp_path / "w1.safetensors"
     path.write_bytes(change(path.read_bytes()))
     with Reader(tmp_path, manifest.merge(parts, {}, "all")) as reader:
-        with pytest.raises(CheckpointError) as caught:
+        with problems.raises(CheckpointError, "checkpoint-damaged", path):
             reader.read("w")
-        assert str(path) in str(caught.value) and words in str(caught.value)
         reader.read("w", ((0, 50), (0, 200)))
 
 

@@ -91,7 +91,7 @@ def test_it_writes_nothing(tmp_path: Path) -> None:
     ("kind", "order", "sizes", "words"),
     [
         ("epochs", "epoch", (10**6, 1, 1), "epochs-too-few"),
-        ("epochs", "megatron", (9, 1, 1), "epochs: is kept by"),
+        ("epochs", "megatron", (9, 1, 1), "epochs-need-data-order-epoch"),
         ("weighted", "epoch", (9, None, 1), "weights-without-number-of-samples"),
     ],
 )
