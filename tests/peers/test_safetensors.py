@@ -8,46 +8,26 @@ import torch
 
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import (
-    DTYPES,
     Entry,
     SafetensorsFile,
-    bytes_of,
     write_file,
 )
 from megatron.checkpoint.sharded import TensorSlice, write
+from tests.core.checkpoint.random_bits import of_all_kinds, same_bits
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.peers
-SHAPES = [(), (0,), (1,), (5, 3), (2, 0, 3), (4, 3, 2), (1001,)]
-
-
-def tensors_of(names) -> dict[str, torch.Tensor]:
-    """Random bits of every named dtype in every shape."""
-    generator = torch.Generator().manual_seed(11)
-    made = {}
-    for name in names:
-        for shape in SHAPES:
-            dtype = DTYPES[name]
-            count = torch.Size(shape).numel()
-            high = 2 if dtype == torch.bool else 256
-            raw = torch.randint(
-                0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8
-            )
-            made[f"layer é {name} {shape}"] = raw.view(dtype).reshape(shape)
-    return made
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        assert found[key].dtype == tensor.dtype and found[key].shape == tensor.shape, key
-        assert bytes_of(found[key].contiguous()) == bytes_of(tensor), key
+    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
 
 
 def test_every_dtype_and_metadata_both_ways(tmp_path):
-    tensors = tensors_of(DTYPES)
+    tensors = of_all_kinds()
     write_file(
         tmp_path / "ours",
         [Entry(key, one.dtype, tuple(one.shape), one) for key, one in tensors.items()],

@@ -12,7 +12,6 @@ import torch
 from megatron.checkpoint import safetensors_file as st
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.safetensors_file import (
-    DTYPES,
     Entry,
     SafetensorsFile,
     bytes_of,
@@ -20,42 +19,15 @@ from megatron.checkpoint.safetensors_file import (
 )
 from megatron.checksums import BLOCK_BYTES, block_sum, block_sums
 from tests import problems
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Random bits (NaNs included) of any dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
-    length = torch.Size(shape).numel() * dtype.itemsize
-    return (
-        torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
-        .view(dtype)
-        .reshape(shape)
-    )
+from tests.core.checkpoint.random_bits import of_all_kinds, random_tensor, same_bits
 
 
 def entry(key: str, tensor: torch.Tensor) -> Entry:
     return Entry(key, tensor.dtype, tuple(tensor.shape), tensor)
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and bytes_of(a.contiguous()) == bytes_of(b.contiguous())
-    )
-
-
-SHAPES = [(), (0,), (1,), (3, 5), (7, 0, 2), (2, 3, 4), (129,)]
-
-
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
-    tensors = {
-        f"{name}.{shape}": random_tensor(dtype, shape, 7)
-        for name, dtype in DTYPES.items()
-        for shape in SHAPES
-    }
+    tensors = of_all_kinds()
     written = write_file(tmp_path / "x", [entry(key, tensor) for key, tensor in tensors.items()])
     with SafetensorsFile(tmp_path / "x") as file:
         assert file.metadata == {"format": "pt"} and file.locations.keys() == tensors.keys()

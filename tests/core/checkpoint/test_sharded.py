@@ -16,23 +16,9 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice, write
 from tests import problems
+from tests.core.checkpoint.random_bits import random_tensor, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float16]
-
-
-def random_tensor(rng: random.Random, shape, dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    length = torch.Size(shape).numel() * dtype.itemsize
-    return (
-        torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
-        .view(dtype)
-        .reshape(shape)
-    )
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    flat = [one.contiguous().reshape(-1).view(torch.uint8) for one in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)
 
 
 def grid(rng: random.Random, shape) -> list[tensor_slices.Box]:
@@ -126,7 +112,9 @@ def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
             rng.randint(0 if rng.random() < 0.1 else 1, (9, 70)[seed % 2])
             for _ in range(rng.randint(0, 3))
         )
-        tensors[f"layer.{number}.weight"] = random_tensor(rng, shape, rng.choice(DTYPES))
+        tensors[f"layer.{number}.weight"] = random_tensor(
+            rng.choice(DTYPES), shape, rng.randrange(1 << 30)
+        )
     whole = save_cut(tmp_path, rng, tensors, rng.randint(1, 4), block)
     with Reader(tmp_path, whole) as reader:
         assert reader.names() == sorted(tensors)
@@ -150,7 +138,7 @@ def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
 
 def test_blocks_of_any_size_the_manifest_names(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_file, "SECTION_BYTES", 8192)
-    tensor = random_tensor(random.Random(1), (300, 70), torch.float32)
+    tensor = random_tensor(torch.float32, (300, 70))
     part = write(tmp_path, "w.safetensors", [TensorSlice.whole("w", tensor)], 7)
     raw = safetensors_file.bytes_of(tensor)
     for block in (4096, 16384, 65536):
