@@ -274,7 +274,7 @@ def test_four_kills_of_processes_and_machines(cluster: Any, corpus: Path, seed: 
     """Of 0.1 to 4 seconds of work, and a driver that is killed at last and started again."""
     draw = random.Random(seed)
     text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
-    (corpus / "jsonl" / "0.jsonl").write_text(text * 20)
+    (corpus / "jsonl" / "0.jsonl").write_text(text * 80)
     flags = ("--part-bytes", 8000)
     assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
     nodes = [cluster.add_node(num_cpus=1)]
