@@ -117,8 +117,8 @@ def arg(  # noqa: PLR0913
     without None, though the default is None. Without what it `needs` the flag has no effect, which
     is said when it is typed, and its default as value; `no_effect` says why it never has one. With
     another value than its default it `requires` others, and `excludes` the flags of some fields.
-    `trained`: the function     of trained weights depends on it, or on the property of that name of
-    its config class.     `per_run`: another value on resume is not worth a line.
+    `trained`: the function of trained weights depends on it, or on the property of that name of
+    its config class. `per_run`: another value on resume is not worth a line.
     """
     limits = Limits(minimum, above, maximum, below)
     meta = dict(

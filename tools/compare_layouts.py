@@ -155,7 +155,7 @@ def differences(run: Trained, reference: Trained) -> tuple[float, float, float]:
         for column in (0, 1)
     )
     if run.tensors.keys() != reference.tensors.keys():
-        raise ValueError("the checkpoints hold tensors of different names")
+        raise ValueError("the checkpoints hold tensors of different names [layouts-differ]")
     weights = max(
         float((run.tensors[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-30))
         for name, tensor in reference.tensors.items()

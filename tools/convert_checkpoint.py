@@ -53,7 +53,7 @@ def size(word: str) -> int:
     """Bytes of 5GB, 200MB or 1000. Raises ValueError."""
     match = re.fullmatch(r"(\d+)(KB|MB|GB)?", word)
     if not match or not int(match[1]):
-        raise ValueError("not a size; write 5GB, 200MB or a number of bytes")
+        raise ValueError("not a size; write 5GB, 200MB or a number of bytes [value-malformed]")
     return int(match[1]) * _UNITS[match[2] or ""]
 
 

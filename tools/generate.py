@@ -90,14 +90,19 @@ class Options(ModelOptions):
         """Everything that can be found wrong before torch is loaded."""
         problems = [*self.sampling.problems(), *super().problems()]
         if self.logprobs is not None and not (self.json and 0 <= self.logprobs <= 100):
-            problems.append(f"--logprobs {self.logprobs}: must be from 0 to 100, with --json")
+            problems.append(
+                f"--logprobs {self.logprobs}: must be from 0 to 100, with --json "
+                "[value-out-of-range]"
+            )
         if self.prompt_file and not os.path.isfile(self.prompt_file):
-            problems.append(f"--prompt-file {self.prompt_file}: no such file")
+            problems.append(f"--prompt-file {self.prompt_file}: no such file [file-not-readable]")
         sources = [bool(self.prompts), self.prompt_file is not None, self.chat]
         if sum(sources) > 1:
-            problems.append("PROMPT, --prompt-file and --chat: give one of them")
+            problems.append(
+                "PROMPT, --prompt-file and --chat: give one of them [flags-exclude-each-other]"
+            )
         if self.chat and self.json:
-            problems.append("--chat and --json: give one of them")
+            problems.append("--chat and --json: give one of them [flags-exclude-each-other]")
         return problems
 
 
@@ -115,10 +120,11 @@ def read_prompts(path: str) -> list[str]:
             except (ValueError, KeyError, TypeError, AssertionError):
                 raise ValueError(
                     f'--prompt-file {path}, line {number}: not a JSON object with a "prompt"'
+                    " [bad-record]"
                 ) from None
         prompts.append(line)
     if not prompts:
-        raise ValueError(f"--prompt-file {path}: has no line")
+        raise ValueError(f"--prompt-file {path}: has no line [input-without-text]")
     return prompts
 
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron.arguments import Problems, arg, values_of
+from megatron.arguments import arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
@@ -49,7 +49,7 @@ from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.features.registry import FEATURES
-from tools.shared.program import Command, run_command
+from tools.shared.program import Command, complain, run_command, said
 from tools.shared.run_data import Reading, open_run
 from tools.shared.run_options import RunOptions
 
@@ -183,7 +183,8 @@ def check_pair(
         }
         if corpus.dtype.kind not in "iu":
             raise ValueError(
-                f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it"
+                f"{prefix}.idx: holds {corpus.dtype.name}, not token ids; preprocess text into it "
+                "[data-not-token-ids]"
             )
         note = provenance.note(prefix) or {}
         if "trained_tokens" in note:
@@ -193,21 +194,25 @@ def check_pair(
             limit = "ids begin at 0" if low < 0 else f"the vocabulary has {vocab_size}"
             raise ValueError(
                 f"{prefix}.bin: holds token ids {low} .. {high}, {limit}; give the vocabulary it "
-                "was preprocessed with, or make the pair again with tools/preprocess_data.py"
+                "was preprocessed with, or make the pair again with tools/preprocess_data.py "
+                "[token-id-out-of-range]"
             )
         if tokens == 0:
-            raise ValueError(f"{prefix}.bin: holds no tokens; preprocess a file that has text")
+            raise ValueError(
+                f"{prefix}.bin: holds no tokens; preprocess a file that has text [data-too-small]"
+            )
         report["tokenizer"] = _tokenizer(prefix, report)
         unused = corpus.bin_bytes - tokens * corpus.dtype.itemsize
         if unused:
             raise ValueError(
                 f"{prefix}.bin: {abs(unused)} of its bytes are "
                 f"{'in no sequence' if unused > 0 else 'in two'}; if that is not meant, make the "
-                "pair again with tools/preprocess_data.py"
+                "pair again with tools/preprocess_data.py "
+                "[data-file-damaged]"
             )
         report["checksums"] = pair_checksums.verify_tokens(prefix)
     except (ValueError, OSError) as error:
-        report["problem"] = str(error)
+        report["problem"] = said(error)[0]
     return report
 
 
@@ -232,7 +237,8 @@ def _loss_mask(corpus: IndexedDataset, marked: int, all_tokens: bool) -> dict[st
         raise ValueError(
             f"{provenance.json_path(corpus.path_prefix)}: says that {marked} tokens are trained, "
             f"the .bin has {trained}; copy all three files again, or make them again with "
-            "tools/preprocess_data.py --chat"
+            "tools/preprocess_data.py --chat "
+            "[data-record-of-another-pair]"
         )
     return {"smallest_id": low or 0, "largest_id": high, "trained_tokens": marked}
 
@@ -249,7 +255,10 @@ def check_samples(
     report: dict[str, Any] = {"prefix": path}
     try:
         if write_checksums:
-            raise ValueError(f"{path}: --write-checksums is for .bin/.idx pairs; omit it")
+            raise ValueError(
+                f"{path}: --write-checksums is for .bin/.idx pairs; omit it "
+                "[flag-not-with-packed-samples]"
+            )
         samples = sample_format.open(path)
         low, high = samples.id_range(None if all_tokens else IDS_READ)
         report |= {
@@ -265,10 +274,11 @@ def check_samples(
         if vocab_size is not None and max(high, -low) >= vocab_size:
             raise ValueError(
                 f"{path}: holds token ids {low} .. {high}, the vocabulary has {vocab_size}; give "
-                "the vocabulary it was tokenized with"
+                "the vocabulary it was tokenized with "
+                "[token-id-out-of-range]"
             )
     except (ValueError, OSError) as error:
-        report["problem"] = str(error)
+        report["problem"] = said(error)[0]
     return report
 
 
@@ -292,14 +302,17 @@ def _tokenizer(prefix: str, report: dict[str, Any]) -> dict[str, Any] | None:
         if note.get(unit, report[unit]) != report[unit]:
             raise ValueError(
                 f"{path}: says {note[unit]} {unit}, the pair has {report[unit]}; it is of another "
-                "pair: copy all three files again, or make them again with tools/preprocess_data.py"
+                "pair: copy all three files again, or make them again with "
+                "tools/preprocess_data.py "
+                "[data-record-of-another-pair]"
             )
     size = (made_by or {}).get("vocab_size")
     if made_by and size is not None and report["largest_id"] >= size:
         raise ValueError(
             f"{path}: says that {made_by['class']} has {size} ids, {prefix}.bin holds "
             f"{report['largest_id']}; it is of another pair, or the pair was made by another "
-            "vocabulary"
+            "vocabulary "
+            "[data-record-of-another-pair]"
         )
     return made_by
 
@@ -368,7 +381,8 @@ def describe_document(samples: SampleFile, number: int, tokenizer: Tokenizer) ->
     if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
         raise ValueError(
             f"{samples.prefix}.bin: document {number} holds the id {int(ids.max())}, the "
-            f"vocabulary has {tokenizer.vocab_size}; give the tokenizer it was made with"
+            f"vocabulary has {tokenizer.vocab_size}; give the tokenizer it was made with "
+            "[token-id-out-of-range]"
         )
     borders = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
     parts = [
@@ -397,7 +411,8 @@ def show(options: ShowOptions) -> int:
         if options.document >= len(samples.lengths):
             raise ValueError(
                 f"--document {options.document}: {options.prefix} has {len(samples.lengths)} "
-                "documents, numbered from 0"
+                "documents, numbered from 0 "
+                "[document-not-found]"
             )
         last = min(options.document + options.count, len(samples.lengths))
         documents = [
@@ -405,7 +420,7 @@ def show(options: ShowOptions) -> int:
             for number in range(options.document, last)
         ]
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     if options.json:
         print(json.dumps({"documents": documents}))
@@ -433,7 +448,7 @@ def describe_source(sources: DocumentSources, number: int) -> dict[str, Any]:
     try:
         return {**source, "record": original_record(source)}
     except (ValueError, OSError) as error:
-        return {**source, "problem": str(error)}
+        return {**source, "problem": said(error)[0]}
 
 
 def source_of(options: SourceOptions) -> int:
@@ -452,7 +467,7 @@ def source_of(options: SourceOptions) -> int:
             numbers = [options.document]
         documents = [describe_source(sources, number) for number in numbers]
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     if options.json:
         print(json.dumps({"documents": documents}))
@@ -486,7 +501,7 @@ def card(options: CardOptions) -> int:
     try:
         shares = data_card(options.prefix, options.by)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     keys = options.by or ("input",)
     documents = sum(share.documents for share in shares)
@@ -570,7 +585,8 @@ def describe_iteration(reading: Reading, iteration: int, ledger: str | None) -> 
     plan = reading.plan
     if not 1 <= iteration <= plan.train_iters:
         raise ValueError(
-            f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters}"
+            f"--iteration {iteration}: the run has the iterations 1 to {plan.train_iters} "
+            "[value-out-of-range]"
         )
     rows = []
     total = 0
@@ -601,7 +617,8 @@ def compare(path: str, report: dict[str, Any], sequence_length: int) -> dict[str
     if length != sequence_length:
         raise ValueError(
             f"--data-ledger {path}: is of samples of {length} tokens, the run's --seq-length is "
-            f"{sequence_length}; give the ledger of this run"
+            f"{sequence_length}; give the ledger of this run "
+            "[ledger-of-another-sequence-length]"
         )
     if not len(records):
         return {"file": path, "recorded": False}
@@ -675,7 +692,8 @@ def find_document(reading: Reading, document: int, prefix: str | None) -> dict[s
     if prefix not in known:
         raise ValueError(
             f"--prefix {prefix or 'is missing'}: the run reads {', '.join([*known][:20])}; give "
-            "one of them"
+            "one of them "
+            "[value-not-a-choice]"
         )
     with urls_in_errors(reading.config.data):
         shown = reading.dataset.samples_showing(known[prefix], document)
@@ -743,10 +761,8 @@ def look(options: AtOptions | FindOptions) -> int:
             (show_samples if iteration is None else show_iteration)(report)
         sys.stdout.flush()
         return int(not report.get("ledger", {}).get("agrees", True))
-    except Problems as error:
-        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
     return 1
 
 

@@ -71,7 +71,10 @@ def inputs(words: Sequence[str], output: str, threads: int) -> list[str]:
         if os.path.realpath(idx_path(prefix)) == os.path.realpath(idx_path(output))
     ]
     if same:
-        raise ValueError(f"--output-prefix {output}: is one of the inputs; give another place")
+        raise ValueError(
+            f"--output-prefix {output}: is one of the inputs; give another place "
+            "[output-is-an-input]"
+        )
     first = IndexedDataset(prefixes[0])
     for prefix in prefixes:
         dataset = IndexedDataset(prefix)
@@ -79,7 +82,8 @@ def inputs(words: Sequence[str], output: str, threads: int) -> list[str]:
         if dataset.dtype != first.dtype:
             raise ValueError(
                 f"{prefix}: holds {dataset.dtype.name}, {prefixes[0]} holds {first.dtype.name}; "
-                "only pairs of one dtype can be merged: preprocess both with the same tokenizer"
+                "only pairs of one dtype can be merged: preprocess both with the same tokenizer "
+                "[data-dtype-differs]"
             )
     with ThreadPoolExecutor(threads) as pool:  # or damage would get a checksum of its own
         for _ in pool.map(verify_tokens, prefixes):
@@ -103,7 +107,8 @@ def check_space(prefixes: Sequence[str], folder: str) -> None:
     if disk.f_bavail * disk.f_frsize < wanted:
         raise ValueError(
             f"--output-prefix: {folder} has {disk.f_bavail * disk.f_frsize:,} bytes free, the "
-            f"inputs take {wanted:,}; give a directory with more space"
+            f"inputs take {wanted:,}; give a directory with more space "
+            "[disk-too-small]"
         )
 
 
@@ -153,7 +158,8 @@ class Span:
                     if not block:
                         raise ValueError(
                             "an input ended while it was read; leave data alone while they are "
-                            "merged"
+                            "merged "
+                            "[file-changed-while-read]"
                         )
                     view = memoryview(block)
                     while view:
@@ -318,7 +324,8 @@ class Options:
             return []
         return [
             f"--output-prefix {output}: {output}.bin and .idx exist; give --overwrite to replace "
-            "them, or another prefix"
+            "them, or another prefix "
+            "[output-exists]"
         ]
 
 
@@ -328,7 +335,8 @@ def run(options: Options) -> str:
     folder = os.path.dirname(output) or "."
     if not os.path.isdir(folder):
         raise FileNotFoundError(
-            f"--output-prefix {output}: there is no directory {folder}; make it first"
+            f"--output-prefix {output}: there is no directory {folder}; make it first "
+            "[directory-missing]"
         )
     threads = options.threads or min(host.cores(), MOST_THREADS)
     prefixes = inputs(options.input, output, threads)

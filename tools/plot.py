@@ -22,7 +22,7 @@ from megatron.analysis.text_plot import text_plot
 from megatron.analysis.trace_file import is_trace, read_memory
 from megatron.arguments import arg
 from megatron.features.registry import READERS
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 DESCRIPTION = (
     "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or "
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
             columns = min(WIDEST, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 80
             print("\n".join(text_plot(runs, columns, options.smooth)))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from megatron import threads
 from megatron.arguments import arg
 from megatron.checkpoint.filesystem import CheckpointError
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +48,20 @@ class Options:
         if not self.arguments:
             problems.append(
                 "-- ARGUMENTS: is missing; give lm_eval's arguments after --, such as -- --tasks "
-                "NAME --include_path DIR"
+                "NAME --include_path DIR "
+                "[flag-missing]"
             )
         if self.checkpoint is not None and not os.path.exists(self.checkpoint):
             problems.append(
                 f"CHECKPOINT: {self.checkpoint}: no such directory; give the directory that "
-                "--save named, or an iter_XXXXXXX in it"
+                "--save named, or an iter_XXXXXXX in it "
+                "[checkpoint-directory-missing]"
             )
         if self.checkpoint is not None and "--model" in (self.arguments or ()):
-            problems.append(f"CHECKPOINT: {self.checkpoint} and --model: give one of them")
+            problems.append(
+                f"CHECKPOINT: {self.checkpoint} and --model: give one of them "
+                "[flags-exclude-each-other]"
+            )
         return problems
 
     def words(self) -> list[str]:
@@ -94,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         cli_evaluate()
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     finally:
         sys.argv = before

@@ -86,7 +86,8 @@ class Options(ModelOptions):
         if missing:
             problems.append(
                 f"{' and '.join(missing)} not installed: pip install '.[serve]', or pip install "
-                f"{' '.join(LIBRARIES)}"
+                f"{' '.join(LIBRARIES)} "
+                "[package-missing]"
             )
         if (key := self.key) is not None and not key.strip():
             name = "MEGATRON_API_KEY" if self.api_key is None else "--api-key"
@@ -97,7 +98,8 @@ class Options(ModelOptions):
         if launcher.world_size() > 1:
             problems.append(
                 f"{launcher.world_size()} processes: the server is one process; start it without "
-                "torchrun (a model too large for it: tools/convert_checkpoint.py hf-export, vLLM)"
+                "torchrun (a model too large for it: tools/convert_checkpoint.py hf-export, vLLM) "
+                "[one-process-only]"
             )
         return problems
 
@@ -122,7 +124,8 @@ def _listen(host: str, port: int, queue: int) -> socket.socket:
         listener.listen(queue)
     except (OSError, OverflowError) as error:
         raise ValueError(
-            f"--host {host} --port {port}: cannot listen there ({error}); choose another port"
+            f"--host {host} --port {port}: cannot listen there ({error}); choose another port "
+            "[port-not-usable]"
         ) from None
     return listener
 

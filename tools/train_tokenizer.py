@@ -196,7 +196,8 @@ def train(options: Options, texts: Texts) -> Any:
     if reserved:
         raise ValueError(
             f"--special-tokens {reserved[0]}: the text gives a token of that name; choose "
-            "another name"
+            "another name "
+            "[special-token-taken]"
         )
     tokenizer.add_special_tokens(list(options.special_tokens))
     return tokenizer
@@ -245,7 +246,7 @@ def run(options: Options) -> None:
     texts = Texts(options, input_files(options.input)[0])
     tokenizer = train(options, texts)
     if not texts.texts:
-        raise ValueError(f"--input {' '.join(options.input)}: holds no text")
+        raise ValueError(f"--input {' '.join(options.input)}: holds no text [input-without-text]")
     write(options.outputs(), contents(options, tokenizer))
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     lines = []

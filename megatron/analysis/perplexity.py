@@ -161,7 +161,10 @@ def _score_joined(
     model: GPTModel, tokenizer: Tokenizer, texts: Iterable[str], how: Reading
 ) -> TextScore:
     if tokenizer.eod is None:
-        raise ValueError("this tokenizer has no end-of-document token to join documents with")
+        raise ValueError(
+            "this tokenizer has no end-of-document token to join documents with "
+            "[flag-not-with-tokenizer]"
+        )
     ids: list[int] = []
     documents = text_bytes = 0
     for text in texts:
@@ -185,5 +188,7 @@ def prefix_and_targets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, S
         return ids[0], ids[1:]
     prefix = tokenizer.eod if tokenizer.eod is not None else tokenizer.bos
     if prefix is None:
-        raise ValueError("this tokenizer has no token that stands before a document")
+        raise ValueError(
+            "this tokenizer has no token that stands before a document [flag-not-with-tokenizer]"
+        )
     return prefix, ids

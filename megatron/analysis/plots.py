@@ -18,7 +18,9 @@ def picture_problems(output: str | None) -> list[str]:
     """What is wrong with the name of a picture to write."""
     if output is None or output.lower().endswith(ENDINGS):
         return []
-    return [f"--output {output}: unknown format; end it with .png, .svg or .pdf"]
+    return [
+        f"--output {output}: unknown format; end it with .png, .svg or .pdf [value-not-a-choice]"
+    ]
 
 
 def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
@@ -152,4 +154,6 @@ def save_figure(figure, path: str, flag: str) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag} {path}: cannot be written ({error})") from None
+        raise ValueError(
+            f"{flag} {path}: cannot be written ({error}) [file-operation-failed]"
+        ) from None

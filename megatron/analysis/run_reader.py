@@ -67,7 +67,7 @@ def read_run(*paths: str, first: int = 1, readers: Sequence[Reader] = ()) -> Run
     records, joins = _joined(record for log in logs for record in log.records)
     records = [record for record in records if record.iteration >= first]
     if not records:
-        raise ValueError(f"{paths[0]}: no iteration from --first {first} on")
+        raise ValueError(f"{paths[0]}: no iteration from --first {first} on [value-out-of-range]")
     evaluations = (
         evaluation
         for log in logs

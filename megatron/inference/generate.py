@@ -51,7 +51,7 @@ def checkpoint_problem(path: str | Path, step: int | None = None) -> str | None:
     path = Path(path)
     run = "give the directory that --save named, or an iter_XXXXXXX in it"
     if not path.exists():
-        return f"{path}: no such directory; {run}"
+        return f"{path}: no such directory; {run} [checkpoint-directory-missing]"
     names = ("latest_checkpointed_iteration.txt", MANIFEST)
     if step is not None or path.name.startswith("iter_") or any((path / n).exists() for n in names):
         return None
@@ -61,7 +61,7 @@ def checkpoint_problem(path: str | Path, step: int | None = None) -> str | None:
             f"(tools/convert_checkpoint.py hf-import {path} DIRECTORY) and give that DIRECTORY "
             "[checkpoint-of-another-suite]"
         )
-    return f"{path}: no checkpoint there ({names[0]} is missing); {run}"
+    return f"{path}: no checkpoint there ({names[0]} is missing); {run} [checkpoint-missing]"
 
 
 @dataclass
@@ -132,7 +132,8 @@ class LanguageModel:
         ends = () if tokenizer.eod is None else (tokenizer.eod,)
         if not ends and not all(ids):
             raise ValueError(
-                "PROMPT is empty, and this tokenizer has no token that starts a document"
+                "PROMPT is empty, and this tokenizer has no token that starts a document "
+                "[flag-not-with-tokenizer]"
             )
         requests = [
             Request(prompt or [*ends], max_new_tokens, sampling, ends, logprobs) for prompt in ids

@@ -64,7 +64,8 @@ def open_trained_model(
     if stored is None:
         raise ValueError(
             f"{path}: no checkpoint there ({store.TRACKER} is missing); give the directory that "
-            "--save named, or an iter_XXXXXXX in it"
+            "--save named, or an iter_XXXXXXX in it "
+            "[checkpoint-missing]"
         )
     saved = saved_config(stored, own_model=script.model_provider is not None)
     config = replace(
@@ -163,5 +164,6 @@ def _check_tokenizer(trained: Mapping | None, now: Tokenizer, directory: str) ->
     if differ:
         raise ValueError(
             f"{directory} was trained with another tokenizer ({', '.join(differ)} differ); give "
-            "the files it was trained with: --vocab-file and --merge-file, or --tokenizer-model"
+            "the files it was trained with: --vocab-file and --merge-file, or --tokenizer-model "
+            "[tokenizer-not-that-of-training]"
         )

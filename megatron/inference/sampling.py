@@ -27,18 +27,25 @@ class Sampling:
         problems = []
         if not 0.0 <= self.temperature < float("inf"):
             problems.append(
-                f"--temperature {self.temperature}: must be a number from 0 (greedy) on"
+                f"--temperature {self.temperature}: must be a number from 0 (greedy) on "
+                "[value-out-of-range]"
             )
         if self.top_k < 0:
-            problems.append(f"--top-k {self.top_k}: must be 0 (every token) or more")
+            problems.append(
+                f"--top-k {self.top_k}: must be 0 (every token) or more [value-out-of-range]"
+            )
         if not 0.0 < self.top_p <= 1.0:
             problems.append(
-                f"--top-p {self.top_p}: must be above 0 and at most 1 (1 keeps every token)"
+                f"--top-p {self.top_p}: must be above 0 and at most 1 (1 keeps every token) "
+                "[value-out-of-range]"
             )
         if not 0.0 < self.repetition_penalty < float("inf"):
             problems.append(
-                f"--repetition-penalty {self.repetition_penalty}: must be above 0 (1: no penalty)"
+                f"--repetition-penalty {self.repetition_penalty}: must be above 0 (1: no penalty) "
+                "[value-out-of-range]"
             )
         if not 0 <= self.seed < 2**63:
-            problems.append(f"--seed {self.seed}: must be 0 or more, and below 2^63")
+            problems.append(
+                f"--seed {self.seed}: must be 0 or more, and below 2^63 [value-out-of-range]"
+            )
         return problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import pytest
 from megatron import explain
 from tests import rewrite_messages
 from tests.core.config.checks import cases
-from tests.problems import CODE, assert_problem
+from tests.problems import CODE, assert_problem, codes_of
+from tools.shared.program import said
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("megatron", "tools", "pretrain_gpt.py")
@@ -44,6 +46,23 @@ def codes_in_source() -> dict[str, set[str]]:
                     if match := CODE.search(f" {node.value}"):
                         found.setdefault(match[1], set()).add(file.relative_to(ROOT).as_posix())
     return found
+
+
+def without_code(file: Path) -> list[str]:
+    """The texts of a program's errors that end in words and no code."""
+    errors: list[ast.expr] = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            if ast.unparse(node.exc.func) in ("ValueError", "FileNotFoundError", "ConversionError"):
+                errors += node.exc.args[:1]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "problems.append":
+            errors += node.args
+    ends = [error.values[-1] if isinstance(error, ast.JoinedStr) else error for error in errors]
+    return [
+        str(end.value)
+        for end in ends
+        if isinstance(end, ast.Constant) and not CODE.search(f" {end.value}")
+    ]
 
 
 def explained() -> list[str]:
@@ -77,6 +96,29 @@ def test_every_program_explains_a_code(program):
             known = explain.codes()[code.strip("[]")]
             said = " ".join(done.stdout.split())
             assert known.remedy.replace("`", "") in said and known.meaning.split("`")[0] in said
+
+
+def test_every_error_of_a_tool_has_a_code():
+    """Those of converters have one of their exception's class."""
+    files = [*ROOT.glob("tools/*.py"), *ROOT.glob("tools/shared/*.py")]
+    assert len(files) > 25
+    assert {f.name: texts for f in files if (texts := without_code(f))} == {}
+
+
+def test_an_error_without_a_code_gets_that_of_its_class(tmp_path):
+    class Refused(ValueError):
+        code = "[not-converted]"
+
+    texts = "a.weight: no place", "--vocab-size 3: must be more [value-out-of-range]"
+    assert codes_of(said(Refused("\n".join(texts)))) == ["not-converted", "value-out-of-range"]
+    with pytest.raises(OSError) as missing:
+        open(tmp_path / "none")
+    with pytest.raises(OSError) as folder:
+        os.rmdir(Path(__file__).parent)
+    [line] = said(missing.value)
+    assert_problem(line, "file-not-readable", tmp_path / "none")
+    [line] = said(folder.value)
+    assert_problem(line, "file-operation-failed", Path(__file__).parent)
 
 
 def test_a_missing_entry_would_be_noticed():

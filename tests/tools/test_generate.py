@@ -17,7 +17,7 @@ from megatron.inference.generate import load_model
 from megatron.inference.load_model import open_trained_model
 from tests.core.data.vocabularies import write_sentencepiece, write_tiktoken
 from tests.load_tool import exit_code, load_tool
-from tests.problems import assert_problem
+from tests.problems import assert_problem, raises
 from tests.runs import train, with_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,7 +342,7 @@ def test_generate_of_python_is_that_of_the_tool(run, talk):
     assert model.generate(prompts[0], **options, stop=f" {word}") == texts[0].split(f" {word}")[0]
     with pytest.raises(ValueError, match=r"(?s)temperature.*top-p.*max_new_tokens 0"):
         model.generate("1", 0, temperature=-1, top_p=0)
-    with pytest.raises(ValueError, match="missing"):
+    with raises(ValueError, "checkpoint-directory-missing", "missing"):
         load_model("missing")
 
 

@@ -22,7 +22,7 @@ from tests.core.data.corpora import write_corpus
 from tests.core.data.packed.packed_files import write_file
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
-from tests.problems import assert_reported, numbers
+from tests.problems import assert_problem, assert_reported, numbers
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 TOOL = load_tool("inspect_data")
@@ -270,29 +270,25 @@ def damage(kind: str, prefix: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "code", "named"),
     [
-        ("cut", "d.bin: has 100 bytes"),
-        ("magic", "PAR1IDX"),
-        ("pointers", "sequence 20 (10000 tokens"),
-        ("overlap", "d.bin: 19976 of"),
-        ("id", "ids 0 .. 65000, "),
-        ("gone", "d.bin: "),
+        ("cut", "data-file-damaged", "d.bin: has 100 bytes"),
+        ("magic", "data-file-damaged", "PAR1IDX"),
+        ("pointers", "data-file-damaged", "sequence 20 (10000 tokens"),
+        ("overlap", "data-file-damaged", "d.bin: 19976 of"),
+        ("id", "token-id-out-of-range", "ids 0 .. 65000, "),
+        ("gone", "data-not-found", "d.bin: "),
     ],
 )
-def test_check_finds(tmp_path, capsys, kind, words):
+def test_check_finds(tmp_path, capsys, kind, code, named):
     prefix = write_corpus(tmp_path / "d", [10000] * 50, seed=3)
     shutil.copy(prefix + ".idx", tmp_path / "good.idx")
     shutil.copy(prefix + ".bin", tmp_path / "good.bin")
     more = damage(kind, Path(prefix))
     assert TOOL.main(["check", prefix, str(tmp_path / "good"), *more]) == 1
     out, error = capsys.readouterr()
-    assert (
-        words in error
-        and error.count("error: ") == 1
-        and "good: 50 documents" in out
-        and numbers(out.splitlines()[-1])[-1] == 1
-    )
+    assert_problem(error.strip(), code, named)
+    assert "good: 50 documents" in out and numbers(out.splitlines()[-1])[-1] == 1
 
 
 def noted(prefix: Path, **changed: object) -> str:

@@ -20,7 +20,7 @@ from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_pat
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.core.data.corpora import write_corpus
 from tests.load_tool import exit_code, load_tool
-from tests.problems import assert_reported
+from tests.problems import assert_problem, assert_reported
 from tools.shared import progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,16 +227,16 @@ def test_more_than_two_to_the_31_tokens_in_little_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    ("words", "code", "named"),
     [
-        (["a", "c"], "c: .*int32, .*a .*uint16"),
-        (["a", "out"], "--output-prefix .*out"),
-        (["none"], "none.idx.*data-not-found"),
-        (["cut"], "cut.idx: .*data-file-damaged"),
-        (["d*"], "d[*]"),
+        (["a", "c"], "data-dtype-differs", ["c: ", "int32", "uint16"]),
+        (["a", "out"], "output-is-an-input", ["--output-prefix "]),
+        (["none"], "data-not-found", ["none.idx"]),
+        (["cut"], "data-file-damaged", ["cut.idx: "]),
+        (["d*"], "data-not-found", ["d*"]),
     ],
 )
-def test_what_cannot_be_merged(tmp_path, capsys, words, message):
+def test_what_cannot_be_merged(tmp_path, capsys, words, code, named):
     write_corpus(tmp_path / "a", [3, 4])
     write_corpus(tmp_path / "out", [3, 4])
     write_corpus(tmp_path / "c", [3, 4], np.int32)
@@ -247,21 +247,21 @@ def test_what_cannot_be_merged(tmp_path, capsys, words, message):
     assert (
         TOOL.main(["--input", *paths, "--output-prefix", str(tmp_path / "out"), "--overwrite"]) == 1
     )
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(message, error), error
+    assert_problem(capsys.readouterr().err.strip(), code, *named)
     assert (tmp_path / "out.bin").read_bytes() == before and not list(tmp_path.glob("*partial*"))
 
 
 def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     prefix = write_corpus(tmp_path / "a", [3, 4])
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "no" / "b")]) == 1
-    assert f"--output-prefix {tmp_path}/no/b: " in capsys.readouterr().err
+    assert_reported(
+        capsys.readouterr().err, "directory-missing", f"--output-prefix {tmp_path}/no/b: "
+    )
     monkeypatch.setattr(
         os, "statvfs", lambda path: type("Disk", (), {"f_bavail": 1, "f_frsize": 8})()
     )
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
-    assert "has 8 bytes free" in capsys.readouterr().err
+    assert_reported(capsys.readouterr().err, "disk-too-small", " 8 bytes ")
     monkeypatch.undo()
 
     def full(*_):
@@ -270,9 +270,8 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "pwrite", full)
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
     monkeypatch.undo()
-    assert os.strerror(errno.ENOSPC) in capsys.readouterr().err and sorted(
-        p.name for p in tmp_path.iterdir()
-    ) == ["a.bin", "a.idx"]
+    assert_reported(capsys.readouterr().err, "file-operation-failed", os.strerror(errno.ENOSPC))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])

@@ -17,6 +17,7 @@ from megatron.data.tokenizers import gpt2_bpe
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.core.data.vocabularies import ADVERSARIAL
 from tests.load_tool import load_tool
+from tests.problems import assert_reported
 
 TOOL = load_tool("train_tokenizer")
 PROGRAM = Path(TOOL.__file__)
@@ -199,19 +200,20 @@ def test_a_wrong_command_line_is_one_message_before_anything_is_read(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "code", "named"),
     [
-        (b'{"text": "a"}\nno JSON\n', "x.jsonl, line 2: "),
-        (b'{"body": "a"}\n', '(its keys: "body"'),
-        (b'{"text": "\\ud800"}\n', "U+D800"),
-        (b'{"text": ""}\n', "x.jsonl: "),
+        (b'{"text": "a"}\nno JSON\n', "bad-record", "x.jsonl, line 2: "),
+        (b'{"body": "a"}\n', "bad-record", '"body"'),
+        (b'{"text": "\\ud800"}\n', "bad-record", "U+D800"),
+        (b'{"text": ""}\n', "input-without-text", "x.jsonl: "),
     ],
 )
-def test_bad_text_is_named_and_leaves_no_file(tmp_path, capsys, content, said):
+def test_bad_text_is_named_and_leaves_no_file(tmp_path, capsys, content, code, named):
     (tmp_path / "x.jsonl").write_bytes(content)
     words = ["--input", tmp_path / "x.jsonl", "--vocab-size", 300, "--output-dir", tmp_path / "out"]
     assert train(*words) == 1
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert_reported(capsys.readouterr().err, code, named)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_lines_may_be_skipped(text, tmp_path, capsys):
@@ -225,7 +227,7 @@ def test_bad_lines_may_be_skipped(text, tmp_path, capsys):
 def test_a_token_that_the_text_gives_cannot_be_special(text, tmp_path, capsys):
     words = ["--input", text, "--vocab-size", 300, "--output-dir", tmp_path / "out"]
     assert train(*words, "--special-tokens", "<|endoftext|>", "th") == 1
-    assert "--special-tokens th: " in capsys.readouterr().err
+    assert_reported(capsys.readouterr().err, "special-token-taken", "--special-tokens th: ")
 
 
 def test_help_is_immediate_and_loads_no_library():

@@ -44,6 +44,8 @@ from harness import (  # noqa: E402
 )
 from processes import OutOfMemory, WorkerFailed, commit_of  # noqa: E402
 
+from tools.shared.program import complain
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -195,10 +197,10 @@ def main(argv: Sequence[str] | None = None, in_process: bool = False) -> int:
                     results.append({"benchmark": benchmark.name, **result})
                     print("\n".join(lines_of(result)), flush=True)
     except (Disagreement, WorkerFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     finally:
         if options.json:

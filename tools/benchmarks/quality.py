@@ -41,7 +41,7 @@ import numpy as np
 
 from megatron.analysis.plots import RUNS, load_matplotlib, save_figure
 from megatron.arguments import arg
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZERS = {
@@ -353,7 +353,7 @@ def main(argv: Sequence[str]) -> int:
             result = measure(trainer.loss, options.steps, options.seeds, RATES[options.size])
             draw(picture, result, list(trainer.runs.values()))
     except (subprocess.CalledProcessError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     runs = list(trainer.runs.values())
     spent = sum(run["cpu_seconds"] for run in runs) / 60

@@ -199,11 +199,13 @@ def new_folder(path: Path) -> None:
     nothing above it may be a file."""
     if path.exists():
         raise ConversionError(
-            f"{path}: is there already; nothing is overwritten, give another place"
+            f"{path}: is there already; nothing is overwritten, give another place [output-exists]"
         )
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise ConversionError(f"{path}: {above} is no directory; give another place")
+        raise ConversionError(
+            f"{path}: {above} is no directory; give another place [path-not-a-directory]"
+        )
 
 
 @contextmanager
@@ -227,7 +229,8 @@ def new_target(target: Path | Remote) -> None:
         new_folder(target)
     elif CONFIG in target.names():
         raise ConversionError(
-            f"{target}: is there already; nothing is overwritten, give another place"
+            f"{target}: is there already; nothing is overwritten, give another place "
+            "[output-exists]"
         )
 
 
@@ -294,7 +297,8 @@ def _check_strays(target: Remote, names: Sequence[str]) -> None:
     if strays:
         raise ConversionError(
             f"{target}: has {', '.join(strays[:5])}, which this export does not write; remove what "
-            "is there, or give another place"
+            "is there, or give another place "
+            "[output-exists]"
         )
 
 

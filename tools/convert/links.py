@@ -26,6 +26,8 @@ Header = tuple[torch.dtype, Shape]
 class ConversionError(ValueError):
     """What cannot be converted, one line for each reason: tensor or key, value, remedy."""
 
+    code = "[not-converted]"  # where a line has none of its own
+
 
 @dataclass(frozen=True)
 class Transform:

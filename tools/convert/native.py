@@ -65,7 +65,8 @@ class NativeCheckpoint:
         if checkpoint is None:
             raise ConversionError(
                 f"{path}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
-                "directory that --save named, or an iter_XXXXXXX in it"
+                "directory that --save named, or an iter_XXXXXXX in it "
+                "[checkpoint-missing]"
             )
         self.checkpoint: Checkpoint = checkpoint
         self.config: Config = saved_config(checkpoint, RunConfig)

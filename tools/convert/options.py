@@ -4,7 +4,6 @@ torch, so that --help is immediate."""
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from megatron.arguments import arg
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config.checkpoint import is_url
+from tools.shared.program import complain
 
 if TYPE_CHECKING:
     from tools.convert.family_table import Family
@@ -62,7 +62,8 @@ def local(word: str) -> Path:
     """A path. Raises ValueError for a URL."""
     if is_url(word):
         raise ValueError(
-            "is in an object store; give a directory (only Hugging Face folders may be URLs)"
+            "is in an object store; give a directory (only Hugging Face folders may be URLs) "
+            "[url-not-supported]"
         )
     return Path(word)
 
@@ -100,5 +101,5 @@ def finish(options: Any) -> int:
         print(text)
         return 0 if good else 1
     except (ValueError, OSError, CheckpointError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        complain(error)
         return 1

@@ -69,11 +69,12 @@ def _with_experts(model: ModelConfig, source: Path, parts: int, **flags: Any) ->
     if model.mlp_bias:
         problems.append(f"{source}: its MLPs have biases, which experts have not")
     if experts < 2:
-        problems.append(f"--num-experts {experts}: must be at least 2")
+        problems.append(f"--num-experts {experts}: must be at least 2 [value-out-of-range]")
     if not 2 <= topk <= experts:
         problems.append(
             f"--moe-router-topk {topk}: must be from 2 to --num-experts {experts}; the softmax "
-            "over one selected expert is always 1, and the router would not learn"
+            "over one selected expert is always 1, and the router would not learn "
+            "[value-out-of-range]"
         )
     if parts < 1 or experts % parts or topk % parts or model.ffn % parts:
         problems.append(
@@ -88,16 +89,22 @@ def _with_experts(model: ModelConfig, source: Path, parts: int, **flags: Any) ->
         if layers != model.num_layers:
             problems.append(
                 f"--moe-layer-freq {frequency}: names {layers} layers, the model has "
-                f"{model.num_layers}"
+                f"{model.num_layers} "
+                "[moe-layer-pattern-wrong]"
             )
     except ValueError as error:
-        problems.append(f"--moe-layer-freq {frequency}: {error}; write for example [0]*1+[1]*26")
+        problems.append(
+            f"--moe-layer-freq {frequency}: {error}; write for example [0]*1+[1]*26 "
+            "[moe-layer-pattern-wrong]"
+        )
     if problems:
         raise ConversionError("\n".join(problems))
     width = model.ffn // parts if parts > 1 else None
     changed = replace(model, **flags, moe_ffn_hidden_size=width)
     if not changed.moe_layers:
-        raise ConversionError(f"--moe-layer-freq {frequency}: no layer has experts")
+        raise ConversionError(
+            f"--moe-layer-freq {frequency}: no layer has experts [moe-layer-pattern-wrong]"
+        )
     return changed
 
 

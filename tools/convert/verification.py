@@ -152,7 +152,8 @@ def _transformers() -> ModuleType:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise ConversionError(
-            f"needs the package transformers ({error}); run: pip install transformers"
+            f"needs the package transformers ({error}); run: pip install transformers "
+            "[package-missing]"
         ) from None
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -313,6 +314,7 @@ def _needs_memory(values: int, stored: int) -> int:
     if needed > MEMORY_SHARE * free:
         raise ConversionError(
             f"two models of {values:,} parameters in float32 need {needed / 1e9:.1f} GB of "
-            f"memory, and {free / 1e9:.1f} GB are free"
+            f"memory, and {free / 1e9:.1f} GB are free "
+            "[not-enough-memory]"
         )
     return needed

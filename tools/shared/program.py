@@ -8,6 +8,8 @@ is immediate.
 from __future__ import annotations
 
 import difflib
+import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from megatron.version import version_line
 from tools.shared.positional import missing, parse_words
 
 Options = TypeVar("Options")
+_CODED = re.compile(r" \[[a-z0-9]+(-[a-z0-9]+)+\]$")
 
 
 def read(
@@ -62,6 +65,27 @@ def read(
     return typed_options
 
 
+def complain(error: Exception) -> None:
+    """Print what is wrong to stderr."""
+    print("".join(f"error: {line}\n" for line in said(error)), end="", file=sys.stderr)
+
+
+def said(error: Exception) -> list[str]:
+    """What is wrong, one line each, with a code: that of the message or, where it has none, `code`
+    of the exception's class."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        where += error.strerror or str(error)
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            return [f"{where}; fix path or permissions [file-not-readable]"]
+        return [f"{where} [file-operation-failed]"]
+    code = getattr(error, "code", "")
+    return [
+        line if _CODED.search(line) else f"{line} {code}".rstrip()
+        for line in str(error).splitlines()
+    ]
+
+
 def out_of_range(parser: Parser, parsed: Parsed) -> list[str]:
     """A line for each number that is not in the range that its flag declares."""
     return [
@@ -87,7 +111,7 @@ def run_program(
     try:
         run(parsed_options)
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     return 0
 

@@ -109,7 +109,8 @@ def open_run(
         world_size = line.world_size
     elif run is None:
         raise ValueError(
-            "no run: give the directory that --save named, or -- and the flags of pretrain_gpt.py"
+            "no run: give the directory that --save named, or -- and the flags of pretrain_gpt.py "
+            "[flag-missing]"
         )
     else:
         folder = checkpoint_after(run, iteration)
@@ -163,7 +164,8 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
     if newest is None:
         raise ValueError(
             f"{run}: no checkpoint there, whose flags would say what was read; give the directory "
-            "that --save named, or -- and the flags of pretrain_gpt.py"
+            "that --save named, or -- and the flags of pretrain_gpt.py "
+            "[checkpoint-missing]"
         )
     after = [
         number

@@ -30,5 +30,8 @@ class RunOptions:
     def problems(self) -> list[str]:
         """What is wrong with them."""
         if self.run is not None and self.flags is not None:
-            return [f"RUN: {self.run} and flags after -- both name a run; give one of them"]
+            return [
+                f"RUN: {self.run} and flags after -- both name a run; give one of them "
+                "[flags-exclude-each-other]"
+            ]
         return []

@@ -42,7 +42,7 @@ def _pretrain(  # in place of `program._pretrain`, which gets scripts of 2024 an
 
 def _parse(*_: Any, **__: Any) -> None:
     """In place of `program.parse_and_validate_args`: the flags are those of the checkpoint."""
-    raise ValueError(
+    raise RuntimeError(
         "parse_and_validate_args has no command line here; give pretrain the providers, "
         "extra_args_provider and args_defaults instead"
     )

@@ -46,5 +46,6 @@ def _utf8_bytes(text: str) -> int:
     except UnicodeEncodeError as error:
         raise ValueError(
             f"character {error.start} of the text is U+{ord(text[error.start]):04X}, half of a "
-            "surrogate pair; write the whole character, or drop it"
+            "surrogate pair; write the whole character, or drop it "
+            "[text-not-unicode]"
         ) from None

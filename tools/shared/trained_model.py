@@ -58,10 +58,12 @@ class ModelOptions:
         if problem := checkpoint_problem(self.checkpoint, self.ckpt_step):
             problems.append(f"CHECKPOINT: {problem}")
         if self.script is not None and not os.path.isfile(self.script):
-            problems.append(f"--script {self.script}: no such file")
+            problems.append(f"--script {self.script}: no such file [file-not-readable]")
         for name in FILES:
             if (path := getattr(self, name)) and not os.path.exists(path):
-                problems.append(f"--{name.replace('_', '-')} {path}: no such file")
+                problems.append(
+                    f"--{name.replace('_', '-')} {path}: no such file [tokenizer-file-missing]"
+                )
         return problems
 
     def open(self, tensor_parallel: int = 1) -> TrainedModel:
@@ -70,7 +72,10 @@ class ModelOptions:
         script = NO_SCRIPT
         if self.script is not None:
             if tensor_parallel > 1:
-                raise ValueError(f"--script {self.script}: needs one process, without a launcher")
+                raise ValueError(
+                    f"--script {self.script}: needs one process, without a launcher "
+                    "[one-process-only]"
+                )
             from tools.shared.script_file import script_of
 
             script = script_of(self.script)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from megatron.analysis.plots import picture_problems
 from megatron.arguments import arg
 from megatron.features.goodput.accounting import failure_lines, read_goodput, table
 from megatron.features.goodput.picture import draw_goodput
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 DESCRIPTION = (
     "Where the time of one or several runs went: productive steps, steps that were lost and "
@@ -64,6 +63,6 @@ def main(argv: Sequence[str]) -> int:
             draw_goodput(options.output, runs)
             print(f"wrote {options.output}")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0

@@ -19,7 +19,7 @@ from megatron.config.checks import rules as check
 from megatron.features.registry import RunConfig
 from tools.features.internlm.read_config import ConfigError, read_config
 from tools.features.internlm.to_flags import to_flags
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         values, lines = read_config(args.config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     translation = to_flags(values, args.world_size)
     translation.problems = translation.problems or refused(translation.words, args.world_size)

@@ -9,7 +9,6 @@ codes: 0 done, 1 wrong data or a disk error, 2 a wrong command line.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +23,7 @@ from megatron.data.pair_checksums import write_sums
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.metadata import json_path
 from megatron.features.internlm.token_files import JsonlTokens, JsonlWriter, meta_path
-from tools.shared.program import Command, run_command
+from tools.shared.program import Command, complain, run_command
 from tools.shared.progress import Progress
 
 
@@ -148,7 +147,7 @@ def run(options: ToInternLM) -> int:
     try:
         convert(options)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     return 0
 

@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import io
 import json
-import sys
 
 from megatron.analysis.log_reader import without_nan
 from megatron.arguments import Problems
 from tools import inspect_data
 from tools.features.spikes.options import DocsOptions
 from tools.features.spikes.suspects import Suspect, batch_rows, height, neighbours, suspects, usual
+from tools.shared.program import complain
 from tools.shared.run_data import Reading, open_run
 
 
@@ -34,10 +34,10 @@ def docs(args: DocsOptions) -> int:
             else:
                 ranked, state = _ranked(reading, args)
     except Problems as error:
-        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        complain(error)
         return 2
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     if args.doc is not None:
         print(json.dumps(shown)) if args.json else inspect_data.show_samples(shown)

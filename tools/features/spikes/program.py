@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 
 from megatron.analysis.log_reader import without_nan
@@ -21,7 +20,7 @@ from megatron.features.spikes.detector import LEAST
 from megatron.features.spikes.events import Event, find_events, log_interval, not_judged
 from megatron.features.spikes.picture import draw
 from tools.features.spikes.options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions
-from tools.shared.program import Command, run_command
+from tools.shared.program import Command, complain, run_command
 
 NO_SPIKES = 0
 SPIKES_FOUND = 10
@@ -91,7 +90,7 @@ def analyze(args: AnalyzeOptions) -> int:
         if args.plot:
             draw(args.plot, run, events, saved)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return UNREADABLE
     interval = log_interval(run.records)
     blind = not_judged(run.records)

@@ -40,6 +40,7 @@ from tools.features.spikes.suspects import (
     suspects,
     usual,
 )
+from tools.shared.program import complain
 from tools.shared.run_data import Reading, open_run
 
 SECONDS = 5.0  # between two lines of progress
@@ -213,7 +214,7 @@ def replay(args: ReplayOptions) -> int:
         if not args.json:
             _show(reading, samples, highest, wanted, around, state, other_state)
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     return 0
 

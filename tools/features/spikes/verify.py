@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
 from tools.features.spikes.options import VerifyOptions
+from tools.shared.program import complain
 from tools.shared.run_data import Reading, checkpoint_after, hash_of, open_run
 
 GOOD = 0
@@ -197,9 +197,9 @@ def verify(args: VerifyOptions) -> int:
             hashes_of_skipped(table, reference, data),
         )
     except Problems as error:
-        print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr)
+        complain(error)
         return UNREADABLE
     except (ValueError, OSError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return UNREADABLE
     return GOOD if good else WRONG
