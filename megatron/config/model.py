@@ -31,6 +31,7 @@ class TransformerConfig(MupConfig):
         None,
         missing="give the number of transformer layers",
         minimum=1,
+        maximum=1_000_000,
         trained=True,
         alias=("--encoder-num-layers",),
         help="number of transformer layers",

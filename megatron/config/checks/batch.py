@@ -7,6 +7,13 @@ import math
 from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule, evaluation_batch
 
+# what the number of replicas, and of micro-batches, is computed with
+SIZES = (
+    "micro_batch_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 MOST_COPIES = 1 << 20  # of the model, of which sizes that fit are looked for
 
 

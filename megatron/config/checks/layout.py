@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from megatron.config.checks import ddp
-from megatron.config.checks.batch import batch, evaluates_otherwise, sizes_that_fit
+from megatron.config.checks.batch import SIZES, batch, evaluates_otherwise, sizes_that_fit
 from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule, evaluation_batch, layer_split
 from megatron.config.plan.stages import check_micro_batches
@@ -152,7 +152,7 @@ def _sizes(f: Facts) -> list[tuple[int, bool]]:
     """Every number of micro-batches of a step that is still to come, and of a batch of validation
     (True); [] where batch or world size do not fit."""
     if (
-        not f.ok("micro_batch_size")
+        not f.ok(*SIZES)
         or f.bad & {"global_batch_size", "seq_length"}
         or [*_world_size(f), *batch(f)]
     ):

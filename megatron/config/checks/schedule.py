@@ -9,13 +9,6 @@ from megatron.config.checks.facts import Facts
 from megatron.config.optimizer import ANNEALED
 from megatron.config.plan.plan import batch_schedule
 
-_BATCH = (
-    "micro_batch_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-)
-
 
 def length_and_batch(f: Facts) -> Iterator[str]:
     """Length, batch and what counts in iterations or in samples."""
@@ -40,7 +33,7 @@ def length_and_batch(f: Facts) -> Iterator[str]:
                     f"{f.say(name)} and {f.say('lr_warmup_fraction')}: two warm-ups; give only "
                     "one of them [two-warmups]"
                 )
-    if f.ok(*_BATCH) and not f.bad & {"global_batch_size", "seq_length"}:
+    if f.ok(*check_batch.SIZES) and not f.bad & {"global_batch_size", "seq_length"}:
         yield from check_batch.batch(f)
 
 
@@ -83,7 +76,9 @@ def _warm_up(f: Facts, unit: str, horizon: str) -> Iterator[str]:
 
 
 def _batch_size(f: Facts) -> int:
-    """The final global batch size; 0 where the batch flags have problems of their own."""
+    """The final global batch size; 0 where the flags that decide it have problems of their own."""
+    if not f.ok(*check_batch.SIZES):
+        return 0
     try:
         return batch_schedule(f.config, max(1, f.world_size)).final_global_batch_size
     except (ValueError, TypeError):

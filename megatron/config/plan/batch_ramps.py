@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST_SIZES = 1_000_000  # of a ramp: more are a slip of the pen, which would take hours here
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:E[0-9]{1,2})?)([KMBT]?)")
 
 
@@ -42,6 +43,7 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
             "them [batch-ramp-increment-does-not-fit]"
         )
     increments = (global_batch_size - start) // increment
+    _refuse_endless(flag, increments)
     if increments == 0:
         return [(0, global_batch_size)]
     if samples == 0:
@@ -62,6 +64,14 @@ def rampup_steps(values: Sequence[int | str], global_batch_size: int) -> list[tu
     if max(size_from.values()) < global_batch_size:
         size_from[samples + 1] = global_batch_size
     return sorted(size_from.items())
+
+
+def _refuse_endless(flag: str, increments: int) -> None:
+    if increments > _MOST_SIZES:
+        raise ValueError(
+            f"{flag}: {increments} increments up to --global-batch-size, more than {_MOST_SIZES}; "
+            "give a larger INCREMENT [batch-ramp-increment-does-not-fit]"
+        )
 
 
 def micro_batch_steps(
@@ -89,6 +99,7 @@ def micro_batch_steps(
             f"--global-batch-size {global_batch_size}; use at most that as START "
             "[batch-ramp-starts-too-high]"
         )
+    _refuse_endless(flag, (global_batch_size - start * divisor) // (increment * divisor))
     steps = []
     consumed = 0
     for size in range(start * divisor, global_batch_size, increment * divisor):

@@ -13,14 +13,25 @@ LINE = (
     "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --vocab-size 100 "
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 1"
 ).split()
+# with rules that compute with the values of several groups
+RICH = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --train-samples 64 --lr 1e-3 "
+    "--vocab-size 100 --mock-data --tokenizer-type NullTokenizer --eval-iters 1 --lr-init-iters 1 "
+    "--lr-warmup-fraction 0.1 --global-batch-size 8 --rampup-batch-size 4 4 64 "
+    "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --disable-bias-linear "
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --bf16 "
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+).split()
 FLAGS = [
     flag.spelling for flag in flags_of(RunConfig).values() if flag.kind not in ("switch", "off")
 ]
 
 
-def problems(*words: str) -> list[str]:
+def problems(line: list[str], *words: str) -> list[str]:
     try:
-        return command_line.judge([*LINE, *words], 2, RunConfig)[1]
+        return command_line.judge([*line, *words], 8, RunConfig)[1]
     except Problems as error:
         return error.args[0]
 
@@ -35,12 +46,13 @@ def problems(*words: str) -> list[str]:
         ),
     ],
 )
-def test_a_flag_with_an_extreme_value(value):
-    found = {flag: problems(flag, value) for flag in FLAGS}
+@pytest.mark.parametrize("line", [LINE, RICH], ids=["plain", "rich"])
+def test_a_flag_with_an_extreme_value(line, value):
+    found = {flag: problems(line, flag, value) for flag in FLAGS}
     assert [text for texts in found.values() for text in texts if "[" not in text] == []
     assert sum(map(bool, found.values())) > 20
 
 
 def test_more_stages_than_memory():
     huge = str(3 * 10**9)
-    assert problems("--pipeline-model-parallel-size", huge, "--num-layers", huge)
+    assert problems(LINE, "--pipeline-model-parallel-size", huge, "--num-layers", huge)
