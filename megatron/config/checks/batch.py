@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron.config.checks.facts import Facts
+from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.plan.plan import batch_schedule, evaluation_batch
 
 # what the number of replicas, and of micro-batches, is computed with
@@ -39,6 +40,16 @@ def sizes_that_fit(f: Facts, replica_ranks: int) -> list[int]:
         ]
         fit = sorted({size * replica_ranks for n in small for size in (n, micro_batches // n)})
     return [*[n for n in fit if n < f.world_size][-1:], *[n for n in fit if n > f.world_size][:1]]
+
+
+def schedule_of(f: Facts) -> BatchSizeSchedule | None:
+    """The batch sizes of the run; None where a flag that decides them has a problem of its own."""
+    if not f.ok(*SIZES):
+        return None
+    try:
+        return batch_schedule(f.config, max(1, f.world_size))
+    except (ValueError, TypeError):
+        return None
 
 
 def batch(f: Facts) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from megatron.config.checks import batch as check_batch
 from megatron.config.checks.facts import Facts
 from megatron.config.optimizer import ANNEALED
-from megatron.config.plan.plan import batch_schedule
 
 
 def length_and_batch(f: Facts) -> Iterator[str]:
@@ -69,20 +68,16 @@ def _warm_up(f: Facts, unit: str, horizon: str) -> Iterator[str]:
     end = f"must be less than {f.say(horizon)}, the end of the decay [lr-warmup-too-long]"
     if warmup >= f[horizon]:
         yield f"{f.say(name)}: {end}"
-    elif f["lr_init_iters"] and (
-        warmup + f["lr_init_iters"] * (_batch_size(f) if unit == "samples" else 1) >= f[horizon]
-    ):
+    elif f["lr_init_iters"] and warmup + _init(f, unit) >= f[horizon]:
         yield f"{f.say(name)}: with {f.say('lr_init_iters')} {end}"
 
 
-def _batch_size(f: Facts) -> int:
-    """The final global batch size; 0 where the flags that decide it have problems of their own."""
-    if not f.ok(*check_batch.SIZES):
-        return 0
-    try:
-        return batch_schedule(f.config, max(1, f.world_size)).final_global_batch_size
-    except (ValueError, TypeError):
-        return 0
+def _init(f: Facts, unit: str) -> int:
+    """--lr-init-iters in iterations or samples; 0 where the batch has problems of its own."""
+    if unit == "iters":
+        return f["lr_init_iters"]
+    schedule = check_batch.schedule_of(f)
+    return f["lr_init_iters"] * schedule.final_global_batch_size if schedule else 0
 
 
 def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
@@ -129,7 +124,7 @@ def _decay_ends(f: Facts, unit: str, horizon: str) -> Iterator[str]:
         return
     fraction = f["lr_warmup_fraction"]
     before = f[warmup] if fraction is None else fraction * f[horizon]
-    before += f["lr_init_iters"] * (_batch_size(f) if unit == "samples" else 1)
+    before += _init(f, unit)
     phase = "the end of the warm-up"
     for end in (*f[ends], f[horizon]):
         if end - f[length] < before:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.checks.batch import schedule_of
 from megatron.config.checks.facts import Facts
 from megatron.config.checks.model import recompute
-from megatron.config.plan.plan import batch_schedule
 
 
 def saving(f: Facts) -> Iterator[str]:
@@ -41,15 +41,9 @@ def read_skips(f: Facts) -> tuple[list[str], list[str]]:
     if f["train_range_to_skip"] is None and f["iterations_to_skip"] is None:
         return [], []
     iterations = f["train_iters"] if f.ok("train_iters") else None
-    samples_in = None
-    try:
-        schedule = batch_schedule(f.config, max(1, f.world_size))
-        samples_in = schedule.samples_in
-        if f.ok("train_samples"):
-            iterations = schedule.train_iters_from_samples(f["train_samples"])
-    except (ValueError, TypeError):
-        # the batch flags have problems of their own, said above
-        pass
+    schedule = schedule_of(f)
+    if schedule and f.ok("train_samples"):
+        iterations = schedule.train_iters_from_samples(f["train_samples"])
     try:
         from megatron.config.skip_flags import parse_skips
 
@@ -57,7 +51,7 @@ def read_skips(f: Facts) -> tuple[list[str], list[str]]:
             f["train_range_to_skip"],
             iterations,
             iterations_to_skip=f["iterations_to_skip"],
-            samples_in=samples_in,
+            samples_in=schedule.samples_in if schedule else None,
             seq_length=f["seq_length"],
         )
     except ValueError as error:

@@ -22,7 +22,8 @@ RICH = (
     "--num-experts 4 --moe-router-topk 2 --moe-expert-capacity-factor 1 --disable-bias-linear "
     "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
     "--num-layers-per-virtual-pipeline-stage 1 --use-distributed-optimizer --bf16 "
-    "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 1 "
+    "--train-range-to-skip 2 2"
 ).split()
 FLAGS = [
     flag.spelling for flag in flags_of(RunConfig).values() if flag.kind not in ("switch", "off")
