@@ -94,7 +94,7 @@ class Samples:
             f"{span.prefix}.bin: token {span.offset + offset + line} of document "
             f"{span.document} is the id {lines[line, position]}, the vocabulary has "
             f"{self.vocab_size}; give the tokenizer it was preprocessed "
-            "with, or preprocess it again with tools/preprocess_data.py"
+            "with, or preprocess it again with tools/preprocess_data.py [token-id-out-of-range]"
         )
 
 
