@@ -173,9 +173,9 @@ def _muon_text(config: Config) -> str:
     if c.muon_neuron_beta2 is not None:
         name, neurons = "NorMuon", f", beta of neurons {c.muon_neuron_beta2:g}"
     return (
-        f"{name} (momentum {c.muon_momentum:g}, {'' if c.muon_use_nesterov else 'not '}Nesterov, "
-        f"{c.muon_num_ns_steps} {c.muon_coefficient_type} steps in {precision}, scale "
-        f"{c.muon_scale_mode} x {c.muon_extra_scale_factor:g}{neurons})"
+        f"{name} (momentum {c.muon_momentum:g}, {'' if c.muon_use_nesterov else 'no '}Nesterov, "
+        f"{c.muon_num_ns_steps} Newton-Schulz steps ({c.muon_coefficient_type}) in {precision}, "
+        f"scale {c.muon_scale_mode} x {c.muon_extra_scale_factor:g}{neurons})"
     )
 
 

@@ -248,6 +248,15 @@ def driver(
     )
 
 
+def made_once(corpus: Path, copies: int, part_bytes: int) -> tuple[object, ...]:
+    """One machine makes `once` of so many copies of the first file; the flags of its parts."""
+    file = corpus / "jsonl" / "0.jsonl"
+    file.write_text((file.read_text() + "\n") * copies)
+    flags = ("--part-bytes", part_bytes)
+    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    return flags
+
+
 def kill_one(cluster: Any, nodes: list[Any], draw: random.Random) -> bool:
     """Kill a process at work, or a whole machine, at random; whether there was one."""
     if nodes and draw.random() < 0.3:
@@ -273,10 +282,7 @@ def kill_one(cluster: Any, nodes: list[Any], draw: random.Random) -> bool:
 def test_four_kills_of_processes_and_machines(cluster: Any, corpus: Path, seed: int) -> None:
     """Of 0.1 to 4 seconds of work, and a driver that is killed at last and started again."""
     draw = random.Random(seed)
-    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
-    (corpus / "jsonl" / "0.jsonl").write_text(text * 80)
-    flags = ("--part-bytes", 8000)
-    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    flags = made_once(corpus, 80, part_bytes=8000)
     nodes = [cluster.add_node(num_cpus=1)]
     cluster.wait_for_nodes()
     try:
@@ -368,10 +374,7 @@ def full_disk(node: Any) -> Iterator[None]:
 @pytest.mark.campaign
 def test_a_full_disk_on_one_machine_alone(cluster: Any, corpus: Path) -> None:
     """Many more parts than end a run are refused there; another machine makes them."""
-    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
-    (corpus / "jsonl" / "0.jsonl").write_text(text * 300)
-    flags = ("--part-bytes", 150_000)
-    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    flags = made_once(corpus, 300, part_bytes=150_000)
     node = cluster.add_node(num_cpus=2)
     try:
         with full_disk(node):
@@ -390,10 +393,7 @@ def test_a_full_disk_on_one_machine_alone(cluster: Any, corpus: Path) -> None:
 def test_a_full_disk_on_every_machine(cluster: Any, corpus: Path) -> None:
     """One error for each part that was tried, nothing that seems whole, nothing left behind; and
     with room the same command makes them."""
-    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
-    (corpus / "jsonl" / "0.jsonl").write_text(text * 300)
-    flags = ("--part-bytes", 150_000)
-    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    flags = made_once(corpus, 300, part_bytes=150_000)
     parts = corpus / "out" / "x_text_document.parts"
     with full_disk(cluster.head_node):
         started = driver(corpus, "x", *flags, *ray(cluster))
@@ -413,10 +413,7 @@ def test_a_full_disk_on_every_machine(cluster: Any, corpus: Path) -> None:
 @PEERS
 @pytest.mark.campaign
 def test_a_driver_that_is_stopped_leaves_nothing_unfinished(cluster: Any, corpus: Path) -> None:
-    text = (corpus / "jsonl" / "0.jsonl").read_text() + "\n"
-    (corpus / "jsonl" / "0.jsonl").write_text(text * 400)
-    flags = ("--part-bytes", 4_000_000)
-    assert run(corpus, "jsonl", "once", *flags, "--task", "0/1", "--workers", 1) == 0
+    flags = made_once(corpus, 400, part_bytes=4_000_000)
     parts = corpus / "out" / "x_text_document.parts"
     started = driver(corpus, "x", *flags, *ray(cluster))
     while not list(parts.glob("*.making-*")) and started.poll() is None:

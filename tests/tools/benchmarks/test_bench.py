@@ -79,7 +79,15 @@ def test_the_list_fits_100_columns(bench, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["stop"], ["size=nano"], ["step", "width=2"], ["step", "size=x"]]
+    "words",
+    [
+        ["stop"],
+        ["size=nano"],
+        ["step", "width=2"],
+        ["step", "size=x"],
+        ["startup", "what=x"],
+        ["parts", "what=x"],
+    ],
 )
 def test_a_wrong_word_is_named(bench, words, capsys):
     assert bench.main([*words, "--rounds", "1"]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,23 +21,28 @@ KEY = "_text_document"
 MERGED_PARTS = 25
 
 
-def tool(name: str, *words: object) -> list[str]:
+def tool_command(name: str, *words: object) -> list[str]:
     """The command line of a program of tools/."""
     return [sys.executable, str(ROOT / "tools" / name), *map(str, words)]
 
 
-def tokenized(text: tuple[str, str, str], prefix: Path, *flags: object) -> list[str]:
+def preprocess_command(text: tuple[str, str, str], prefix: Path, *flags: object) -> list[str]:
     """The command line that tokenizes text.jsonl with vocab.json and merges.txt."""
     source, vocab, merges = text
     tokenizer = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab)
     files = ("--merge-file", merges, "--input", source, "--output-prefix", prefix)
-    return tool("preprocess_data.py", "--append-eod", *tokenizer, *files, *flags)
+    return tool_command("preprocess_data.py", "--append-eod", *tokenizer, *files, *flags)
 
 
-def in_parts(count: int, text: tuple[str, str, str]) -> tuple[object, ...]:
-    """Flags that make a set of so many parts on this machine."""
-    size = Path(text[0]).stat().st_size
-    return ("--task", "0/1", "--part-bytes", -(-size // count))
+def part_bytes(count: int, text: tuple[str, str, str]) -> int:
+    """--part-bytes that gives so many parts."""
+    return -(-Path(text[0]).stat().st_size // count)
+
+
+def tokenize_in_parts(text: tuple[str, str, str], prefix: Path, count: int) -> None:
+    """Make a set of so many parts on this machine."""
+    flags = ("--task", "0/1", "--part-bytes", part_bytes(count, text))
+    Command(preprocess_command(text, prefix, *flags)).turn()
 
 
 class Opened(Subject):
@@ -108,34 +114,35 @@ def parts(setup: Setup, what: str = each(*WHAT), mb: float = 240.0) -> Iterator[
     of 100,000 tasks beside the last of ten (plan); preprocess_data.py --cluster ray on 2 CPUs of
     a cluster that is up beside --workers 2 (ray). mb: MB of this repository's sources (a tenth of
     it for open and read)."""
-    folder = setup.folder / what
-    folder.mkdir()
-    few = what in ("open", "read")
-    text = make_text(folder, 0.3 if setup.small else mb / 10 if few else mb)
-    pair, many = folder / "pair", folder / "many"
+    if what not in WHAT:
+        raise ValueError(f"what={what}: is none of {', '.join(WHAT)}")
+    folder = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=setup.folder))
+    small = what in ("open", "read")
+    text = make_text(folder, 0.3 if setup.small else mb / 10 if small else mb)
+    pair, part_set = folder / "pair", folder / "parts"
     amount = Path(text[0]).stat().st_size / 1e6
     if what == "ray":
-        yield from beside_ray(text, folder, amount)
+        yield from ray_case(text, folder, amount)
     elif what == "plan":
-        yield planned(text, folder, 100 if setup.small else 100_000)
+        yield plan_case(text, folder, 100 if setup.small else 100_000)
     elif what == "merge":
-        Command(tokenized(text, many, *in_parts(MERGED_PARTS, text))).turn()
-        yield merged(f"{many}{KEY}", folder)
+        tokenize_in_parts(text, part_set, MERGED_PARTS)
+        yield merge_case(f"{part_set}{KEY}", folder)
     else:
         count = 10 if setup.small else 1_000
-        Command(tokenized(text, pair)).turn()
-        Command(tokenized(text, many, *in_parts(count, text))).turn()
+        Command(preprocess_command(text, pair)).turn()
+        tokenize_in_parts(text, part_set, count)
         subject = "cases.parts:Opened" if what == "open" else "cases.parts:Read"
         arguments = {} if what == "open" else {"documents": 20 * count}
         sides = [
-            Side(name, subject, {"prefix": f"{prefix}{KEY}", **arguments}, ours=prefix == many)
-            for name, prefix in ((f"{count} parts", many), ("one pair", pair))
+            Side(name, subject, {"prefix": f"{prefix}{KEY}", **arguments}, ours=prefix == part_set)
+            for name, prefix in ((f"{count} parts", part_set), ("one pair", pair))
         ]
         documents = arguments.get("documents", 1)
         yield Case(what, sides, documents, "documents" if documents > 1 else "")
 
 
-def beside_ray(text: tuple[str, str, str], folder: Path, amount: float) -> Iterator[Case]:
+def ray_case(text: tuple[str, str, str], folder: Path, amount: float) -> Iterator[Case]:
     """A cluster of this machine, up while the case runs."""
     if not importlib.util.find_spec("ray"):
         raise ValueError("parts what=ray: needs the package ray (make ray)")
@@ -144,21 +151,20 @@ def beside_ray(text: tuple[str, str, str], folder: Path, amount: float) -> Itera
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
         ray = ("--cluster", "ray", "--cluster-address", cluster.address)
-        size = -(-Path(text[0]).stat().st_size // MERGED_PARTS)
         sides = []
         for name, flags in (
-            ("--cluster ray", (*ray, "--part-bytes", size)),
+            ("--cluster ray", (*ray, "--part-bytes", part_bytes(MERGED_PARTS, text))),
             ("--workers 2", ("--workers", 2)),
         ):
             prefix = folder / name.replace(" ", "")
-            words = tokenized(text, prefix, *flags)
+            words = preprocess_command(text, prefix, *flags)
             sides.append(Side(name, COMMAND, {"words": words, "writes": str(prefix)}))
         yield Case("ray", sides, amount, "MB")
     finally:
         cluster.shutdown()
 
 
-def planned(text: tuple[str, str, str], folder: Path, count: int) -> Case:
+def plan_case(text: tuple[str, str, str], folder: Path, count: int) -> Case:
     """The last of so many tasks, whose input is one line at the end of a sparse file."""
     sides = []
     for tasks in (count, 10):
@@ -169,15 +175,15 @@ def planned(text: tuple[str, str, str], folder: Path, count: int) -> Case:
             file.write(line)
         prefix = folder / f"planned-{tasks}"
         flags = ("--task", f"{tasks - 1}/{tasks}", "--part-bytes", 1 << 20, "--workers", 1)
-        words = tokenized((str(source), *text[1:]), prefix, *flags)
+        words = preprocess_command((str(source), *text[1:]), prefix, *flags)
         sides.append(Side(f"{tasks} tasks", COMMAND, {"words": words, "writes": str(prefix)}))
     return Case("plan", sides, count, "parts")
 
 
-def merged(prefix: str, folder: Path) -> Case:
+def merge_case(prefix: str, folder: Path) -> Case:
     """With all checksums, beside a copy of the same bytes."""
     output, copy = folder / "merged", folder / "copy.bin"
-    words = tool("merge_datasets.py", "--input", prefix, "--output-prefix", output)
+    words = tool_command("merge_datasets.py", "--input", prefix, "--output-prefix", output)
     files = sorted(map(str, Path(f"{prefix}.parts").glob("*.bin")))
     size = sum(Path(file).stat().st_size for file in files)
     copied = [sys.executable, "-c", COPY, *files, str(copy)]

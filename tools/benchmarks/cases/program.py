@@ -29,6 +29,8 @@ def words_of(tree: Path, what: str) -> list[str]:
 def startup(setup: Setup, what: str = each(*WHAT)) -> Iterator[Case]:
     """pretrain_gpt.py as a whole process: --help, a dry run, a run of one step of a tiny model;
     beside it the interpreter, for first-step with `import torch`."""
+    if what not in WHAT:
+        raise ValueError(f"what={what}: is none of {', '.join(WHAT)}")
     sides = setup.commands(lambda tree: {"words": words_of(tree, what)})
     code = "import torch" if what == "first-step" else "pass"
     bare = {"words": [sys.executable, "-c", code]}
