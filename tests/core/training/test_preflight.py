@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,20 @@ def test_it_runs_before_torch_is_loaded(folder):
 def test_flags_against_a_checkpoint(folder, capsys, extra, said):
     lines = refused(capsys, resumed(folder, *extra))
     assert codes_of(lines) == said
+
+
+def test_what_had_no_effect_in_the_run_of_the_checkpoint_is_no_difference(
+    folder, capsys, monkeypatch
+):
+    read = preflight.saved_flags.read
+
+    def of_version_0_1_0(*words):
+        saved = read(*words)
+        model = replace(saved.config.model, rotary_base=500)
+        return replace(saved, config=replace(saved.config, model=model))
+
+    monkeypatch.setattr(preflight.saved_flags, "read", of_version_0_1_0)
+    assert refused(capsys, resumed(folder)) == []
 
 
 def test_a_newer_snapshot_counts_and_what_is_damaged_does_not(folder, tmp_path, capsys):
