@@ -1,5 +1,6 @@
 """Text and JSON files that are read whole: no device or pipe is waited for, no file above a limit
-is read, and JSON cannot end the process by its depth or the size of its numbers.
+is read, and JSON cannot end the process by its depth or the size of its numbers. And names of files
+that others give: none leads out of its folder.
 """
 
 from __future__ import annotations
@@ -10,13 +11,63 @@ import math
 import os
 import stat
 import time
+import unicodedata
 from collections.abc import Callable
 from io import BufferedReader
+from pathlib import Path
 from typing import Any, TypeVar
 
 LIMIT = 1 << 30  # bytes
 _BLOCK = 1 << 16
+_LONGEST_NAME = 255  # bytes, of a part of a path
+# of characters: those that control a terminal or end a line, and bytes that are not UTF-8
+_REFUSED = ("Cc", "Cs", "Zl", "Zp")
 Result = TypeVar("Result")
+
+
+class UnsafeName(ValueError):
+    """A name that does not, or may not, name a file of its folder."""
+
+
+def safe_name(name: Any, source: object, below: bool = False) -> str:
+    """`name`, which `source` gives, of a file in a folder; with `below` also in a folder of it.
+
+    Raises UnsafeName for `..`, `.` and empty parts, so for absolute paths too; for backslashes,
+    control characters, what is not UTF-8, and parts that no file system can hold.
+    """
+    parts = name.split("/") if isinstance(name, str) else []
+    if (
+        not parts
+        or (len(parts) > 1 and not below)
+        or any(part in ("", ".", "..") for part in parts)
+        or any(len(part.encode(errors="surrogatepass")) > _LONGEST_NAME for part in parts)
+        or "\\" in name
+        or any(unicodedata.category(character) in _REFUSED for character in name)
+    ):
+        origin = str(source) if str(source).isprintable() else repr(str(source))
+        raise UnsafeName(
+            f"{origin}: the name {repr(name)[:100]} may lead out of its folder, or is none that "
+            "a file can have everywhere; rename it where it comes from [name-not-safe]"
+        )
+    return name
+
+
+def path_inside(folder: str | os.PathLike[str], name: Any, below: bool = False) -> Path:
+    """The path of a file in a folder, which may be missing; see `safe_name`. Raises UnsafeName also
+    for a link out of the folder. In the Hugging Face cache links lead into blobs/."""
+    path = Path(folder, safe_name(name, os.fspath(folder), below))
+    root = Path(os.path.realpath(folder))
+    roots = [root]
+    for revision in (root, *root.parents):
+        if revision.parent.name == "snapshots":
+            roots.append(revision.parents[1] / "blobs")
+    target = Path(os.path.realpath(path))
+    if not any(target.is_relative_to(each) for each in roots):
+        raise UnsafeName(
+            f"{path}: is a link to {target}, outside of the folder; if that file belongs there, "
+            "put a copy of it in place of the link [link-out-of-folder]"
+        )
+    return path
 
 
 def retried(action: Callable[[], Result], *numbers: int) -> Result:
@@ -33,8 +84,11 @@ def retried(action: Callable[[], Result], *numbers: int) -> Result:
     return action()
 
 
-def make_directories(path: str | os.PathLike[str], seconds: float = 10.0) -> None:
-    """`os.makedirs(path, exist_ok=True)` where several hosts make one directory. Raises OSError.
+def make_directories(
+    path: str | os.PathLike[str], seconds: float = 10.0, mode: int = 0o777
+) -> None:
+    """`os.makedirs(path, mode, exist_ok=True)` where several hosts make one directory. Raises
+    OSError.
 
     On network file systems a host that looked in vain a moment ago goes on not seeing what another
     host has made since (cached negative lookups): mkdir says that the name exists, stat that it
@@ -43,7 +97,7 @@ def make_directories(path: str | os.PathLike[str], seconds: float = 10.0) -> Non
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return os.makedirs(path, exist_ok=True)
+            return os.makedirs(path, mode, exist_ok=True)
         except FileExistsError:
             if os.path.lexists(path) or time.monotonic() > deadline:
                 raise

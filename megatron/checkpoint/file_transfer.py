@@ -17,6 +17,7 @@ from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, entries,
 from megatron.checkpoint.manifest import FILE_NAME
 from megatron.checkpoint.safetensors_file import bytes_of
 from megatron.parallel.context import Axis
+from megatron.small_files import path_inside
 
 SECTION_BYTES = 16 << 20  # bytes
 HEAD = 4096  # bytes of the message with names and sizes
@@ -59,7 +60,16 @@ def exchange(out: Route | None, into: Route | None, disk: Disk = DISK) -> None:
     their_head = torch.empty(HEAD, dtype=torch.uint8)
     _swap(out, torch.frombuffer(head, dtype=torch.uint8), into, their_head)
     going = _sections(out.folder, sizes) if out else iter(())
-    coming = _sections(into.folder, json.loads(bytes(bytes_of(their_head)))) if into else iter(())
+    coming: Iterator[FileSection] = iter(())
+    if into:
+        their_sizes = json.loads(bytes(bytes_of(their_head)))
+        try:
+            with explained("write", into.folder):
+                for name in their_sizes:
+                    path_inside(into.folder, name)
+        except CheckpointError as error:
+            failures.append(error)
+        coming = _sections(into.folder, their_sizes)
     file = -1
     for outgoing, incoming in zip_longest(going, coming):
         sent = _read(outgoing, failures) if outgoing else None

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.small_files import make_directories, read_bytes, retried
+from megatron.small_files import UnsafeName, make_directories, path_inside, read_bytes, retried
 
 MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
 FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
@@ -77,9 +77,11 @@ class ForeignCheckpoint(CheckpointError):
 @contextmanager
 def explained(action: str, path: Path | str) -> Iterator[None]:
     """Turn an OSError of the body into a CheckpointError `cannot {action} {path}: reason;
-    remedy`."""
+    remedy`, and an UnsafeName into one with its text."""
     try:
         yield
+    except UnsafeName as error:
+        raise CheckpointError(str(error)) from None
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "check the path and the disk")
         raise CheckpointError(
@@ -89,11 +91,11 @@ def explained(action: str, path: Path | str) -> Iterator[None]:
 
 
 def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
-    """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for. Raises
-    CheckpointError."""
+    """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for, no link
+    out of its folder followed. Raises CheckpointError."""
     with explained("read", path):
         try:
-            return read_bytes(path, limit)
+            return read_bytes(path_inside(path.parent, path.name), limit)
         except OSError as error:
             # not a plain file, or too large
             if error.errno not in (errno.EINVAL, errno.EFBIG):

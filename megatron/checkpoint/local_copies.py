@@ -28,7 +28,7 @@ from megatron.checkpoint.filesystem import (
 from megatron.checkpoint.manifest import Manifest, TensorRecord
 from megatron.checkpoint.sharded import Reader
 from megatron.checkpoint.tensor_slices import Box, volume
-from megatron.small_files import parse_json
+from megatron.small_files import parse_json, path_inside
 
 NEWEST = "local_copies.json"
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -49,7 +49,9 @@ class LocalSave:
 
     def folder(self, node: Path) -> Path:
         """The directory of its parts, below --non-persistent-local-ckpt-dir of a node."""
-        return node / self.run / f"iter_{self.iteration:07d}-{self.save}"
+        with explained("use", node):
+            name = f"{self.run}/iter_{self.iteration:07d}-{self.save}"
+            return path_inside(node, name, below=True)
 
 
 def read_newest(root: Path) -> LocalSave | None:

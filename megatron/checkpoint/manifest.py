@@ -18,12 +18,12 @@ from megatron.checkpoint.filesystem import MANIFEST, CheckpointError, ForeignChe
 from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
 from megatron.checkpoint.tensor_slices import Box
 from megatron.checksums import ALGORITHM, BLOCK_BYTES, crc32
+from megatron.small_files import UnsafeName, safe_name
 
 FORMAT = "sharded-safetensors"
 VERSION = 1
 FILE_NAME = MANIFEST
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DAMAGED = "the checkpoint is damaged: use another one"
 
 
@@ -203,7 +203,9 @@ def parse(text: bytes, source: str) -> Manifest:
                 f"up to version {VERSION}: use a newer program [checkpoint-version-unknown]"
             )
         files = {
-            _plain(file): FileRecord(_natural_number(value["bytes"]), _text(value["crc32"]))
+            safe_name(file, source): FileRecord(
+                _natural_number(value["bytes"]), _text(value["crc32"])
+            )
             for file, value in table["files"].items()
         }
         if table["checksum"] != ALGORITHM:
@@ -227,6 +229,8 @@ def parse(text: bytes, source: str) -> Manifest:
             source,
             match[1].decode(),
         )
+    except UnsafeName as error:
+        raise CheckpointError(str(error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{source}: {type(error).__name__} {error}; {_DAMAGED} [checkpoint-damaged]"
@@ -288,10 +292,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a text")
     return value
-
-
-def _plain(name: Any) -> str:
-    """`name` if it is a file name inside the directory: no path, nothing hidden."""
-    if not _PLAIN_NAME.fullmatch(_text(name)):
-        raise ValueError(f"{name!r} is not a plain file name")
-    return name

@@ -21,9 +21,9 @@ from typing import Any
 
 from megatron import log, remote_files
 from megatron.checkpoint import manifest, retention, skip_log, store
-from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
 from megatron.checkpoint.helper_process import SideProcess
-from megatron.small_files import read_bytes
+from megatron.small_files import path_inside, read_bytes
 
 TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
@@ -173,18 +173,27 @@ class Remote:
 
     def names(self) -> list[str]:
         """Names of the files in it, none where it is missing. Raises CheckpointError."""
-        self.files.invalidate_cache()
         try:
-            listing = self._patiently("list", "it", lambda: self.files.ls(self._root, detail=True))
+            return self._patiently("list", "it", lambda: self._names_in(self._root))
         except FileNotFoundError:
             return []
-        files = [entry["name"].rpartition("/")[2] for entry in listing if entry["type"] == "file"]
-        return sorted(name for name in files if name not in ("", ".", ".."))
 
-    def get(self, name: str, path: Path) -> None:
+    def _names_in(self, path: str) -> list[str]:
+        self.files.invalidate_cache()
+        listing = self.files.ls(path, detail=True)
+        files = (entry["name"].rpartition("/")[2] for entry in listing if entry["type"] == "file")
+        return sorted(filter(None, files))  # "" is the folder itself
+
+    def get(self, name: str, folder: Path) -> None:
         """Download one file. Raises CheckpointError, FileNotFoundError."""
-        source = f"{self._root}/{name}"
-        self._patiently("fetch", name, lambda: self.files.get_file(source, str(path)))
+        with explained("fetch", f"{self.url}/{name}"):
+            path = path_inside(folder, name)
+        self._get(name, path)
+
+    def _get(self, source: str, path: Path) -> None:
+        self._patiently(
+            "fetch", source, lambda: self.files.get_file(f"{self._root}/{source}", str(path))
+        )
 
     def send(self, path: Path) -> None:
         """Upload one file under its name, read it back and compare. Raises CheckpointError."""
@@ -220,19 +229,14 @@ class Remote:
         """
         final = store.iteration_directory(staging, iteration)
         temporary = final.with_name(f".{final.name}.tmp-{secrets.token_hex(4)}")
-        self.files.invalidate_cache()
-        sources = self._patiently(
-            "list", final.name, lambda: self.files.ls(f"{self._root}/{final.name}", detail=False)
+        names = self._patiently(
+            "list", final.name, lambda: self._names_in(f"{self._root}/{final.name}")
         )
+        with explained("fetch", f"{self.url}/{final.name}"):
+            paths = {f"{final.name}/{name}": path_inside(temporary, name) for name in names}
         DISK.make_root(temporary)
-        for source in sources:
-            self._patiently(
-                "fetch",
-                source,
-                lambda source=source: self.files.get_file(
-                    source, str(temporary / source.rpartition("/")[2])
-                ),
-            )
+        for source, path in paths.items():
+            self._get(source, path)
         if as_newest:
             store.publish(staging, temporary, iteration)
         else:

@@ -17,7 +17,13 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint import tensor_slices
-from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, ForeignCheckpoint
+from megatron.checkpoint.filesystem import (
+    DISK,
+    CheckpointError,
+    Disk,
+    ForeignCheckpoint,
+    explained,
+)
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
 from megatron.checkpoint.safetensors_file import (
     DTYPE_NAMES,
@@ -31,6 +37,7 @@ from megatron.checkpoint.safetensors_file import (
 )
 from megatron.checkpoint.tensor_slices import Box
 from megatron.checksums import BLOCK_BYTES
+from megatron.small_files import path_inside
 
 MOST_LATER = 1024  # sections that wait to be read
 
@@ -273,7 +280,8 @@ class Reader:
         manifest."""
         file = self._files.get(chunk.file)
         if file is None:
-            file = SafetensorsFile(self.directory / chunk.file)
+            with explained("read", self.directory):
+                file = SafetensorsFile(path_inside(self.directory, chunk.file))
             self._files[chunk.file] = file
         want = self.manifest.files[chunk.file]
         location = file.locations.get(chunk.key)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained, read_small_file
 from megatron.config.skip_ranges import FILE_NAME, SkipRanges
+from megatron.small_files import path_inside
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def append(directory: Path | str, lines: Sequence[str]) -> None:
     new = not path.exists()
     with explained("append to", path):
         DISK.step("append", path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(
+            path_inside(path.parent, FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+        )
     try:
         with explained("append to", path):
             existing = os.pread(descriptor, os.fstat(descriptor).st_size, 0)

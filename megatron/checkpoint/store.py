@@ -33,6 +33,7 @@ from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checksums import crc32
+from megatron.small_files import path_inside
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
@@ -451,7 +452,7 @@ def read_metadata(directory: Path | str) -> Checkpoint:
     for name, record in table.files.items():
         path = directory / name
         with explained("read", path):
-            length = path.stat().st_size
+            length = path_inside(directory, name).stat().st_size
         if length != record.bytes:
             raise CheckpointError(
                 f"{path} has {length} bytes, should have {record.bytes}; the checkpoint is "

@@ -148,14 +148,15 @@ def is_url(path: str | None) -> TypeGuard[str]:
     return path is not None and re.match(r"[a-z][a-z0-9+.-]+://", path) is not None
 
 
+def staged_name(url: str) -> str:
+    """The name of a run directory in an object store below --staging-dir."""
+    return "/".join(re.split(r"[:/]+", url.strip("/")))
+
+
 def staged(c: CheckpointConfig) -> CheckpointConfig:
     """The same with directories below --staging-dir in the place of URLs."""
 
     def local(path: str | None) -> str | None:
-        return (
-            os.path.join(c.staging_dir, *re.split(r"[:/]+", path.strip("/")))
-            if is_url(path)
-            else path
-        )
+        return os.path.join(c.staging_dir, staged_name(path)) if is_url(path) else path
 
     return replace(c, save=local(c.save), load=local(c.load), snapshot_dir=local(c.snapshot_dir))

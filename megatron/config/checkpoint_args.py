@@ -27,6 +27,7 @@ from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
+from megatron.small_files import UnsafeName, path_inside
 
 
 def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -> None:
@@ -65,7 +66,10 @@ def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -
                     "--load [checkpoint-args-damaged]"
                 ]
             )
-        read = saved_flags.read(folder / "args")
+        read = saved_flags.read(path_inside(folder, "args"))
+    except UnsafeName as error:
+        result.problems.append(f"--use-checkpoint-args: {error}")
+        return
     except Problems as error:
         result.problems += [
             f"--use-checkpoint-args: {line.removeprefix('@')}" for line in error.lines

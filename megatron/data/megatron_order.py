@@ -28,6 +28,7 @@ from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest, number_needed
 from megatron.data.tokenizers import metadata as provenance
+from megatron.small_files import path_inside
 
 EitherDataset = GPTDataset | BlendedDataset
 
@@ -155,7 +156,9 @@ class _FileBuilder(Builder):
     def _cache(self, prefix: str) -> IndexCache:
         if self.data.data_cache_path:
             return IndexCache(self.data.data_cache_path, "--data-cache-path")
-        return IndexCache(os.path.join(prefix, "cache", "GPTDataset_indices"))
+        folder, name = os.path.split(prefix)
+        path = path_inside(folder, f"{name}/cache/GPTDataset_indices", below=True)
+        return IndexCache(str(path))
 
 
 def _tokens(corpus: TokenSequences, sequences: range) -> int:

@@ -180,13 +180,13 @@ def test_links_out_of_a_model_are_refused_but_for_the_blobs_of_its_cache(tmp_pat
     (tmp_path / "models--a--b/blobs/link").symlink_to(tmp_path / "secret")
     for target in ("../../secret", "../../../secret", "../../blobs/link", str(tmp_path / "secret")):
         (folder / name).symlink_to(target)
-        with raises(ConversionError, "link-out-of-folder", folder / name):
+        with raises(small_files.UnsafeName, "link-out-of-folder", folder / name):
             side_files(folder)
         (folder / name).unlink()
     other = tmp_path / "models--a--b/other"  # is no snapshot of the cache
     other.mkdir()
     (other / name).symlink_to("../blobs/real")
-    with raises(ConversionError, "link-out-of-folder", other / name):
+    with raises(small_files.UnsafeName, "link-out-of-folder", other / name):
         side_files(other)
     folder.rename(tmp_path / "plain")
     (tmp_path / "link").symlink_to(tmp_path / "plain")  # the folder itself is named by the user
@@ -201,7 +201,7 @@ def test_a_model_of_links_is_refused(tmp_path, name):
     HFFolder(tmp_path).close()
     (tmp_path / name).rename(tmp_path.with_suffix(".other"))
     (tmp_path / name).symlink_to(tmp_path.with_suffix(".other"))
-    with raises(ConversionError, "link-out-of-folder", tmp_path / name):
+    with raises(small_files.UnsafeName, "link-out-of-folder", tmp_path / name):
         HFFolder(tmp_path)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
 from megatron.config.checkpoint import is_url
-from megatron.small_files import read_bytes
+from megatron.small_files import path_inside, read_bytes, safe_name
 from tools.convert.config_keys import read_json
 from tools.convert.links import ConversionError, Header, Shape
 from tools.convert.stores.kept_shards import KeptShards
@@ -43,7 +42,6 @@ SIDE_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _WANTED = (CONFIG, INDEX, *SIDE_FILES)
 
 
@@ -59,7 +57,7 @@ class HFFolder:
             raise ConversionError(
                 f"{self.path}: there is no {CONFIG}; give a folder that save_pretrained wrote"
             )
-        self.config = read_json(own_file(self.path / CONFIG))
+        self.config = read_json(path_inside(self.path, CONFIG))
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, str] = {}
         try:
@@ -72,19 +70,17 @@ class HFFolder:
         """Open every shard; the index, where there is one, must name exactly what is in them."""
         index = self.path / INDEX
         if index.is_file():
-            weight_map = read_json(own_file(index)).get("weight_map")
+            weight_map = read_json(path_inside(self.path, INDEX)).get("weight_map")
             if (
                 not isinstance(weight_map, dict)
                 or not weight_map
-                or not all(
-                    isinstance(file, str) and _PLAIN.fullmatch(file) for file in weight_map.values()
-                )
+                or not all(str(file).endswith(".safetensors") for file in weight_map.values())
             ):
                 raise ConversionError(
                     f"{index}: weight_map must name a .safetensors file of this folder for each "
                     "tensor"
                 )
-            names = sorted(set(weight_map.values()))
+            names = sorted({safe_name(file, index) for file in weight_map.values()})
         elif SINGLE in self._names():
             weight_map = None
             names = [SINGLE]
@@ -111,7 +107,7 @@ class HFFolder:
             )
 
     def _open_file(self, name: str) -> SafetensorsFile:
-        return SafetensorsFile(own_file(self.path / name))
+        return SafetensorsFile(path_inside(self.path, name))
 
     def _names(self) -> list[str]:
         """Names of its files, those of weights too."""
@@ -358,33 +354,11 @@ def _write_json(path: Path, table: dict[str, Any]) -> None:
     DISK.write_file(path, (json.dumps(table, indent=2, sort_keys=True) + "\n").encode())
 
 
-def own_file(path: Path) -> Path:
-    """The path of a file of a model's folder. Raises ConversionError for a link out of the folder,
-    where a file of this machine would be taken, and perhaps published, for one of the model; in the
-    Hugging Face cache links lead into blobs/."""
-    folder = path.parent.resolve()
-    allowed = [folder]
-    if folder.parent.name == "snapshots":
-        allowed.append(folder.parents[1] / "blobs")
-    try:
-        target = path.resolve()
-    except (OSError, RuntimeError) as error:  # a loop of links; RuntimeError until Python 3.12
-        raise ConversionError(
-            f"{path}: cannot be read: {error}; put the file in place of the link "
-            "[file-not-readable]"
-        ) from error
-    if not any(target.is_relative_to(directory) for directory in allowed):
-        raise ConversionError(
-            f"{path}: is a link to {target}, outside of the folder; if that file belongs to the "
-            "model, put a copy of it in place of the link [link-out-of-folder]"
-        )
-    return path
-
-
 def side_files(folder: Path) -> list[Path]:
     """The tokenizer and generation files of a folder. Raises ConversionError for one that cannot be
-    read, and as `own_file`."""
-    paths = [own_file(folder / name) for name in SIDE_FILES if os.path.lexists(folder / name)]
+    read, UnsafeName for a link out of the folder: a file of this machine would be taken, and
+    perhaps published, for one of the model."""
+    paths = [path_inside(folder, name) for name in SIDE_FILES if os.path.lexists(folder / name)]
     for file in paths:
         if not file.is_file() or not os.access(file, os.R_OK):
             raise ConversionError(

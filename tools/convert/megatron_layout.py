@@ -27,7 +27,7 @@ from megatron.config.plan.parameters import (
     stage_table,
 )
 from megatron.features.registry import RunConfig
-from megatron.small_files import read_text
+from megatron.small_files import path_inside, read_text
 from tools.convert import torch_dist
 from tools.convert.hf_files import PendingTensor, new_folder, work_folder
 from tools.convert.links import ConversionError, is_vocabulary
@@ -61,7 +61,7 @@ def checkpoint_folder(source: Path) -> Path:
     """The checkpoint's folder, of a run directory or an iter_XXXXXXX / release folder."""
     tracker = source / TRACKER
     if tracker.is_file():
-        word = read_text(tracker, errors="replace").strip()
+        word = read_text(path_inside(source, TRACKER), errors="replace").strip()
         if word != "release" and not word.isdecimal():
             raise ConversionError(
                 f"{tracker} holds {word[:40]!r}, neither an iteration nor release"
@@ -81,7 +81,8 @@ def find_ranks(source: Path) -> dict[tuple[int, int], Path]:
                 "--ckpt-format torch_dist alone"
             )
         if match:
-            files[int(match[1]), int(match[2] or 0)] = path / FILE
+            file = path_inside(source, f"{path.name}/{FILE}", below=True)
+            files[int(match[1]), int(match[2] or 0)] = file
     if not files and (source / ".metadata").exists():
         raise ConversionError(
             f"{source}: has no {torch_dist.METADATA}, so its format is fsdp_dtensor or another of "

@@ -19,6 +19,7 @@ from megatron.checkpoint.tensor_slices import (
 )
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import EXPERT_BIAS, WORD_EMBEDDING, ParameterSpec
+from megatron.small_files import path_inside
 from tools.convert.config_keys import read_json
 from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
@@ -207,7 +208,7 @@ class TorchDistCheckpoint:
                     (offset, offset + size)
                     for offset, size in zip(c["offsets"], c["sizes"], strict=True)
                 ),
-                self.source / c["file"],
+                path_inside(self.source, c["file"]),
                 c["start"],
                 c["crc"],
             )

@@ -53,7 +53,7 @@ from megatron.checkpoint.safetensors_file import (
     SafetensorsFile,
     write_file,
 )
-from megatron.small_files import open_regular, read_json, read_text
+from megatron.small_files import UnsafeName, open_regular, path_inside, read_json, read_text
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
@@ -403,7 +403,7 @@ class TorchFile:
 def _opened(path: Path) -> BinaryIO:
     """A file, open."""
     try:
-        return open_regular(path)
+        return open_regular(path_inside(path.parent, path.name))
     except OSError as error:
         raise Refused(f"cannot be read ({error.strerror})") from None
 
@@ -485,11 +485,9 @@ def _stored(
     name = info.values.get("relative_path")
     if info.values.get("transform_descriptors"):
         raise Refused("its tensors are compressed or encrypted, which is not read")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*", name):
-        raise Refused(f"{METADATA} names the file {name!r}, which is not a file of this folder")
     section = _numbers([info.values.get("offset"), info.values.get("length")])
     if name not in files:
-        files[name] = _opened(folder / name)
+        files[name] = _opened(path_inside(folder, name))
     return TorchFile(Section(files[name], *section)), name, section[0]
 
 
@@ -662,7 +660,7 @@ def answer(job: list[str]) -> str | None:
             index(*map(Path, paths))
         else:
             write(*map(Path, paths))
-    except (Refused, CheckpointError, OSError) as error:
+    except (Refused, UnsafeName, CheckpointError, OSError) as error:
         return str(error)
     # stand-ins at places where others belong: always the file's fault
     except (AttributeError, TypeError, ValueError) as error:

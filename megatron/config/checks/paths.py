@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from megatron import launcher
-from megatron.config.checkpoint import CheckpointConfig, is_url, staged
+from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
-from megatron.small_files import read_bytes, read_json
+from megatron.small_files import UnsafeName, path_inside, read_bytes, read_json, safe_name
 
 SPLITS = ("train", "valid", "test")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -55,7 +55,7 @@ def _knowing(groups: Iterable[object]) -> list[KnowsFiles]:
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
     d = config.data
-    lines = [*_sources(d), *_order(d), *_validation_sets(d)]
+    lines = [*_urls(config.checkpoint), *_sources(d), *_order(d), *_validation_sets(d)]
     if not _has_files(d):
         return [*lines, *_split(config), *_tokenizer(d)]
     from megatron.config.checks import data_paths
@@ -108,6 +108,15 @@ def missing(config: Config) -> list[str]:
     for group in knowing:
         lines += group.missing()
     return lines
+
+
+def _urls(c: CheckpointConfig) -> Iterator[str]:
+    for flag, url in (("--save", c.save), ("--load", c.load), ("--snapshot-dir", c.snapshot_dir)):
+        try:
+            if is_url(url):
+                safe_name(staged_name(url), flag, below=True)
+        except UnsafeName as error:
+            yield str(error)
 
 
 def _data_flags(d: DataConfig) -> dict[str, bool]:
@@ -411,8 +420,8 @@ def vouched_file(folder: Path, name: str) -> bytes | None:
     if not (folder / "manifest.json").is_file() or not (folder / name).is_file():
         return None
     try:
-        crc32 = read_json(folder / "manifest.json")["files"][name]["crc32"]
-        content = read_bytes(folder / name)
+        crc32 = read_json(path_inside(folder, "manifest.json"))["files"][name]["crc32"]
+        content = read_bytes(path_inside(folder, name))
         return content if f"{zlib.crc32(content):08x}" == crc32 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.small_files import read_bytes, read_json
+from megatron.small_files import path_inside, read_bytes, read_json
 
 
 def ids_in_file(kind: str, path: str) -> int | None:
@@ -13,7 +13,7 @@ def ids_in_file(kind: str, path: str) -> int | None:
     try:
         file = Path(path)
         if kind == "HuggingFaceTokenizer":
-            return _json_ids(file if file.is_file() else file / "tokenizer.json")
+            return _json_ids(file if file.is_file() else path_inside(file, "tokenizer.json"))
         if kind in ("Llama2Tokenizer", "GPTSentencePieceTokenizer"):
             return _pieces(read_bytes(file))
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.data.chat.messages import Message
-from megatron.small_files import parse_json, read_text
+from megatron.small_files import parse_json, path_inside, read_text
 
 JINJA = (3, 1, 6)  # earlier ones let a template out of the sandbox
 START = "generation_start"
@@ -315,10 +315,10 @@ def find_template(
 def template_in_folder(folder: Path) -> tuple[str, str] | None:
     """(file, source) of a Hugging Face tokenizer's template; of several, the one named default."""
     folder = folder if folder.is_dir() else folder.parent
-    file = folder / "chat_template.jinja"
+    file = path_inside(folder, "chat_template.jinja")
     if file.is_file():
         return str(file), _read(file, str(file), "")
-    file = folder / "tokenizer_config.json"
+    file = path_inside(folder, "tokenizer_config.json")
     if not file.is_file():
         return None
     try:

@@ -1,6 +1,7 @@
 """Blocks of files in object stores, in a directory of bounded size that the processes of a host
 share.
 
+    files/             copies of index files (`mirror`)
     account            bytes used, and the bound; locked by whoever changes what is there
     blocks/KEY/NUMBER  a block of one file, and behind it its checksum
     partial            the block that is being written, by the owner of that lock
@@ -50,6 +51,8 @@ from megatron.small_files import make_directories
 # sooner, and samples begin anywhere, so larger ones bring more that nobody reads.
 BLOCK_BYTES = 1 << 20
 SUM_BYTES = 8
+FILES = "files"
+ACCOUNT = "account"
 NAME = 8  # hexadecimal digits of a block's name
 PAGE = 4096  # of a disk, which a file fills
 SPARE = 16  # one part of so many of the bound is freed at once, as windows are read each time,
@@ -148,13 +151,30 @@ class BlockCache:
         self._scans = 0
         self._scanning = threading.Lock()
         with self._explained():
-            for name in ("blocks", "windows"):
-                make_directories(os.path.join(folder, name))
+            for name in ("", "blocks", "windows", FILES):
+                make_directories(os.path.join(folder, name), mode=0o700)
+                self._check_private(os.path.join(folder, name))
             self._users = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT, 0o666)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._tidy()  # nobody else is here
             fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def _check_private(self, path: str) -> None:
+        """Raise ValueError for a directory that another user may write into: a checksum does not
+        show who made a block."""
+        facts = os.stat(path)
+        if facts.st_uid != os.geteuid():
+            problem = f"{path} is the directory of another user (number {facts.st_uid})"
+        elif facts.st_mode & 0o022:
+            problem = f"{path} can be written to by other users; chmod 700 it, if all is yours"
+        else:
+            return
+        raise ValueError(
+            f"--object-storage-cache-path {self.folder}: {problem}, and who writes there chooses "
+            "what is trained on; or give a directory that is not there yet "
+            "[object-storage-cache-not-private]"
+        )
 
     def set_bound(self, bound: int) -> None:
         """Keep the directory at so many bytes from now on, and remove what is beyond."""
@@ -283,7 +303,7 @@ class BlockCache:
     def locked(self) -> Iterator[_Account]:
         """The account, locked; a lock of its own each time, since forked processes share one."""
         file = os.open(
-            os.path.join(self.folder, "account"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+            os.path.join(self.folder, ACCOUNT), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
         )
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

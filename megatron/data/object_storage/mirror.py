@@ -31,6 +31,7 @@ from megatron.data.blend.paths import PARTIAL
 from megatron.data.file_access import alone
 from megatron.data.object_storage.block_cache import (
     BLOCK_BYTES,
+    FILES,
     StoredFile,
     block_cache,
     download,
@@ -41,6 +42,7 @@ from megatron.data.object_storage.block_cache import (
 from megatron.data.object_storage.remote_tokens import write_note
 from megatron.data.parts.making import MAKING
 from megatron.data.parts.part_set import FOLDER, plan_path
+from megatron.small_files import path_inside, safe_name
 
 THREADS = 16
 CHUNK_BYTES = 16 << 20  # bytes of an index that are read at once
@@ -75,16 +77,15 @@ def local_word(url: str, folder: str, bound: int) -> str:
     block_cache(folder).set_bound(bound)
     files = remote_files.client(url)
     root = files._strip_protocol(url).rstrip("/")
-    if posixpath.normpath(root) != root or ".." in root.split("/"):
-        raise ValueError(f"{url}: give a URL without //, . and .. [url-not-supported]")
     protocol = url.partition("://")[0]
+    safe_name(f"{protocol}:{root}", url, below=True)
     stored = _stored(url, files, root)
     if not stored:
         raise FileNotFoundError(
             f"{url}: there is no .idx of this name, nor below it; give the prefix of a pair, a "
             "directory or a pattern [data-not-found]"
         )
-    mirror = os.path.join(folder, "files", _hash([LAYOUT, url, stored]))
+    mirror = os.path.join(folder, FILES, _hash([LAYOUT, url, stored]))
     os.makedirs(os.path.dirname(mirror), exist_ok=True)
     with alone(f"{mirror}.lock"):
         if not os.path.isdir(mirror):
@@ -97,7 +98,7 @@ def local_word(url: str, folder: str, bound: int) -> str:
                     if now.get(path) != file:
                         raise replaced(file.url)
     start = glob.escape(mirror) if glob.has_magic(root) else mirror
-    return _local(start, protocol, root)
+    return os.path.join(start, f"{protocol}:{root}")
 
 
 def _hash(table: Any) -> str:
@@ -114,6 +115,8 @@ def _stored(url: str, files: Any, root: str) -> dict[str, StoredFile]:
     except remote_files.StoreFailed as error:
         raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
     protocol = url.partition("://")[0]
+    for path in table:
+        safe_name(f"{protocol}:{path}", url, below=True)
     return {
         path: _file(f"{protocol}://{path}", info["size"], remote_files.version(info))
         for path, info in sorted(table.items())
@@ -184,22 +187,18 @@ def _copy(protocol: str, stored: Mapping[str, StoredFile], folder: str, cache: s
         data = download(
             copied[name], start, min(CHUNK_BYTES, copied[name].size - start), check=False
         )
-        with open(_local(folder, protocol, name), "r+b") as file:
+        with path_inside(folder, f"{protocol}:{name}", below=True).open("r+b") as file:
             file.seek(start)
             file.write(data)
 
     for name, remote in stored.items():
-        path = _local(folder, protocol, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        path = path_inside(folder, f"{protocol}:{name}", below=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if name in copied:
-            with open(path, "wb") as file:
+            with path.open("wb") as file:
                 file.truncate(remote.size)
         else:
-            write_note(path, remote, cache)
+            write_note(str(path), remote, cache)
     chunks = [(name, n) for name in copied for n in range(0, copied[name].size, CHUNK_BYTES)]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(copy_chunk, *zip(*chunks, strict=True)))
-
-
-def _local(folder: str, protocol: str, name: str) -> str:
-    return os.path.join(folder, *f"{protocol}:{name}".split("/"))

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron.data.object_storage.block_cache import (
+    ACCOUNT,
+    FILES,
     BlockCache,
     StoredFile,
     block_cache,
     download,
 )
-from megatron.small_files import read_json
+from megatron.small_files import UnsafeName, path_inside, read_json, safe_name
 
 NOTE = ".remote"
 
@@ -51,8 +53,14 @@ def _read(path: str) -> tuple[StoredFile, str]:
     try:
         note = read_json(note_path(path))
         folder = os.path.normpath(os.path.join(os.path.dirname(path), note["cache"]))
-        stored = StoredFile(note["url"], note["bytes"], note["key"], note["version"])
-        return stored, folder
+        # what is below files/ of a directory that a run has made a cache: nowhere else is written
+        files = os.path.join(folder, FILES)
+        path_inside(files, os.path.relpath(path, files), below=True)
+        os.stat(os.path.join(folder, ACCOUNT))
+        key = safe_name(note["key"], note_path(path))
+        return StoredFile(note["url"], note["bytes"], key, note["version"]), folder
+    except UnsafeName:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{note_path(path)}: cannot be used ({type(error).__name__}: {error}); remove "

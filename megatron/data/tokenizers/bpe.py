@@ -20,7 +20,7 @@ from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SI
 from megatron.data.preprocess.trial import failure
 from megatron.data.tokenizers import gigatoken, gpt2_bpe
 from megatron.data.tokenizers.base import Ids, Tokenizer, check_unicode, library
-from megatron.small_files import read_bytes, read_json
+from megatron.small_files import path_inside, read_bytes, read_json
 
 
 class GPT2BPETokenizer(Tokenizer):
@@ -283,7 +283,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, tokenizer_model: str):
         path = Path(tokenizer_model)
-        json_file = path if path.is_file() else path / "tokenizer.json"
+        json_file = path if path.is_file() else path_inside(path, "tokenizer.json")
         if json_file.is_file():
             self._read_json(json_file)
         else:
@@ -318,6 +318,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self._decode = lambda ids: engine.decode(ids, skip_special_tokens=False)
 
     def _read_folder(self, path: Path) -> None:
+        for file in path.iterdir() if path.is_dir() else ():
+            path_inside(path, file.name)
         read = library("transformers", "HuggingFaceTokenizer").AutoTokenizer.from_pretrained
         try:
             engine = read(str(path), local_files_only=True, trust_remote_code=False)
@@ -377,7 +379,8 @@ def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:
     so."""
     names = {}
     files = []
-    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = path_inside(folder, file_name)
         if not file.is_file():
             continue
         try:

@@ -10,12 +10,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron import launcher
 from megatron.features.goodput.run_events_file import NAME, crash_loop, newest_events, unreported
+from megatron.small_files import path_inside
 from megatron.training.checkpointing.save import save_directory
 from megatron.training.hook import Hook
 from megatron.training.launch.process import Failure, this_process
@@ -45,7 +45,7 @@ class RunEvents(Hook):
         self._started = started
         # the clock may be set while the run trains
         self._clock = time.time() - time.monotonic()
-        self._path = Path(save_directory(run.config.checkpoint)) / NAME
+        self._path = path_inside(save_directory(run.config.checkpoint), NAME)
         self._file: OutputFile | None = None
         self._first: int | None = None  # of the iterations that are not written yet
         self._seconds = 0.0

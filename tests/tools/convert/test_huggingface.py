@@ -347,7 +347,7 @@ def test_shards_and_their_index_must_agree(tmp_path, convert):
     convert("hf-import", tmp_path / "shards", tmp_path / "ours")
     table = json.loads(index.read_text())
     for change, said in (
-        ({Q: "../x.safetensors"}, "weight_map must name"),
+        ({Q: "../x.safetensors"}, "[name-not-safe]"),
         ({Q: None}, "weight_map must name"),
         ({"other": table["weight_map"][Q]}, "says otherwise than the shards do about other"),
     ):

@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec
-from megatron.small_files import read_text
+from megatron.small_files import path_inside, read_text, safe_name
 from tools.convert.deepspeed_files.optimizer import ZeroOptimizer
 from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
@@ -66,10 +66,9 @@ def checkpoint_folder(source: Path) -> Path:
     """The checkpoint's folder, of itself or of a run directory."""
     latest = source / LATEST
     if latest.is_file():
-        word = read_text(latest, errors="replace").strip()
-        if not re.fullmatch(r"[\w-][\w.-]*", word):
-            raise ConversionError(f"{latest} holds {word[:40]!r}, which is not a folder's name")
-        return source / word
+        word = read_text(path_inside(source, LATEST), errors="replace").strip()
+        safe_name(word, latest)
+        return path_inside(source, word)
     return source
 
 

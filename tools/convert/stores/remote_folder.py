@@ -115,7 +115,7 @@ def opened(url: str, wanted: Callable[[str], bool]) -> Iterator[RemoteFolder]:
     names = remote.names()
     with tempfile.TemporaryDirectory() as scratch:
         for name in filter(wanted, names):
-            remote.get(name, Path(scratch) / name)
+            remote.get(name, Path(scratch))
         try:
             yield RemoteFolder(remote, Path(scratch), names)
         except ConversionError as error:

@@ -151,7 +151,7 @@ def test_what_is_not_there_is_said(store: Path, tmp_path: Path) -> None:
         with problems.raises(FileNotFoundError, "data-not-found", word[2:]):
             build_datasets(data, **SIZES)
     data = of_store(tmp_path / "cache", store, data_path=("@/../store/a",))
-    with problems.raises(ValueError, "url-not-supported"):
+    with problems.raises(ValueError, "name-not-safe", store):
         build_datasets(data, **SIZES)
     data = data_flags(data_path=("s3://bucket/a",), object_storage_cache_path=None)
     with problems.raises(ValueError, "object-storage-cache-missing", "s3://bucket/a"):
@@ -400,3 +400,34 @@ def filled_or_changing(folder: Path) -> int:
         except FileNotFoundError:
             pass
     return total
+
+
+def test_the_cache_is_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        BlockCache(str(tmp_path / "cache"))
+    finally:
+        os.umask(before)
+    for folder in ("", "blocks", "windows", "files"):
+        path = tmp_path / "cache" / folder
+        assert path.stat().st_mode & 0o777 == 0o700
+        for mode in (0o770, 0o707, 0o722):
+            path.chmod(mode)
+            with problems.raises(ValueError, "object-storage-cache-not-private", path):
+                BlockCache(str(tmp_path / "cache"))
+        path.chmod(0o755)  # others may read it
+        BlockCache(str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with problems.raises(ValueError, "object-storage-cache-not-private", tmp_path / "cache"):
+        BlockCache(str(tmp_path / "cache"))
+
+
+def test_a_cache_that_others_may_write_to_is_refused_before_data_are_read(
+    store: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache").chmod(0o777)
+    data = of_store(tmp_path / "cache", store, data_path=("@/a",))
+    with problems.raises(ValueError, "object-storage-cache-not-private", tmp_path / "cache"):
+        build_datasets(data, **SIZES)
+    assert not list((tmp_path / "cache").iterdir())

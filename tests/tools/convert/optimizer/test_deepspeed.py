@@ -117,7 +117,7 @@ STATES = "mp_rank_00_model_states.pt"
             lambda s: (s / LAYER).rename(s / "layer_4_expert_0_mp_rank_0_model_states.pt"),
             "experts",
         ),
-        (2, lambda s: (s.parent / "latest").write_text("../ds"), "not a folder's name"),
+        (2, lambda s: (s.parent / "latest").write_text("../ds"), "[name-not-safe]"),
     ],
 )
 def test_damaged_folders_are_refused_and_nothing_is_written(pp, damage, said, tmp_path, capfd):
