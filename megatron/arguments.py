@@ -225,6 +225,13 @@ class Flag:
             return self.kind == "switch"
         if not words:
             raise ValueError(f"needs a value: {self.metavar} [value-missing]")
+        try:
+            "".join(words).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{' '.join(words)!r}: is not UTF-8, in which logs and checkpoints are written; "
+                "rename the file, or correct the text [value-not-utf8]"
+            ) from None
         if self.nargs == "words":
             words = [" ".join(words)]
         if self.kind == "value":

@@ -127,7 +127,8 @@ def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]
         if _INTEGER.fullmatch(value):
             integers.append(int(value))
         else:
-            bad.append(f"{flag} {value}: not an integer{_hint(value)} [value-malformed]")
+            shown = " ".join(value.split())  # problems are lines
+            bad.append(f"{flag} {shown}: not an integer{_hint(value)} [value-malformed]")
     problems.extend(bad)
     return [] if bad else integers
 

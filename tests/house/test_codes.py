@@ -31,6 +31,7 @@ NO_COMMAND_LINE = {
     "saved-flag-unknown": "needs a checkpoint of another release",
     "rendezvous-address-missing": "comes when several ranks meet",
     "value-without-flag": "must be the first word",
+    "value-not-utf8": "the table of the cases is UTF-8",
 }
 
 

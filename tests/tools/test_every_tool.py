@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.version import VERSION
-from tests.problems import assert_problem
+from tests.problems import assert_problem, code_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
@@ -88,10 +88,11 @@ def test_the_program_prints_its_help_from_any_directory_without_torch(name, tmp_
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_every_command_has_help_and_version_and_suggests_the_flag_that_was_meant(name):
+def test_every_command_has_help_and_suggests_the_flag_that_was_meant_and_refuses_bytes(name):
     found, commands, modules = called(name)
     assert "torch" not in modules
     typos = []
+    not_utf8 = []
     for argv, code, out, err in found:
         assert code == 0 and err == "", (argv, err)
         if argv[-1] == "--version":
@@ -101,7 +102,14 @@ def test_every_command_has_help_and_version_and_suggests_the_flag_that_was_meant
         assert "--version" in flags or argv[:-1] == [] and commands
         meant = flags[-1] if not commands or argv[:-1] else "--version"
         typos.append(([*argv[:-1], meant[:-2] + meant[-1]], meant))
-    asked, _, modules = called(name, *(argv for argv, _ in typos))
+        own = set(flags) - {"--help", "--version", "--explain"}
+        not_utf8 += [[*argv[:-1], flag, os.fsdecode(b"a\xff")] for flag in sorted(own)]
+    asked, _, modules = called(name, *not_utf8, *(argv for argv, _ in typos))
+    of_bytes = asked[len(asked) - len(typos) - len(not_utf8) : len(asked) - len(typos)]
+    for (argv, code, out, err), typed in zip(of_bytes, not_utf8, strict=True):
+        assert argv == typed and code == 2 and out == ""
+        [line] = [line for line in err.splitlines() if "a\\udcff" in line]
+        assert code_of(line) in ("value-not-utf8", "value-not-expected"), err
     assert "torch" not in modules
     for (argv, code, out, err), (typed, meant) in zip(asked[-len(typos) :], typos, strict=True):
         assert argv == typed and code == 2 and out == ""

@@ -99,6 +99,9 @@ def missing(config: Config) -> list[str]:
     ):
         if path is not None:
             lines += directory_to_write(flag, path)
+    if c.non_persistent_ckpt_type == "local" and c.non_persistent_local_ckpt_dir:
+        flag = "--non-persistent-local-ckpt-dir"
+        lines += filter(None, [_too_long(flag, c.non_persistent_local_ckpt_dir)])
     for flag, path in (
         ("--metrics-file", config.logging.metrics_file),
         ("--control-file", c.control_file),
@@ -427,9 +430,23 @@ def vouched_file(folder: Path, name: str) -> bytes | None:
         return None
 
 
+def _too_long(flag: str, path: str) -> str | None:
+    """The problem of a path that no file system takes, or not with the names of a checkpoint behind
+    it."""
+    name = os.fsencode(os.path.abspath(path))
+    if len(name) <= 3_800 and max(map(len, name.split(b"/"))) <= 255:
+        return None
+    return (
+        f"{flag} {path}: a part of it has more than 255 bytes, or all of it more than 3800; give a "
+        "shorter path [path-too-long]"
+    )
+
+
 def file_to_write(flag: str, path: str) -> Iterator[str]:
     """A file that can be made or written: in a directory that exists."""
-    if os.path.isdir(path):
+    if problem := _too_long(flag, path):
+        yield problem
+    elif os.path.isdir(path):
         yield f"{flag} {path}: is a directory; give the name of a file [path-is-a-directory]"
     elif not os.path.isdir(os.path.dirname(path) or "."):
         yield (
@@ -444,7 +461,9 @@ def directory_to_write(flag: str, path: str) -> Iterator[str]:
     parent = os.path.abspath(path)
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
-    if not os.path.isdir(parent):
+    if problem := _too_long(flag, path):
+        yield problem
+    elif not os.path.isdir(parent):
         yield (
             f"{flag} {path}: {parent} is not a directory; give another path [path-not-a-directory]"
         )

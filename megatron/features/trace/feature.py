@@ -50,6 +50,10 @@ class TraceConfig(Feature):
                     "--trace: traces the GPT of the flags, and the script's model_provider may "
                     "return another model; omit it [own-model]"
                 )
+            from megatron.config.checks.paths import file_to_write
             from megatron.features.trace.dry_run import trace
 
+            if self.trace_output is not None:
+                for problem in file_to_write("--trace-output", self.trace_output):
+                    raise ValueError(problem)
             yield from trace(line, plan, forward_step, self.trace_ranks, self.trace_output)
