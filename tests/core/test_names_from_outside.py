@@ -34,6 +34,7 @@ from megatron.data.object_storage.block_cache import StoredFile, block_cache
 from megatron.data.object_storage.remote_tokens import RemoteTokens, note_path, write_note
 from megatron.data.tokenizers.bpe import HuggingFaceTokenizer
 from megatron.features.registry import RunConfig
+from tests.core.data.corpora import build_datasets, data_flags, write_corpus
 from tests.forkrun import run_ranks
 from tests.problems import code_of
 from tools.convert import megatron_layout, unpickle_worker
@@ -357,6 +358,12 @@ def link_in_place_of(name: str, use: Callable[[Path], object]) -> Callable[[Path
     return run
 
 
+def index_cache(root: Path, outside: Path) -> None:
+    prefix = write_corpus(root / "c", [40, 30])
+    (root / "c").symlink_to(outside)
+    build_datasets(data_flags(data_path=(prefix,)), sizes=(2, 0, 0), sequence_length=8)
+
+
 LINKS: dict[str, Callable[[Path, Path], object]] = {
     **{
         f"{name} of a checkpoint": checkpoint_file(name)
@@ -378,6 +385,7 @@ LINKS: dict[str, Callable[[Path, Path], object]] = {
     "tokenizer_config.json of a folder": link_in_place_of(
         "tokenizer_config.json", template_in_folder
     ),
+    "index cache of data": index_cache,
     "rank of Megatron-LM": link_of_a_rank,
     "tracker of Megatron-LM": link_in_place_of(store.TRACKER, megatron_layout.checkpoint_folder),
     "latest of DeepSpeed": link_in_place_of("latest", checkpoint_folder),

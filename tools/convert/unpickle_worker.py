@@ -53,7 +53,14 @@ from megatron.checkpoint.safetensors_file import (
     SafetensorsFile,
     write_file,
 )
-from megatron.small_files import UnsafeName, open_regular, path_inside, read_json, read_text
+from megatron.small_files import (
+    UnsafeName,
+    open_regular,
+    path_inside,
+    read_json,
+    read_text,
+    safe_name,
+)
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_DEPTH = 100
@@ -482,7 +489,7 @@ def _stored(
     folder: Path, files: dict[str, BinaryIO], info: Namespace
 ) -> tuple[TorchFile, str, int]:
     """What torch.save has written into a larger file, its name, and where it begins there."""
-    name = info.values.get("relative_path")
+    name = safe_name(info.values.get("relative_path"), METADATA)
     if info.values.get("transform_descriptors"):
         raise Refused("its tensors are compressed or encrypted, which is not read")
     section = _numbers([info.values.get("offset"), info.values.get("length")])
