@@ -8,6 +8,8 @@ from pathlib import Path
 
 from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.config import history
+from megatron.config.history import History
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,11 @@ def candidates(
     """The checkpoints to try for `path`, in order, and problems with trackers.
 
     Only one if it is requested by name: with `step`, or if `path` is not a run directory. Otherwise
-    what the tracker names and every older checkpoint, merged with those of the run directories
-    `snapshot_roots` by iteration. Where the tracker is missing or damaged, the newest complete
-    checkpoint counts as named; not in `snapshot_roots`, for a slot is emptied tracker first. Raises
-    CheckpointError for a tracker that cannot be read if there is no checkpoint next to it.
+    what the tracker names and every older checkpoint that led to it, merged with those of the run
+    directories `snapshot_roots` by iteration. Where the tracker is missing or damaged, the
+    checkpoint saved last counts as named; not in `snapshot_roots`, for a slot is emptied tracker
+    first. Raises CheckpointError for a tracker that cannot be read if there is no checkpoint next
+    to it.
     """
     typed = str(path)  # Path would take a ./ away, which the log shows
     path = Path(path)
@@ -42,31 +45,41 @@ def candidates(
         return [Candidate(typed, step)], []
     by_root: list[tuple[int, Path]] = []
     problems: list[str] = []
+    main: History | None = None
     for root in (path, *snapshot_roots):
-        complete = store.iterations(root)
+        histories = history.read_all(root, store.iterations(root))
+        last = max(histories, default=-1)
         try:
             newest = store.latest(root)
         except CheckpointError as error:
-            if not complete or not error.is_damage:
+            if not histories or not error.is_damage:
                 raise
             problems.append(str(error))
-            newest = complete[-1]
-        if newest is None and complete and root == path:
-            newest = complete[-1]
+            newest = history.newest(root, histories)
+        if newest is None and histories and root == path:
+            newest = history.newest(root, histories)
             problems.append(
-                f"{root / store.TRACKER} is missing: iteration {newest}, the newest complete "
-                "checkpoint, is used [checkpoint-tracker-missing]"
+                f"{root / store.TRACKER} is missing: iteration {newest}, the checkpoint saved "
+                "last, is used [checkpoint-tracker-missing]"
             )
-        if newest is not None:
-            by_root += [
-                (iteration, root) for iteration in {*complete, newest} if iteration <= newest
-            ]
-            if complete and complete[-1] > newest:
-                problems.append(
-                    f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of "
-                    f"iteration {complete[-1]} exists as well; load it with --ckpt-step "
-                    f"{complete[-1]}"
-                )
+        if newest is None:
+            continue
+        up_to = {n: other for n, other in histories.items() if n <= newest}
+        good = newest
+        if history.vouched_file(store.iteration_directory(root, newest), store.STATE) is None:
+            good = history.newest(root, up_to) or newest  # the named one cannot say what led to it
+        own = histories.get(good)
+        if root == path:
+            main = own
+        elif main and main.branches and own and own.branches:
+            if not (own.leads_to(main) or main.leads_to(own)):
+                continue  # a snapshot of another history, or of a branch that was left
+        by_root += [(n, root) for n in {newest, *history.led_to(own, newest, up_to)}]
+        if last > newest:
+            problems.append(
+                f"{root / store.TRACKER} names iteration {newest}, but a checkpoint of "
+                f"iteration {last} exists as well; load it with --ckpt-step {last}"
+            )
     by_root.sort(key=lambda pair: -pair[0])
     names = {path: typed}
     return [

@@ -9,6 +9,7 @@ manifest behind the tensors, the tracker last. So what the tracker in the store 
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 import sys
@@ -23,6 +24,9 @@ from megatron import log, remote_files
 from megatron.checkpoint import manifest, retention, skip_log, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
 from megatron.checkpoint.helper_process import SideProcess
+from megatron.checkpoint.state import RunState
+from megatron.config import history
+from megatron.config.history import History
 from megatron.small_files import path_inside, read_bytes
 
 TRIES = 5
@@ -58,12 +62,52 @@ class Remote:
         except FileNotFoundError:
             return None
 
+    def histories(self) -> dict[int, History | None]:
+        """Of its complete checkpoints; None where one cannot be read. Raises CheckpointError."""
+        found = {}
+        for path in self._patiently("list", "it", self._checkpoints):
+            iteration = int(path.rpartition("_")[2])
+            if self.files.exists(f"{path}/{manifest.FILE_NAME}"):
+                found[iteration] = self.history(iteration)
+        return found
+
+    def history(self, iteration: int) -> History | None:
+        """Of one checkpoint; None where it cannot be read. Raises CheckpointError."""
+        name = f"{store.iteration_directory('', iteration)}/{store.STATE}"
+        try:
+            text = self._patiently(
+                "read", name, lambda: self.files.cat_file(f"{self._root}/{name}")
+            )
+            return History.parse(RunState.parse(text, name).history)
+        except (FileNotFoundError, CheckpointError, TypeError):
+            return None
+
     def newest(self) -> int | None:
-        """The iteration of the newest complete checkpoint, whatever the tracker says; None without
-        one. Raises CheckpointError."""
-        paths = self._patiently("list", "it", self._checkpoints)
-        complete = (path for path in paths if self.files.exists(f"{path}/{manifest.FILE_NAME}"))
-        return max((int(path.rpartition("_")[2]) for path in complete), default=None)
+        """The iteration of the complete checkpoint that was saved last, whatever the tracker says;
+        None without one. Raises CheckpointError."""
+        found = self.histories()
+        return max(found, key=lambda n: (own.number if (own := found[n]) else 0, n), default=None)
+
+    def set_aside(self, iterations: Sequence[int], suffix: str) -> Iterator[str]:
+        """Rename checkpoints, and with them the records of skipped iterations, so that nothing
+        loads them; yields each name. Raises CheckpointError."""
+        names = [store.iteration_directory("", n).name for n in iterations]
+        if names:
+            self.delete([store.TRACKER])
+            names += [name for name in self.names() if name == skip_log.FILE_NAME]
+        for name in names:
+            source = f"{self._root}/{name}"
+            target = next(
+                target
+                for n in itertools.count(1)
+                if not self.files.exists(target := f"{source}.{suffix}{f'-{n}' if n > 1 else ''}")
+            )
+            self._patiently(
+                "rename",
+                name,
+                lambda source=source, target=target: self.files.mv(source, target, recursive=True),
+            )
+            yield name
 
     def upload(self, staging: Path, iteration: int) -> None:
         """Upload a checkpoint, then the tracker; files that the store already has are only
@@ -256,8 +300,8 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
     """Have the newest checkpoint of `url` (or that of iteration `step`) in the staging directory,
     if it is not there, and the records of skipped iterations.
 
-    A newer one there that is not uploaded yet stays the newest. With none in either place a
-    `required` one is missed. Raises CheckpointError and ValueError.
+    A newer one there that continues it and is not uploaded yet stays the newest. With none in
+    either place a `required` one is missed. Raises CheckpointError and ValueError.
     """
     remote = Remote(url)
     remote.bring_skips(Path(staging))
@@ -266,8 +310,8 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
         iteration = remote.newest()
         if iteration is not None:
             log.warn_once(
-                f"{url}/{store.TRACKER} is missing: iteration {iteration}, the newest complete "
-                "checkpoint, is used [checkpoint-tracker-missing]"
+                f"{url}/{store.TRACKER} is missing: iteration {iteration}, the checkpoint saved "
+                "last, is used [checkpoint-tracker-missing]"
             )
     if iteration is None:
         if required and store.latest(staging) is None:
@@ -277,12 +321,15 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
                 "starts from random weights), or omit --load [checkpoint-missing]"
             )
         return
-    complete = store.iterations(staging)
+    here = history.read_all(staging, store.iterations(staging))
     local = store.latest(staging)
-    if iteration in complete or (
-        step is None and local is not None and local > iteration and local in complete
-    ):
-        return
+    newest = max(iteration, local or 0) if step is None and local in here else iteration
+    if newest in here:
+        own, there = here[newest], remote.history(iteration)
+        if not (own and own.branches and there and there.branches):
+            return
+        if there == own if newest == iteration else there.leads_to(own):
+            return
     log.print_rank_0(f" fetching the checkpoint of iteration {iteration} from {url} to {staging}")
     try:
         remote.fetch(iteration, Path(staging), as_newest=step is None)
@@ -291,17 +338,6 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
             f"{url} has no checkpoint of iteration {iteration}; choose another one with "
             "--ckpt-step [checkpoint-step-missing]"
         ) from None
-
-
-def overwritten(url: str) -> list[str]:
-    """The problem of a run that starts at iteration 0 and saves to `url`, if that holds checkpoints
-    of later ones. Raises CheckpointError and ValueError."""
-    last = Remote(url).newest()
-    return [
-        f"--save {url}: holds checkpoints up to iteration {last}, and this run would start at "
-        f"iteration 0 and overwrite them; give --load {url} (and no --finetune) to resume from the "
-        "newest, or another --save [save-holds-checkpoints]"
-    ] * bool(last)
 
 
 def fetch_snapshot(url: str, staging: str, load: str) -> None:

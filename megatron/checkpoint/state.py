@@ -46,7 +46,8 @@ class RunState:
     far. `layout`: world, tp, pp, dp ... at the save. `data`: fingerprint of the flags and files
     that fix the data order, and OWN_MODEL. `rng` is empty while all randomness is a pure function
     of counters. `features`: what each feature keeps, by its name. `hardware`: processor, device and
-    kernels, which with `versions` decide the last bits.
+    kernels, which with `versions` decide the last bits. `history`: `History.dump`, empty in earlier
+    checkpoints.
     """
 
     iteration: int = 0
@@ -65,6 +66,7 @@ class RunState:
     layout: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=versions)
     hardware: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, Any] = field(default_factory=dict)
 
     def skipped_ranges(self) -> list[list[int]]:
         """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part

@@ -33,8 +33,10 @@ from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checksums import crc32
+from megatron.config import history
 from megatron.small_files import path_inside
 
+iteration_directory = history.iteration_directory
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
 ARGS = "args"
@@ -50,11 +52,6 @@ class Gather(Protocol):
     """What every rank holds, in rank order; all ranks call it."""
 
     def __call__(self, value: Value, /) -> Sequence[Value]: ...
-
-
-def iteration_directory(root: Path | str, iteration: int) -> Path:
-    """`root/iter_0000020` for iteration 20."""
-    return Path(root) / f"iter_{iteration:07d}"
 
 
 def alone(value: Value) -> list[Value]:

@@ -15,6 +15,14 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = arg(None, per_run=True, help="directory to save checkpoints in")
+    overwrite_newer_checkpoints: bool = arg(
+        False,
+        per_run=True,
+        needs="save",
+        help="where --save holds checkpoints of another history, rename them to "
+        "iter_XXXXXXX.other-history, which nothing loads, instead of an error",
+        dump=False,
+    )
     save_interval: int | None = arg(
         None,
         minimum=1,

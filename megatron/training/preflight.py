@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,16 +18,17 @@ from typing import TYPE_CHECKING, Any
 from megatron import host, launcher
 from megatron.arguments import Problems
 from megatron.config import architecture, command_line, saved_flags
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.checks.declared import effective
-from megatron.config.checks.paths import newest_with_good_args, vouched_file
 from megatron.config.command_line import CommandLine
+from megatron.config.history import vouched_file
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.tree import Config
 from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.training import memory
+from megatron.training.checkpointing import one_history
+from megatron.training.checkpointing.one_history import newest_of_load
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
     optimizer_problem,
@@ -63,6 +63,7 @@ def check(line: CommandLine) -> Tokenizer:
     tokenizer = build_tokenizer(line.config)
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
     problems = [
+        *one_history.problems(line),
         *_of_checkpoint(line, plan, tokenizer.identity()),
         *([] if line.script.datasets_provider else _of_data(line.config, plan, tokenizer)),
         *([] if line.script.model_provider else _of_memory(line.config, plan)),
@@ -78,7 +79,10 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
         tokenizer = build_tokenizer(line.config)
     except (ValueError, OSError):
         tokenizer = None
-    problems = list(_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()))
+    problems = [
+        *one_history.problems(line),
+        *_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()),
+    ]
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
         if line.script.datasets_provider is None:
             problems += _of_data(line.config, plan, tokenizer)
@@ -91,7 +95,7 @@ def resumed_state(line: CommandLine) -> dict[str, Any] | None:
     is none, or they cannot be read."""
     c = line.config.checkpoint
     fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
-    folder = None if c.load is None or c.finetune or fetched else _newest(c, c.load)
+    folder = None if c.load is None or c.finetune or fetched else newest_of_load(c, c.load)
     return None if folder is None else _state(folder)
 
 
@@ -187,7 +191,7 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     config = line.config
     c = line.config.checkpoint
     fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
-    folder = None if c.load is None or fetched else _newest(c, c.load)
+    folder = None if c.load is None or fetched else newest_of_load(c, c.load)
     saved, state = (None, None) if folder is None else (_saved_config(folder), _state(folder))
     if c.load is None or saved is None or c.finetune:
         return
@@ -211,20 +215,6 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
         build_scheduler(config, plan, SimpleNamespace(param_groups=[])).problem(schedule),
     )
     yield from (text for text in problems if text)
-
-
-def _newest(c: CheckpointConfig, load: str) -> Path | None:
-    """The checkpoint that a load tries first, as far as can be seen here: the newest, snapshots
-    among them."""
-    roots = [load]
-    if c.ckpt_step is None and not Path(load).name.startswith("iter_"):
-        roots += [
-            os.path.join(c.snapshot_dir or os.path.join(load, "snapshots"), slot) for slot in "01"
-        ]
-    folders = [
-        folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None
-    ]
-    return max(folders, key=lambda folder: int(folder.name[5:]), default=None)
 
 
 def _saved_config(folder: Path) -> Config | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.config.history import History
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
@@ -71,6 +72,7 @@ class Progress:
     data_order: dict[str, Any] = field(default_factory=dict)  # which data the samples are of
     # what checkpoints keep of features, by name (`Hook`)
     features: dict[str, Any] = field(default_factory=dict)
+    history: History = field(default_factory=lambda: History().branch())
 
 
 class Veto(NamedTuple):

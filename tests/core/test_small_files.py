@@ -25,7 +25,7 @@ from megatron.arguments import Problems
 from megatron.checkpoint import filesystem, lock, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
-from megatron.config.checks.paths import vouched_file
+from megatron.config.history import vouched_file
 from megatron.data.blend.blended_dataset import read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
 from megatron.data.file_access import map_file

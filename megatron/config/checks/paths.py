@@ -9,12 +9,12 @@ import math
 import os
 import re
 import shlex
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from megatron import launcher
+from megatron.config import history
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing, text_lines
@@ -22,7 +22,7 @@ from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
-from megatron.small_files import UnsafeName, path_inside, read_bytes, read_json, safe_name
+from megatron.small_files import UnsafeName, safe_name
 
 SPLITS = ("train", "valid", "test")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,7 +87,6 @@ def missing(config: Config) -> list[str]:
             [sample_format.index for group in knowing for sample_format in group.sample_formats],
         )
     lines += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
-    lines += [] if config.training.skip_train else _overwritten(c)
     for flag, path in (
         ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
         (
@@ -308,40 +307,6 @@ def _snapshots(c: CheckpointConfig, root: str) -> list[int]:
     return [n for slot in "01" for n in _iterations(os.path.join(folder, slot))]
 
 
-def _overwritten(c: CheckpointConfig) -> Iterator[str]:
-    """The run would start at iteration 0 and, one by one, overwrite the checkpoints of an earlier
-    one."""
-    local = staged(c)
-    if local.save is None or (c.ckpt_step is not None and not c.finetune):
-        return
-    last = max(_iterations(local.save) + _snapshots(local, local.save), default=0)
-    if not last:
-        return
-    if c.load is None:
-        why = "without --load this run would start at iteration 0 and overwrite them"
-    elif c.finetune:
-        why = "with --finetune this run would start at iteration 0 and overwrite them"
-    elif _starts_at_0(c.load, c):
-        why = f"this run would start at iteration 0, that of --load {c.load}, and overwrite them"
-    else:
-        return
-    yield (
-        f"--save {c.save}: holds checkpoints up to iteration {last}; {why}. Give --load {c.save} "
-        f"{'and no --finetune ' if c.finetune else ''}to resume from the newest, or another --save "
-        "[save-holds-checkpoints]"
-    )
-
-
-def _starts_at_0(load: str, c: CheckpointConfig) -> bool:
-    """Whether `load`, another directory than --save, has nothing but an iteration 0."""
-    elsewhere = is_url(load) or is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local"
-    if elsewhere or _same_path(load, c.save):
-        return False
-    if os.path.isfile(os.path.join(load, "manifest.json")):
-        return os.path.basename(os.path.normpath(load)) == "iter_0000000"
-    return not any(_iterations(load) + _snapshots(c, load))
-
-
 def _same_path(first: str, second: str | None) -> bool:
     return second is not None and os.path.realpath(first) == os.path.realpath(second)
 
@@ -375,13 +340,14 @@ def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
 
 def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
     """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, the tracker's, or
-    without a tracker the newest complete one; None if absent."""
+    without a tracker the one saved last; None if absent."""
     folder = Path(load)
     if re.fullmatch(r"iter_\d{7,}", folder.name) and folder.is_dir() and ckpt_step is None:
         return folder
     name = str(ckpt_step) if ckpt_step is not None else ""
     if ckpt_step is None and not os.path.lexists(folder / TRACKER):
-        name = str(max(_iterations(load), default=""))
+        last = history.newest(load, history.read_all(load, _iterations(load)))
+        name = "" if last is None else str(last)
     elif ckpt_step is None:
         lines = text_lines(str(folder / TRACKER))
         name = lines[0].strip() if isinstance(lines, list) and lines else ""
@@ -414,20 +380,7 @@ def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | Non
 
 
 def _has_good_args(folder: Path) -> bool:
-    return vouched_file(folder, "args") is not None
-
-
-def vouched_file(folder: Path, name: str) -> bytes | None:
-    """The bytes of a file of a checkpoint; None where the manifest does not vouch for them."""
-    # nor a pipe, to wait for
-    if not (folder / "manifest.json").is_file() or not (folder / name).is_file():
-        return None
-    try:
-        crc32 = read_json(path_inside(folder, "manifest.json"))["files"][name]["crc32"]
-        content = read_bytes(path_inside(folder, name))
-        return content if f"{zlib.crc32(content):08x}" == crc32 else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return history.vouched_file(folder, "args") is not None
 
 
 def _too_long(flag: str, path: str) -> str | None:

@@ -15,6 +15,7 @@ from megatron.checkpoint import store
 from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.state import RunState
+from megatron.config import history
 from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
 from megatron.features.spikes.policy import NAME, Rollback
 from megatron.parallel.collectives import gather_objects
@@ -191,9 +192,10 @@ class RollbackBuffer(Hook):
             if store.is_checkpoint(Path(c.load)):
                 yield self._loaded, Candidate(c.load, None)
             else:
-                yield from (
-                    (n, Candidate(c.load, n)) for n in store.iterations(c.load) if n <= self._loaded
-                )
+                stored = history.read_all(c.load, store.iterations(c.load))
+                own = self._run.progress.history
+                for n in history.led_to(own, self._loaded, stored):
+                    yield n, Candidate(c.load, n)
 
     def on_rollback(self) -> None:
         """After the iteration rolled back to has been saved, rename checkpoints beyond it so that

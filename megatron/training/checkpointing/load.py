@@ -15,13 +15,21 @@ from megatron.checkpoint.filesystem import DISK, CheckpointError, ForeignCheckpo
 from megatron.checkpoint.sharded import Reader
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
+from megatron.config import history
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.history import History
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.tree import Config
 from megatron.optimizer import adam
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.hardware import other_hardware
+from megatron.training.checkpointing.one_history import (
+    is_same_directory,
+    last_number,
+    others,
+    problem,
+)
 from megatron.training.checkpointing.resume_checks import (
     optimizer_problem,
     position_problem,
@@ -49,12 +57,19 @@ def load_checkpoint(run: Run) -> str | None:
     iteration was requested.
     """
     c = run.config.checkpoint
-    world = run.runtime.ctx.world
     # then the directory is this job's
     if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:
         _clear_leftovers(c, c.save)
-    if not c.load:
-        return None
+    loaded = _load(run, c) if c.load else None
+    if c.save and not run.config.training.skip_train:
+        _begin_branch(run, c)
+    return loaded
+
+
+def _load(run: Run, c: CheckpointConfig) -> str | None:
+    """Load the checkpoint of --load, if there is one."""
+    assert c.load is not None
+    world = run.runtime.ctx.world
     with run.timers("load-checkpoint"):
         listed = gather_objects(_tries(c, c.load) if run.runtime.rank == 0 else None, world)[0]
         assert listed is not None, "rank 0 has listed them"
@@ -73,6 +88,24 @@ def load_checkpoint(run: Run) -> str | None:
         return None
 
 
+def _begin_branch(run: Run, c: CheckpointConfig) -> None:
+    """What this run saves comes after all that --save holds. Raises Refusal where some of that is
+    of another history than the checkpoint that was loaded."""
+    p = run.progress
+    before = p.history.branches[:-1]
+    own = History(before) if before and (p.iteration or is_same_directory(c)) else None
+    found: list[Path] = []
+    number = p.history.number
+    if run.runtime.rank == 0:
+        assert c.save is not None
+        found = others(c, own)
+        number = max(number, 1 + last_number(c, c.save))
+    found, number = gather_objects((found, number), run.runtime.ctx.world)[0]
+    if found:
+        raise Refusal(problem(c, str(c.save), c.load, own, [str(path) for path in found]), 2)
+    p.history = replace(p.history, number=number)
+
+
 def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
     """Remove what an earlier job left in the directory, so that it can no longer complete a
     save."""
@@ -82,7 +115,8 @@ def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
         except CheckpointError as error:
             log.warn_once(str(error))
     newest = Path(save, "local_copies.json")
-    if c.non_persistent_ckpt_type != "local" and newest.exists():
+    # that of the directory of --load is used by a resume in it alone
+    if (c.non_persistent_ckpt_type != "local" or not is_same_directory(c)) and newest.exists():
         DISK.remove(newest)
 
 
@@ -230,6 +264,9 @@ def _take_state(run: Run, checkpoint: Checkpoint, saved: Config, c: CheckpointCo
     state = checkpoint.state
     try:
         written_by = ranks_text(state.layout)
+        if not state.history:
+            old = history.without_branches(checkpoint.manifest.crc32, state.iteration)
+            state.history = old.dump(state.iteration)
         restore_counters(run, state, _with_optimizer(c, checkpoint), not c.finetune)
     except (KeyError, TypeError, AttributeError, OverflowError, StopIteration) as error:
         raise ForeignCheckpoint(
@@ -266,6 +303,8 @@ def restore_counters(
         run.progress.skip_history.take(state.skipped_ranges(), state.iteration)
         run.progress.data_order = state.data.get("order", {})
         run.progress.features = state.features
+        branch = History.parse(state.history).branch()
+        p.history = replace(branch, number=max(branch.number, p.history.number + 1))
 
 
 def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:

@@ -321,6 +321,7 @@ def state_of(run: Run) -> RunState:
         skips=progress.skip_history.lines(),
         skipped=[list(iterations) for iterations in progress.skip_history.executed],
         features=dict(progress.features),
+        history=progress.history.dump(progress.iteration),
     )
 
 

@@ -8,9 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron import launcher
-from megatron.config import command_line
 from megatron.config.command_line import CommandLine
+from megatron.training.checkpointing import one_history
 from megatron.training.launch.signals import SignalWatch
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ def save_services(
     line: CommandLine, services: Services | None = None, watch: SignalWatch | None = None
 ) -> Iterator[Services]:
     """`services` (the usual ones if None, with `watch`) and those that saving needs. Raises
-    CheckpointError for a directory that is locked, SystemExit for an object store that another run
-    has saved to."""
+    CheckpointError for a directory that is locked, SystemExit for one with checkpoints of another
+    history."""
     config = line.config
     c = config.checkpoint
     saves = bool(c.save) and not config.training.skip_train
@@ -35,8 +34,10 @@ def save_services(
             lock = stack.enter_context(held(c.save))
             if watch:
                 watch.leaving = lock.release
-        if line.load_url or line.save_url or line.snapshot_url:
-            _exchange_with_object_store(line, stack)
+        _fetch(line)
+        if saves and line.rank == 0:
+            one_history.make_room(line)
+            _upload(line, stack)
         writer = None
         if saves and c.async_save:
             from megatron.checkpoint.async_writer import started
@@ -48,23 +49,29 @@ def save_services(
         yield replace(services, fence=lock.check if lock else services.fence, writer=writer)
 
 
-def _exchange_with_object_store(line: CommandLine, stack: ExitStack) -> None:
-    """Fetch what --load names there; what is saved while `stack` is open is uploaded."""
+def _fetch(line: CommandLine) -> None:
+    """On rank 0, what --load and --snapshot-dir name in an object store."""
+    c = line.config.checkpoint
+    if line.rank or not (line.load_url or line.snapshot_url):
+        return
     from megatron.checkpoint import object_store
 
-    c = line.config.checkpoint
-    writes = line.rank == 0 and not line.config.training.skip_train
-    if writes and line.save_url and (c.finetune or not c.load):
-        if problems := object_store.overwritten(line.save_url):
-            command_line.refuse(problems, launcher.info())
-    if line.load_url and c.load and line.rank == 0:
+    if line.load_url and c.load:
         object_store.fetch(
             line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url
         )
-    fetches = line.rank == 0 and c.ckpt_step is None
-    if line.snapshot_url and c.snapshot_dir and c.load and fetches:
+    if line.snapshot_url and c.snapshot_dir and c.load and c.ckpt_step is None:
         object_store.fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
-    if writes and c.save:
-        snapshots = c.snapshot_dir if c.snapshot_interval else None
-        targets = object_store.upload_targets(c.save, line.save_url, snapshots, line.snapshot_url)
-        stack.enter_context(object_store.uploading(targets, c.save))
+
+
+def _upload(line: CommandLine, stack: ExitStack) -> None:
+    """Upload what is saved while `stack` is open, if it belongs in an object store."""
+    if not (line.save_url or line.snapshot_url):
+        return
+    from megatron.checkpoint import object_store
+
+    c = line.config.checkpoint
+    assert c.save is not None, "the run saves"
+    snapshots = c.snapshot_dir if c.snapshot_interval else None
+    targets = object_store.upload_targets(c.save, line.save_url, snapshots, line.snapshot_url)
+    stack.enter_context(object_store.uploading(targets, c.save))

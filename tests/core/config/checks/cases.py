@@ -113,10 +113,6 @@ def lay_out(folder: Path) -> None:
     _write(folder / "broken/iter_0000010/args")
     for name in (
         *("run/iter_0000010", "run/iter_0000020", "ours/iter_0000010", "older/iter_0000020"),
-        "good/iter_0000003",
-        "good/iter_0000007",
-        "imported/iter_0000000",
-        "snapshot/snapshots/1/iter_0000005",
     ):
         _write(folder / name / "manifest.json")
     args = (

@@ -116,24 +116,13 @@ def test_checkpoints_that_are_there(data: Path):
     "flags",
     [
         "--save new",
-        "--save run --load run",
-        "--save run --load run --ckpt-step 3",
-        "--save run --load run/iter_0000003",
-        "--save run --load other",
-        "--save run --load other --ckpt-step 5",
-        "--save new --load run --finetune",
-        "--save imported --load imported --finetune",
-        "--save run --skip-train",
         # as a first run leaves it that ended before its first checkpoint
         "--save begun --load begun",
         # a save was killed while it replaced the only checkpoint
         "--save replaced --load replaced",
     ],
 )
-def test_runs_that_overwrite_nothing_unasked(data: Path, flags):
-    complete(data / "run", 3, 7)
-    complete(data / "other", 5)
-    complete(data / "imported", 0)
+def test_a_directory_without_a_checkpoint_that_a_run_begins_in(data: Path, flags):
     for name in ("run_events.jsonl", ".lock.000001", ".iter_0000002.tmp-0123abcd"):
         (data / "begun" / name).mkdir(parents=True)
     aside = data / "replaced" / ".iter_0000004.old-0123abcd"

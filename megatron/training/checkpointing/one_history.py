@@ -1,0 +1,199 @@
+"""A run directory has one history: checkpoints of others in --save are refused, or renamed
+(--overwrite-newer-checkpoints). Loads no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron import launcher, log
+from megatron.checkpoint.filesystem import DISK, FINAL, MANIFEST, iterations
+from megatron.config import command_line, history
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks.paths import TRACKER, newest_with_good_args
+from megatron.config.command_line import CommandLine
+from megatron.config.history import History
+from megatron.config.skip_ranges import FILE_NAME
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.object_store import Remote
+
+SUFFIX = "other-history"
+
+
+def slots(c: CheckpointConfig, root: str) -> list[str]:
+    """The two run directories with the snapshots of the run directory `root`."""
+    folder = c.snapshot_dir or os.path.join(root, "snapshots")
+    return [os.path.join(folder, slot) for slot in "01"]
+
+
+def newest_of_load(c: CheckpointConfig, load: str) -> Path | None:
+    """The checkpoint that a load tries first, as far as can be seen here: the newest, snapshots
+    among them."""
+    if Path(load, MANIFEST).is_file() or _is_final(Path(load)):
+        return Path(load) if Path(load).is_dir() else None
+    roots = [load, *(slots(c, load) if c.ckpt_step is None else [])]
+    folders = [
+        folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None
+    ]
+    return max(folders, key=lambda folder: int(folder.name[5:]), default=None)
+
+
+def is_same_directory(c: CheckpointConfig) -> bool:
+    """Whether --load is the directory of --save, or a checkpoint in it."""
+    if c.load is None or c.save is None:
+        return False
+    load = Path(os.path.realpath(c.load))
+    return os.path.realpath(c.save) in (str(load), str(load.parent) if _is_final(load) else "")
+
+
+def _is_final(path: Path) -> bool:
+    return FINAL.fullmatch(path.name) is not None
+
+
+def others(c: CheckpointConfig, own: History | None) -> list[Path]:
+    """What --save holds of other histories than that of a run which begins at the checkpoint of
+    `own`, or, with None, at iteration 0: checkpoints and snapshots.
+
+    In the directory of --load all is of one history, and what an interrupted rollback left of its
+    snapshots too."""
+    assert c.save is not None, "the run saves"
+    resumes = own is not None and not c.finetune and is_same_directory(c)
+    found: list[Path] = []
+    for root in (c.save, *slots(c, c.save)):
+        theirs = history.read_all(root, iterations(root))
+        if own is None:
+            wrong = [n for n in theirs if n]
+        elif not resumes:
+            wrong = history.foreign(own, theirs, root)
+        elif root == c.save:
+            wrong = []
+        else:
+            wrong = [n for n, other in theirs.items() if not _is_of_run(own, other)]
+        found += [history.iteration_directory(root, n) for n in wrong]
+    return found
+
+
+def last_number(c: CheckpointConfig, save: str) -> int:
+    """Of the branch that began last of those in a run directory."""
+    roots = (save, *slots(c, save))
+    known = [one for root in roots for one in history.read_all(root, iterations(root)).values()]
+    return max((one.number for one in known if one), default=0)
+
+
+def _is_of_run(own: History, other: History | None) -> bool:
+    """Do both begin alike, as far as is known?"""
+    known = own.branches and other and other.branches
+    return not other or not known or own.branches[0][0] == other.branches[0][0]
+
+
+def may_rename(c: CheckpointConfig, own: History | None) -> bool:
+    """Whether what is found is renamed; not where the run begins anew from one of them."""
+    return c.overwrite_newer_checkpoints and not (own is None and is_same_directory(c))
+
+
+def problem(
+    c: CheckpointConfig, save: str, load: str | None, own: History | None, found: Sequence[str]
+) -> str:
+    """The line about checkpoints of other histories in `save`: `found`."""
+    last = max(found, key=lambda name: int(name.rpartition("_")[2]))
+    start = "iteration 0" if own is None else f"iteration {own.iteration} of --load {load}"
+    remedies = [
+        f"give --load {save}{' and no --finetune' * c.finetune} to resume from the newest",
+        *["--overwrite-newer-checkpoints to rename them"] * (not is_same_directory(c)),
+        "or another --save",
+    ]
+    return (
+        f"--save {save}: holds checkpoints of another history, the last is {last}, and this run "
+        f"would start at {start} and overwrite them; {', '.join(remedies)} [save-holds-checkpoints]"
+    )
+
+
+def begins_at(line: CommandLine) -> tuple[bool, History | None]:
+    """(Whether it is known before the load where this run begins; the history of that checkpoint,
+    None at iteration 0)."""
+    c = line.config.checkpoint
+    if c.load is None or c.finetune:
+        return True, None
+    folder = newest_of_load(c, c.load)
+    if folder is not None:
+        own = history.identified(folder)
+        if own and not own.iteration and not is_same_directory(c):
+            return True, None
+        return own is not None, own
+    elsewhere = line.load_url or line.snapshot_url or c.non_persistent_ckpt_type == "local"
+    return not (elsewhere or is_same_directory(c)), None
+
+
+def problems(line: CommandLine) -> Iterator[str]:
+    """The problem of a run that saves where there are checkpoints of another history, as far as can
+    be seen on this disk."""
+    c = line.config.checkpoint
+    if c.save is None or line.config.training.skip_train or line.load_url:
+        return
+    known, own = begins_at(line)
+    if known and not may_rename(c, own) and (found := others(c, own)):
+        yield problem(c, line.save_url or c.save, c.load, own, [str(path) for path in found])
+
+
+def make_room(line: CommandLine) -> None:
+    """As the holder of --save, before training: rename what it holds of other histories, on the
+    disk and in an object store, with --overwrite-newer-checkpoints; without, exit with code 2.
+    Raises CheckpointError."""
+    c = line.config.checkpoint
+    known, own = begins_at(line)
+    if c.save is None or not known:
+        return
+    found = others(c, own)
+    stored = [] if own and line.save_url == line.load_url else list(_in_store(line, own))
+    names = [str(path) for path in found]
+    names += [f"{remote.url}/iter_{n:07d}" for remote, wrong in stored for n in wrong]
+    if names and not may_rename(c, own):
+        places = line.save_url or c.save, line.load_url or c.load
+        command_line.refuse([problem(c, *places, own, names)], launcher.info())
+    set_aside(Path(c.save), found)
+    for remote, wrong in stored:
+        for name in remote.set_aside(wrong, SUFFIX):
+            _say(f"{remote.url}/{name}", f"{name}.{SUFFIX}")
+
+
+def _in_store(line: CommandLine, own: History | None) -> Iterator[tuple[Remote, Sequence[int]]]:
+    """(Run directory in an object store, what that holds of other histories)."""
+    from megatron.checkpoint.object_store import Remote
+
+    places = [(line.save_url, "")] + [(line.snapshot_url, f"/{slot}") for slot in "01"]
+    for url, below in places:
+        if url:
+            remote = Remote(url + below)
+            theirs = remote.histories()
+            wrong = history.foreign(own, theirs) if own else [n for n in theirs if n]
+            yield remote, wrong
+
+
+def set_aside(save: Path, found: Sequence[Path]) -> None:
+    """Rename checkpoints so that nothing loads or removes them, and with those of `save` its
+    records of skipped iterations. Raises CheckpointError."""
+    for path in found:
+        tracker = path.parent / TRACKER
+        if path.parent != save and tracker.exists():  # as where a slot is emptied
+            DISK.remove(tracker)
+        _rename(path)
+    if any(path.parent == save for path in found) and (save / FILE_NAME).exists():
+        _rename(save / FILE_NAME)
+
+
+def _rename(path: Path) -> None:
+    number = 1
+    target = path.with_name(f"{path.name}.{SUFFIX}")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.{SUFFIX}-{number}")
+    DISK.rename(path, target)
+    DISK.fsync_directory(path.parent)
+    _say(str(path), target.name)
+
+
+def _say(path: str, name: str) -> None:
+    log.print_rank_0(f"  {path} is of another history: renamed to {name}")
