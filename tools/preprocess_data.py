@@ -35,6 +35,7 @@ from megatron.data.parts.corpus import Corpus, Totals
 from megatron.data.parts.making import tidy
 from megatron.data.parts.part_set import PartSet
 from megatron.data.parts.plan import PART_BYTES, Task, task_of, units
+from megatron.data.parts.writers import writing
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
 from megatron.data.preprocess.encode_files import Limits, descriptions, encoded_blocks, trailer_of
@@ -605,15 +606,16 @@ def _make_parts(
     plan = units(files, config.run.part_bytes, config.read.txt_lines)
     made_of = tuple(unit.made_of(identity) for unit in plan)
     sets = [PartSet(pair, task.count, made_of, identity) for pair in _pairs(config)]
-    for each in sets:
-        each.write_plan(config.write.overwrite)
     corpus = Corpus(job, _limits(config), identity, tuple(plan), tuple(sets))
     numbers = range(task.number, len(plan), task.count)
-    if config.run.cluster:
-        count, failures = _make_on_cluster(config, corpus, stop)
-    else:
-        count, failures = _make_locally(config, corpus, numbers, stop)
-    tidy(sets)
+    with contextlib.ExitStack() as stack:
+        for each in sets:
+            stack.enter_context(writing(each, config.write.overwrite))
+        if config.run.cluster:
+            count, failures = _make_on_cluster(config, corpus, stop)
+        else:
+            count, failures = _make_locally(config, corpus, numbers, stop)
+        tidy(sets)
     _warn_of_keys(config, count.having, count.documents)
     if failures:
         raise ValueError("\n".join(failures))

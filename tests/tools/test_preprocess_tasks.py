@@ -11,8 +11,10 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -313,6 +315,38 @@ def test_the_parts_of_another_command_are_refused(
     with open(corpus / "in" / "0.jsonl", "a", encoding="utf-8") as file:
         file.write('\n{"text": "one more"}\n')
     assert preprocess(corpus, "once", "--append-eod", "--part-bytes", 9000, "--task", "0/1") == 1
+
+
+def test_parts_that_a_process_of_another_command_writes_are_not_replaced(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until it ends; those of the same command, which an array starts at once, are no matter."""
+    flags = ("--part-bytes", 3000)
+    inputs = sorted((corpus / "in").iterdir())
+    words = [sys.executable, PROGRAM, "--input", *inputs, "--output-prefix", corpus / "out" / "x"]
+    words += [*BYTES, *flags, "--task", "0/2"]
+    folder = corpus / "out" / "x_text_document.parts"
+    (corpus / "out").mkdir()
+    with subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL) as old:
+        try:
+            while not list(folder.glob("*.making-*")) and old.poll() is None:
+                time.sleep(0.001)
+            old.send_signal(signal.SIGSTOP)
+            assert old.poll() is None, "it makes a part"
+            other = ("--append-eod", *flags, "--task", "0/1", "--overwrite")
+            assert preprocess(corpus, "x", *other) == 1
+            said = capsys.readouterr().err.strip()
+            problems.assert_problem(
+                said, "output-in-use", "--overwrite", old.pid, socket.gethostname()
+            )
+            for overwrite in ((), ("--overwrite",)):
+                assert preprocess(corpus, "x", *flags, "--task", "1/2", *overwrite) == 0
+        finally:
+            old.kill()
+    assert preprocess(corpus, "x", *other) == 0
+    assert preprocess(corpus, "once", *other) == 0
+    once = files(corpus / "out" / "once_text_document.parts")
+    assert {**files(folder), **once} == files(folder) and not list(folder.glob("writer-*"))
 
 
 def test_a_bad_record_is_one_error_and_the_other_parts_are_made(

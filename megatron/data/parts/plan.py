@@ -12,6 +12,7 @@ makes the parts k with k % N == I.
     000000.bin .idx .json    part 0, a pair like any other; its .json has that hash, too
     000000.sources           with --metadata-keys: `document_sources`
     000000.making-*/         where a process makes part 0; nobody reads it
+    writer-*.json            locked by a process that makes parts; says which (`writers`)
 
 **Whole.** The .json of a part is renamed to its place last. A part is whole if its .json is sealed,
 has the hash that parts.json has, and the sizes that it records are those of the files. The hash is
