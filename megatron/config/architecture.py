@@ -53,6 +53,13 @@ def differences(saved: ModelConfig, now: ModelConfig) -> list[Difference]:
     ]
 
 
+def typed_differences(saved: ModelConfig, now: ModelConfig) -> list[Difference]:
+    """`differences`, without those that only follow from others: their flags have one value."""
+    found = differences(saved, now)
+    typed = [one for one in found if any(getattr(saved, f) != getattr(now, f) for f in one.fields)]
+    return typed or found
+
+
 @dataclass
 class FromCheckpoint:
     """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that

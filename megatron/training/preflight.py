@@ -195,7 +195,7 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     saved, state = (None, None) if folder is None else (_saved_config(folder), _state(folder))
     if c.load is None or saved is None or c.finetune:
         return
-    differences = architecture.differences(effective(saved).model, effective(config).model)
+    differences = architecture.typed_differences(effective(saved).model, effective(config).model)
     wrong = architecture_problem(differences)
     if wrong:
         yield wrong

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from megatron.config.architecture import Difference
@@ -67,21 +67,19 @@ def _optimizer(kind: Any, config: Config) -> str:
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The checkpoint was trained with another tokenizer. Both are results of `Tokenizer.identity`;
     an empty one matches any."""
-    before = _vocabulary(saved)
-    current = _vocabulary(now)
-    if not before or before == current:
+    differ = {key for key in {**saved, **now} if saved.get(key) != now.get(key)} - {"files"}
+    if not saved or not differ:
         return None
+    of_files = " with another content" * (saved.get("files") == now.get("files"))
     return (
-        f"--load {load}: it was trained with the tokenizer {_short(before)}, this run has "
-        f"{_short(current)}; give the same vocabulary, or --finetune to start a new run from its "
-        "weights [checkpoint-of-another-tokenizer]"
+        f"--load {load}: it was trained with the tokenizer {_text(saved, differ)}, this run has "
+        f"{_text(now, differ)}{of_files * ('sha256' in differ)}; give the same vocabulary, or "
+        "--finetune to start a new run from its weights [checkpoint-of-another-tokenizer]"
     )
 
 
-def _vocabulary(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines the token ids: a tokenizer's identity without the paths of its files."""
-    return {key: value for key, value in identity.items() if key != "files"}
-
-
-def _short(identity: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {str(value)[:60]}" for key, value in identity.items())
+def _text(identity: Mapping[str, Any], differ: Set[str]) -> str:
+    """The class of a tokenizer, its files, and its settings that differ."""
+    settings = [f"{key} {identity.get(key)}" for key in sorted(differ - {"class", "sha256"})]
+    files = [str(file) for file in identity.get("files", ()) if "sha256" in differ]
+    return ", ".join([str(identity.get("class")), *settings, *files])

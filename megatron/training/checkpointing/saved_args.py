@@ -40,7 +40,9 @@ def check_architecture(saved: Config, now: Config, strict: bool) -> None:
     saved, now = effective(saved), effective(now)
     wrong = architecture.differences(saved.model, now.model)
     if wrong and strict:
-        raise ValueError(architecture_problem(wrong))
+        raise ValueError(
+            architecture_problem(architecture.typed_differences(saved.model, now.model))
+        )
     named = {field for difference in wrong for field in difference.fields}
     compared = [
         name

@@ -49,6 +49,15 @@ PHASES = (
 START_UP = "start-up"
 FIRST = "first iteration"
 LOOP = "megatron/training/loop.py"
+# by its begin, the name in --hang-timeout-...-seconds of a phase that is not an iteration
+LIMITS = (
+    (START_UP, "startup-"),
+    (FIRST, "first-iteration-"),
+    ("evaluation", "evaluation-"),
+    ("save", "save-"),
+    ("after iteration", "save-"),
+    ("end of training", "save-"),
+)
 NEVER_JOINED = "never joined"
 # files whose code waits for other ranks
 WAITING = (
@@ -154,7 +163,12 @@ def waiting_in(frame: FrameType) -> str | None:
 
 def failure(process: ProcessId, seconds: float, answer: Mapping[str, Any]) -> Failure:
     """The failure of a run in which `process` hangs; `answer`: what it does."""
-    text = f"made no progress for {seconds:.0f} seconds; phase: {answer['phase']}; {answer['at']}"
+    known = str(answer.get("known", ""))
+    limit = next((flag for begin, flag in LIMITS if known.startswith(begin)), "")
+    text = (
+        f"made no progress for {seconds:.0f} seconds; phase: {answer['phase']}; {answer['at']}; "
+        f"if it is only slow, raise --hang-timeout-{limit}seconds [rank-hangs]"
+    )
     return Failure(process, text, HUNG, silent=True)
 
 
@@ -176,13 +190,14 @@ def describe(known: str, frames: Sequence[FrameType]) -> dict[str, Any]:
     return {
         "at": code_location(traceback.extract_stack(frames[-1])),
         "phase": full_phase(known, calls),
+        "known": known,
         "stack": stack_text(frames),
     }
 
 
 def unknown(known: str) -> dict[str, Any]:
     """The answer of a process that cannot be inspected."""
-    return {"at": "does not respond", "phase": known, "stack": ""}
+    return {"at": "does not respond", "phase": known, "known": known, "stack": ""}
 
 
 def inspect(
@@ -241,7 +256,8 @@ class _Inspection:
         frames = _main_thread(self._text)
         stack = "".join(f'  File "{path}", line {line}, in {name}\n' for path, line, name in frames)
         doing = full_phase(known, [(path, name) for path, _, name in frames])
-        return {"at": _why_silent(self.state), "phase": doing, "stack": stack}
+        at = _why_silent(self.state)
+        return {"at": at, "phase": doing, "known": known, "stack": stack}
 
 
 def _why_silent(state: str) -> str:

@@ -3,6 +3,8 @@ fraction of a second."""
 
 from __future__ import annotations
 
+import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -119,6 +121,27 @@ def test_it_runs_before_torch_is_loaded(folder):
 def test_flags_against_a_checkpoint(folder, capsys, extra, said):
     lines = refused(capsys, resumed(folder, *extra))
     assert codes_of(lines) == said
+
+
+@pytest.mark.parametrize("flag, value", [("hidden_size", "64"), ("num_attention_heads", "2")])
+def test_only_what_was_typed_is_named(folder, capsys, flag, value):
+    """Not the size of a head, nor the scale of attention, which follow from it."""
+    [line] = refused(capsys, resumed(folder, f"--{flag.replace('_', '-')}", value))
+    assert re.findall(r"(\w+) value from checkpoint", line) == [flag]
+
+
+def test_a_tokenizer_is_named_by_its_files():
+    saved = {"class": "GPT2BPETokenizer", "files": ["a/vocab.json"], "sha256": ["1" * 64]}
+    other = {**saved, "files": ["b/vocab.json"], "sha256": ["2" * 64]}
+    problem = functools.partial(preflight.vocabulary_problem, "run", saved)
+    code = "checkpoint-of-another-tokenizer"
+    assert_problem(problem(other), code, "--load run", "a/vocab.json", "b/vocab.json")
+    line = problem({**saved, "sha256": ["2" * 64]})
+    assert_problem(line, code, "a/vocab.json")
+    line = problem({**saved, "class": "SentencePieceTokenizer"})
+    assert_problem(line, code, "GPT2BPETokenizer", "SentencePieceTokenizer")
+    assert "1" * 9 not in problem(other) + line
+    assert problem({**saved, "files": ["b/vocab.json"]}) is problem(saved) is None
 
 
 def test_what_had_no_effect_in_the_run_of_the_checkpoint_is_no_difference(

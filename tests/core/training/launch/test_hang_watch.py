@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.config import command_line
 from megatron.training.launch import hang
-from megatron.training.launch.hang_limits import Limits, limits
+from megatron.training.launch.hang_limits import Limits, Phase, limits
 from megatron.training.launch.hang_watch import HangWatch
+from megatron.training.launch.process import ProcessId
 from megatron.training.result import Requests
+from tests.problems import assert_problem
 from tests.runs import SMALL, with_flags
 
 
@@ -103,3 +106,24 @@ def test_the_flags():
 )
 def test_the_stack_decides_where_another_ranks_phase_is_further(known, frames, expected):
     assert hang.full_phase(known, frames) == expected
+
+
+@pytest.mark.parametrize(
+    "phase, flag",
+    [
+        (Phase("start-up"), "startup"),
+        (Phase("first iteration", 1), "first-iteration"),
+        (Phase("iteration", 7), ""),
+        (Phase("evaluation"), "evaluation"),
+        (Phase("save"), "save"),
+        (Phase("after iteration", 7), "save"),
+    ],
+)
+def test_the_line_of_a_hang_ends_with_its_limits_flag_and_a_code(phase, flag):
+    """Of a rank that answered, and of one that cannot."""
+    frame = [sys._getframe()]
+    process = ProcessId(3, 17, "node", "0")
+    for answer in (hang.describe(str(phase), frame), hang.unknown(str(phase))):
+        [line, *_] = hang.report(hang.failure(process, 61.0, answer), answer).splitlines()
+        named = f"--hang-timeout-{flag}{'-' * bool(flag)}seconds"
+        assert_problem(line, "rank-hangs", "rank 3", 17, named)
