@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -15,6 +16,8 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
+from megatron.config.history import History
+from megatron.training.checkpointing import one_history
 from megatron.training.checkpointing import save as saving
 from tests import problems
 from tests.core.checkpoint.s3_server import serving
@@ -49,9 +52,10 @@ def no_waits(monkeypatch):
     monkeypatch.setattr(object_store, "LOOKS", 0.05)
 
 
-def checkpoint(staging: Path, iteration: int) -> None:
-    """A small checkpoint in a staging directory."""
-    store.save(staging, iteration, [], RunState(iteration=iteration), f"--seed {iteration}\n")
+def checkpoint(staging: Path, iteration: int, own: History | None = None) -> None:
+    """A small checkpoint in a staging directory, of the branch `own` if it names one."""
+    state = RunState(iteration=iteration, history=own.dump(iteration) if own else {})
+    store.save(staging, iteration, [], state, f"--seed {iteration}\n")
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -307,6 +311,69 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
     checkpoint(save, 7)  # newer than both of them
     object_store.fetch_snapshot(url, str(tmp_path / "nothing"), str(save))
     assert not (tmp_path / "nothing").exists()
+
+
+def command(load: Path, save: Path, url: str, **more) -> SimpleNamespace:
+    """The line of a run that loads from a directory and saves to a store."""
+    c = CheckpointConfig(load=str(load), save=str(save), **more)
+    return SimpleNamespace(
+        config=SimpleNamespace(checkpoint=c, training=SimpleNamespace(skip_train=False)),
+        load_url=None,
+        save_url=url,
+        snapshot_url=None,
+    )
+
+
+def test_a_store_has_one_history(files_as_store, tmp_path, capsys):
+    """Another one's is refused, or renamed with its records of skipped iterations."""
+    url = f"file://{tmp_path}/store/run"
+    for name in ("other", "there"):
+        own = History().branch()
+        for iteration in (5, 10):
+            checkpoint(tmp_path / name, iteration, own)
+    for iteration in (5, 10):
+        Remote(url).upload(tmp_path / "there", iteration)
+    skip_log.append(tmp_path / "there", ["{}"])
+    Remote(url).upload_skips(tmp_path / "there")
+    before = sorted(path.name for path in (tmp_path / "store/run").iterdir())
+    with pytest.raises(SystemExit) as leave:
+        one_history.make_room(command(tmp_path / "other", tmp_path / "empty", url))
+    assert leave.value.code == 2
+    error = capsys.readouterr().err
+    problems.assert_reported(error, "save-holds-checkpoints", url, "iteration 10")
+    one_history.make_room(command(tmp_path / "there", tmp_path / "empty", url))
+    assert before == sorted(path.name for path in (tmp_path / "store/run").iterdir())
+    one_history.make_room(
+        command(tmp_path / "other", tmp_path / "empty", url, overwrite_newer_checkpoints=True)
+    )
+    assert Remote(url).latest() is None and Remote(url).newest() is None
+    left = sorted(path.name for path in (tmp_path / "store/run").iterdir())
+    assert left == [f"{name}.other-history" for name in ("iter_0000005", "iter_0000010")] + [
+        "skips.jsonl.other-history"
+    ]
+    one_history.make_room(command(tmp_path / "other", tmp_path / "empty", url))
+
+
+def test_a_fetch_follows_the_branch_that_the_store_is_on(files_as_store, tmp_path):
+    """Without its tracker, too; a later iteration in the staging directory counts if it continues
+    from what the store has."""
+    url = f"file://{tmp_path}/store/run"
+    first = History().branch()
+    for iteration in (4, 6, 8):
+        checkpoint(tmp_path / "here", iteration, first)
+        Remote(url).upload(tmp_path / "here", iteration)
+    second = History(((first.branches[0][0], 4),), 1).branch()
+    checkpoint(tmp_path / "there", 6, second)
+    Remote(url).upload(tmp_path / "there", 6)
+    object_store.fetch(url, str(tmp_path / "here"))  # which has 6 and 8 of the first branch
+    assert store.latest(tmp_path / "here") == 6
+    assert History.parse(store.load(tmp_path / "here").state.history).number == 2
+    checkpoint(tmp_path / "here", 7, second)
+    object_store.fetch(url, str(tmp_path / "here"))
+    assert store.latest(tmp_path / "here") == 7
+    (tmp_path / "store/run" / store.TRACKER).unlink()
+    object_store.fetch(url, str(tmp_path / "new"))
+    assert store.latest(tmp_path / "new") == 6
 
 
 @pytest.mark.peers
