@@ -25,6 +25,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.hardware import other_hardware
 from megatron.training.checkpointing.one_history import (
+    LOCAL_COPIES,
     is_same_directory,
     last_number,
     others,
@@ -114,9 +115,8 @@ def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
             store.clear_leftovers(root)
         except CheckpointError as error:
             log.warn_once(str(error))
-    newest = Path(save, "local_copies.json")
-    # that of the directory of --load is used by a resume in it alone
-    if (c.non_persistent_ckpt_type != "local" or not is_same_directory(c)) and newest.exists():
+    newest = Path(save, LOCAL_COPIES)
+    if c.non_persistent_ckpt_type != "local" and newest.exists():
         DISK.remove(newest)
 
 

@@ -19,6 +19,7 @@ from megatron.checkpoint.local_copies import LocalSave, part_folder
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import broadcast_object, gather_objects
+from megatron.training.checkpointing.one_history import is_same_directory
 from megatron.training.checkpointing.save import (
     Constants,
     PendingSave,
@@ -83,7 +84,8 @@ class LocalCopies:
                 newest = local_copies.read_newest(self._root)
             except CheckpointError:
                 pass  # a new run, which no copy belongs to
-            if newest is None or newest.iteration != self._run.progress.iteration:
+            resumed = is_same_directory(self._run.config.checkpoint)
+            if newest is None or not resumed or newest.iteration != self._run.progress.iteration:
                 newest = LocalSave(newest.run if newest else secrets.token_hex(8))
                 local_copies.write_newest(self._root, newest)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.object_store import Remote
 
 SUFFIX = "other-history"
+LOCAL_COPIES = "local_copies.json"
 
 
 def slots(c: CheckpointConfig, root: str) -> list[str]:
@@ -147,7 +148,7 @@ def make_room(line: CommandLine) -> None:
     if c.save is None or not known:
         return
     found = others(c, own)
-    stored = [] if own and line.save_url == line.load_url else list(_in_store(line, own))
+    stored = [] if own and is_same_directory(c) else list(_in_store(line, own))
     names = [str(path) for path in found]
     names += [f"{remote.url}/iter_{n:07d}" for remote, wrong in stored for n in wrong]
     if names and not may_rename(c, own):
@@ -173,15 +174,17 @@ def _in_store(line: CommandLine, own: History | None) -> Iterator[tuple[Remote, 
 
 
 def set_aside(save: Path, found: Sequence[Path]) -> None:
-    """Rename checkpoints so that nothing loads or removes them, and with those of `save` its
-    records of skipped iterations. Raises CheckpointError."""
+    """Rename checkpoints so that nothing loads or removes them, and with those of `save` what else
+    is of their history. Raises CheckpointError."""
     for path in found:
         tracker = path.parent / TRACKER
         if path.parent != save and tracker.exists():  # as where a slot is emptied
             DISK.remove(tracker)
         _rename(path)
-    if any(path.parent == save for path in found) and (save / FILE_NAME).exists():
-        _rename(save / FILE_NAME)
+    if any(path.parent == save for path in found):
+        for path in (save / FILE_NAME, save / LOCAL_COPIES):
+            if path.exists():
+                _rename(path)
 
 
 def _rename(path: Path) -> None:

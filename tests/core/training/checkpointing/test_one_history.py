@@ -284,6 +284,9 @@ def test_all_pairs_of_four_histories(histories, tmp_path, load_from, save_to, re
         # what is no longer there was replaced, or was a snapshot beyond, of a branch of its own
         for line in set(before.values()) - set(after.values()):
             assert load_from == save_to or leads(begins, line)
+        if load_from != save_to:  # an unattended restart renames nothing of its own
+            assert disk.run(load_from, save_to, 1, 1, step=number, rename=rename) == begins
+            assert kept == [line for path, line in disk.saved().items() if path.suffix]
         (disk.folder / save_to / store.TRACKER).unlink()
         assert disk.run(save_to, save_to) == disk.last[save_to]
 
