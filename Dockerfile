@@ -20,5 +20,8 @@ RUN python3 -m venv /venv \
     && /venv/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c requirements/constraints.txt torch \
     && /venv/bin/pip install --no-cache-dir -c requirements/constraints.txt .
 ENV PATH=/venv/bin:$PATH
+# Runs as nobody in particular; to write a mounted directory: docker run --user $(id -u):$(id -g) -v ...
+RUN useradd --create-home --uid 10001 megatron && install -d -o megatron -g megatron /workspace
+USER megatron
 WORKDIR /workspace
 CMD ["megatron-pretrain", "--help"]

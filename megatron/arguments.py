@@ -24,11 +24,17 @@ from dataclasses import MISSING
 from typing import Any, ClassVar, NamedTuple
 
 from megatron.problems import Problems as Problems
+from megatron.problems import credentials_problem
 
 _OFF = re.compile("--(no|disable)-")
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
 _CALLED = {int: "a whole number", float: "a number"}
 _SHOWN = {int: "N", float: "X", str: "TEXT"}
+# What no number of a flag reaches: 64 bits hold whole numbers, and nothing computes with infinity.
+_BEYOND = {int: 1 << 63, float: math.inf}
+_LONGEST_SHOWN = 60  # characters of a value in a message about it
+MOST_PROBLEMS = 100  # of a command line, each of which is searched for what was meant
+MOST_FLAGS = 10_000  # of a command line
 
 
 class Needs(NamedTuple):
@@ -54,7 +60,7 @@ class Limits(NamedTuple):
     def problem(self, value: float) -> str | None:
         """What is wrong with a value outside of the range or not finite."""
         low, above, high, below = self
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return "must be a finite number [value-not-finite]"
         if not (
             (low is None or value >= low)
@@ -219,8 +225,7 @@ class Flag:
         if self.kind in ("switch", "off"):
             if words:
                 raise ValueError(
-                    f"takes no value, but {' '.join(words)!r} follows; omit that "
-                    "[value-not-expected]"
+                    f"takes no value, but {_shown(*words)} follows; omit that [value-not-expected]"
                 )
             return self.kind == "switch"
         if not words:
@@ -237,7 +242,7 @@ class Flag:
         if self.kind == "value":
             if len(words) > 1:
                 raise ValueError(
-                    f"takes one value, but {len(words)} follow: {' '.join(words)!r} "
+                    f"takes one value, but {len(words)} follow: {_shown(*words)} "
                     "[value-count-wrong]"
                 )
             return self._convert_word(words[0])
@@ -245,14 +250,11 @@ class Flag:
             words = words[0][1:-1].replace(",", " ").split()  # a list as YAML writes it
         if isinstance(self.nargs, int) and len(words) != self.nargs:
             raise ValueError(
-                f"takes {self.nargs} values, but {len(words)} follow: {' '.join(words)!r} "
+                f"takes {self.nargs} values, but {len(words)} follow: {_shown(*words)} "
                 "[value-count-wrong]"
             )
-        try:
-            if self.choices is None:
-                return tuple(map(self.type, words))
-        except ValueError:
-            pass  # the word by word reading says which
+        if self.choices is None and self.type is str:
+            return tuple(words)
         return tuple(map(self._convert_word, words))
 
     def _convert_word(self, word: str) -> Any:
@@ -260,22 +262,32 @@ class Flag:
             value = self.type(word)
         except ValueError as error:
             if self.type not in _CALLED:
-                raise ValueError(f"{word!r}: {error}") from None
+                raise ValueError(f"{_shown(word)}: {error}") from None
             from megatron.command_help import as_number
 
             write = as_number(word)
             raise ValueError(
-                f"{word!r} is not {_CALLED[self.type]}{write} [value-malformed]"
+                f"{_shown(word)} is not {_CALLED[self.type]}{write} [value-malformed]"
             ) from None
+        if self.type in _BEYOND and not abs(value) < _BEYOND[self.type]:
+            if self.type is float:
+                raise ValueError(f"{_shown(word)} must be a finite number [value-not-finite]")
+            raise ValueError(f"{_shown(word)} must be less than 2^63 [value-out-of-range]")
         if self.choices is not None and value not in self.choices:
             lower = {str(choice).lower(): str(choice) for choice in self.choices}
-            close = difflib.get_close_matches(word.lower(), lower, 1)
+            close = difflib.get_close_matches(word[:_LONGEST_SHOWN].lower(), lower, 1)
             hint = f"; did you mean {lower[close[0]]}?" if close else ""
             raise ValueError(
-                f"{word!r} is not one of {', '.join(map(str, self.choices))}{hint} "
+                f"{_shown(word)} is not one of {', '.join(map(str, self.choices))}{hint} "
                 "[value-not-a-choice]"
             )
         return value
+
+
+def _shown(*words: str) -> str:
+    """Words in a message, the first characters of long ones."""
+    text = " ".join(words[:_LONGEST_SHOWN])
+    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
 
 
 class FlagAction(argparse.Action):
@@ -498,6 +510,10 @@ class Parser:
         """Let the flag's action read the words after it, or note what is wrong with them; whether
         they spell a value."""
         arguments = self.arguments  # which has the actions
+        if problem := credentials_problem(words):
+            parsed.problems.append(f"{spelling}: {problem}")
+            parsed.broken.add(flag.name)
+            return False
         try:
             self._actions[flag.name](arguments, parsed.namespace, words, spelling)
         except argparse.ArgumentError as error:
@@ -726,11 +742,20 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             from megatron.args_file import expand_files
 
             words = expand_files([word])
+            if not words or is_flag(words[0]):
+                from_files += words
+            elif _takes(parser, typed, len(words)):
+                typed += words
+            else:
+                raise Problems(
+                    [
+                        f"{word}: begins with no flag, and follows none that takes {len(words)} "
+                        "values; an @FILE holds flags, one or more per line [args-file-malformed]"
+                    ]
+                )
         except Problems as error:
             parsed.problems += error.lines
             parsed.unread_file = True
-            continue
-        (from_files if words and is_flag(words[0]) else typed).extend(words)
     for words in (from_files, typed):
         typed_values: dict[str, list[str]] = {}
         starts = [
@@ -738,11 +763,35 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             for index, word in enumerate(words)
             if index == 0 or (word[:1] == "-" and is_flag(word))
         ]
+        if len(starts) > MOST_FLAGS:
+            parsed.problems.append(
+                f"the command line has {len(starts)} flags; at most {MOST_FLAGS} are read, so "
+                "give each once [too-many-words]"
+            )
+            parsed.unread_file = True
+            break
         for start, end in itertools.pairwise([*starts, len(words)]):
             take(parser, words[start:end], typed_values, parsed)
+            if len(parsed.problems) >= MOST_PROBLEMS:
+                parsed.problems.append(
+                    f"{parsed.problems.pop()}; what follows was not read, after "
+                    f"{MOST_PROBLEMS} problems [too-many-words]"
+                )
+                parsed.unread_file = True
+                return parsed
     if parser.extra and not parsed.unread_file:
         parsed.problems += parser.extra.problems(parsed.broken)
     return parsed
+
+
+def _takes(parser: Parser, typed: Sequence[str], count: int) -> bool:
+    """Does the last of these flags take so many values? Of one that is not known here (its error is
+    another, or a script reads it) any number."""
+    spelling = next((word for word in reversed(typed) if is_flag(word)), "").partition("=")[0]
+    flag = parser.find(spelling) if spelling else None
+    if flag is None:
+        return bool(spelling)
+    return flag.kind == "list" or flag.nargs == "words" or (flag.kind == "value" and count == 1)
 
 
 def parse_typed(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
@@ -771,12 +820,14 @@ def take(
         return
     if not is_flag(words[0]):
         parsed.problems.append(
-            f"{' '.join(words)!r} stands alone: every value follows a flag (--name value); did a "
+            f"{_shown(*words)} stands alone: every value follows a flag (--name value); did a "
             "dash get lost? [value-without-flag]"
         )
         return
     if parser.extra and spelling in parser.extra.by_spelling:
-        if problem := parser.extra.take(words):
+        problem = credentials_problem(values)
+        problem = f"{spelling}: {problem}" if problem else parser.extra.take(words)
+        if problem:
             parsed.problems.append(problem)
         return
     flag = parser.find(spelling)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron import small_files
-from megatron.problems import Problems
+from megatron.problems import Problems, error_lines
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -66,6 +66,6 @@ def main(words: Sequence[str]) -> int:
     try:
         print(explain(" ".join(words)), end="", flush=True)
     except Problems as error:
-        print("".join(f"error: {line}\n" for line in error.lines), end="", file=sys.stderr)
+        print(error_lines(error.lines), end="", file=sys.stderr)
         return 2
     return 0

@@ -25,9 +25,30 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO, TypeGuard
 
+from megatron.problems import printable
+
 INTERRUPTED = 130  # the exit code that shells report for a program ended by Ctrl-C
 OUTPUT_CLOSED = 141  # ... for one that wrote to a pipe that nobody reads any more
 _DIE_WITH_PARENT = 1  # Linux: prctl's PR_SET_PDEATHSIG
+
+
+class PrintableOutput:
+    """A standard stream of a tool: whatever it prints is `printable`; `as_is` is the stream."""
+
+    def __init__(self, stream: TextIO):
+        self.as_is = stream
+
+    def write(self, text: str) -> int:
+        """Write `text` so that it does not act on a terminal."""
+        return self.as_is.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.as_is, name)
+
+
+def as_is(stream: TextIO) -> TextIO:
+    """The stream for a program's own control characters."""
+    return getattr(stream, "as_is", stream)
 
 
 class CheckedOutput:
@@ -63,10 +84,18 @@ class CheckedOutput:
         return getattr(self.stream, name)
 
 
-def check_output() -> None:
-    """From now on a standard output that cannot be written ends this program with one line."""
+def check_output(own_prints: bool = False) -> None:
+    """From now on a standard output that cannot be written ends this program with one line; with
+    `own_prints`, where nobody else's code prints, both streams are `PrintableOutput`."""
+    if own_prints and not isinstance(sys.stderr, PrintableOutput):
+        sys.stdout, sys.stderr = PrintableOutput(sys.stdout), PrintableOutput(sys.stderr)
     if not isinstance(sys.stdout, CheckedOutput):
         sys.stdout = CheckedOutput(sys.stdout)
+
+
+def data_output() -> CheckedOutput:
+    """Standard output for what is data, or printable already, so that it stays as it is."""
+    return CheckedOutput(as_is(sys.stdout))
 
 
 def discard_output() -> None:
@@ -144,7 +173,7 @@ def run(main: Callable[[Sequence[str]], int | None], argv: Sequence[str]) -> int
 
     try:
         _install(interrupt)
-        check_output()
+        check_output(own_prints=True)
         return _all_written(main, argv)
     except KeyboardInterrupt:
         sys.stderr.write(_line())

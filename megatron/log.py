@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import TextIO
 
 from megatron import launcher
+from megatron.problems import printable
 
 _PRINTED: set[str] = set()
 # Its level decides whether details are printed: INFO does, WARNING does not (--log-format short).
@@ -40,7 +41,8 @@ def has_status_line(stream: TextIO) -> bool:
 def print_line(text: str) -> None:
     """Print `text` on this rank; on a terminal it replaces the status line, which any rank may have
     written."""
-    print(f"{CLEAR_LINE if has_status_line(sys.stdout) else ''}{text}", flush=True)
+    start = CLEAR_LINE if has_status_line(sys.stdout) else ""
+    print(f"{start}{printable(text)}", flush=True)
 
 
 def print_rank_0(text: str) -> None:
@@ -88,7 +90,8 @@ def last_words(text: str) -> None:
     last one's only.
     """
     if not tell_torchrun(text):
-        sys.stderr.write(f"{CLEAR_LINE if has_status_line(sys.stderr) else ''}{text}")
+        start = CLEAR_LINE if has_status_line(sys.stderr) else ""
+        sys.stderr.write(f"{start}{printable(text)}")
         sys.stderr.flush()
 
 
@@ -98,6 +101,7 @@ def tell_torchrun(text: str, environ: Mapping[str, str] = os.environ) -> bool:
     file = launcher.error_file(environ)
     if file is None:
         return False
+    text = printable(text)
     details = {"py_callstack": text.rstrip("\n"), "timestamp": str(int(time.time()))}
     message = {"message": text.strip().rpartition("\n")[2], "extraInfo": details}
     try:

@@ -7,9 +7,12 @@ import functools
 import importlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from megatron.problems import credentials_problem, printable
 
 Result = TypeVar("Result")
 
@@ -18,19 +21,29 @@ Result = TypeVar("Result")
 _OF_CONTENT = ("ETag", "etag", "md5Hash", "generation")
 _OF_TIME = ("LastModified", "mtime", "created")
 _FACTS = ("size", *_OF_CONTENT, *_OF_TIME)
+# Errors that another try does not change, by the names that boto, gcsfs and adlfs give them:
+# no or wrong credentials, a name that no bucket can have.
+_LASTING = re.compile(
+    "Credential|ParamValidation|InvalidBucket|InvalidRegion|ProfileNotFound|Unauthori[sz]ed|"
+    "AuthenticationError|RefreshError|SSOToken|InvalidToken|AuthorizationHeaderMalformed"
+)
+_LASTING_CODES = (401, 403)  # of HTTP
 
 
 class StoreFailed(OSError):
     """A store that failed every time. The text is its last error, in one line."""
 
     def __init__(self, tries: int, error: Exception) -> None:
-        text = " ".join(str(error).split())[:300]
-        super().__init__(f"tried {tries} times: {type(error).__name__}: {text}")
+        text = printable(" ".join(str(error).split()))[:300]
+        times = "once" if tries == 1 else f"{tries} times"
+        super().__init__(f"tried {times}: {type(error).__name__}: {text}")
 
 
 def open_store(url: str, **options: Any) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path in it. Raises ValueError for a URL that cannot be
     used here."""
+    if problem := credentials_problem([url]):
+        raise ValueError(f"{printable(url)}: {problem}")
     try:
         return importlib.import_module("fsspec.core").url_to_fs(url, **options)
     except ImportError as error:
@@ -48,6 +61,8 @@ def client(url: str) -> Any:
     """fsspec's file system for URLs of this kind, of which this process has one: it does not
     outlive a fork, nor may it be closed by the other process, so it is kept. Raises ValueError as
     `open_store` does."""
+    if problem := credentials_problem([url]):
+        raise ValueError(f"{printable(url)}: {problem}")
     return _client(url.partition("://")[0], os.getpid())
 
 
@@ -58,7 +73,7 @@ def _client(protocol: str, process: int) -> Any:
 
 def patiently(action: Callable[[], Result], waits: Iterable[float]) -> Result:
     """`action()`, and after each of `waits` (seconds) again while the store fails. Raises
-    StoreFailed then, FileNotFoundError at once."""
+    StoreFailed then, or at once where another try would not help; FileNotFoundError at once."""
     pauses = iter(waits)
     tries = 0
     while True:
@@ -68,10 +83,26 @@ def patiently(action: Callable[[], Result], waits: Iterable[float]) -> Result:
         except FileNotFoundError:
             raise
         except Exception as error:  # every store has errors of its own
-            pause = next(pauses, None)
+            pause = None if _lasts(error) else next(pauses, None)
             if pause is None:
                 raise StoreFailed(tries, error) from error
             time.sleep(pause)
+
+
+def _lasts(error: BaseException) -> bool:
+    """Would another try fail, too? The error says so, or one that it was made of."""
+    names = " ".join(kind.__name__ for kind in type(error).__mro__)
+    code = getattr(error, "status", getattr(error, "code", None))
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # botocore's
+        names += " " + str(response.get("Error", {}).get("Code"))
+        code = response.get("ResponseMetadata", {}).get("HTTPStatusCode", code)
+    return (
+        isinstance(error, PermissionError)
+        or bool(_LASTING.search(names))
+        or code in _LASTING_CODES
+        or (error.__cause__ is not None and _lasts(error.__cause__))
+    )
 
 
 def read_range(

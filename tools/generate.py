@@ -18,6 +18,7 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def run(options: Options) -> None:
         prompts = read_prompts(options.prompt_file)
     threads.set_waiting()
     model = LanguageModel(options.open(launcher.world_size()))
-    show = print if launcher.rank() == 0 else _silent
+    output = sys.stdout if sys.stdout.isatty() else interrupt.data_output()
+    show = functools.partial(print, file=output) if launcher.rank() == 0 else _silent
     if options.chat:
         chat(options, model.trained, show)
         return

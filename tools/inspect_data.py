@@ -49,6 +49,7 @@ from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.features.registry import FEATURES
+from megatron.problems import printable
 from tools.shared.program import Command, complain, run_command, said
 from tools.shared.run_data import Reading, open_run
 from tools.shared.run_options import RunOptions
@@ -431,10 +432,11 @@ def show(options: ShowOptions) -> int:
             f"{document['trained_tokens']} trained"
         )
         texts = (
-            f"{before}{part['text']}{after}" if part["trained"] else part["text"]
+            f"{before}{text}{after}" if part["trained"] else text
             for part in document["parts"]
+            for text in (printable(part["text"]),)
         )
-        print("".join(texts))
+        print("".join(texts), file=interrupt.data_output())
     return 0
 
 
@@ -547,11 +549,6 @@ def cell(value: Any) -> str:
         return "(none)"
     text = json.dumps(value, ensure_ascii=False)
     return printable(text[1:-1] if isinstance(value, str) else text).replace("|", "\\|")
-
-
-def printable(text: str) -> str:
-    """With halves of surrogate pairs, which no stream takes, written out."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # --- at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron import launcher
+from megatron import launcher, log
 from megatron.config.checks.rules import WOULD_STOP
 from megatron.config.command_line import CommandLine, refuse
 from megatron.config.plan import fit
@@ -23,35 +23,33 @@ def report(line: CommandLine) -> None:
         return
     plan = plan_report.print_plan(line)
     if line.script.model_provider:
-        print(
+        log.print_line(
             "model: what model_provider returns; a dry run does not call it, all figures are those "
             "of the GPT of the flags",
-            flush=True,
         )
     limit = line.config.training.device_memory
     fits, text = True, ""
     if limit is not None:
         fits, text = fit.verdict(line.config, plan, int(limit * fit.GIB))
         if fits:
-            print(f"memory: {text}", flush=True)
+            log.print_line(f"memory: {text}")
     lines, problems = _data_lines(line, plan)
-    print("\n".join(lines), flush=True)
+    log.print_line("\n".join(lines))
     if not problems:
         order, problems = _order_line(line, plan)
         if order:
-            print(f"order of the data: {order}", flush=True)
-    print("\n".join(_kernel_lines(line)), flush=True)
+            log.print_line(f"order of the data: {order}")
+    log.print_line("\n".join(_kernel_lines(line)))
     preflight.check_dry(line, plan, problems)
     step = as_batch_step(line.script)
     for feature in features_of(line.config):
         for row in feature.dry_run(line, plan, step):
-            print(row, flush=True)
+            log.print_line(row)
     stops = sum(note.startswith(WOULD_STOP) for note in line.notes)
     if stops:
-        print(
+        log.print_line(
             f"on this machine a real run would stop ({stops} line{'s' * (stops > 1)} at the top); "
             "the plan needs none of these files, and the exit code is 0",
-            flush=True,
         )
     if not fits:
         refuse([f"--device-memory {limit:g}: {text} [not-enough-memory]"], launcher.info())

@@ -48,14 +48,14 @@ class CheckpointConfig:
     no_load_optim: bool = arg(False, needs="load", help="do not load optimizer and scheduler state")
     no_load_rng: bool = arg(
         False,
-        no_effect="there is no random state to load: masks follow from seed and iteration",
+        no_effect="there is no random state to load: masks follow from seed, iteration and rank",
         help="accepted for compatibility: there is no RNG state to load (dropout masks "
-        "depend on seed and iteration)",
+        "depend on seed, iteration and rank)",
     )
     no_save_optim: bool = arg(False, needs="save", help="do not save optimizer state")
     no_save_rng: bool = arg(
         False,
-        no_effect="there is no random state to save: masks follow from seed and iteration",
+        no_effect="there is no random state to save: masks follow from seed, iteration and rank",
         help="accepted for compatibility: there is no RNG state to save",
     )
     use_checkpoint_args: bool = arg(

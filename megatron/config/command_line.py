@@ -31,6 +31,7 @@ from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url, staged
 from megatron.config.script import NO_SCRIPT, ExtraArgsProvider, Script
 from megatron.config.tree import Config
+from megatron.problems import error_lines
 from megatron.version import version_line
 
 DESCRIPTION = """\
@@ -172,7 +173,8 @@ def refuse(problems: list[str], launch: launcher.LaunchInfo) -> NoReturn:
         time.sleep(0.0 if launch.local_rank is None else log.PEERS_WAIT)
     if launch.rank == 0 or launch.local_rank == 0:
         speaker = f"rank {launch.rank}: " if launch.rank else ""
-        log.last_words("".join(f"{speaker}error: {text}\n" for text in problems))
+        lines = error_lines(problems).splitlines(keepends=True)
+        log.last_words("".join(f"{speaker}{line}" for line in lines))
     raise SystemExit(2)
 
 

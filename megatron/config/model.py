@@ -315,13 +315,18 @@ class TransformerConfig(MupConfig):
         help="biases of the MLP even with --disable-bias-linear",
     )
     attention_dropout: float = arg(
-        0.1, minimum=0, below=1, help="dropout probability of the attention probabilities"
+        0.1,
+        minimum=0,
+        below=1,
+        help="dropout probability of the attention probabilities; masks follow from seed, "
+        "iteration and rank, so another layout has others",
     )
     hidden_dropout: float = arg(
         0.1,
         minimum=0,
         below=1,
-        help="dropout probability of the embedding and of both residual branches",
+        help="dropout probability of the embedding and of both residual branches, with masks as "
+        "--attention-dropout",
     )
     init_method_std: float = arg(
         0.02,

@@ -152,7 +152,8 @@ class MoEConfig:
         help="load balancing of MoE layers, one or several, each with its --moe-aux-loss-coeff: "
         "aux_loss (Switch Transformer's loss over a micro-batch), seq_aux_loss (over each "
         "sequence), global_aux_loss (with the loads of all data-parallel ranks and of the earlier "
-        "micro-batches of the iteration), sinkhorn (without a loss: in training, balanced "
+        "micro-batches of the iteration, so that it depends on how many each rank has), sinkhorn "
+        "(without a loss: in training, balanced "
         "selection; probabilities are a softmax over all experts, a sigmoid for top-1) or none",
     )
     moe_router_force_load_balancing: bool = arg(
@@ -169,7 +170,7 @@ class MoEConfig:
         needs="num_experts",
         dump=False,
         help="in training, multiply each input of routers by a random number between 1 - eps and "
-        "1 + eps",
+        "1 + eps, which follows from seed, iteration and rank, so another layout has others",
     )
     moe_expert_capacity_factor: float | None = arg(
         None,

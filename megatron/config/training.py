@@ -3,6 +3,7 @@ skipping."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,17 @@ _SELECTIVE = Needs(
         or v["moe_layer_recompute"]
     ),
 )
+
+
+def _gib(word: str) -> float:
+    """GiB of 80, 80GB, 80 GiB or 81920MiB. Raises ValueError."""
+    match = re.fullmatch(r"(.*?)\s*(?:([gm])i?b?)?", word, re.IGNORECASE | re.DOTALL)
+    assert match, "any text does"
+    try:
+        number = float(match[1])
+    except ValueError:
+        raise ValueError("not a size; write 80, 80GB or 80GiB [value-malformed]") from None
+    return number / 1024 if match[2] in ("m", "M") else number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +247,13 @@ class TrainingConfig:
     device_memory: float | None = arg(
         None,
         above=0,
+        parse=_gib,
+        nargs="words",
+        metavar="X",
         requires="dry_run",
         per_run=True,
-        help="with --dry-run: GiB of memory of each device (80 for an H100): say whether the run "
-        "fits, and what would if it does not",
+        help="with --dry-run: memory of each device in GiB, as GPUs are named (80, 80GB or 80GiB "
+        "for an H100): say whether the run fits, and what would if it does not",
         dump=False,
     )
     world_size: int | None = arg(

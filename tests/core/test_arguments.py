@@ -4,14 +4,17 @@ back to text."""
 from __future__ import annotations
 
 import random
+import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from megatron.args_file import expand_files
+from megatron.args_file import expand_files, read_words
 from megatron.arguments import (
+    MOST_PROBLEMS,
     AddedValue,
     Extension,
     Flag,
@@ -28,7 +31,7 @@ from megatron.arguments import (
     values_of,
 )
 from megatron.features.registry import RunConfig
-from tests.problems import assert_problem, codes_of, raises
+from tests.problems import assert_problem, code_of, codes_of, raises
 
 
 def _even(word: str) -> int:
@@ -446,7 +449,7 @@ def _other_value(flag: Flag, draw: random.Random):
             return draw.choice(others or [flag.default])
         if flag.type is int:
             return draw.randint(-(10**6), 10**12)
-        if flag.type is float:
+        if flag.type is float or flag.metavar == "X":
             return draw.choice(
                 [
                     draw.random(),
@@ -487,3 +490,59 @@ def test_defaults_are_not_written_and_names_can_be_left_out():
     config = config_from(Tree, {"width": 3, "title": "", "bright": True})
     assert to_args_text(config) == "--width 3\n--bright\n"
     assert to_args_text(config, leave_out=["width"]) == "--bright\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x" * (30 << 20), "args-file-too-long"),
+        ("--bright\n" * 2_000_000, "args-file-too-long"),
+        ("''\n" * 1_000_000, "args-file-too-long"),
+        ("x" * (9 << 20), "args-file-malformed"),
+        ("--bright\n" * 500_000, "too-many-words"),
+        ("--no-such-flag 1\n" * 50_000, "too-many-words"),
+        ("--no-such-flag 1\n" * 5_000, "too-many-words"),
+        ("--width " + "a " * 500_000, "value-count-wrong"),
+    ],
+    ids=["30 MB", "lines", "quotes", "word", "flags", "unknown flags", "5000 unknown", "values"],
+)
+def test_a_large_file_is_refused_within_a_second(text, code, tmp_path: Path):
+    (tmp_path / "x.args").write_text(text)
+    before = time.process_time()
+    found = parse(PARSER, [f"@{tmp_path / 'x.args'}"]).problems
+    assert time.process_time() - before < 3  # 1 on an idle machine
+    assert code_of(found[-1]) == code and len(found) <= MOST_PROBLEMS
+    assert sum(map(len, found)) < 20_000
+
+
+def test_the_files_that_one_includes_count_with_it(tmp_path: Path):
+    (tmp_path / "x.args").write_text("@y.args\n" * 20)
+    (tmp_path / "y.args").write_text("#" * (1 << 20))
+    with raises(Problems, "args-file-too-long", "x.args"):
+        expand_files([f"@{tmp_path / 'x.args'}"])
+
+
+@pytest.mark.parametrize("before", [[], ["--width", "1"], ["--bright"]])
+def test_a_file_that_holds_no_flags_is_not_shown(before, tmp_path: Path):
+    (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\nbin:x:1:1::/bin:/bin/sh\n")
+    found = parse(PARSER, [*before, f"@{tmp_path / 'passwd'}"]).problems
+    assert_problem(found[-1], "args-file-malformed", "passwd")
+    assert "root:" not in "".join(found)
+
+
+def test_quotes_are_those_of_the_shell(tmp_path: Path):
+    draw = random.Random(1)
+    for _ in range(3000):
+        text = "".join(draw.choices("ab'\"\\ \n", k=draw.randint(1, 12)))
+        if "\\\n" in text:  # where a line goes on
+            continue
+        try:
+            expected = shlex.split(text)
+        except ValueError:
+            expected = None
+        (tmp_path / "x.args").write_text(text)
+        try:
+            words = read_words(tmp_path / "x.args")
+        except Problems:
+            words = None
+        assert words == expected, text

@@ -382,19 +382,29 @@ def _exaone4_layers(keys: Keys, flags: Flags) -> Flags:
     return _no_window(keys, flags)
 
 
+_OLMO3_BASE = 500000.0  # transformers' default of rope_theta
+
+
 def _olmo3_rotary(keys: Keys) -> None:
-    """transformers 5 writes rope_parameters of each kind of layer; an older rope_scaling is that of
-    layers without a window alone."""
+    """transformers 5 writes rope_parameters of each kind of layer; an older rope_scaling and a
+    top-level rope_theta are those of layers without a window alone."""
     by_kind = keys.take("rope_parameters", {}, dict)
-    settings = [
-        by_kind[kind] for kind in ("full_attention", "sliding_attention") if kind in by_kind
-    ]
-    if settings:
-        keys.table = keys.table | {"rope_parameters": settings[0]}
-    elif by_kind:
+    if by_kind and not by_kind.keys() & {"full_attention", "sliding_attention"}:
         keys.refuse("rope_parameters", by_kind, "transformers reads it by kind of layer alone")
-    if settings[1:] and settings[0] != settings[1]:
-        keys.refuse("rope_parameters", by_kind, "all layers have the same rotary positions")
+    full, window = (
+        by_kind.get(kind) or {"rope_type": "default"}
+        for kind in ("full_attention", "sliding_attention")
+    )
+    if not (isinstance(full, dict) and isinstance(window, dict)):
+        keys.refuse("rope_parameters", by_kind, "it must be a table for each kind of layer")
+    full = {"rope_theta": keys.table.get("rope_theta", _OLMO3_BASE)} | full
+    window = {"rope_theta": _OLMO3_BASE} | window
+    types = keys.table.get("layer_types")
+    if full != window and (not types or "sliding_attention" in types):
+        key, value = ("rope_parameters", by_kind) if by_kind else ("rope_theta", full["rope_theta"])
+        why = f"layers with a window would have {window}; all must have the same rotary positions"
+        keys.refuse(key, value, why)
+    keys.table = keys.table | {"rope_parameters": full}
     keys.must_be("rope_scaling", why="all layers have the same rotary positions")
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from megatron import explain
 from megatron.arguments import Parsed, Parser, flags_of_group, parse
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.problems import error_lines
 from megatron.version import version_line
 from tools.shared.positional import missing, parse_words
 
@@ -58,7 +59,7 @@ def read(
         typed_options = options(**parsed.typed)
         problems += [problem for problem in check(typed_options) if not problem.startswith(unread)]
     if problems:
-        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
+        print(error_lines(problems), end="", file=sys.stderr, flush=True)
         raise SystemExit(2)
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -67,7 +68,7 @@ def read(
 
 def complain(error: Exception) -> None:
     """Print what is wrong to stderr."""
-    print("".join(f"error: {line}\n" for line in said(error)), end="", file=sys.stderr)
+    print(error_lines(said(error)), end="", file=sys.stderr)
 
 
 def said(error: Exception) -> list[str]:
@@ -82,7 +83,7 @@ def said(error: Exception) -> list[str]:
     code = getattr(error, "code", "")
     return [
         line if _CODED.search(line) else f"{line} {code}".rstrip()
-        for line in str(error).splitlines()
+        for line in str(error).split("\n")
     ]
 
 

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from megatron.interrupt import as_is
+from megatron.problems import printable
+
 Result = TypeVar("Result")
 
 SECONDS = 5.0  # between two lines
@@ -51,13 +54,16 @@ class Progress:
             )
         self._shown = now
         text = text[:COLUMNS]
-        sys.stderr.write(f"\r{text}\x1b[K" if self.terminal else f"{text}\n")
+        if self.terminal:
+            as_is(sys.stderr).write(f"\r{printable(text)}\x1b[K")
+        else:
+            sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
     def clear(self) -> None:
         """Remove the line from the terminal, before something else is printed."""
         if self.terminal:
-            sys.stderr.write("\r\x1b[K")
+            as_is(sys.stderr).write("\r\x1b[K")
             sys.stderr.flush()
 
 

@@ -55,5 +55,5 @@ def read_skips(f: Facts) -> tuple[list[str], list[str]]:
             seq_length=f["seq_length"],
         )
     except ValueError as error:
-        return str(error).splitlines(), []
+        return str(error).split("\n"), []
     return [], [f"WARNING: {line}" for line in skips.warnings] + skips.infos

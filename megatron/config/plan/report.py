@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from megatron import log
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
 from megatron.config.plan.costs import activations
 from megatron.config.plan.fit import gib, host_copies
@@ -234,5 +235,5 @@ def print_plan(line: CommandLine) -> Plan:
         *line.notes,
         f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})",
     ]
-    print("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]), flush=True)
+    log.print_line("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]))
     return plan

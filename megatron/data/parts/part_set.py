@@ -68,6 +68,8 @@ class PartSet:
                 return None
             if note["part"]["made_of"] != self.made_of[number]:
                 return None
+            if any(type(note.get(name, 0)) is not int for name in COUNTS):
+                return None
             files = note["files"]
             ends = [end for end in ("bin", "idx", "sources") if end != "sources" or end in files]
             sizes = [size_of(f"{part}.{end}") for end in ends]
@@ -154,7 +156,12 @@ def read_plan(prefix: str) -> PartSet:
         table = read_json(path)
         if table.pop("checksum") != table_sum(table) or table["format"] != FORMAT:
             raise ValueError("its checksum or format differs")
-        return PartSet(prefix, table["tasks"], tuple(table["made_of"]), table["job"])
+        tasks, made_of, job = table["tasks"], table["made_of"], table["job"]
+        if not (type(tasks) is int and tasks > 0 and isinstance(job, dict)):
+            raise ValueError("its tasks are no number above 0, or its job no table")
+        if not (isinstance(made_of, list) and made_of):
+            raise ValueError("its made_of is no list with an entry for each part")
+        return PartSet(prefix, tasks, tuple(made_of), job)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path}: cannot be used ({type(error).__name__}: {error}); any task of "

@@ -45,6 +45,7 @@ REASONS: dict[str, str] = {
 
 TABLE = """
 [refused]
+rope_type=!rope | YaRN is not supported; use --use-rope-scaling, or omit the flag
 bert_binary_head=True,--bert-no-binary-head bert_embedder_type=megatron bert_load= mask_prob=0.15
   output_bert_embeddings=False short_seq_prob=0.1
   | BERT is not trained here, only GPT; omit the flag
@@ -245,7 +246,7 @@ logging_level= | library lines are always printed at level INFO
 legacy_tokenizer=False | there is one set of tokenizers
 use_tokenizer_model_from_checkpoint_args=True
   | --use-checkpoint-args takes the tokenizer file of the checkpoint only where none is given
-rope_type=!rope rotary_scaling_factor=1.0 original_max_position_embeddings=4096
+rotary_scaling_factor=1.0 original_max_position_embeddings=4096
   | only YaRN and latent attention read it; --use-rope-scaling reads --rope-scaling-factor
 kill_switch_path= trigger_path= | no such path is watched; --control-file saves or stops a run
 sync_tp_duplicated_parameters=False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from megatron import interrupt, launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.problems import printable
 from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ def _timeout(error: BaseException, monitor: rank_monitor.MonitorClient, limit: s
 
 def describe(error: BaseException) -> str:
     """One line where the user can fix it or another rank says it; otherwise the traceback."""
-    text = str(error) or type(error).__name__
+    text = printable(str(error) or type(error).__name__)
     if isinstance(error, (ValueError, OSError, ArithmeticError, CheckpointError)):
         return f"error: {text}\n"
     if _is_lost(error):

@@ -6,11 +6,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.problems import assert_reported
 from tools.features.megatron_cli import check_script
 from tools.features.megatron_cli.read_script import read_recipe, read_shell
 
@@ -375,3 +378,55 @@ def test_notes_are_shown(tmp_path, capsys):
     assert check_script.main([str(launch(tmp_path, *words, program="pretrain_gpt.py"))]) == 0
     notes = sections(capsys.readouterr().out)["notes"]
     assert "--recompute-modules layernorm:" in notes
+
+
+LAUNCH = "\ntorchrun pretrain_gpt.py "
+ENDLESS = {
+    "run.sh": f"[[ {'a' * 40}! =~ ^(a+)+$ ]]{LAUNCH}",
+    "more.sh": "a=('' '')\n" + 'a=("${a[@]}" "${a[@]}")\n' * 40 + LAUNCH,
+    "cut.sh": f"a={'x' * 100_000}\n" + "echo ${a%%*y*z}\n" * 50 + LAUNCH,
+    "nested.sh": "a=(" * 40_000,
+    "words.sh": f"{LAUNCH} {'--x 1 ' * 8000}",
+    "script.py": "x = " + "(" * 3000,
+    "none.sh": "echo",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_script_without_an_end_is_one_error_within_a_second(name, tmp_path, capsys):
+    (tmp_path / name).write_text(ENDLESS[name])
+    before = time.process_time()
+    assert check_script.main([str(tmp_path / name)]) == 1
+    assert time.process_time() - before < 3  # 1 on an idle machine
+    out, err = capsys.readouterr()
+    code = "no-launch-found" if name == "none.sh" else "script-not-followed"
+    assert out == "" and err.count("\n") == 1
+    assert_reported(err, code, name)
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+def test_escapes_of_a_script_do_not_reach_the_terminal(tmp_path, capsys):
+    path = launch(tmp_path, "--bad-\x1b[2J", "--seed", "\x1b]0;x\x07", program="pretrain_gpt.py")
+    assert check_script.main([str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "--bad-" in said and not {"\x1b", "\x07"} & set(said)
+
+
+def test_a_file_outside_of_the_script_s_folder_is_not_read(tmp_path, capsys):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    (tmp_path / "scripts" / "in.args").write_text("--seed 1 @../passwd")
+    (tmp_path / "scripts" / "link.args").symlink_to(tmp_path / "passwd")
+    folder = os.path.relpath(tmp_path / "scripts")
+    for word in (f"@{tmp_path}/passwd", f"@{folder}/in.args", f"@{folder}/link.args"):
+        path = launch(tmp_path / "scripts", "--data-path", word, program="pretrain_gpt.py")
+        assert check_script.main([str(path)]) == 1
+        out, err = capsys.readouterr()
+        assert_reported(err, "args-file-outside", "passwd" if "link" not in word else "link.args")
+        assert "root:" not in out + err
+
+
+def test_yarn_is_refused_and_plain_rotary_positions_are_not(tmp_path):
+    for value, code in (("yarn", 1), ("rope", 0)):
+        path = launch(tmp_path, "--rope-type", value, program="pretrain_gpt.py")
+        assert check_script.main([str(path)]) == code

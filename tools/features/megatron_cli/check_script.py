@@ -10,28 +10,33 @@ those to write otherwise.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import re
-import sys
+import signal
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megatron import training
+from megatron.args_file import expand_files
 from megatron.arguments import Parser, arg, is_flag, parse
 from megatron.config import command_line
 from megatron.features.megatron_cli import flags as megatron_flags
 from megatron.features.registry import RunConfig
+from megatron.problems import Problems, printable
 from megatron.small_files import read_text
 from megatron.training import script_imports
 from tools.features.megatron_cli.own_flags import adding, is_own, own_flags
 from tools.features.megatron_cli.read_script import Script, read_recipe, read_shell, shown
-from tools.shared.program import read
+from tools.shared.program import complain, read
 
 MAX_BYTES = 1 << 17  # of a script
+MAX_SECONDS = 1.0  # of computing time to follow it; a usual one takes milliseconds
 ON_A_NODE = 8  # ranks that one torchrun starts
 _CODE = re.compile(r" \[[a-z0-9-]+\]$")
 OWN = "of the script itself"
@@ -59,7 +64,36 @@ class Options:
 
 
 def _wrong(options: Options) -> list[str]:
-    return [f"{each}: not NAME=VALUE" for each in options.variables if "=" not in each]
+    return [
+        f"{each}: not NAME=VALUE [value-malformed]" for each in options.variables if "=" not in each
+    ]
+
+
+@contextlib.contextmanager
+def _bounded(script: Path) -> Iterator[None]:
+    """Name the script in errors, and end what takes more than MAX_SECONDS, be it within one regular
+    expression. Raises ValueError."""
+
+    late = ""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal late
+        late = f"takes more than {MAX_SECONDS} s of computing time"
+        raise TimeoutError(late)
+
+    before = signal.signal(signal.SIGPROF, stop)
+    # again and again, because code that it interrupts may handle errors
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS, 0.1)
+    try:
+        yield
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError, SystemError) as error:
+        raise ValueError(
+            f"{script}: cannot be followed ({late or error}); give the command that starts "
+            "training in a script of its own [script-not-followed]"
+        ) from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
@@ -108,7 +142,10 @@ def fewest_ranks(words: Sequence[str]) -> int:
 
 
 def report(script: Script, world_size: int | None, beside: Path) -> tuple[list[str], bool]:
-    """(lines, is it accepted?) of a command line in the file `beside`."""
+    """(lines, is it accepted?) of a command line in the file `beside`. Raises ValueError for an
+    @FILE elsewhere, of which messages would show words."""
+    with contextlib.suppress(Problems):  # of which `judge` speaks
+        expand_files(script.words, (Path.cwd(), beside.parent))
     ranks = world_size or script.ranks or fewest_ranks(script.words)
     own, about_own = own_flags(script, beside, command_line.parser(RunConfig))
     provider = functools.partial(adding, own) if own else None
@@ -168,11 +205,8 @@ def section(title: str, lines: Iterable[str]) -> list[str]:
 
 def report_imports(text: str, path: Path) -> int:
     """Print what a Python script imports from Megatron that has to change; the exit code."""
-    try:
+    with _bounded(path):
         imports = script_imports.imports_of(text, path, training.has)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        print(f"error: {path}: cannot be read ({error})", file=sys.stderr)
-        return 1
     absent = [each for each in imports if not each.available]
     counts = [counted(len(absent), "name") + " not here"] * bool(absent)
     counts.append(counted(len(imports), "name") + " of Megatron")
@@ -189,32 +223,31 @@ def main(argv: Sequence[str]) -> int:
     options = read(Options, argv, prog="check_script.py", description=__doc__ or "", check=_wrong)
     try:
         text = read_text(options.script, errors="replace", limit=MAX_BYTES)
-    except OSError as error:
-        print(f"error: {options.script}: {error.strerror or error}", file=sys.stderr)
+        if options.script.suffix == ".py":
+            return report_imports(text, options.script)
+        script = followed(text, options)
+        if not script.launched:
+            raise ValueError(
+                f"{options.script}: no command line of pretrain_gpt.py found; it is looked for in "
+                "shell scripts and below MODEL_ARGS: in YAML [no-launch-found]"
+            )
+        lines, accepted = report(script, options.world_size, options.script)
+    except (ValueError, OSError) as error:
+        complain(error)
         return 1
-    if options.script.suffix == ".py":
-        return report_imports(text, options.script)
+    print(printable("\n".join(lines)))
+    return 0 if accepted else 1
+
+
+def followed(text: str, options: Options) -> Script:
+    """What a shell script or a recipe starts. Raises ValueError."""
     variables = dict(each.split("=", 1) for each in options.variables)
     recipe = options.script.suffix in (".yaml", ".yml")
     try:
-        script = read_recipe(text) if recipe else read_shell(text, variables)
+        with _bounded(options.script):
+            return read_recipe(text) if recipe else read_shell(text, variables)
     except ModuleNotFoundError as error:
-        print(
-            f"error: check_script.py needs {error.name}; run: pip install tree-sitter "
-            "tree-sitter-bash [package-missing]",
-            file=sys.stderr,
-        )
-        return 1
-    except (ValueError, RecursionError, MemoryError) as error:
-        print(f"error: {options.script}: cannot be read ({error})", file=sys.stderr)
-        return 1
-    if not script.launched:
-        print(
-            f"error: {options.script}: no command line of pretrain_gpt.py found; it is looked for "
-            "in shell scripts and below MODEL_ARGS: in YAML",
-            file=sys.stderr,
-        )
-        return 1
-    lines, accepted = report(script, options.world_size, options.script)
-    print("\n".join(lines))
-    return 0 if accepted else 1
+        raise ValueError(
+            f"check_script.py needs {error.name}; run: pip install tree-sitter tree-sitter-bash "
+            "[package-missing]"
+        ) from None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 Value = str | list[str]  # a string, or an array
-MAX_VALUE = 1 << 20  # characters of a variable
+MAX_VALUE = 1 << 18  # characters of a variable; an element of an array is one more
 _BRACES = re.compile(
     r"(?P<sign>[!#]?)(?P<name>\w+|[@*#?])(?:\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.S
 )
@@ -49,7 +49,7 @@ class Variables:
 
     def set(self, name: str, value: Value) -> None:
         """Assign, but for what is fixed. Raises ValueError for a value that only grows."""
-        if sum(map(len, value)) > MAX_VALUE:
+        if len(value) + sum(map(len, value)) > MAX_VALUE:
             raise ValueError(f"the variable {name[:80]} has more than {MAX_VALUE} characters")
         if name not in self.fixed:
             self.values[name] = value

@@ -16,6 +16,9 @@ from tree_sitter import Language, Node, Parser
 from tools.features.megatron_cli.expansion import Value, Variables, arithmetic, braces, first
 
 MAX_STEPS = 20_000  # commands that are followed
+MAX_WORDS = 10_000  # of a command line
+READ_BYTES = 1 << 14
+MAX_CHILDREN = 4000  # of a node of the syntax tree
 MAX_DEPTH = 40  # of scripts and functions in each other
 PROGRAM = re.compile(r"(?:^|/)pretrain_\w+\.py$")
 _STARTERS = {
@@ -345,6 +348,8 @@ class Shell:
             return
         program = next((n for n, word in enumerate(words) if PROGRAM.search(word)), None)
         if program is not None:
+            if len(words) > MAX_WORDS:
+                raise ValueError(f"it starts {words[program]} with more than {MAX_WORDS} words")
             self.launches.append(
                 Launch(tuple(words[:program]), tuple(words[program + 1 :]), words[program])
             )
@@ -460,7 +465,23 @@ class Shell:
 
 
 def _parsed(text: str) -> Node:
-    return Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+    """The syntax tree. Raises ValueError for one of which the list of a node's children takes
+    seconds."""
+    data = text.encode()
+    # the callback is code in which a signal of Python's is heard, so that the parse can be ended
+    tree = Parser(Language(tree_sitter_bash.language())).parse(
+        lambda start, point: data[start : start + READ_BYTES], progress_callback=lambda *_: False
+    )
+    root = tree.root_node
+    cursor = root.walk()
+    while True:
+        if cursor.node is not None and cursor.node.child_count > MAX_CHILDREN:
+            raise ValueError(f"a part of it has more than {MAX_CHILDREN} parts")
+        if cursor.goto_first_child():
+            continue
+        while not cursor.goto_next_sibling():
+            if not cursor.goto_parent():
+                return root
 
 
 def _text(node: Node) -> str:

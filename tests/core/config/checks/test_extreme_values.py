@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import pytest
 
 from megatron.arguments import Problems, flags_of
 from megatron.config import command_line
 from megatron.features.registry import RunConfig
+from megatron.problems import error_lines
+from tests.problems import CODE, codes_of
 
 LINE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
@@ -57,3 +61,54 @@ def test_a_flag_with_an_extreme_value(line, value):
 def test_more_stages_than_memory():
     huge = str(3 * 10**9)
     assert problems(LINE, "--pipeline-model-parallel-size", huge, "--num-layers", huge)
+
+
+HOSTILE = {
+    "500 digits": "9" * 500,
+    "minus 500 digits": "-" + "9" * 500,
+    "5000 digits": "9" * 5000,  # more than Python reads
+    "1e400": "1e400",
+    "nan": "nan",
+    "-0": "-0",
+    "other digits": "\u0663",
+    "superscript": "\u00b2",
+    "underscores": "1_0",
+    "clear screen": "\x1b[2J",
+    "title": "\x1b]0;x\x07",
+    "C1": "\x9b2J",
+    "carriage return": "a\rb",
+    "right to left": "\u202ea",
+    "half a pair": "\udcff",
+}
+QUICK = ("500 digits", "nan", "superscript", "title")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.campaign) for n in HOSTILE],
+)
+def test_every_flag_takes_or_refuses_a_hostile_value(name):
+    found = {flag: problems(LINE, flag, HOSTILE[name]) for flag in FLAGS}
+    assert [text for texts in found.values() for text in texts if not CODE.search(text)] == []
+    numbers = [flag.spelling for flag in flags_of(RunConfig).values() if flag.type in (int, float)]
+    if name not in ("-0", "other digits", "underscores"):
+        wrong = (
+            "value-malformed",
+            "value-not-finite",
+            "value-out-of-range",
+            "value-count-wrong",
+            "value-not-a-choice",
+        )
+        said = {flag: [code for code in codes_of(found[flag]) if code in wrong] for flag in numbers}
+        assert {flag for flag in numbers if len(said[flag]) != 1} == set()
+    # ... and what is printed of it acts on no terminal
+    lines = error_lines(text for texts in found.values() for text in texts)
+    assert not {sign for sign in lines if sign != "\n" and unicodedata.category(sign)[0] == "C"}
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/x", "https://me:SEC/RET@host:80/x"])
+def test_no_flag_takes_a_url_with_credentials_or_repeats_it(url):
+    for flag in FLAGS:
+        found = problems(LINE, flag, url)
+        assert "url-has-credentials" in codes_of(found), flag
+        assert "RET@" not in "".join(found), flag

@@ -14,11 +14,13 @@ import pytest
 from megatron.data.blend.paths import expand
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.parts import part_set
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
 from tests.core.data.parts.sets import MAKER, cut_in_parts
+from tests.problems import code_of
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 90).tolist()
 
@@ -223,3 +225,40 @@ def test_a_thousand_parts_are_opened_in_a_quarter_of_a_millisecond_each(tmp_path
         IndexedDataset(parts)
         spent.append(time.process_time() - before)
     assert min(spent) < 0.25
+
+
+NONSENSE = (0, -5, True, 1.5, 10**400, "x", "", None, [], [0], {}, {"a": 1}, [None, "x"])
+
+
+def test_nonsense_with_a_right_checksum_is_one_error(parts: str) -> None:
+    wrong = 0
+    for name in ("parts.json", "000002.json"):
+        path = Path(f"{parts}.parts/{name}")
+        original = path.read_text()
+        table = json.loads(original)
+        del table["checksum"]
+        for key in table:
+            for value in NONSENSE:
+                sealed = metadata.sealed({**table, key: value})
+                path.write_text(sealed)
+                try:
+                    IndexedDataset(parts)
+                    part_set.joined_note(parts)
+                except ValueError as error:
+                    assert code_of(str(error)) in ("data-file-damaged", "data-parts-missing"), (
+                        sealed
+                    )
+                    wrong += 1
+        path.write_text(original)
+    assert wrong > 30
+
+
+@pytest.mark.parametrize("tasks", [0, -5, True, "4", None])
+def test_parts_of_no_task_are_refused(parts: str, tasks: object) -> None:
+    path = Path(f"{parts}.parts/parts.json")
+    table = json.loads(path.read_text()) | {"tasks": tasks}
+    del table["checksum"]
+    path.write_text(metadata.sealed(table))
+    os.unlink(f"{parts}.parts/000001.json")
+    with problems.raises(ValueError, "data-file-damaged", path):
+        list(part_set.read_plan(parts).records())
