@@ -70,3 +70,12 @@ def test_last_words_go_to_stderr_or_where_torchrun_shows_them(monkeypatch, capsy
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere/error.json"))
     log.last_words("cannot be written\n")
     assert capsys.readouterr() == ("", "cannot be written\n")
+
+
+def test_lines_of_a_run_act_on_no_terminal_and_show_no_credentials(place, capsys):
+    place()
+    log.print_rank_0("a\x1b[2Jb\tc\r\udcff s3://me:SEC/RET@bucket/x http://host:80/@a")
+    log.last_words("error: a\x1b[2Jb\n")
+    out, err = capsys.readouterr()
+    assert out == "a\\x1b[2Jb\tc\\r\\udcff s3://...@bucket/x http://host:80/@a\n"
+    assert err == "error: a\\x1b[2Jb\n"

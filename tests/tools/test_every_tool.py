@@ -122,6 +122,37 @@ def test_every_command_has_help_and_suggests_the_flag_that_was_meant_and_refuses
         )
 
 
+@pytest.mark.parametrize("name", INSTALLED)
+def test_every_number_of_a_tool_is_bounded_and_every_value_printable(name):
+    found, commands, _ = called(name)
+    lines = []
+    for argv, _, out, _ in found:
+        if argv[-1] == "--help":
+            numbers = re.findall(r"^  (--[\w-]+)(?:, --[\w-]+)* ([NX])\b", out, re.MULTILINE)
+            lines += [
+                [*argv[:-1], flag, value]
+                for flag, _ in numbers
+                for value in ("9" * 500, "nan", "\x1b[2J", "s3://me:S3CRET@bucket/x")
+            ]
+            lines.append([*argv[:-1], "--no-\x1b[2J"])
+    asked, _, _ = called(name, *lines)
+    for argv, code, out, err in asked[len(found) :]:
+        assert code == 2 and out == "", argv
+        assert all(line.startswith("error: ") for line in err.splitlines()), err
+        assert "\x1b" not in err and "S3CRET" not in err and len(err) < 3000
+        assert commands and len(argv) == 1 or argv[-2] in err, (argv, err)
+
+
+@pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["tools/draw_schedule.py"]])
+def test_what_a_program_prints_acts_on_no_terminal(words):
+    bad = "--bad-\x1b]0;x\x07\x9b2J\r\nerror: other"
+    done = subprocess.run([sys.executable, *words, bad, "1"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2 and b"--bad-" in done.stderr
+    said = done.stderr.decode()
+    assert not [sign for sign in said if sign != "\n" and not sign.isprintable()]
+    assert not re.search("^error: other", said, re.MULTILINE)
+
+
 COMMAND = ["-c", "from megatron.console import tools; tools()"]
 DRAW = ["tools/draw_schedule.py", "--pipeline-model-parallel-size=2", "--num-microbatches=4"]
 

@@ -397,6 +397,7 @@ def _olmo3_rotary(keys: Keys) -> None:
     )
     if not (isinstance(full, dict) and isinstance(window, dict)):
         keys.refuse("rope_parameters", by_kind, "it must be a table for each kind of layer")
+        return
     full = {"rope_theta": keys.table.get("rope_theta", _OLMO3_BASE)} | full
     window = {"rope_theta": _OLMO3_BASE} | window
     types = keys.table.get("layer_types")

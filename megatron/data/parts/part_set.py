@@ -73,9 +73,9 @@ class PartSet:
             files = note["files"]
             ends = [end for end in ("bin", "idx", "sources") if end != "sources" or end in files]
             sizes = [size_of(f"{part}.{end}") for end in ends]
+            return note if sizes == [files[end]["bytes"] for end in ends] else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return note if sizes == [files[end]["bytes"] for end in ends] else None
 
     def records(self) -> Iterator[dict[str, Any]]:
         """`record` of every part in order. Raises ValueError for the first that is not whole."""

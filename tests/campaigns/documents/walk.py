@@ -75,6 +75,8 @@ OTHERS = {
     "docs/silent_errors.md": ("",),
 }
 MARK = "== block {}"
+# Packages without a maintainer, of which Lagent imports a name for tools that no example uses.
+STAND_INS = {"duckduckgo_search.py": "DDGS = None", "timeout_decorator.py": "timeout = None"}
 # sitecustomize.py of the stand-in's .venv.
 SCALE = """
 import shlex, sys
@@ -146,7 +148,8 @@ def make_environment(folder: Path, *, scaled: bool = True) -> None:
     venv.create(folder / ".venv", with_pip=False)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
     (packages / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
-    (packages / "sitecustomize.py").write_text(SCALE * scaled)
+    for name, text in {**STAND_INS, "sitecustomize.py": SCALE * scaled}.items():
+        (packages / name).write_text(text)
     torchrun = folder / ".venv/bin/torchrun"
     torchrun.write_text(
         f"#!{folder}/.venv/bin/python\nfrom torch.distributed.run import main\nmain()\n"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.campaigns.documents import walk
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "examples" / "lagent"
 
@@ -18,11 +20,15 @@ FOLDER = ROOT / "examples" / "lagent"
 @pytest.mark.peers
 @pytest.mark.sweep
 def test_the_agent_calls_the_tool_and_answers(tmp_path):
-    for name in ("lagent", "fastapi", "uvicorn", "tokenizers"):
+    for name in ("fastapi", "uvicorn", "tokenizers"):
         pytest.importorskip(name)
+    pytest.importorskip("class_registry")  # which comes with Lagent
+    for name, text in walk.STAND_INS.items():
+        (tmp_path / name).write_text(text)
+    environ = {"PYTHON": sys.executable, "LAGENT_DIR": str(tmp_path / "out")}
     done = subprocess.run(
         ["sh", str(FOLDER / "run.sh")],
-        env={**os.environ, "PYTHON": sys.executable, "LAGENT_DIR": str(tmp_path / "out")},
+        env={**os.environ, **environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )

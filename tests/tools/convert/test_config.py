@@ -113,6 +113,7 @@ def test_families_that_read_rotary_keys_of_their_own_do_here_or_are_refused(fami
         except ConversionError:
             continue
         expected = theirs(table).rope_parameters
+        assert expected.get("sliding_attention") == expected.get("full_attention"), table
         expected = expected.get("full_attention", expected)
         assert model.rotary_base == expected["rope_theta"], table
         assert model.rotary_percent == (expected.get("partial_rotary_factor") or 1), table
@@ -130,6 +131,9 @@ def test_families_that_read_rotary_keys_of_their_own_do_here_or_are_refused(fami
         ("gpt_neox", {"rotary_emb_base": 5, "rope_theta": 777}, "rope_theta"),
         ("apertus", {"rope_theta": 777.0}, "rope_theta"),
         ("olmo3", {"rope_parameters": PARAMETERS[2]}, "rope_parameters"),
+        ("olmo3", {"rope_theta": 777.0}, "rope_theta"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": SCALINGS[4]}}, "rope_parameters"),
+        ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "rope_parameters"),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts"),
     ],
 )

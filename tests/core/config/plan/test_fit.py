@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron import device, host, launcher, log
+from megatron.arguments import Problems, parse_typed
 from megatron.config import command_line
 from megatron.config.plan import fit
 from megatron.config.plan.costs import activations
@@ -263,3 +264,15 @@ def test_other_errors_pass():
         memory.explained(line_of(config), plan, None),
     ):
         raise RuntimeError("shape")
+
+
+@pytest.mark.parametrize(
+    "words", ["80GB", "80GiB", "80 GB", "80G", "80gb", "81920MiB", "80", "80.0"]
+)
+def test_memory_may_be_named_as_gpus_are(words):
+    parser = command_line.parser(RunConfig)
+    for argv in (["--device-memory", words], ["--device-memory", *words.split()]):
+        assert parse_typed(parser, argv) == {"device_memory": 80.0}
+    for wrong in ("80B", "80TB", "GB", "eighty"):
+        with raises(Problems, "value-malformed", "--device-memory"):
+            parse_typed(parser, ["--device-memory", wrong])

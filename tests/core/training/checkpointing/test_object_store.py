@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
+from megatron import remote_files
 from megatron.checkpoint import object_store, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
@@ -519,3 +520,45 @@ def upload_at_once() -> None:
         time.sleep(3.0)
 
     saving.save_snapshot = slow
+
+
+def test_what_will_not_pass_is_tried_once():
+    """By the errors that s3fs and botocore raise themselves."""
+    exceptions = pytest.importorskip("botocore.exceptions")
+    errors = pytest.importorskip("s3fs.errors")
+
+    def answer(code: str, status: int) -> Exception:
+        told = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        return errors.translate_boto_error(exceptions.ClientError(told, "GetObject"))
+
+    lasting = [
+        exceptions.NoCredentialsError(),
+        exceptions.ParamValidationError(report="Invalid bucket name"),
+        PermissionError("Access Denied"),
+        *(answer(code, 403) for code in ("AccessDenied", "InvalidAccessKeyId", "403")),
+        answer("InvalidBucketName", 400),
+        answer("InvalidToken", 400),
+    ]
+    passing = [answer("SlowDown", 503), answer("RequestTimeout", 400), OSError("reset")]
+    for error in lasting + passing:
+        calls: list[int] = []
+
+        def fail(error=error, calls=calls) -> None:
+            calls.append(1)
+            raise error
+
+        with pytest.raises(remote_files.StoreFailed):
+            remote_files.patiently(fail, [0.0, 0.0])
+        assert len(calls) == (1 if error in lasting else 3), repr(error)
+
+
+@pytest.mark.parametrize("url", ["s3://AKIA:SECRET@bucket/run", "s3://AKIA:SEC/RET@bucket/run"])
+def test_credentials_in_a_url_are_refused_and_not_repeated(url):
+    for action in (Remote, remote_files.client):
+        with pytest.raises(ValueError) as caught:
+            action(url)
+        problems.assert_problem(str(caught.value), "url-has-credentials", "bucket/run")
+        assert "AKIA" not in str(caught.value) and "RET@" not in str(caught.value)
+    # ... nor where a library repeats them, of an endpoint or a proxy
+    failed = remote_files.StoreFailed(1, OSError("cannot connect to http://me:SECRET@proxy:80/x"))
+    assert "SECRET" not in str(failed) and "proxy:80" in str(failed)
