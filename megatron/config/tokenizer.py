@@ -45,7 +45,8 @@ class TokenizerConfig:
     tokenizer_type: str | None = arg(
         None,
         trained=True,
-        help="GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, "
+        help="GPT2BPETokenizer, SentencePieceTokenizer (the name of a control token in a text, "
+        "such as </s>, becomes that token, as in Megatron), GPTSentencePieceTokenizer, "
         "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer (257 ids: the bytes "
         "of UTF-8 and an end-of-document token) or NullTokenizer (default for training: "
         "GPT2BPETokenizer, or NullTokenizer with --mock-data)",

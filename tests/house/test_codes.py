@@ -32,6 +32,7 @@ NO_COMMAND_LINE = {
     "rendezvous-address-missing": "comes when several ranks meet",
     "value-without-flag": "must be the first word",
     "value-not-utf8": "the table of the cases is UTF-8",
+    "too-many-words": "needs a hundred problems",
 }
 
 

@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("sh", "sed", "test", "expand", "make", "rm", "touch", "env")
 
 
+def test_the_container_does_not_run_as_root():
+    users = re.findall(r"^USER +(\S+)$", (ROOT / "Dockerfile").read_text("utf-8"), re.MULTILINE)
+    assert users and users[-1].partition(":")[0] not in ("root", "0")
+
+
 def make(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {
         name: value

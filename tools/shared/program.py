@@ -153,8 +153,8 @@ def run_command(
     if name and name not in ("-h", "--help"):
         close = difflib.get_close_matches(name, [*commands, "--help", "--version"], 1, 0.5)
         hint = f"did you mean {close[0]}?" if close else f"the commands are {', '.join(commands)}"
-        text = f"error: unknown command {name}; {hint} [command-unknown]"
-        print(text, file=sys.stderr, flush=True)
+        text = error_lines([f"unknown command {name}; {hint} [command-unknown]"])
+        print(text, end="", file=sys.stderr, flush=True)
         return 2
     lines = [
         f"usage: {prog} COMMAND ...",
