@@ -15,9 +15,8 @@ from tools.convert.families import FAMILIES, read_config
 from tools.convert.links import ConversionError
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.campaign]
 KNOWN = [name for name in FAMILIES if name not in REMOTE]
-QUICK = ("llama", "olmo3")
 # what files of older releases have beside the keys of a configuration
 OLDER = {
     "rope_theta": (777.0, 500000.0),
@@ -66,9 +65,7 @@ def logits(table: dict[str, Any], weights: dict[str, torch.Tensor]) -> torch.Ten
         return None
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.campaign) for n in KNOWN]
-)
+@pytest.mark.parametrize("family", KNOWN)
 def test_no_key_is_silently_read_as_something_else(family, tmp_path):
     model = make(transformers, family, tmp_path)
     base = json.loads((tmp_path / "config.json").read_text())
