@@ -17,6 +17,7 @@ from megatron.kernels.cuda import availability, fp8_ops  # noqa: F401 (defines o
 from megatron.kernels.linear import TpComm
 
 MULTIPLE = 16  # of both inner dimensions of every GEMM: rows of 16 bytes
+ALIGNMENT = 16  # bytes: cuBLAS refuses a GEMM whose scales begin elsewhere
 
 
 class Formats(NamedTuple):
@@ -33,14 +34,22 @@ FORMATS = {
 }
 
 
+class Scale(NamedTuple):
+    """The scale of a tensor and its inverse, fp32 without dimensions; no views of one tensor
+    (ALIGNMENT)."""
+
+    factor: Tensor
+    inverse: Tensor
+
+
 class Scaling(Protocol):
     """Chooses a layer's scales from the largest magnitudes (fp32) of its local tensors. Called on
     all ranks that share the layer."""
 
     formats: Formats
 
-    def scale(self, operand: int, amax: Tensor, training: bool) -> Tensor:
-        """`scale_pair` of the input (0), the weight (1) or the output's gradient (2), whose largest
+    def scale(self, operand: int, amax: Tensor, training: bool) -> Scale:
+        """`scale_of` the input (0), the weight (1) or the output's gradient (2), whose largest
         magnitude is `amax`. `training`: whether a backward can follow."""
 
 
@@ -87,15 +96,15 @@ def fitting_scale(amax: Tensor, largest: Tensor | float) -> Tensor:
     return torch.where(amax.isfinite(), scale.clamp(max=torch.finfo(torch.float32).max), scale)
 
 
-def scale_pair(amax: Tensor, fixed: Tensor | None, largest: float) -> Tensor:
-    """[2]: the scale `fixed`, or the one that maps `amax` onto `largest`, and its inverse. NaN
-    where amax is not finite: the clamp of the cast must not hide what the checks of a step look
-    for."""
+def scale_of(amax: Tensor, fixed: Tensor | None, largest: float) -> Scale:
+    """The scale `fixed`, or the one that maps `amax` onto `largest`. NaN where amax is not finite:
+    the clamp of the cast must not hide what the checks of a step look for. Every scale that a GEMM
+    reads is made here."""
     if _by_triton(amax):
-        return torch.ops.megatron.fp8_scale(amax, fixed, largest)
+        return Scale(*torch.ops.megatron.fp8_scale(amax, fixed, largest))
     scale = fitting_scale(amax, largest) if fixed is None else fixed
     scale = scale + (amax - amax)
-    return torch.stack((scale, scale.reciprocal()))
+    return Scale(scale, scale.reciprocal())
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
@@ -106,24 +115,22 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def cast(
-    x: Tensor, dtype: torch.dtype, pair: Tensor, *, rows: bool = True, columns: bool = True
+    x: Tensor, dtype: torch.dtype, scale: Scale, *, rows: bool = True, columns: bool = True
 ) -> Cast:
-    """x [m, n] or [groups, m, n] with the scale of a `scale_pair`. A CPU's transposed cast is a
-    view of the other."""
-    scale, inverse = pair
+    """x [m, n] or [groups, m, n] in `dtype`. A CPU's transposed cast is a view of the other."""
     if _by_triton(x):
-        q, transposed = torch.ops.megatron.fp8_cast(x.detach(), scale, dtype, rows, columns)
-        return Cast(q, transposed, inverse)
-    q = quantize(x.detach(), dtype, scale)
+        q, transposed = torch.ops.megatron.fp8_cast(x.detach(), scale.factor, dtype, rows, columns)
+        return Cast(q, transposed, scale.inverse)
+    q = quantize(x.detach(), dtype, scale.factor)
     transposed = q.mT if q.device.type == "cpu" or not columns else q.mT.contiguous()
-    return Cast(q, transposed, inverse)
+    return Cast(q, transposed, scale.inverse)
 
 
 @torch.no_grad()
 def cast_weight(weight: Tensor, scaling: Scaling, training: bool) -> Cast:
     """The weight of `linear_fp8` or `grouped_linear_fp8`; transposed too if `training`."""
-    pair = scaling.scale(1, largest_magnitude(weight), training)
-    return cast(weight, scaling.formats.forward, pair, columns=training)
+    scale = scaling.scale(1, largest_magnitude(weight), training)
+    return cast(weight, scaling.formats.forward, scale, columns=training)
 
 
 def gemm(
@@ -136,6 +143,9 @@ def gemm(
 ) -> Tensor:
     """a [m, k] and b [n, k] in FP8 and the inverses of their scales -> a b^T [m, n] in `dtype`,
     summed in fp32; `fast`: on CUDA with fewer bits."""
+    if not torch.compiler.is_compiling():
+        for inverse in (inverse_a, inverse_b):
+            assert inverse.data_ptr() % ALIGNMENT == 0, f"a scale at {inverse.data_ptr():#x}"
     if a.device.type == "cpu":
         return torch.mm(a.float(), b.float().t()).mul_(inverse_a * inverse_b).to(dtype)
     return native_gemm(a, b, inverse_a, inverse_b, dtype, fast)
@@ -174,13 +184,13 @@ class _Fp8Linear(torch.autograd.Function):
         scaling: Scaling,
         training: bool,
     ) -> Tensor:
-        pair = scaling.scale(0, largest_magnitude(x), training)
+        scale = scaling.scale(0, largest_magnitude(x), training)
         ctx.accumulate_into = accumulate_into
         ctx.tp_comm = tp_comm
         ctx.scaling = scaling
         full_x = tp_comm.gather(x)() if tp_comm else x
-        q = cast(full_x.reshape(-1, x.shape[-1]), scaling.formats.forward, pair, columns=False)
-        ctx.save_for_backward(x, pair, weight_cast.columns, weight_cast.inverse)
+        q = cast(full_x.reshape(-1, x.shape[-1]), scaling.formats.forward, scale, columns=False)
+        ctx.save_for_backward(x, *scale, weight_cast.columns, weight_cast.inverse)
         out = gemm(q.rows, weight_cast.rows, q.inverse, weight_cast.inverse, x.dtype, fast=True)
         if bias is not None:
             out += bias
@@ -188,7 +198,8 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        x, pair, weight_columns, inverse = ctx.saved_tensors
+        x, factor, inverse_x, weight_columns, inverse = ctx.saved_tensors
+        scale = Scale(factor, inverse_x)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = reduced = None
         gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
@@ -196,15 +207,15 @@ class _Fp8Linear(torch.autograd.Function):
         if needs_bias:
             grad_bias = wide.sum(0)
         formats = ctx.scaling.formats
-        own_pair = ctx.scaling.scale(2, largest_magnitude(wide), True)
-        grad = cast(wide, formats.backward, own_pair, rows=needs_x, columns=needs_weight)
+        of_grad = ctx.scaling.scale(2, largest_magnitude(wide), True)
+        grad = cast(wide, formats.backward, of_grad, rows=needs_x, columns=needs_weight)
         if needs_x:
             grad_x = gemm(grad.rows, weight_columns, grad.inverse, inverse, x.dtype)
             grad_x = grad_x.view(*grad_out.shape[:-1], x.shape[-1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
         if needs_weight:
             full_x = gathered() if gathered else x
-            q = cast(full_x.reshape(-1, x.shape[-1]), formats.forward, pair, rows=False)
+            q = cast(full_x.reshape(-1, x.shape[-1]), formats.forward, scale, rows=False)
             total = ctx.accumulate_into
             dtype = x.dtype if total is None else torch.float32
             grad_weight = gemm(grad.columns, q.columns, grad.inverse, q.inverse, dtype)
@@ -253,14 +264,14 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         scaling: Scaling,
         training: bool,
     ) -> Tensor:
-        pair = scaling.scale(0, largest_magnitude(x), training)
+        scale = scaling.scale(0, largest_magnitude(x), training)
         rows, columns, inverse = weight_cast
-        ctx.save_for_backward(x, pair, columns, inverse)
+        ctx.save_for_backward(x, *scale, columns, inverse)
         ctx.shape = weight.shape
         ctx.counts = counts
         ctx.accumulate_into = accumulate_into
         ctx.scaling = scaling
-        q = cast(x, scaling.formats.forward, pair, columns=False)
+        q = cast(x, scaling.formats.forward, scale, columns=False)
         out = x.new_empty(len(x), weight.shape[1])
         groups = zip(q.rows.split(counts), out.split(counts), rows, strict=True)
         for group_rows, result, matrix in groups:
@@ -270,11 +281,11 @@ class _Fp8GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        x, pair, weight_columns, inverse_weight = ctx.saved_tensors
+        x, factor, inverse_x, weight_columns, inverse_weight = ctx.saved_tensors
         forward, backward = ctx.scaling.formats
-        own_pair = ctx.scaling.scale(2, largest_magnitude(grad_out), True)
-        grad = cast(grad_out, backward, own_pair, columns=False)
-        q = cast(x, forward, pair, columns=False)
+        of_grad = ctx.scaling.scale(2, largest_magnitude(grad_out), True)
+        grad = cast(grad_out, backward, of_grad, columns=False)
+        q = cast(x, forward, Scale(factor, inverse_x), columns=False)
         total = ctx.accumulate_into
         grad_x = torch.empty_like(x)
         grad_weight = x.new_zeros(ctx.shape) if total is None else total

@@ -18,11 +18,12 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.fp8 import (
     FORMATS,
     Cast,
+    Scale,
     cast_weight,
     fitting_scale,
     grouped_linear_fp8,
     linear_fp8,
-    scale_pair,
+    scale_of,
 )
 from megatron.kernels.grouped_linear import Copies, combine, dispatch
 from megatron.kernels.linear import TpComm
@@ -120,8 +121,8 @@ class LayerScaling:
             self.weight_cast = cast
         return cast
 
-    def scale(self, operand: int, amax: torch.Tensor, training: bool) -> torch.Tensor:
-        """`scale_pair` of the input (0), the weight (1) or the output's gradient (2)."""
+    def scale(self, operand: int, amax: torch.Tensor, training: bool) -> Scale:
+        """`scale_of` the input (0), the weight (1) or the output's gradient (2)."""
         if self.delayed and training:
             largest_amax = self.step_amax[operand]
             torch.maximum(largest_amax, amax, out=largest_amax)
@@ -131,7 +132,7 @@ class LayerScaling:
         else:
             for axis in self.axes:
                 amax = all_reduce(amax, axis, "max")
-        return scale_pair(amax, fixed, self.largest[operand])
+        return scale_of(amax, fixed, self.largest[operand])
 
 
 def _scalings(model: nn.Module) -> list[LayerScaling]:

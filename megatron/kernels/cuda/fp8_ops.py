@@ -6,13 +6,13 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 LIBRARY.define("fp8_amax_(Tensor(a!) amax, Tensor x) -> ()")
-LIBRARY.define("fp8_scale(Tensor amax, Tensor? given, float largest) -> Tensor")
+LIBRARY.define("fp8_scale(Tensor amax, Tensor? given, float largest) -> (Tensor, Tensor)")
 LIBRARY.define(
     "fp8_cast(Tensor x, Tensor scale, ScalarType dtype, bool rows, bool columns) "
     "-> (Tensor, Tensor)"
 )
 LIBRARY.impl("fp8_amax_", lambda amax, x: None, "Meta")
-LIBRARY.impl("fp8_scale", lambda amax, *_: amax.new_empty(2), "Meta")
+LIBRARY.impl("fp8_scale", lambda amax, *_: (amax.new_empty(()), amax.new_empty(())), "Meta")
 
 
 def empty_casts(

@@ -28,7 +28,7 @@ def _amax_kernel(x, amax, total, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _scale_kernel(amax, fixed, out, largest, most, FIXED: tl.constexpr):
+def _scale_kernel(amax, fixed, out, inverse, largest, most, FIXED: tl.constexpr):
     x = tl.load(amax)
     if FIXED:
         scale = tl.load(fixed)
@@ -37,7 +37,7 @@ def _scale_kernel(amax, fixed, out, largest, most, FIXED: tl.constexpr):
         scale = tl.minimum(tl.where(x > 0, tl.div_rn(1.0, x) * largest, 1.0), most)
     scale += x - x
     tl.store(out, scale)
-    tl.store(out + 1, tl.div_rn(1.0, scale))
+    tl.store(inverse, tl.div_rn(1.0, scale))
 
 
 @triton.jit
@@ -64,11 +64,11 @@ def _amax_(amax: Tensor, x: Tensor) -> None:
     _amax_kernel[grid](x.contiguous(), amax.view(torch.int32), x.numel(), BLOCK=BLOCK, STEPS=STEPS)
 
 
-def _scale(amax: Tensor, fixed: Tensor | None, largest: float) -> Tensor:
-    out = amax.new_empty(2)
+def _scale(amax: Tensor, fixed: Tensor | None, largest: float) -> tuple[Tensor, Tensor]:
+    out = amax.new_empty(()), amax.new_empty(())
     most = torch.finfo(torch.float32).max
     known = amax if fixed is None else fixed
-    _scale_kernel[(1,)](amax, known, out, largest, most, FIXED=fixed is not None)
+    _scale_kernel[(1,)](amax, known, *out, largest, most, FIXED=fixed is not None)
     return out
 
 

@@ -12,7 +12,7 @@ from megatron.kernels.fp8 import (
     linear_fp8,
     native_gemm,
     quantize,
-    scale_pair,
+    scale_of,
 )
 
 E4M3, E5M2 = FORMATS["hybrid"]
@@ -66,7 +66,7 @@ class Itself:
 
     def scale(self, which, amax, training):
         self.asked.append((which, 0.0 if amax.is_meta else amax.item(), training))
-        return scale_pair(amax, self.given, LARGEST[self.formats[which // 2]])
+        return scale_of(amax, self.given, LARGEST[self.formats[which // 2]])
 
 
 def inputs(dtype=torch.float32):
@@ -179,6 +179,16 @@ def test_what_is_not_finite_is_not_hidden(bad, place):
         out.backward(tensors[2])
         assert out.isfinite().all() == (place == 2)
         assert not leaves[0].grad.isfinite().any() if place else not leaves[1].grad.isfinite().any()
+
+
+def test_a_scale_that_cublas_refuses_is_refused_on_every_device():
+    a, b = (torch.ones(16, 16).to(E4M3) for _ in range(2))
+    scale = scale_of(torch.tensor(448.0), None, 448.0)
+    assert gemm(a, b, scale.inverse, scale.inverse, torch.float32).eq(16).all()
+    second = torch.ones(2)[1]  # of a tensor that holds scale and inverse
+    for inverses in ((second, scale.inverse), (scale.inverse, second)):
+        with pytest.raises(AssertionError):
+            gemm(a, b, *inverses, torch.float32)
 
 
 def test_zeros_and_tiny_numbers():

@@ -6,12 +6,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.kernels import functional
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.cu_seqlens import with_lengths
-from megatron.kernels.fp8 import native_gemm, quantize
+from megatron.kernels.fp8 import (
+    grouped_linear_fp8,
+    linear_fp8,
+    native_gemm,
+    quantize,
+    scale_of,
+)
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.fp8 import LayerScaling, delayed_scaling
 from tests.core.kernels.attend import attention
 from tests.core.kernels.attend import block as make_block
 from tests.core.kernels.attention_formula import documents, formula, inputs
@@ -125,7 +135,7 @@ def test_hidden_dropout():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fp8_gemm(dtype, formats):
     generator = torch.Generator().manual_seed(1)
-    one = torch.ones((), device=DEVICE)
+    one = scale_of(torch.tensor(448.0, device=DEVICE), None, 448.0).inverse
     a, b = (
         quantize(
             torch.randn(rows, 64, generator=generator).to(DEVICE),
@@ -135,7 +145,47 @@ def test_fp8_gemm(dtype, formats):
         for rows, name in zip((32, 48), formats, strict=True)
     )
     wanted = a.cpu().double() @ b.cpu().double().t()
-    close(native_gemm(a, b, one, one, dtype), wanted, dtype)
+    got = native_gemm(a, b, one, one, dtype).cpu().double()
+    # Hopper's FP8 units sum with about 14 bits: 1.5e-4 of the largest on an H200
+    share = 2.0**-11 if dtype == torch.float32 else TOLERANCE[dtype]
+    assert (got - wanted).abs().max() <= share * wanted.abs().max()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "tensorwise, compiled"])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_fp8_layers(grouped, recipe):
+    """Two steps against the same casts on a CPU, with another history in the second."""
+    precision = PrecisionConfig(fp8="hybrid", fp8_recipe=recipe.partition(",")[0])
+    found = [fp8_steps(torch.device(d), precision, grouped, recipe) for d in (DEVICE, "cpu")]
+    for got, wanted in zip(*found, strict=True):
+        close(got, wanted.double(), torch.bfloat16)
+
+
+def fp8_steps(
+    device: torch.device, precision: PrecisionConfig, grouped: bool, recipe: str
+) -> list[torch.Tensor]:
+    """Results and gradients of two steps of a layer."""
+    layer = torch.nn.Module()
+    layer.scaling = LayerScaling("one", precision, ParallelContext(ParallelConfig()), device)
+    delayed = delayed_scaling(layer, precision, ParallelContext(ParallelConfig()))
+    call = grouped_linear_fp8 if grouped else linear_fp8
+    if "compiled" in recipe and device.type != "cpu":
+        call = torch.compile(call)
+    more = ([40, 0, 56],) if grouped else ()
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in (1, 2):
+        x, weight, grad = (
+            (step * torch.randn(shape, generator=generator)).to(device, torch.bfloat16)
+            for shape in ((96, 64), (3, 32, 64) if grouped else (32, 64), (96, 32))
+        )
+        x.requires_grad_()
+        weight.requires_grad_()
+        out = call(x, weight, *more, scaling=layer.scaling)
+        found += [out, *torch.autograd.grad(out, (x, weight), grad)]
+        if delayed:
+            delayed.step(updated=True)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

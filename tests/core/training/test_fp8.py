@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from megatron.kernels import fp8 as kernels
 from megatron.parallel import fp8
 from megatron.parallel.fp8 import PREFIX
 from megatron.training.batch import MicroBatch
@@ -235,6 +236,22 @@ def test_a_step_casts_each_weight_once(monkeypatch, flags):
     assert counts == [layers] * 2 and many == [passes * layers] * 2
     assert all(torch.equal(a, b) for a, b in zip(once, always, strict=True))
     assert not torch.equal(*once)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+@pytest.mark.parametrize("layers", [[], EXPERTS[:-4]], ids=["dense", "experts"])
+def test_every_scale_of_a_gemm_starts_at_16_bytes(monkeypatch, recipe, layers):
+    """cuBLAS refuses others. Of two steps, the second of which has a history."""
+    found = []
+    gemm = kernels.gemm
+
+    def noted(a, b, *args, **options):
+        found.extend(scale.data_ptr() % 16 for scale in args[:2])
+        return gemm(a, b, *args, **options)
+
+    monkeypatch.setattr(kernels, "gemm", noted)
+    gradients(monkeypatch, True, *recipe, *layers)
+    assert len(found) >= 2 * 2 * 2 * 3 * 8 and not any(found)
 
 
 def cast_always() -> None:

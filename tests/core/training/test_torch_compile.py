@@ -9,6 +9,8 @@ import json
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from megatron.kernels import cu_seqlens, dropout
 from megatron.kernels.cuda import torch_flash
@@ -81,11 +83,22 @@ def another_number_of_documents(monkeypatch) -> None:
 
 @pytest.mark.campaign
 def test_fp8_layers_are_two_graphs():
-    """That of the first micro-batch, which casts the weights, and that of the others."""
+    """That of the first micro-batch, which casts the weights, and that of the others. Each scale
+    begins where its memory does, as cuBLAS wants it: none is a part of another tensor."""
+    offsets = []
+
+    def record(graph, inputs):
+        for node in graph.graph.find_nodes(
+            op="call_function", target=torch.ops.aten._scaled_mm.default
+        ):
+            offsets.extend(scale.meta["val"].storage_offset() for scale in node.args[2:4])
+        return make_boxed_func(graph.forward)
+
     fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --bf16".split()
-    gradients(*fp8, *LAYERS, device="meta", backend="aot_eager")
+    gradients(*fp8, *LAYERS, device="meta", backend=aot_autograd(fw_compiler=record))
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert len(offsets) == 2 * 4 * 3 * 2 and not any(offsets)
 
 
 @pytest.mark.parametrize("kind", [QUICK, *REST])

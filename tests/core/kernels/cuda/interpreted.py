@@ -153,7 +153,7 @@ def fp8_scales(amax: float) -> None:
         args = torch.tensor(amax), given, 448.0
         torch.testing.assert_close(
             torch.ops.megatron.fp8_scale(*args),
-            fp8.scale_pair(*args),
+            tuple(fp8.scale_of(*args)),
             rtol=0,
             atol=0,
             equal_nan=True,
@@ -169,7 +169,7 @@ def fp8_casts(shape: tuple[int, ...], x_dtype: torch.dtype, dtype: torch.dtype) 
     x[..., 0, 1] = beyond
     x[..., -1, -1] = -beyond
     for one in (x, x.mT.contiguous().mT):
-        wanted = fp8.cast(one, dtype, torch.stack((scale, scale)))
+        wanted = fp8.cast(one, dtype, fp8.Scale(scale, scale))
         for rows, columns in ((True, True), (True, False), (False, True)):
             found = torch.ops.megatron.fp8_cast(one, scale, dtype, rows, columns)
             for got, expected, there in zip(found, wanted, (rows, columns), strict=False):

@@ -20,7 +20,7 @@ def test_the_kernels_compile(name, capability):
 
     from megatron.kernels.cuda import fp8_triton as kernels
 
-    pointers = {"amax": "*fp32", "scale": "*fp32", "given": "*fp32", "out": "*fp32", "x": "*bf16"}
+    pointers = dict.fromkeys("amax scale fixed out inverse".split(), "*fp32") | {"x": "*bf16"}
     others = pointers | dict.fromkeys(("largest", "most", "limit"), "fp32")
     kernel, constants = {
         "amax": (kernels._amax_kernel, {"BLOCK": kernels.BLOCK, "STEPS": kernels.STEPS}),
