@@ -4,6 +4,8 @@ gradients likewise."""
 import torch
 from torch import Tensor
 
+from megatron.kernels.cuda.availability import arranged
+
 
 def split_qkv(qkv: Tensor, queries_per_group: int) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [s, b, g, queries_per_group + 2, d] -> queries [s, b, n, d], keys and values [s, b, g,
@@ -30,7 +32,7 @@ class _Split(torch.autograd.Function):
         if _neighbours(*grads):
             s, b, n, d = grads[0].shape
             return grads[0].as_strided((s, b, n, 3, d), (b * n * 3 * d, n * 3 * d, 3 * d, d, 1))
-        return torch.stack(grads, 3)
+        return torch.stack([arranged(grad, False) for grad in grads], 3)
 
 
 def _neighbours(q: Tensor, k: Tensor, v: Tensor) -> bool:

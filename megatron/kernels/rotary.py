@@ -66,13 +66,19 @@ def slowed(frequencies: Tensor, factor: float) -> Tensor:
 
 
 def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, fused: bool = True
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    fused: bool = True,
+    batch_first: bool = False,
 ) -> Tensor:
     """Rotate the first 2 * cos.shape[-1] dimensions of each head, pass the others through.
 
     x [s, b, n, d]; cos and sin [s, dim / 2] or [s, b, dim / 2] with dim <= d. Pairs are (i, i + dim
     / 2), or (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos,
-    returned in x's. `fused` False: operation by operation on every device.
+    returned in x's. `fused` False: operation by operation on every device. `batch_first`: on CUDA
+    the result is in memory sample by sample, as attention inside documents takes it.
     """
     while cos.dim() < x.dim():
         cos = cos.unsqueeze(1 if cos.dim() == 2 else 2)
@@ -80,7 +86,7 @@ def apply_rotary(
     if fused and pays_off(x):
         return _Rotary.apply(x, cos, sin, interleaved)
     if fused and x.dim() == 4 and (ops := fused_ops(x.device, x.dtype)):
-        return ops.Rotary.apply(x, cos, sin, interleaved)
+        return ops.Rotary.apply(x, cos, sin, interleaved, batch_first)
     half = cos.shape[-1]
     first, second = _pairs(x, half, interleaved)
     turned = (first * cos - second * sin, second * cos + first * sin)

@@ -112,8 +112,9 @@ class SelfAttention(nn.Module):
         q = self.q_layernorm(q)
         k = self.k_layernorm(k)
         if rotary is not None:
-            q = self.rotate(q, *rotary)
-            k = self.rotate(k, *rotary)
+            batch_first = document_ids is not None and self.cp.size == 1
+            q = self.rotate(q, *rotary, batch_first=batch_first)
+            k = self.rotate(k, *rotary, batch_first=batch_first)
         if self.recompute_core and torch.is_grad_enabled():
             y = recompute(self.core, q, k, v, document_ids, dropout_seed)
         else:

@@ -6,6 +6,7 @@ from functools import cache
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from megatron.kernels.cuda import fused_ops as operations
 from megatron.kernels.libraries import load_problem
@@ -20,6 +21,18 @@ def fused_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     if unavailable_reason(device, dtype) is not None:
         return None
     return operations
+
+
+def arranged(x: Tensor, batch_first: bool) -> Tensor:
+    """x [s, b, n, d] in memory without gaps, sample by sample if `batch_first`, else position by
+    position; x itself where it is so already. Torch copies such views number by number."""
+    rows = x.transpose(0, 1) if batch_first else x
+    if rows.is_contiguous():
+        return x
+    if fused_ops(x.device, x.dtype):
+        return torch.ops.megatron.move(x, batch_first)
+    rows = rows.contiguous()
+    return rows.transpose(0, 1) if batch_first else rows
 
 
 def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -15,6 +15,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from megatron import device as devices
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cu_seqlens import cumulative_lengths
+from megatron.kernels.cuda.availability import arranged
 from megatron.kernels.cuda.fused_ops import LIBRARY
 
 INSTALL_FA4 = "pip install 'flash-attn-4[cu13]'"
@@ -51,26 +52,49 @@ LIBRARY.impl("flash_attention", _forward, "CompositeExplicitAutograd")
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps what torch's derivative keeps; `state` is that of the generator in forward."""
+    """Keeps what torch's derivative keeps; `state` is that of the generator in forward.
+
+    q [s, b, n, d], k and v [s, b, g, d]. The kernel takes samples as they lie in memory; with
+    documents it takes one row of them, sample by sample.
+    """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        q, k, v, ends, s, p, scale, seed = args
+        *tensors, ends, p, scale, seed = args
+        s = len(tensors[0])
+        q, k, v = (t.transpose(0, 1) if ends is None else _row_of_samples(t) for t in tensors)
         out, lse, state, unused = torch.ops.megatron.flash_attention(
             q, k, v, ends, ends, s, s, p, scale, seed
         )
         ctx.save_for_backward(q, k, v, out, lse, state, unused, ends)
         ctx.options = s, p, scale
-        return out
+        return out.transpose(0, 1) if ends is None else arranged(_positions(out, s), False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        *tensors, state, unused, ends = ctx.saved_tensors
+        q, k, v, out, lse, state, unused, ends = ctx.saved_tensors
         s, p, scale = ctx.options
+        if ends is None:  # torch would copy both, slowly
+            grad, out = (arranged(t, True).transpose(0, 1) for t in (grad, out.transpose(0, 1)))
+        else:
+            grad = _row_of_samples(grad)
+        tensors = grad, q, k, v, out, lse
         grads = torch.ops.aten._flash_attention_backward(
-            grad, *tensors, ends, ends, s, s, p, True, state, unused, scale=scale
+            *tensors, ends, ends, s, s, p, True, state, unused, scale=scale
         )
-        return *grads, None, None, None, None, None
+        grads = (t.transpose(0, 1) if ends is None else _positions(t, s) for t in grads)
+        return *grads, None, None, None, None
+
+
+def _row_of_samples(x: Tensor) -> Tensor:
+    """[s, b, n, d] -> [b s, n, d]; one sample is a row already."""
+    x = x if x.shape[1] == 1 else arranged(x, True)
+    return x.transpose(0, 1).flatten(0, 1)
+
+
+def _positions(row: Tensor, s: int) -> Tensor:
+    """[b s, n, d] -> [s, b, n, d], a view."""
+    return row.unflatten(0, (-1, s)).transpose(0, 1)
 
 
 def unavailable_reason(
@@ -108,17 +132,9 @@ def flash_attention(
     function of seed, shape and kind of GPU. With documents the batch becomes one row of documents,
     and nothing outside them is computed.
     """
-    s, b = q.shape[:2]
-    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    ends = None
-    if document_ids is not None:
-        ends = cumulative_lengths(document_ids)
-        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    ends = None if document_ids is None else cumulative_lengths(document_ids)
     seed = torch.as_tensor(dropout_seed) if spec.dropout else None
-    out = _FlashAttention.apply(q, k, v, ends, s, spec.dropout, spec.scale, seed)
-    if ends is not None:
-        out = out.unflatten(0, (b, s))
-    return out.transpose(0, 1)
+    return _FlashAttention.apply(q, k, v, ends, spec.dropout, spec.scale, seed)
 
 
 @cache

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.kernels.cuda.fused_ops import empty_heads
 from megatron.kernels.cuda.loss_ops import LIBRARY
 
 BLOCK = 1024
@@ -43,42 +44,57 @@ def _rotate_kernel(  # noqa: PLR0913 (a kernel has no records)
     cos,
     sin,
     out,
-    total,
+    lines,
     batch,
-    heads,
-    dim,
-    half,
     step_s,
     step_b,
     step_n,
+    out_s,
+    out_b,
+    out_n,
     table_s,
     table_b,
     sign,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < total
-    d = offset % dim
-    row = offset // dim
-    b = row // heads % batch
-    s = row // heads // batch
-    rotated = d < 2 * half
-    if INTERLEAVED:
-        pair = d // 2
-        first = d % 2 == 0
-        partner_d = tl.where(first, d + 1, d - 1)
-    else:
-        pair = tl.where(d < half, d, d - half)
-        first = d < half
-        partner_d = tl.where(first, d + half, d - half)
-    base = x + s * step_s + b * step_b + row % heads * step_n
-    value = tl.load(base + d, mask=inside).to(tl.float32)
-    partner = tl.load(base + tl.where(rotated, partner_d, d), mask=inside).to(tl.float32)
-    angle = s * table_s + b * table_b + tl.where(rotated, pair, 0)
-    c = tl.load(cos + angle, mask=inside & rotated, other=1.0).to(tl.float32)
-    z = tl.load(sin + angle, mask=inside & rotated, other=0.0).to(tl.float32) * sign
-    tl.store(out + offset, value * c + tl.where(first, -partner, partner) * z, mask=inside)
+    """Of LINES heads, each a line of DIM numbers, rotates HALF pairs and copies the others. WIDTH
+    and REST are powers of two; 64-bit integers are only multiplied, as they have no division."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    inside = (line < lines)[:, None]
+    row = line // HEADS
+    n = (line % HEADS).to(tl.int64)
+    s = (row // batch).to(tl.int64)
+    b = (row % batch).to(tl.int64)
+    source = x + (s * step_s + b * step_b + n * step_n)[:, None]
+    target = out + (s * out_s + b * out_b + n * out_n)[:, None]
+    if HALF:
+        pair = tl.arange(0, WIDTH)[None, :]
+        paired = inside & (pair < HALF)
+        angle = (s * table_s + b * table_b)[:, None] + pair
+        c = tl.load(cos + angle, mask=paired, other=1.0).to(tl.float32)
+        z = tl.load(sin + angle, mask=paired, other=0.0).to(tl.float32) * sign
+        if INTERLEAVED:
+            column = tl.arange(0, 2 * WIDTH)[None, :]
+            paired = inside & (column < 2 * HALF)
+            both = tl.load(source + column, mask=paired, other=0.0).to(tl.float32)
+            first, second = tl.split(tl.reshape(both, (LINES, WIDTH, 2)))
+            turned = tl.join(first * c - second * z, second * c + first * z)
+            tl.store(target + column, tl.reshape(turned, (LINES, 2 * WIDTH)), mask=paired)
+        else:
+            first = tl.load(source + pair, mask=paired, other=0.0).to(tl.float32)
+            second = tl.load(source + HALF + pair, mask=paired, other=0.0).to(tl.float32)
+            tl.store(target + pair, first * c - second * z, mask=paired)
+            tl.store(target + HALF + pair, second * c + first * z, mask=paired)
+    if REST:
+        column = 2 * HALF + tl.arange(0, REST)[None, :]
+        others = inside & (column < DIM)
+        tl.store(target + column, tl.load(source + column, mask=others), mask=others)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -182,27 +198,44 @@ def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    s, b, n, d = x.shape
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool, batch_first: bool
+) -> Tensor:
+    s, b = x.shape[:2]
     cos = cos.expand(s, b, 1, cos.shape[-1])
-    sin = sin.expand(cos.shape)
-    out = x.new_empty(x.shape)
-    _rotate_kernel[_grid(out.numel())](
+    return _moved(x, cos, sin.expand(cos.shape), cos.shape[-1], sign, interleaved, batch_first)
+
+
+def _move(x: Tensor, batch_first: bool) -> Tensor:
+    return _moved(x, x, x, 0, 1, False, batch_first)
+
+
+def _moved(
+    x: Tensor, cos: Tensor, sin: Tensor, half: int, sign: int, interleaved: bool, batch_first: bool
+) -> Tensor:
+    """x [s, b, n, d] with the first `half` pairs of each head rotated, in new memory."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    _, b, n, d = x.shape
+    out = empty_heads(x, batch_first)
+    lines = max(1, 2 * BLOCK // triton.next_power_of_2(d))
+    _rotate_kernel[(triton.cdiv(x.numel() // d, lines),)](
         x,
         cos,
         sin,
         out,
-        out.numel(),
+        x.numel() // d,
         b,
-        n,
-        d,
-        cos.shape[-1],
         *x.stride()[:3],
+        *out.stride()[:3],
         *cos.stride()[:2],
         float(sign),
+        HEADS=n,
+        DIM=d,
+        HALF=half,
         INTERLEAVED=interleaved,
-        BLOCK=BLOCK,
+        LINES=lines,
+        WIDTH=triton.next_power_of_2(half),
+        REST=triton.next_power_of_2(d - 2 * half) if d > 2 * half else 0,
     )
     return out
 
@@ -266,6 +299,7 @@ RUNS: dict[str, Callable[..., Any]] = {
     "swiglu": _swiglu,
     "swiglu_backward": _swiglu_backward,
     "rotate": _rotate,
+    "move": _move,
     "drop": _drop,
     "row_losses": _row_losses,
     "loss_grad_": _loss_grad,

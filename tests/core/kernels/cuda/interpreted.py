@@ -42,16 +42,32 @@ def swiglu(dtype: torch.dtype) -> None:
 def rotary(dtype: torch.dtype) -> None:
     for interleaved in (False, True):
         for positions in (7, torch.arange(14).view(2, 7)):
-            for x in (torch.randn(7, 2, 3, 20), torch.randn(7, 2, 3, 60)[..., 20:40]):
+            for x, batch_first in (
+                (torch.randn(7, 2, 3, 20), False),
+                (torch.randn(7, 2, 3, 60)[..., 20:40], True),
+                (torch.randn(7, 2, 3, 16), True),
+                (torch.randn(2, 7, 3, 60)[..., 20:40].transpose(0, 1), False),
+            ):
                 cos, sin = functional.rotary_tables(positions, 16)
                 tables = [t.view(7, -1, 1, 8) for t in (cos, sin)]
                 same(
-                    lambda t, i=interleaved, tables=tables: fused_ops.Rotary.apply(t, *tables, i),
+                    lambda t, i=interleaved, tables=tables, b=batch_first: fused_ops.Rotary.apply(
+                        t, *tables, i, b
+                    ),
                     lambda t, i=interleaved, c=cos, s=sin: functional.apply_rotary(
                         t, c, s, interleaved=i, fused=False
                     ),
                     x.to(dtype),
                 )
+
+
+def moves(dtype: torch.dtype) -> None:
+    for x in (torch.randn(7, 2, 3, 60)[..., 20:40], torch.randn(2, 7, 5, 136).transpose(0, 1)):
+        x = x.to(dtype)
+        for batch_first in (False, True):
+            moved = torch.ops.megatron.move(x, batch_first)
+            assert torch.equal(moved, x)
+            assert (moved.transpose(0, 1) if batch_first else moved).is_contiguous()
 
 
 def dropout(dtype: torch.dtype) -> None:
@@ -211,6 +227,7 @@ if __name__ == "__main__":
     for dtype in TOLERANCE:
         swiglu(dtype)
         rotary(dtype)
+        moves(dtype)
         dropout(dtype)
     for dtype in (torch.float32, torch.bfloat16):  # they load either, and fp16, into fp32
         losses(dtype)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron.kernels.cuda as cuda_kernels
 from megatron.arguments import config_from
 from megatron.config.tree import Config
 from megatron.kernels import functional, select
 from megatron.kernels.cuda import availability
+from tests.core.kernels.cuda.launches import Launches
 from tests.forkrun import ROOT
 
 TABLES = [torch.empty(7, 8, device="meta") for _ in range(2)]
@@ -26,20 +26,6 @@ CALLS = {
     "rotate": lambda x, fused: functional.apply_rotary(x, *TABLES, fused=fused),
     "drop": lambda x, fused: functional.dropout(x, 0.1, 7),
 }
-
-
-class Launches(TorchDispatchMode):
-    """Names of the operations that make or change memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if not func.is_view and "empty" not in name and name != "detach":
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def launched(call: Callable, dtype: torch.dtype, fused: bool = True) -> list[str]:

@@ -11,14 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from megatron import device as devices
 from megatron.arguments import config_from
 from megatron.config.tree import Config
+from megatron.kernels import cu_seqlens, select
 from megatron.kernels import flash_attention as flash_package
-from megatron.kernels import select
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cuda import torch_flash
+from megatron.kernels.qkv import split_qkv
+from megatron.kernels.rotary import apply_rotary
 from tests.core.kernels.attend import attention as attend
 from tests.core.kernels.attend import select_attention
 from tests.core.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
 from tests.core.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
+from tests.core.kernels.cuda.launches import Launches
 
 CUDA = torch.device("cuda", 0)
 
@@ -80,6 +83,25 @@ def test_the_gradient_is_that_of_the_mask():
         rtol=1e-12,
         atol=1e-13,
     )
+
+
+@pytest.mark.parametrize("samples, moves", [(1, 0), (2, 8)])
+def test_documents_cost_one_pass_over_each_tensor(samples, moves):
+    """Queries, keys, values, the result and four gradients, by the kernel of 16-byte loads; none
+    with a sample in a micro-batch, and none of what rotary positions have placed."""
+    ids = cu_seqlens.with_lengths(*[torch.zeros(samples, 8, dtype=torch.long, device="meta")] * 2)
+    with Launches() as launches:
+        qkv = torch.empty(8, samples, 4, 3, 16, dtype=torch.bfloat16, device="meta")
+        out = flash(*split_qkv(qkv.requires_grad_(), 1), document_ids=ids)
+        out.flatten(2).backward(torch.empty(8, samples, 64, dtype=torch.bfloat16, device="meta"))
+    assert launches.names.count("move") == moves
+    assert not {"copy_", "clone", "_to_copy"} & set(launches.names)
+    tables = [torch.empty(8, 8, device="meta") for _ in range(2)]
+    with Launches() as launches:
+        q, k, v = split_qkv(qkv, 1)
+        q, k = (apply_rotary(t, *tables, batch_first=True) for t in (q, k))
+        flash(q, k, v, document_ids=ids).flatten(2)
+    assert launches.names.count("move") == (0 if samples == 1 else 2)
 
 
 def test_recompute_repeats_the_mask():
