@@ -22,6 +22,8 @@ BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # of torch.distributed, by kind of d
 DEVICE_FILES = Path("/dev")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_DRIVER = {"12": 525, "13": 580}  # of NVIDIA, by the CUDA that torch is built for
+_HOPPER = 9  # its compute capability
+_FAST_CUDNN = 91500  # 9.15, as torch numbers it
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
@@ -41,9 +43,12 @@ def device_type(requested: str) -> str:
 
 
 def device_notes(requested: str) -> list[str]:
-    """Warnings about the device of --device `requested`: an accelerator that is not used, and why;
-    or a device type on which this suite is untested."""
+    """Warnings about the device of --device `requested`, which `choose_device` has chosen: an
+    accelerator that is not used, and why; a device type on which this suite is untested; an old
+    cuDNN."""
     kind = device_type(requested)
+    if kind == "cuda":
+        return _cudnn_notes()
     if kind == "xpu":
         return [
             "--device xpu (Intel GPUs) is untested with this suite; compare the "
@@ -51,6 +56,25 @@ def device_notes(requested: str) -> list[str]:
         ]
     reason = unusable_accelerator() if requested == "auto" and kind == "cpu" else None
     return [f"training on the CPU: {reason} (--device cpu omits this warning)"] if reason else []
+
+
+def _cudnn_notes() -> list[str]:
+    """A warning if the cuDNN that is loaded is one whose attention is slow on a Hopper GPU."""
+    if torch.cuda.get_device_capability()[0] != _HOPPER:
+        return []
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # older than what torch was built with
+        return [str(error).strip().splitlines()[0]]
+    if version is None or version >= _FAST_CUDNN:
+        return []
+    major, minor = version // 10000, version // 100 % 100
+    path = os.environ.get("LD_LIBRARY_PATH")
+    shadows = f"LD_LIBRARY_PATH={path} hides the one that torch came with, take CUDA out of it"
+    return [
+        f"cuDNN {major}.{minor} is loaded: before 9.15 attention on a Hopper GPU takes twice as "
+        f"long; {shadows if path else 'install a newer nvidia-cudnn'}"
+    ]
 
 
 def unusable_accelerator() -> str | None:

@@ -22,7 +22,7 @@ from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import apex
 from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
-from megatron.kernels.cuda.torch_flash import fa4_unavailable_reason
+from megatron.kernels.cuda.torch_flash import NEWER, newer_kernels
 from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.implementation import Implementation, Spec, choose, lacking, reasons
 from megatron.kernels.kernels import KernelRow, Kernels, pair
@@ -37,7 +37,6 @@ ATTENTION = {
     "flash": "flash",
     "auto": "auto",
 }
-FA4 = "FlashAttention-4"
 TRANSFORMER_ENGINE = "Transformer Engine"
 LAYERS = "linear of transformer layers"
 SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
@@ -68,7 +67,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         engine = build(k.gradient_accumulation_fusion, config.precision)
     if (
         attention == "auto"
-        and _fa4_unavailable_reason(device, dtype, config) is not None
+        and None not in _newer_kernels(device, dtype, config).values()
         and not config.training.torch_compile  # torch's flash kernel goes into the graph
         and _documents(config)
         and _flash_unavailable_reason(device, dtype, config) is None
@@ -101,21 +100,24 @@ def _flash_unavailable_reason(
     return why_not or (None if requested else _library_attention_unavailable_reason(config))
 
 
-def _fa4_unavailable_reason(device: torch.device, dtype: torch.dtype, config: Config) -> str | None:
-    """Why attention inside documents is not FlashAttention-4's; None once it is."""
+def _newer_kernels(
+    device: torch.device, dtype: torch.dtype, config: Config
+) -> dict[str, str | None]:
+    """Why attention inside documents is not that of FlashAttention-3 or 4; None for the one that it
+    is, once it is."""
     m = config.model
-    if not _documents(config) or config.attention_backend != "auto":
-        return "not selected"
-    if config.training.deterministic_mode:
-        return "not used with --deterministic-mode"
     tp = config.parallel.tensor_model_parallel_size
-    return (
-        _library_attention_unavailable_reason(config)
-        or torch_flash_unavailable_reason(device, dtype, m.head_dim)
-        or fa4_unavailable_reason(
-            device, dtype, m.num_attention_heads // tp, m.groups_per_rank(tp), m.head_dim
-        )
-    )
+    if not _documents(config) or config.attention_backend != "auto":
+        why_not: str | None = "not selected"
+    elif config.training.deterministic_mode:
+        why_not = "not used with --deterministic-mode"
+    else:
+        why_not = _library_attention_unavailable_reason(config)
+        why_not = why_not or torch_flash_unavailable_reason(device, dtype, m.head_dim)
+    if why_not:
+        return {title: why_not for title, _ in NEWER.values()}
+    heads = m.num_attention_heads // tp
+    return newer_kernels(device, dtype, heads, m.groups_per_rank(tp), m.head_dim)
 
 
 def _library_attention_unavailable_reason(config: Config) -> str | None:
@@ -182,9 +184,9 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
     parameters of `dtype`.
 
     One row of each operation is selected. Nothing is timed: the selection depends on the kind of
-    device, the capabilities of torch, the installed libraries (of which Triton and FlashAttention-4
-    are tried by small kernels) and the configuration, so a resumed run selects the same kernels.
-    Raises ValueError as `choose_kernels`.
+    device, the capabilities of torch, the installed libraries (of which Triton, FlashAttention-3
+    and 4 are tried by small kernels) and the configuration, so a resumed run selects the same
+    kernels. Raises ValueError as `choose_kernels`.
     """
     kernels = choose_kernels(device, dtype, config)
     return [
@@ -328,12 +330,12 @@ def _plain_attention_rows(
     if config.training.torch_compile:
         off |= {each.title: COMPILED for each in IMPLEMENTATIONS if each.name.startswith("cpp")}
     if _documents(config):
-        not_fa4 = _fa4_unavailable_reason(device, dtype, config)
-        if chosen.name == "torch_flash" and not_fa4 is None:
-            off = {chosen.title: "slower"} | off
-            title = FA4
-        else:
-            off[FA4] = not_fa4 or "not selected"
+        for newer, why_not in _newer_kernels(device, dtype, config).items():
+            if chosen.name == "torch_flash" and why_not is None:
+                off = {chosen.title: "slower"} | off
+                title = newer
+            else:
+                off[newer] = why_not or "not selected"
     if kernels.transformer_engine is not None:
         off[TRANSFORMER_ENGINE] = _te_attention_unavailable_reason(dtype, config) or "not selected"
     return [

@@ -184,6 +184,36 @@ def test_nvidia_gpus_that_torch_cannot_use(no_cuda, monkeypatch, built, driver, 
     assert device.choose_device("auto", 3) == CPU and device.device_notes("auto") == []
 
 
+@pytest.mark.parametrize(
+    "capability, version, path, named",
+    [
+        ((9, 0), 91900, "/usr/local/cuda/lib64", None),
+        ((9, 0), 91500, None, None),
+        ((10, 0), 90100, None, None),
+        ((9, 0), 91002, "/usr/local/cuda/lib64", ("9.10", "LD_LIBRARY_PATH=/usr/local/cuda/lib64")),
+        ((9, 0), 91400, None, ("9.14", "nvidia-cudnn")),
+        ((9, 0), None, "/usr/local/cuda/lib64", None),  # torch has none
+        ((9, 0), RuntimeError("cuDNN version incompatibility: 9.1\nmore"), None, ("9.1",)),
+    ],
+)
+def test_an_old_cudnn_on_hopper_is_said(cuda, monkeypatch, capability, version, path, named):
+    def loaded():
+        if isinstance(version, RuntimeError):
+            raise version
+        return version
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", loaded)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    if path:
+        monkeypatch.setenv("LD_LIBRARY_PATH", path)
+    notes = device.device_notes("auto")
+    assert len(notes) == bool(named)
+    for text in notes:
+        assert all(name in text for name in named or ()) and "\n" not in text
+    assert device.device_notes("cpu") == []
+
+
 def test_other_accelerators_that_torch_cannot_use(no_cuda, monkeypatch):
     """The files of WSL and AMD do not show what torch could use: a warning, and the CPU."""
     assert device.device_notes("auto") == []

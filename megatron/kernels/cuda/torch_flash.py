@@ -18,10 +18,14 @@ from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.cuda.availability import arranged
 from megatron.kernels.cuda.fused_ops import LIBRARY
 
-INSTALL_FA4 = "pip install 'flash-attn-4[cu13]'"
+# By torch's names for them, the faster first: title, how to install it.
+NEWER = {
+    "FA3": ("FlashAttention-3", "build hopper/ of github.com/Dao-AILab/flash-attention"),
+    "FA4": ("FlashAttention-4", "pip install 'flash-attn-4[cu13]'"),
+}
 MULTIPLE = 8  # what the width of heads is a multiple of
 DROPOUT_HEAD_DIM = 192  # the widest head that it trains with dropout on every GPU
-FA4_TOLERANCE = 0.05  # between two kernels of 16 bits
+TOLERANCE = 0.05  # between two kernels of 16 bits
 
 # The arguments begin as those of torch's _flash_attention_forward.
 LIBRARY.define(
@@ -138,23 +142,35 @@ def flash_attention(
 
 
 @cache
-def fa4_unavailable_reason(
+def newer_kernels(
     device: torch.device, dtype: torch.dtype, heads: int, groups: int, head_dim: int
-) -> str | None:
-    """Why FlashAttention-4 cannot run in place of torch's own flash kernel; None once it does, in
-    this process. It is tried against that kernel with documents, forward and backward."""
+) -> dict[str, str | None]:
+    """Titles of NEWER, and why each cannot run in place of torch's own flash kernel; None for the
+    last one if it does from now on, in this process. Each is tried against that kernel with
+    documents, forward and backward."""
     if device.type != "cuda":
-        return f"needs a CUDA device, but the device is {device.type}"
+        why_not = f"needs a CUDA device, but the device is {device.type}"
+        return {title: why_not for title, _ in NEWER.values()}
     shape = (device, dtype, heads, groups, head_dim)
+    found: dict[str, str | None] = {}
+    for name, (title, install) in NEWER.items():
+        found[title] = _tried(name, install, *shape)
+        if found[title] is None:
+            break
+    return found
+
+
+def _tried(name: str, install: str, *shape: Any) -> str | None:
+    """Why torch's flash kernel of this name cannot run; None once it is in place."""
     try:
         expected = _sample(*shape)
-        activate_flash_attention_impl("FA4")
+        activate_flash_attention_impl(name)
         pairs = zip(_sample(*shape), expected, strict=True)
-        if all(torch.allclose(*pair, FA4_TOLERANCE, FA4_TOLERANCE) for pair in pairs):
+        if all(torch.allclose(*pair, TOLERANCE, TOLERANCE) for pair in pairs):
             return None
         reason = "fails here (its results are not those of FlashAttention-2)"
     except ImportError as error:
-        reason = f"does not load ({error}); {INSTALL_FA4}"
+        reason = f"does not load ({error}); {install}"
     except Exception as error:  # a kernel compiled at its first launch raises anything
         reason = f"fails here ({(str(error) or type(error).__name__).splitlines()[0]})"
     restore_flash_attention_impl(_raise_warn=False)  # also where it was not activated

@@ -160,48 +160,61 @@ def test_a_cuda_device_is_asked_for_its_generator(monkeypatch):
 
 
 @pytest.fixture
-def fa4(monkeypatch):
-    """Torch's registry of flash kernels, and results by the one that is active."""
-    fake = SimpleNamespace(active=False, activated=[], error=None, results={False: 1.0, True: 1.01})
+def newer(monkeypatch):
+    """Torch's registry of flash kernels, which has the `installed` ones; results by the one that is
+    active, or its error."""
+    fake = SimpleNamespace(
+        active=None, tried=[], error=None, result=1.01, installed={"FA3": True, "FA4": True}
+    )
 
     def activate(name):
-        fake.activated.append(name)
-        if isinstance(fake.error, ImportError):
-            raise fake.error
-        fake.active = True
+        fake.tried.append(name)
+        if not fake.installed[name]:
+            raise ModuleNotFoundError("No module named 'flash_attn'")
+        fake.active = name
 
     def sample(*_):
         if fake.active and fake.error:
             raise fake.error
-        return [torch.full((2,), fake.results[fake.active])]
+        return [torch.full((2,), fake.result if fake.active else 1.0)]
 
     monkeypatch.setattr(torch_flash, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(
-        torch_flash, "restore_flash_attention_impl", lambda **_: setattr(fake, "active", False)
+        torch_flash, "restore_flash_attention_impl", lambda **_: setattr(fake, "active", None)
     )
     monkeypatch.setattr(torch_flash, "_sample", sample)
     monkeypatch.setattr(devices, "has_flash", lambda device: True)
-    torch_flash.fa4_unavailable_reason.cache_clear()
+    torch_flash.newer_kernels.cache_clear()
     yield fake
-    torch_flash.fa4_unavailable_reason.cache_clear()
+    torch_flash.newer_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
     "error, result, said",
     [
-        (None, 1.01, None),
-        (None, 1.5, "results"),
-        (ModuleNotFoundError("No module named 'flash_attn'"), 1.0, "flash-attn-4"),
-        (RuntimeError("FA4 requires 9.0\nmore"), 1.0, "requires 9.0)"),
+        (None, 1.5, ("results", "results")),
+        (RuntimeError("requires 9.0\nmore"), 1.0, ("requires 9.0)", "requires 9.0)")),
+        (ImportError("libcudart"), 1.0, ("build hopper/", "flash-attn-4")),
     ],
 )
-def test_flash_attention_4_is_tried_once(fa4, error, result, said):
-    fa4.error = error
-    fa4.results[True] = result
+def test_newer_kernels_are_tried_once(newer, error, result, said):
+    newer.error = error
+    newer.result = result
     for _ in range(2):
-        reason = torch_flash.fa4_unavailable_reason(CUDA, torch.bfloat16, 4, 2, 64)
-        assert reason is None if said is None else said in reason
-    assert fa4.activated == ["FA4"] and fa4.active is (said is None)
+        reasons = torch_flash.newer_kernels(CUDA, torch.bfloat16, 4, 2, 64)
+        assert list(reasons) == ["FlashAttention-3", "FlashAttention-4"]
+        assert all(text in reason for text, reason in zip(said, reasons.values(), strict=True))
+    assert newer.tried == ["FA3", "FA4"] and newer.active is None
+
+
+@pytest.mark.parametrize("missing, active", [((), "FA3"), (("FA3",), "FA4"), (("FA4",), "FA3")])
+def test_the_first_newer_kernel_that_runs_stays(newer, missing, active):
+    newer.installed |= dict.fromkeys(missing, False)
+    reasons = torch_flash.newer_kernels(CUDA, torch.bfloat16, 4, 2, 64)
+    assert newer.active == active == newer.tried[-1]
+    assert [why_not is None for why_not in reasons.values()][-1] and len(reasons) == len(
+        newer.tried
+    )
 
 
 def test_its_trial_runs_documents_forward_and_backward():
@@ -212,19 +225,21 @@ def test_its_trial_runs_documents_forward_and_backward():
 @pytest.mark.parametrize(
     "flags, row",
     [
-        ({"reset_attention_mask": True}, "FlashAttention-4"),
-        ({"reset_attention_mask": True, "torch_compile": True}, "FlashAttention-4"),
+        ({"reset_attention_mask": True}, None),
+        ({"reset_attention_mask": True, "torch_compile": True}, None),
         ({"reset_attention_mask": True, "deterministic_mode": True}, "flash-attn"),
         ({"reset_attention_mask": True, "attention_backend": "flash"}, "flash-attn"),
         ({"reset_attention_mask": True, "attention_dropout": 0.1}, "torch's flash kernel"),
         ({}, "torch's fused attention"),
     ],
 )
-def test_when_flash_attention_4_is_selected(fa4, monkeypatch, flags, row):
+@pytest.mark.parametrize("name, title", [("FA3", "FlashAttention-3"), ("FA4", "FlashAttention-4")])
+def test_when_a_newer_kernel_is_selected(newer, monkeypatch, flags, row, name, title):
+    newer.installed = {"FA3": False, "FA4": False, name: True}
     monkeypatch.setattr(flash_package, "unavailable_reason", lambda *_: None)
     shape = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
     config = config_from(Config, shape | {"seq_length": 64} | flags)
     kernels = select.choose_kernels(CUDA, torch.bfloat16, config)
     rows = select._attention_rows(CUDA, torch.bfloat16, config, kernels)
-    assert next(one.implementation for one in rows if one.on) == row
-    assert fa4.active is (row == "FlashAttention-4")
+    assert next(one.implementation for one in rows if one.on) == (row or title)
+    assert newer.active == (None if row else name)
