@@ -95,18 +95,22 @@ def jitter(x: Tensor, eps: float, seed: int) -> Tensor:
     return x * noise.mul_(2 * eps).add_(1 - eps).to(x.dtype)
 
 
-def dropout(x: Tensor, p: float, seed: int | Tensor) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None = None) -> Tensor:
     """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al.
     2014).
 
     x: any shape; `seed`: an integer, also as an int64 tensor without dimensions on the CPU. The
     mask is a pure function of (seed, shape) on a kind of device; it is drawn again in backward and
-    never stored.
+    never stored. `residual`: of the shape of x, to which the result is added.
     """
     assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
     if p == 0.0:
-        return x
+        return x if residual is None else residual + x
     # a compiled layer asks before, and leaves it outside where there is no such kernel
-    if torch.compiler.is_compiling() or fused_ops(x.device, x.dtype):
-        return Dropout.apply(x, p, torch.as_tensor(seed))
-    return _Dropout.apply(x, p, int(seed))
+    if torch.compiler.is_compiling():  # which adds while it computes what follows
+        dropped = Dropout.apply(x, p, torch.as_tensor(seed), None)
+    elif fused_ops(x.device, x.dtype):
+        return Dropout.apply(x, p, torch.as_tensor(seed), residual)
+    else:
+        dropped = _Dropout.apply(x, p, int(seed))
+    return dropped if residual is None else residual + dropped

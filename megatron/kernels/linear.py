@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron import device as devices
 from megatron.kernels.cpu import native
-from megatron.kernels.cuda.fused_ops import LIBRARY
+from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cuda.fused_ops import LIBRARY, MANY_ROWS
 from megatron.kernels.weight_grads import LOW_PRECISION, add, add_weight_grad, takes_sums
 
 # multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
@@ -268,6 +269,9 @@ class _Linear(torch.autograd.Function):
 def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     """Sums over the rows of the output's gradient [m, out] -> [out], or None where they were added
     to `accumulate_into`."""
+    if len(rows) >= MANY_ROWS and fused_ops(rows.device, rows.dtype):
+        total = torch.ops.megatron.column_sums(rows).sum(0)
+        return _added(total, accumulate_into, rows.dtype)
     if not native.runs(rows):
         dtype = rows.dtype if accumulate_into is None else accumulate_into.dtype
         return _added(rows.sum(0, dtype=dtype), accumulate_into, rows.dtype)

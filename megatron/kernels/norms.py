@@ -1,11 +1,15 @@
 """LayerNorm and RMSNorm over the last dimension."""
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
+from megatron.kernels.cuda import fused_ops as fused
+from megatron.kernels.cuda.availability import fused_ops
 
 
 def layer_norm(
@@ -18,6 +22,8 @@ def layer_norm(
     gamma - 1, and the sum of the two is not rounded to a low precision.
     """
     if not zero_centered:
+        if bias is not None and (ops := _one_pass(x, weight)):
+            return ops.Norm.apply(x, weight, bias, eps)
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     wide = wide_dtype(x)
     bias = None if bias is None else bias.to(wide)
@@ -34,7 +40,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     weight = weight.to(wide_dtype(x)) + 1 if zero_centered else weight
     if pays_off(x):
         return _RmsNorm.apply(x, weight, eps)
+    if ops := _one_pass(x, weight):
+        return ops.Norm.apply(x, weight, None, eps)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _one_pass(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """The operations of CUDA with a backward of one pass, where it is for such a norm."""
+    if (
+        x.dtype != weight.dtype
+        or x.shape[-1] > fused.WIDEST_NORM
+        or x.numel() < fused.MANY_ROWS * x.shape[-1]
+    ):
+        return None
+    return fused_ops(x.device, x.dtype)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:

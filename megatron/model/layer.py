@@ -135,23 +135,29 @@ class TransformerLayer(nn.Module):
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
-        x = x + self.attention(self.input_layernorm(x), inputs, seeds)
-        return x + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
+        x = self.attention(x, self.input_layernorm(x), inputs, seeds)
+        return self.feed_forward(x, self.pre_mlp_layernorm(x), inputs, seeds)
 
-    def attention(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
-        """The branch of attention, from its norm to the residual stream."""
+    def attention(
+        self, residual: torch.Tensor, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds
+    ) -> torch.Tensor:
+        """`residual` and the branch of attention, from its norm to the residual stream."""
         rotary = inputs.rotary if self.rotates else None
         y = self.self_attention(x, rotary, inputs.document_ids, seeds.get("attention"))
-        return self.drop(self.post_self_attn_layernorm(y), seeds.get("attention_output"))
+        y = self.post_self_attn_layernorm(y)
+        return self.add(residual, y, seeds.get("attention_output"))
 
-    def feed_forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
-        """The branch of the MLP or the experts, from its norm to the residual stream."""
+    def feed_forward(
+        self, residual: torch.Tensor, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds
+    ) -> torch.Tensor:
+        """`residual` and the branch of the MLP or the experts, from its norm to the residual
+        stream."""
         arguments = (x, inputs.router_step) if self.moe else (x,)
         if self.recompute_mlp and torch.is_grad_enabled():
             y = recompute(self.mlp, *arguments)
         else:
             y = self.mlp(*arguments)
-        return self.drop(self.post_mlp_layernorm(y), seeds.get("mlp_output"))
+        return self.add(residual, self.post_mlp_layernorm(y), seeds.get("mlp_output"))
 
     def dropout_seeds(self, of_batch: DropoutSeeds | None) -> dict[str, torch.Tensor]:
         """The seed of each site of dropout; none in evaluation. Tensors on the CPU: a graph would
@@ -163,15 +169,17 @@ class TransformerLayer(nn.Module):
             for site, tp_part in self.dropout_sites.items()
         }
 
-    def drop(self, x: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
-        """Dropout of a residual branch, and its factor."""
+    def add(
+        self, residual: torch.Tensor, x: torch.Tensor, seed: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`residual` and a branch, with its factor and dropout."""
         if self.multiplier != 1.0:
             x = x * self.multiplier
-        return x if seed is None else self.masked(x, seed)
+        return residual + x if seed is None else self.masked(residual, x, seed)
 
-    def masked(self, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        """`x` with elements dropped, the others scaled up."""
-        return functional.dropout(x, self.hidden_dropout, seed)
+    def masked(self, residual: torch.Tensor, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        """`residual` and `x` with elements dropped, the others scaled up."""
+        return functional.dropout(x, self.hidden_dropout, seed, residual)
 
 
 class ParallelResidualLayer(TransformerLayer):
@@ -180,8 +188,8 @@ class ParallelResidualLayer(TransformerLayer):
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """As TransformerLayer's."""
-        attended = x + self.attention(self.input_layernorm(x), inputs, seeds)
-        return attended + self.feed_forward(self.pre_mlp_layernorm(x), inputs, seeds)
+        attended = self.attention(x, self.input_layernorm(x), inputs, seeds)
+        return self.feed_forward(attended, self.pre_mlp_layernorm(x), inputs, seeds)
 
 
 class NormedResidualLayer(TransformerLayer):
@@ -191,8 +199,8 @@ class NormedResidualLayer(TransformerLayer):
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """As TransformerLayer's."""
         x = self.input_layernorm(x)
-        x = self.pre_mlp_layernorm(x + self.attention(x, inputs, seeds))
-        return x + self.feed_forward(x, inputs, seeds)
+        x = self.pre_mlp_layernorm(self.attention(x, x, inputs, seeds))
+        return self.feed_forward(x, x, inputs, seeds)
 
 
 def layer_class(config: ModelConfig) -> type[TransformerLayer]:

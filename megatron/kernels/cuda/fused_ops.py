@@ -1,5 +1,5 @@
-"""SwiGLU, rotary positions and dropout as one kernel each on CUDA, by Triton, which comes with
-torch's CUDA builds for Linux.
+"""SwiGLU, rotary positions, dropout, the backward of norms and sums of columns as one kernel each
+on CUDA, by Triton, which comes with torch's CUDA builds for Linux.
 
 They are operations of torch (`megatron::...`): a trace on the meta device counts each as the one
 launch that it is.
@@ -20,12 +20,64 @@ LIBRARY.define(
     "-> Tensor"
 )
 LIBRARY.define("move(Tensor x, bool batch_first) -> Tensor")
-LIBRARY.define("drop(Tensor x, float p, Tensor seed) -> Tensor")
+LIBRARY.define("drop(Tensor x, float p, Tensor seed, Tensor? residual=None) -> Tensor")
+LIBRARY.define(
+    "norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor? means, Tensor scales) "
+    "-> (Tensor, Tensor)"
+)
+LIBRARY.define("column_sums(Tensor x) -> Tensor")
 LIBRARY.impl("swiglu", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta")
 LIBRARY.impl("swiglu_backward", lambda x, grad: x.new_empty(x.shape), "Meta")
 LIBRARY.impl("rotate", lambda x, *more: empty_heads(x, more[-1]), "Meta")
 LIBRARY.impl("move", lambda x, batch_first: empty_heads(x, batch_first), "Meta")
-LIBRARY.impl("drop", lambda x, *_: x.new_empty(x.shape), "Meta")
+LIBRARY.impl(
+    "drop",
+    lambda x, p, seed, residual=None: torch.empty_like(x if residual is None else residual),
+    "Meta",
+)
+
+# Sums of many rows: for fewer, torch's kernels take the host less time.
+MANY_ROWS = 4096
+PROGRAMS = 512  # at most so many share the rows: results depend on the shape alone
+ROWS_OF_SUMS = 16  # that a program of column_sums takes at a time
+WIDEST_NORM = 8192  # in registers
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def rows_of_norm(width: int) -> int:
+    """That a program of norm_backward takes at a time: some 4,096 numbers."""
+    return max(1, 4096 // power_of_two(width))
+
+
+def row_blocks(rows: int, at_a_time: int) -> tuple[int, int]:
+    """(programs, steps of each) that take so many rows at a time."""
+    tiles = -(-rows // at_a_time)
+    steps = -(-tiles // PROGRAMS)
+    return -(-tiles // steps), steps
+
+
+def empty_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor | None, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Memory for the gradient of x, and for each program's sums [1 or 2, programs, width]."""
+    width = x.shape[-1]
+    programs, _steps = row_blocks(x.numel() // width, rows_of_norm(width))
+    sums = x.new_empty(1 if means is None else 2, programs, width, dtype=torch.float32)
+    return x.new_empty(x.shape), sums
+
+
+def empty_column_sums(x: Tensor) -> Tensor:
+    """Memory for each program's sums, [programs, width]."""
+    programs, _ = row_blocks(len(x), ROWS_OF_SUMS)
+    return x.new_empty(programs, x.shape[1], dtype=torch.float32)
+
+
+LIBRARY.impl("norm_backward", empty_norm_backward, "Meta")
+LIBRARY.impl("column_sums", empty_column_sums, "Meta")
 
 
 def empty_heads(x: Tensor, batch_first: bool) -> Tensor:
@@ -67,14 +119,38 @@ class Rotary(torch.autograd.Function):
 
 class Dropout(torch.autograd.Function):
     """Draws its mask again in backward. `seed`: int64 on the CPU, without dimensions; a graph would
-    hold an integer as a constant, and be compiled anew for the next."""
+    hold an integer as a constant, and be compiled anew for the next. `residual`: the result is
+    added to it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor, residual: Tensor | None) -> Tensor:
         ctx.save_for_backward(seed)
         ctx.p = p
-        return torch.ops.megatron.drop(x, p, seed)
+        ctx.dtype = x.dtype
+        return torch.ops.megatron.drop(x, p, seed, residual)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return torch.ops.megatron.drop(grad, ctx.p, *ctx.saved_tensors), None, None
+        of_x = torch.ops.megatron.drop(grad.to(ctx.dtype), ctx.p, *ctx.saved_tensors)
+        return of_x, None, None, grad if ctx.needs_input_grad[3] else None
+
+
+class Norm(torch.autograd.Function):
+    """LayerNorm with a bias, RMSNorm without. Forward is torch's, and so is what it keeps; backward
+    reads it and the gradient once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        means = None
+        if bias is None:
+            out, scales = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        else:
+            out, means, scales = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, weight, means, scales)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        grad_x, parts = torch.ops.megatron.norm_backward(grad, *ctx.saved_tensors)
+        of_weight, *of_bias = parts.sum(1).to(ctx.saved_tensors[1].dtype)
+        return grad_x, of_weight, *(of_bias or [None]), None

@@ -8,11 +8,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.cuda.fused_ops import empty_heads
+from megatron.kernels.cuda.fused_ops import (
+    ROWS_OF_SUMS,
+    empty_column_sums,
+    empty_heads,
+    empty_norm_backward,
+    power_of_two,
+    row_blocks,
+    rows_of_norm,
+)
 from megatron.kernels.cuda.loss_ops import LIBRARY
 
 BLOCK = 1024
 COLUMNS = 4096  # of a row of logits that a block takes at a time
+COLUMNS_OF_SUMS = 256
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
@@ -97,13 +107,117 @@ def _rotate_kernel(  # noqa: PLR0913 (a kernel has no records)
         tl.store(target + column, tl.load(source + column, mask=others), mask=others)
 
 
+@triton.jit
+def _uniform(seed, offset, WIDE: tl.constexpr):
+    """tl.rand(seed, offset) for int32 offsets. `WIDE`: both halves of a product by one instruction
+    of PTX, where Triton has two; the interpreter knows no PTX."""
+    if WIDE:
+        key_0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+        key_1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        c0 = offset.to(tl.uint32, bitcast=True)
+        c1 = c0 * 0
+        c2 = c1
+        c3 = c1
+        for _ in tl.static_range(10):  # Philox 4x32 (Salmon et al. 2011)
+            a = tl.inline_asm_elementwise(
+                "mul.wide.u32 $0, $1, 0xD2511F53;", "=l,r", [c0], tl.uint64, True, 1
+            )
+            b = tl.inline_asm_elementwise(
+                "mul.wide.u32 $0, $1, 0xCD9E8D57;", "=l,r", [c2], tl.uint64, True, 1
+            )
+            c0 = (b >> 32).to(tl.uint32) ^ c1 ^ key_0
+            c2 = (a >> 32).to(tl.uint32) ^ c3 ^ key_1
+            c1 = b.to(tl.uint32)
+            c3 = a.to(tl.uint32)
+            key_0 = (key_0 + 0x9E3779B9).to(tl.uint32)
+            key_1 = (key_1 + 0xBB67AE85).to(tl.uint32)
+        return tl.uint_to_uniform_float(c0)
+    return tl.rand(seed, offset)
+
+
 @triton.jit(do_not_specialize=["seed"])
-def _drop_kernel(x, out, total, p, scale, seed, BLOCK: tl.constexpr):
+def _drop_kernel(
+    x,
+    residual,
+    out,
+    total,
+    p,
+    scale,
+    seed,
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < total
-    keep = tl.rand(seed, offset.to(tl.int32)) >= p
+    keep = _uniform(seed, offset.to(tl.int32), WIDE) >= p
     value = tl.load(x + offset, mask=inside).to(tl.float32) * scale
-    tl.store(out + offset, tl.where(keep, value, 0.0), mask=inside)
+    value = tl.where(keep, value, 0.0)
+    if ADD:  # rounded before, as without
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+        value += tl.load(residual + offset, mask=inside).to(tl.float32)
+    tl.store(out + offset, value, mask=inside)
+
+
+@triton.jit
+def _norm_backward_kernel(  # noqa: PLR0913
+    grad,
+    x,
+    weight,
+    means,
+    scales,
+    grad_x,
+    sums,
+    rows,
+    width,
+    steps,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows at a time, `steps` times; each program has its row of the sums for the gradients of
+    weight and, if CENTERED (LayerNorm), bias."""
+    column = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([1, BLOCK], tl.float32)
+    of_bias = tl.zeros([1, BLOCK], tl.float32)
+    row = tl.program_id(0) * steps * ROWS + tl.arange(0, ROWS)[:, None]
+    for _ in range(steps):
+        inside = (row < rows) & (column < width)
+        offset = row.to(tl.int64) * width + column
+        g = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + row, mask=row < rows, other=0.0).to(tl.float32)
+        if CENTERED:
+            mean = tl.load(means + row, mask=row < rows, other=0.0).to(tl.float32)
+            y = tl.where(inside, y - mean, 0.0)
+            of_bias += tl.sum(g, 0, keep_dims=True)
+        y *= scale
+        of_weight += tl.sum(g * y, 0, keep_dims=True)
+        g *= w
+        result = g - y * (tl.sum(g * y, 1, keep_dims=True) / width)
+        if CENTERED:
+            result -= tl.sum(g, 1, keep_dims=True) / width
+        tl.store(grad_x + offset, result * scale, mask=inside)
+        row += ROWS
+    line = sums + tl.program_id(0) * width + column
+    tl.store(line, of_weight, mask=column < width)
+    if CENTERED:
+        tl.store(line + tl.num_programs(0) * width, of_bias, mask=column < width)
+
+
+@triton.jit
+def _column_sums_kernel(x, sums, rows, width, steps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0) * steps * ROWS + tl.arange(0, ROWS)[:, None]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for _ in range(steps):
+        offset = row.to(tl.int64) * width + column
+        inside = (row < rows) & (column < width)
+        total += tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+        row += ROWS
+    line = sums + tl.program_id(0) * width + column
+    tl.store(line, tl.sum(total, 0, keep_dims=True), mask=column < width)
 
 
 @triton.jit
@@ -240,12 +354,62 @@ def _moved(
     return out
 
 
-def _drop(x: Tensor, p: float, seed: Tensor) -> Tensor:
+def _drop(x: Tensor, p: float, seed: Tensor, residual: Tensor | None = None) -> Tensor:
     x = x.contiguous()
-    out = torch.empty_like(x)
-    scale = 1.0 / (1.0 - p)
-    _drop_kernel[_grid(x.numel())](x, out, x.numel(), p, scale, int(seed), BLOCK=BLOCK)
+    added = x if residual is None else residual.contiguous()
+    out = torch.empty_like(added)
+    _drop_kernel[_grid(x.numel())](
+        x,
+        added,
+        out,
+        x.numel(),
+        p,
+        1.0 / (1.0 - p),
+        int(seed),
+        ADD=residual is not None,
+        WIDE=not INTERPRETED,
+        BLOCK=BLOCK,
+    )
     return out
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor | None, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad = grad.contiguous()
+    x = x.contiguous()
+    width = x.shape[-1]
+    rows = x.numel() // width
+    block = power_of_two(width)
+    programs, steps = row_blocks(rows, rows_of_norm(width))
+    out = empty_norm_backward(grad, x, weight, means)
+    _norm_backward_kernel[(programs,)](
+        grad,
+        x,
+        weight,
+        scales if means is None else means,
+        scales,
+        *out,
+        rows,
+        width,
+        steps,
+        CENTERED=means is not None,
+        ROWS=rows_of_norm(width),
+        BLOCK=block,
+        num_warps=max(4, min(block // 512, 16)),
+    )
+    return out
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    rows, width = x.shape
+    programs, steps = row_blocks(rows, ROWS_OF_SUMS)
+    sums = empty_column_sums(x)
+    _column_sums_kernel[(programs, triton.cdiv(width, COLUMNS_OF_SUMS))](
+        x, sums, rows, width, steps, ROWS=ROWS_OF_SUMS, BLOCK=COLUMNS_OF_SUMS
+    )
+    return sums
 
 
 def _row_losses(
@@ -301,6 +465,8 @@ RUNS: dict[str, Callable[..., Any]] = {
     "rotate": _rotate,
     "move": _move,
     "drop": _drop,
+    "norm_backward": _norm_backward,
+    "column_sums": _column_sums,
     "row_losses": _row_losses,
     "loss_grad_": _loss_grad,
 }

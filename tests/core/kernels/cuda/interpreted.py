@@ -73,7 +73,7 @@ def moves(dtype: torch.dtype) -> None:
 def dropout(dtype: torch.dtype) -> None:
     p = 0.1
     x = (torch.rand(70, 150) + 1).to(dtype).requires_grad_()
-    call = lambda seed: fused_ops.Dropout.apply(x, p, torch.tensor(seed))  # noqa: E731
+    call = lambda seed: fused_ops.Dropout.apply(x, p, torch.tensor(seed), None)  # noqa: E731
     out = call(2**62 + 5)
     kept = out != 0
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(x))
@@ -84,6 +84,71 @@ def dropout(dtype: torch.dtype) -> None:
     assert torch.equal(call(2**62 + 5), out)
     assert not torch.equal(call(5) != 0, kept)
     assert not torch.equal(kept[0], kept[1])
+
+
+def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
+    """The first 32 bits of Philox 4x32-10 (Salmon et al. 2011), as numbers of [0, 1) by their size
+    without the sign."""
+    low, (key, other) = 0xFFFFFFFF, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+    a, b, c, d = (counters, *[torch.zeros_like(counters)] * 3)
+    for _ in range(10):
+        # products of 64 bits in parts that int64 holds
+        high_a, low_a = (a >> 16) * 0xD2511F53, (a & 0xFFFF) * 0xD2511F53
+        high_c, low_c = (c >> 16) * 0xCD9E8D57, (c & 0xFFFF) * 0xCD9E8D57
+        above_a, above_c = high_a + (low_a >> 16), high_c + (low_c >> 16)
+        a, b, c, d = (
+            above_c >> 16 ^ b ^ key,
+            (above_c << 16 | low_c & 0xFFFF) & low,
+            above_a >> 16 ^ d ^ other,
+            (above_a << 16 | low_a & 0xFFFF) & low,
+        )
+        key, other = key + 0x9E3779B9 & low, other + 0xBB67AE85 & low
+    signed = torch.where(a < 2**31, a, 2**32 - 1 - a)
+    return signed.float() * 4.6566127342e-10
+
+
+def masks(dtype: torch.dtype) -> None:
+    """What is dropped is a function of seed and place that no version may change; the result with
+    the residual stream is the sum without."""
+    x = torch.randn(3, 1000).to(dtype)
+    for seed in (7, 2**62 + 5, 2**33):
+        out = torch.ops.megatron.drop(x, 0.1, torch.tensor(seed))
+        keep = philox(seed, torch.arange(x.numel())).view(x.shape) >= 0.1
+        assert torch.equal(out != 0, keep & (x != 0)) and 0.85 < keep.float().mean() < 0.95
+        for wide in {dtype, torch.float32}:
+            residual = torch.randn(3, 1000).to(wide)
+            leaves = [t.clone().requires_grad_() for t in (x, residual)]
+            added = fused_ops.Dropout.apply(leaves[0], 0.1, torch.tensor(seed), leaves[1])
+            torch.testing.assert_close(added, out + residual, rtol=0.01, atol=1e-3)
+            grad = torch.randn(3, 1000).to(wide)
+            of_x, of_residual = torch.autograd.grad(added, leaves, grad)
+            again = torch.ops.megatron.drop(grad.to(dtype), 0.1, torch.tensor(seed))
+            assert torch.equal(of_x, again) and torch.equal(of_residual, grad)
+
+
+def norms(dtype: torch.dtype) -> None:
+    """Rows that fill no block and several steps of each program; one program's widest and least."""
+    fused_ops.PROGRAMS = 2
+    for rows, width in ((300, 40), (5, 4096), (27, 768)):
+        x, grad = (torch.randn(rows, width).to(dtype) for _ in range(2))
+        weight, bias = (torch.randn(width).to(dtype) for _ in range(2))
+        for parameters in ((weight, bias), (weight,)):
+            ours = [t.clone().requires_grad_() for t in (x + 1, *parameters)]
+            wide = [t.detach().double().requires_grad_() for t in ours]
+            got = fused_ops.Norm.apply(*ours, *[None] * (len(parameters) == 1), 1e-5)
+            if len(parameters) == 2:
+                wanted = F.layer_norm(wide[0], (width,), *wide[1:], 1e-5)
+            else:
+                wanted = F.rms_norm(wide[0], (width,), wide[1], 1e-5)
+            of_ours = torch.autograd.grad(got, ours, grad)
+            of_wide = torch.autograd.grad(wanted, wide, grad.double())
+            for one, two in zip((got, *of_ours), (wanted, *of_wide), strict=True):
+                assert one.dtype == dtype
+                apart = (one.double() - two).abs().max()
+                assert apart <= TOLERANCE[dtype] * max(1.0, two.abs().max())
+        sums = torch.ops.megatron.column_sums(x)
+        assert len(sums) <= 2 and sums.dtype == torch.float32
+        torch.testing.assert_close(sums.sum(0).double(), x.double().sum(0), rtol=1e-4, atol=1e-3)
 
 
 def split_losses(parts: list[torch.Tensor], **options) -> list[torch.Tensor]:
@@ -229,6 +294,8 @@ if __name__ == "__main__":
         rotary(dtype)
         moves(dtype)
         dropout(dtype)
+        masks(dtype)
+        norms(dtype)
     for dtype in (torch.float32, torch.bfloat16):  # they load either, and fp16, into fp32
         losses(dtype)
     fp8_kernels()

@@ -14,6 +14,10 @@ STEPS = dict.fromkeys(
     "lines batch step_s step_b step_n out_s out_b out_n table_s table_b".split(), "i32"
 )
 ROTATE = STEPS | {"cos": "*fp32", "sin": "*fp32", "sign": "fp32"}
+DROP = {"total": "i32", "p": "fp32", "scale": "fp32", "seed": "i64"}
+NORM = dict.fromkeys(("means", "scales", "sums"), "*fp32") | dict.fromkeys(
+    ("rows", "width", "steps"), "i32"
+)
 HEADS = {"HEADS": 16, "DIM": 128, "INTERLEAVED": False, "LINES": 16}
 # Arguments that are not tensors of the dtype; constants; the most instructions for bf16.
 KERNELS = {
@@ -26,7 +30,11 @@ KERNELS = {
         240,
     ),
     "rotate, nothing": (ROTATE, HEADS | {"HALF": 0, "WIDTH": 1, "REST": 128}, 100),
-    "drop": ({"total": "i32", "p": "fp32", "scale": "fp32", "seed": "i64"}, {"BLOCK": 1024}, 850),
+    "drop": (DROP, {"ADD": False, "WIDE": True, "BLOCK": 1024}, 850),
+    "drop, added": (DROP, {"ADD": True, "WIDE": True, "BLOCK": 1024}, 850),
+    "norm_backward": (NORM, {"CENTERED": True, "ROWS": 4, "BLOCK": 1024}, 1100),
+    "norm_backward, RMS": (NORM, {"CENTERED": False, "ROWS": 4, "BLOCK": 1024}, 750),
+    "column_sums": (NORM, {"ROWS": 16, "BLOCK": 256}, 400),
     "row_losses": (
         ROW | {"loss": "*fp32", "sums": "*fp32", "rows": "i32", "smoothing": "fp32"},
         {"VECTOR": 8, "BLOCK": 4096},
@@ -59,7 +67,7 @@ def test_the_kernels_compile(name, capability):
     divisible = {
         (i,): [["tt.divisibility", 16]]
         for i, one in enumerate(names)
-        if types[one][0] in "*i" and one not in ("valid", "seed", "lines", "batch")
+        if types[one][0] in "*i" and one not in ("valid", "seed", "lines", "batch", "rows", "steps")
     }
     source = ASTSource(
         kernel, types, {(names.index(one),): value for one, value in constants.items()}, divisible
@@ -72,6 +80,8 @@ def test_the_kernels_compile(name, capability):
     assert len(re.findall(r";$", ptx, re.M)) < most
     wide = r"\.global\S*\.(v4\.b32|v2\.b64)"
     assert re.search(f"ld{wide}", ptx)
+    if "drop" in name:  # of Philox: two instructions for a product would take a third longer
+        assert "mul.wide.u32" in ptx and "mul.hi.u32" not in ptx
     if "rotate" in name:  # all are wide; GPUs divide 64-bit integers by some 70 instructions
         assert not re.search(r"(div|rem)\.[su]64", ptx)
         assert all(re.match(wide, each) for each in re.findall(r"(?:ld|st)(\.global\S*)", ptx))

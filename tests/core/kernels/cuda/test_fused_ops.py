@@ -16,7 +16,7 @@ import megatron.kernels.cuda as cuda_kernels
 from megatron.arguments import config_from
 from megatron.config.tree import Config
 from megatron.kernels import functional, select
-from megatron.kernels.cuda import availability
+from megatron.kernels.cuda import availability, fused_ops
 from tests.core.kernels.cuda.launches import Launches
 from tests.forkrun import ROOT
 
@@ -25,6 +25,22 @@ CALLS = {
     "swiglu": lambda x, fused: functional.swiglu(x, fused=fused),
     "rotate": lambda x, fused: functional.apply_rotary(x, *TABLES, fused=fused),
     "drop": lambda x, fused: functional.dropout(x, 0.1, 7),
+}
+MANY = torch.empty(fused_ops.MANY_ROWS, 48, device="meta")
+VECTORS = [torch.empty(48, device="meta", requires_grad=True) for _ in range(2)]
+SUMS = {
+    "LayerNorm": (
+        lambda x: functional.layer_norm(x, *VECTORS, 1e-5),
+        ["native_layer_norm", "norm_backward", "sum"],
+    ),
+    "RMSNorm": (
+        lambda x: functional.rms_norm(x, VECTORS[0], 1e-5),
+        ["norm_backward", "sum"],  # after an operation that the meta device has in parts
+    ),
+    "bias": (
+        lambda x: functional.linear(x, torch.empty(48, 48, device="meta"), VECTORS[1]),
+        ["addmm", "column_sums", "sum", "mm"],
+    ),
 }
 
 
@@ -45,6 +61,31 @@ def test_one_launch_forward_and_one_backward(name):
     assert name not in launched(CALLS[name], torch.float64)
     if name != "drop":
         assert name not in launched(CALLS[name], torch.float32, fused=False)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_many_rows_are_a_kernel_and_the_sum_of_its_parts(name):
+    """Few rows, wider norms and other dtypes are torch's."""
+    call, names = SUMS[name]
+    with Launches() as launches:
+        torch.autograd.grad(
+            call(MANY.requires_grad_()), [MANY, VECTORS[-1]], MANY, allow_unused=True
+        )
+    assert launches.names[-len(names) :] == names
+    with Launches() as launches:
+        call(MANY[1:]).sum().backward()
+    assert not {"norm_backward", "column_sums"} & set(launches.names)
+
+
+def test_dropout_adds_to_the_residual_stream_in_its_kernel():
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.empty(7, 2, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        residual = torch.empty(7, 2, 16, device="meta", dtype=dtype)
+        with Launches() as launches:
+            out = functional.dropout(x, 0.1, 7, residual)
+            assert out.dtype == dtype
+            out.backward(torch.empty_like(out))
+        assert [name for name in launches.names if name != "_to_copy"] == ["drop", "drop"]
 
 
 def test_where_they_run(monkeypatch):
