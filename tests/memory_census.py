@@ -145,13 +145,22 @@ def _fuse() -> None:
         grad[:, valid:] = 0
         return logits.copy_(grad)
 
+    def rotate(x, cos, sin, sign, interleaved, batch_first) -> torch.Tensor:
+        out = rotary._rotate(x, cos, sin, sign, interleaved)
+        return fused_ops.empty_heads(x, True).copy_(out) if batch_first else out
+
+    def drop(x, p, seed, residual=None) -> torch.Tensor:
+        out = dropout._drop(x, p, int(seed))
+        return out if residual is None else residual + out
+
     for name, function in (
         ("row_losses", row_losses),
         ("loss_grad_", loss_grad),
         ("swiglu", swiglu),
         ("swiglu_backward", swiglu_backward),
-        ("rotate", rotary._rotate),
-        ("drop", lambda x, p, seed: dropout._drop(x, p, int(seed))),
+        ("rotate", rotate),
+        ("move", lambda x, batch_first: fused_ops.empty_heads(x, batch_first).copy_(x)),
+        ("drop", drop),
     ):
         fused_ops.LIBRARY.impl(name, function, "CPU")
     availability.unavailable_reason = lambda device, dtype: (

@@ -26,6 +26,7 @@ LIBRARY.define(
     "-> (Tensor, Tensor)"
 )
 LIBRARY.define("column_sums(Tensor x) -> Tensor")
+LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 LIBRARY.impl("swiglu", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta")
 LIBRARY.impl("swiglu_backward", lambda x, grad: x.new_empty(x.shape), "Meta")
 LIBRARY.impl("rotate", lambda x, *more: empty_heads(x, more[-1]), "Meta")
@@ -38,7 +39,9 @@ LIBRARY.impl(
 
 # Sums of many rows: for fewer, torch's kernels take the host less time.
 MANY_ROWS = 4096
-PROGRAMS = 512  # at most so many share the rows: results depend on the shape alone
+# At most so many programs share the rows; results depend on the shape alone.
+PROGRAMS_OF_NORM = 256
+PROGRAMS_OF_SUMS = 128
 ROWS_OF_SUMS = 16  # that a program of column_sums takes at a time
 WIDEST_NORM = 8192  # in registers
 
@@ -53,10 +56,10 @@ def rows_of_norm(width: int) -> int:
     return max(1, 4096 // power_of_two(width))
 
 
-def row_blocks(rows: int, at_a_time: int) -> tuple[int, int]:
-    """(programs, steps of each) that take so many rows at a time."""
+def row_blocks(rows: int, at_a_time: int, most: int) -> tuple[int, int]:
+    """(programs, at most so many, steps of each) that take so many rows at a time."""
     tiles = -(-rows // at_a_time)
-    steps = -(-tiles // PROGRAMS)
+    steps = -(-tiles // most)
     return -(-tiles // steps), steps
 
 
@@ -65,17 +68,31 @@ def empty_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Memory for the gradient of x, and for each program's sums [1 or 2, programs, width]."""
     width = x.shape[-1]
-    programs, _steps = row_blocks(x.numel() // width, rows_of_norm(width))
+    programs, _steps = row_blocks(x.numel() // width, rows_of_norm(width), PROGRAMS_OF_NORM)
     sums = x.new_empty(1 if means is None else 2, programs, width, dtype=torch.float32)
     return x.new_empty(x.shape), sums
 
 
 def empty_column_sums(x: Tensor) -> Tensor:
     """Memory for each program's sums, [programs, width]."""
-    programs, _ = row_blocks(len(x), ROWS_OF_SUMS)
+    programs, _ = row_blocks(len(x), ROWS_OF_SUMS, PROGRAMS_OF_SUMS)
     return x.new_empty(programs, x.shape[1], dtype=torch.float32)
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Torch's, and 1 / rms of each row."""
+    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+
+
+LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "rms_norm",
+    lambda x, *_: (
+        x.new_empty(x.shape),
+        x.new_empty(*x.shape[:-1], 1, dtype=torch.float32),
+    ),
+    "Meta",
+)
 LIBRARY.impl("norm_backward", empty_norm_backward, "Meta")
 LIBRARY.impl("column_sums", empty_column_sums, "Meta")
 
@@ -143,7 +160,7 @@ class Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         means = None
         if bias is None:
-            out, scales = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+            out, scales = torch.ops.megatron.rms_norm(x, weight, eps)
         else:
             out, means, scales = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, means, scales)

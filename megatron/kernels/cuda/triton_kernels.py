@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.kernels.cuda import fused_ops
 from megatron.kernels.cuda.fused_ops import (
     ROWS_OF_SUMS,
     empty_column_sums,
@@ -381,7 +382,7 @@ def _norm_backward(
     width = x.shape[-1]
     rows = x.numel() // width
     block = power_of_two(width)
-    programs, steps = row_blocks(rows, rows_of_norm(width))
+    programs, steps = row_blocks(rows, rows_of_norm(width), fused_ops.PROGRAMS_OF_NORM)
     out = empty_norm_backward(grad, x, weight, means)
     _norm_backward_kernel[(programs,)](
         grad,
@@ -404,7 +405,7 @@ def _norm_backward(
 def _column_sums(x: Tensor) -> Tensor:
     x = x.contiguous()
     rows, width = x.shape
-    programs, steps = row_blocks(rows, ROWS_OF_SUMS)
+    programs, steps = row_blocks(rows, ROWS_OF_SUMS, fused_ops.PROGRAMS_OF_SUMS)
     sums = empty_column_sums(x)
     _column_sums_kernel[(programs, triton.cdiv(width, COLUMNS_OF_SUMS))](
         x, sums, rows, width, steps, ROWS=ROWS_OF_SUMS, BLOCK=COLUMNS_OF_SUMS

@@ -131,6 +131,61 @@ def test_hidden_dropout():
     assert torch.equal(x.grad, y.detach())
 
 
+def test_masks_are_philox():
+    """As by the interpreter on a CPU, which cannot run the instruction that multiplies here."""
+    from tests.core.kernels.cuda.interpreted import philox
+
+    x = torch.ones(100_000, device="cuda", dtype=torch.bfloat16)
+    for seed in (7, 2**62 + 5, 2**33):
+        got = functional.dropout(x, 0.1, seed, torch.zeros_like(x)).cpu()
+        assert torch.equal(got != 0, philox(seed, torch.arange(len(x))) >= 0.1)
+
+
+def of_a_sum(call, tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result and the gradients of its sum with weights, for tensors of this dtype."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
+    out = call(*leaves)
+    weights = torch.rand(out.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    return [out, *torch.autograd.grad(out, leaves, weights.to(out))]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "linear"])
+@pytest.mark.parametrize("width", [128, 768, 5120])
+def test_sums_of_many_rows(width, name, dtype):
+    call = {
+        "LayerNorm": lambda x, w, b: functional.layer_norm(x, w, b, 1e-5),
+        "RMSNorm": lambda x, w, b: functional.rms_norm(x, w, 1e-5) + b,
+        "linear": lambda x, w, b: functional.linear(x[:, :8], w[:, None].repeat(1, 8), b),
+    }[name]
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(4099, width, generator=generator).to(dtype)]
+    tensors += [torch.randn(width, generator=generator).to(dtype) for _ in range(2)]
+    wanted = of_a_sum(call, tensors, torch.float64)
+    got = of_a_sum(call, [t.to(DEVICE) for t in tensors], dtype)
+    for one, two in zip(got, wanted, strict=True):
+        close(one, two, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim, batch_first", [(64, False), (24, True)])
+def test_rotary_positions(dim, batch_first, interleaved, dtype):
+    """Of a view of queries, keys and values, all of a head or a part of it."""
+    tables = functional.rotary_tables(300, dim)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(300, 3, 4, 192, generator=generator).to(dtype)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        cos, sin = (t.to(x.device) for t in tables)
+        part = x[..., 64:128]
+        return functional.apply_rotary(part, cos, sin, interleaved, batch_first=batch_first)
+
+    wanted = of_a_sum(call, [x], torch.float64)
+    for one, two in zip(of_a_sum(call, [x.to(DEVICE)], dtype), wanted, strict=True):
+        close(one, two, dtype)
+
+
 @pytest.mark.parametrize("formats", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fp8_gemm(dtype, formats):

@@ -162,7 +162,7 @@ def kernels_of_cuda(monkeypatch):
     for module in (dropout, model_compile):
         monkeypatch.setattr(module, "fused_ops", lambda *_: True)
     library = torch.library.Library("megatron", "IMPL", "CPU")
-    library.impl("drop", lambda x, p, seed: dropout._drop(x, p, int(seed)))
+    library.impl("drop", lambda x, p, seed, residual=None: dropout._drop(x, p, int(seed)))
     with on_cpu():
         yield
     library._destroy()

@@ -128,7 +128,7 @@ def masks(dtype: torch.dtype) -> None:
 
 def norms(dtype: torch.dtype) -> None:
     """Rows that fill no block and several steps of each program; one program's widest and least."""
-    fused_ops.PROGRAMS = 2
+    fused_ops.PROGRAMS_OF_NORM = fused_ops.PROGRAMS_OF_SUMS = 2
     for rows, width in ((300, 40), (5, 4096), (27, 768)):
         x, grad = (torch.randn(rows, width).to(dtype) for _ in range(2))
         weight, bias = (torch.randn(width).to(dtype) for _ in range(2))
