@@ -116,8 +116,10 @@ class Stack(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Multiplications of one Newton-Schulz step, but for a factor."""
-        return self.number * max(self.rows, self.columns) * min(self.rows, self.columns) ** 2
+        """Multiplications of one Newton-Schulz step: X X^T and P X, each of short^2 x long, and
+        the square of the first."""
+        short, long = sorted((self.rows, self.columns))
+        return self.number * short**2 * (2 * long + short)
 
 
 @dataclass(frozen=True)

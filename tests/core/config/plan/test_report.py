@@ -56,13 +56,12 @@ def test_one_rank():
 
 
 def test_the_longest_share_of_muon():
-    """By hand, in units of 1024^3: matrices of the MLP cost 4, queries, keys and values 3, the
-    projection 1. Of 64 ranks 48 have one of the MLP's, of the 16 others 8 twice queries, keys and
-    values."""
+    """By hand, in units of 1024^3: matrices of the MLP cost 9, queries, keys and values 9, the
+    projection 3. Of 64 ranks 8 have two of the 72 that cost 9."""
     flags = {"optimizer": "muon", "muon_momentum": 0.95, "use_distributed_optimizer": True}
     lines = describe(*plan(64, **flags, global_batch_size=256))
     (line,) = [line for line in lines if "Newton-Schulz" in line]
-    assert f" {6 / (24 * (4 + 4 + 3 + 1) / 64):.2f} " in line
+    assert f" {18 / (24 * (9 + 9 + 9 + 3) / 64):.2f} " in line
     assert not any("Newton-Schulz" in line for line in describe(*plan(**flags)))
 
 
