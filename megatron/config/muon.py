@@ -30,14 +30,13 @@ CHUNK = 2**24
 class MuonConfig:
     """Muon, for the matrices of the layers."""
 
-    muon_momentum: float | None = arg(
-        None,
+    muon_momentum: float = arg(
+        0.9,
         requires=_MUON,
         minimum=0,
         below=1,
         dump=False,
-        help="decay of Muon's momentum; must be given: Megatron-LM's command line has 0.9, its "
-        "OptimizerConfig and torch 0.95",
+        help="decay of Muon's momentum; Megatron-LM's OptimizerConfig and torch have 0.95",
     )
     muon_use_nesterov: bool = arg(
         False,
@@ -82,12 +81,12 @@ class MuonConfig:
         dump=False,
         help="orthogonalize the weights of queries, keys and values as one matrix",
     )
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = arg(
-        "highest",
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = arg(
+        None,
         requires=_MUON,
         dump=False,
         help="precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype "
-        "of the main weights)",
+        "of the main weights) (default: medium on CUDA with fp32 main weights, else highest)",
     )
     muon_neuron_beta2: float | None = arg(
         None,

@@ -166,9 +166,13 @@ def _mup_text(config: Config) -> str:
 def _muon_text(config: Config) -> str:
     """Muon's constants."""
     c = config.muon
-    precision = config.precision.main_dtype
+    precision: str = config.precision.main_dtype
     if c.muon_fp32_matmul_prec == "medium":
         precision = "bfloat16"
+    elif c.muon_fp32_matmul_prec is None and not (
+        config.precision.fp64 or config.training.device == "cpu"
+    ):
+        precision = "bfloat16 on CUDA, else float32"
     name, neurons = "Muon", ""
     if c.muon_neuron_beta2 is not None:
         name, neurons = "NorMuon", f", beta of neurons {c.muon_neuron_beta2:g}"

@@ -106,30 +106,44 @@ class Muon:
         if kind.qkv:
             assert self._qkv is not None
             groups = stacked.view(*stacked.shape[:2], -1, sum(self._qkv), columns)
-            scaled = [
-                self.scaled(*group.flatten(2, 3)).view(group.shape)
-                for group in groups.split(self._qkv, 3)
-            ]
-            return torch.cat(scaled, 3).view(stacked.shape)
+            parts = groups.split(self._qkv, 3)
+            done: dict[int, list[Tensor]] = {}
+            for rows in dict.fromkeys(self._qkv):  # parts of one shape are one batch
+                alike = torch.cat([part for part in parts if part.shape[3] == rows], 1)
+                scaled = self.scaled(*alike.flatten(2, 3)).unflatten(2, alike.shape[2:4])
+                done[rows] = [*scaled.split(stacked.shape[1], 1)]
+            return torch.cat([done[rows].pop(0) for rows in self._qkv], 3).view(stacked.shape)
         stacks = stacked.flatten(1, 2) if kind.experts else stacked
         matrices = stacks.reshape(*stacks.shape[:2], -1, columns)
         return self.scaled(*matrices).view(stacked.shape)
 
     def scaled(self, stack: Tensor, moments: Tensor | None = None) -> Tensor:
-        """Matrices [n, rows, columns] -> their orthogonal factors times the scale, [1, n, ...];
-        with NorMuon's moments these behind them, [2, n, ...]."""
-        dtype = stack.dtype
-        if self._config.muon_fp32_matmul_prec == "medium":
-            dtype = torch.bfloat16
+        """Matrices [n, rows, columns] -> their orthogonal factors times the scale, [1, n, ...],
+        in the dtype of the products; with NorMuon's moments these behind them, [2, n, ...], in
+        that of the matrices."""
+        dtype = self.product_dtype(stack)
         rows, columns = stack.shape[-2:]
         factor = scale(self._config.muon_scale_mode, rows, columns)
         factor *= self._config.muon_extra_scale_factor
-        orthogonal = orthogonalize(stack.to(dtype), self._steps).to(stack.dtype)
+        if moments is None and dtype != stack.dtype:
+            # as a factor of the last step it costs neither another pass nor another rounding
+            *steps, (a, b, c) = self._steps
+            last = (factor * a, factor * b, factor * c)
+            return orthogonalize(stack, [*steps, last], dtype)[None]
+        orthogonal = orthogonalize(stack, self._steps, dtype).to(stack.dtype)
         if moments is None:
             return orthogonal.mul_(factor)[None]
         assert self.neuron_beta2 is not None
         moments = neuron_moments(orthogonal, moments, self.neuron_beta2)
         return torch.stack([normalized(orthogonal, moments).mul_(factor), moments])
+
+    def product_dtype(self, stack: Tensor) -> torch.dtype:
+        """The dtype of the Newton-Schulz steps of these matrices. Without the flag bf16 on CUDA,
+        where fp32 has no tensor cores; fp64, for parity, stays."""
+        precision = self._config.muon_fp32_matmul_prec
+        if precision is None and stack.device.type == "cuda" and stack.dtype == torch.float32:
+            precision = "medium"
+        return torch.bfloat16 if precision == "medium" else stack.dtype
 
 
 class MuonAndAdam:
@@ -232,12 +246,16 @@ def normalized(orthogonal: Tensor, moments: Tensor) -> Tensor:
     return result.mul_(norms[0] / norms[1].clamp(min=EPS))
 
 
-def orthogonalize(stack: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:
+def orthogonalize(
+    stack: Tensor, steps: Sequence[tuple[float, float, float]], dtype: torch.dtype
+) -> Tensor:
     """Matrices U S V^T of a stack [n, rows, columns] -> about U V^T: X <- a X + (b G + c G^2) X
-    with G = X X^T for each (a, b, c), from X with Frobenius norm 1. In the dtype of `stack`."""
+    with G = X X^T for each (a, b, c), from X with Frobenius norm 1. The steps, and what is
+    returned, are in `dtype`; the norm is of the matrices as they are."""
     tall = stack.shape[-2] > stack.shape[-1]
     x = stack.mT if tall else stack
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    x = torch.div(x, norm, out=torch.empty_like(x, dtype=dtype))
     for a, b, c in steps:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

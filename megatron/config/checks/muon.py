@@ -10,11 +10,6 @@ from megatron.config.muon import COEFFICIENTS
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each rule that these flags break."""
-    if f["muon_momentum"] is None:
-        yield (
-            "--muon-momentum is missing: Megatron-LM's command line has 0.9, its OptimizerConfig "
-            "and torch 0.95; give the one that is meant [muon-momentum-ambiguous]"
-        )
     if f["muon_tp_mode"] == "blockwise":
         yield (
             f"{f.say('muon_tp_mode')}: would orthogonalize each rank's part by itself, another "

@@ -69,6 +69,13 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             "models learn less there; --decoupled-lr with the value of --lr keeps its rate "
             "[mup-output-layer-scaled-twice]"
         )
+    by_default = "muon_momentum" not in typed and facts["muon_momentum"] == 0.9
+    if facts["optimizer"] == "muon" and by_default:
+        lines.append(
+            f"{facts.say('muon_momentum')}: the default of Megatron-LM's command line; its "
+            "OptimizerConfig and torch have 0.95; give the value that is meant "
+            "[muon-momentum-ambiguous]"
+        )
     if facts["control_file"] is not None and facts["save"] is None:
         lines.append(
             f"{facts.say('control_file')}: nothing can be saved without --save: save has no "
