@@ -26,10 +26,11 @@ from megatron import threads
 from megatron.arguments import arg
 from megatron.checkpoint.filesystem import CheckpointError
 from tools.shared.program import complain, read
+from tools.shared.trained_model import DtypeOption
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(DtypeOption):
     """The command line."""
 
     checkpoint: str | None = arg(
@@ -57,6 +58,11 @@ class Options:
                 "--save named, or an iter_XXXXXXX in it "
                 "[checkpoint-directory-missing]"
             )
+        if self.checkpoint is None and self.dtype != "auto":
+            problems.append(
+                f"--dtype {self.dtype}: needs CHECKPOINT; give that, or dtype={self.dtype} in "
+                "--model_args [flag-needs-other-flag]"
+            )
         if self.checkpoint is not None and "--model" in (self.arguments or ()):
             problems.append(
                 f"CHECKPOINT: {self.checkpoint} and --model: give one of them "
@@ -69,7 +75,7 @@ class Options:
         words = list(self.arguments or ())
         if self.checkpoint is None:
             return words
-        model_args = f"checkpoint={self.checkpoint}"
+        model_args = f"checkpoint={self.checkpoint},dtype={self.dtype}"
         if "--model_args" in words:
             index = words.index("--model_args") + 1
             words[index : index + 1] = [",".join([model_args, *words[index : index + 1]])]

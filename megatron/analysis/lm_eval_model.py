@@ -30,12 +30,12 @@ FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 @register_model(NAME)
 class MegatronGPT(TemplateLM):
-    """The model of a checkpoint directory, written by any layout, in float32 in this process.
+    """The model of a checkpoint directory, written by any layout, in this process.
 
     Model arguments: `checkpoint` (required), `ckpt_step`, `max_length` (default: the positions of
     the model), `max_gen_toks`, `add_bos_token` (default: as the tokenizer does), `chat_template`
-    (for --apply_chat_template; default: the tokenizer's), `vocab_file`, `merge_file`,
-    `tokenizer_model`. Raises ValueError for a checkpoint that cannot be read.
+    (for --apply_chat_template; default: the tokenizer's), `dtype` (of `load_model`), `vocab_file`,
+    `merge_file`, `tokenizer_model`. Raises ValueError for a checkpoint that cannot be read.
     """
 
     def __init__(  # noqa: PLR0913
@@ -49,6 +49,7 @@ class MegatronGPT(TemplateLM):
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         chat_template: str | None = None,
+        dtype: str = "auto",
         **files: str,
     ) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class MegatronGPT(TemplateLM):
             device = "auto"
         if device not in DEVICES:
             raise ValueError(f"--device {device}: {NAME} takes {', '.join(DEVICES)}")
-        self._where = (str(checkpoint), ckpt_step, files, device)
+        self._where = (str(checkpoint), ckpt_step, files, device, dtype)
         trained = self._load()
         self.use(trained.model, trained.tokenizer, int(batch_size), max_length, add_bos_token)
         self._tokenizer_folder = trained.config.data.tokenizer_model
@@ -90,8 +91,8 @@ class MegatronGPT(TemplateLM):
         self._eod: int = tokenizer.eod
 
     def _load(self) -> TrainedModel:
-        checkpoint, step, files, device = self._where
-        return open_trained_model(checkpoint, step, files, device)
+        checkpoint, step, files, device, dtype = self._where
+        return open_trained_model(checkpoint, step, files, device, dtype=dtype)
 
     @property
     def eot_token_id(self) -> int:

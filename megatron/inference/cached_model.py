@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.inference.linear import replace_linear_layers
+from megatron.inference.linear import hidden_dtype, replace_linear_layers
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.implementation import lacking
 from megatron.model.gpt import GPTModel
@@ -30,14 +30,14 @@ class CachedModel:
 
     def __init__(self, model: GPTModel, rows: int, length: int):
         attentions = [layer.self_attention for layer in model.decoder.layers.values()]
-        some = next(model.parameters())
+        dtype, device = hidden_dtype(model), next(model.parameters()).device
         shape = (len(attentions), rows, length, attentions[0].groups, attentions[0].head_dim)
         self.model = model
         self.rows = rows
         self.length = length
-        self._keys = _zeros(shape, some)
-        self._values = _zeros(shape, some)
-        self._device = some.device
+        self._keys = _zeros(shape, dtype, device)
+        self._values = _zeros(shape, dtype, device)
+        self._device = device
         self._attentions = [
             _CachedAttention(keys, values, attention.spec(keys))
             for keys, values, attention in zip(self._keys, self._values, attentions, strict=True)
@@ -86,13 +86,13 @@ class CachedModel:
             cache[:, target, :length] = cache[:, source, :length]
 
 
-def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, because what is masked must be finite; on a CPU they take no memory before they are
     written, so that a long context costs nothing until it is used."""
-    if like.device.type != "cpu":
-        return like.new_zeros(shape, requires_grad=False)
-    data = np.zeros(math.prod(shape) * like.element_size(), np.uint8)
-    return torch.from_numpy(data).view(like.dtype).view(shape)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
 class _View:

@@ -21,6 +21,8 @@ from megatron.config.script import NO_SCRIPT, Script
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 
+DTYPES = ("auto", "bf16", "fp16", "fp32")  # of a model that is loaded
+
 if TYPE_CHECKING:
     from megatron.inference.engine import Engine, Request
     from megatron.inference.load_model import TrainedModel
@@ -33,6 +35,7 @@ def load_model(
     device: str = "auto",
     tensor_parallel: int = 1,
     script: Script = NO_SCRIPT,
+    dtype: str = "auto",
 ) -> LanguageModel:
     """The model of a run directory or an iter_XXXXXXX in it, with its tokenizer. What is said on
     the way goes to stderr. Arguments and errors are those of `open_trained_model`."""
@@ -41,9 +44,10 @@ def load_model(
     from megatron.inference.load_model import open_trained_model
 
     with contextlib.redirect_stdout(sys.stderr):
-        return LanguageModel(
-            open_trained_model(str(path), step, tokenizer_files, device, tensor_parallel, script)
+        trained = open_trained_model(
+            str(path), step, tokenizer_files, device, tensor_parallel, script, dtype
         )
+    return LanguageModel(trained)
 
 
 def checkpoint_problem(path: str | Path, step: int | None = None) -> str | None:

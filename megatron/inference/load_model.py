@@ -21,6 +21,8 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
 from megatron.device import choose_device, device_notes
 from megatron.inference import script_model
+from megatron.inference.generate import DTYPES
+from megatron.inference.linear import store_matrices_as
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box, sharding_of
@@ -32,8 +34,7 @@ from megatron.training.launch.initialize import finish, initialize
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What a checkpoint holds for a reader: the model (float32), its tokenizer, and where they come
-    from."""
+    """What a checkpoint holds for a reader: the model, its tokenizer, and where they come from."""
 
     model: GPTModel
     tokenizer: Tokenizer
@@ -49,6 +50,7 @@ def open_trained_model(
     device: str = "auto",
     tensor_parallel: int = 1,
     script: Script = NO_SCRIPT,
+    dtype: str = "auto",
 ) -> TrainedModel:
     """The newest checkpoint of the run directory `path` (or that of `step`, or the iter_XXXXXXX
     that `path` is).
@@ -57,9 +59,13 @@ def open_trained_model(
     `tokenizer_files` (vocab_file, merge_file, tokenizer_model) says others; for a model of numbers,
     which knows of no tokenizer, also tokenizer_type. With `tensor_parallel`
     above 1 so many ranks of one launcher call this together and each loads its part; the checkpoint
-    may have any layout. `script`: one whose model_provider makes the model. Raises ValueError or
-    CheckpointError saying what to do.
+    may have any layout. `script`: one whose model_provider makes the model. `dtype`: bf16, fp16,
+    fp32, or auto, that of training on an accelerator and fp32 on a CPU. On a CPU matrices are
+    stored in it and all is computed in fp32. Raises ValueError or CheckpointError saying what to
+    do.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype}: must be one of {', '.join(DTYPES)} [value-not-a-choice]")
     stored = store.load(path, step)
     if stored is None:
         raise ValueError(
@@ -83,13 +89,17 @@ def open_trained_model(
         check_ids(rows, tokenizer, path)
     padded = padded_vocab_size(rows, config.model.make_vocab_size_divisible_by, tensor_parallel)
     ctx, grid = _grid(config, device)
+    precision = wanted_precision(dtype, saved.precision, grid)
+    stored_as = getattr(torch, precision.params_dtype)
+    if grid.type != "cpu":
+        config = replace(config, precision=precision)
     arguments: dict[str, Any] = dict(
         config=config.model,
         precision=config.precision,
         ctx=ctx,
         table=parameter_table(config.model, padded, tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
-        dtype=torch.float32,
+        dtype=getattr(torch, config.precision.params_dtype),
         device=grid,
     )
     if script.model_provider is None:
@@ -97,6 +107,8 @@ def open_trained_model(
     else:
         args = stored.directory / store.ARGS
         model = script_model.build(script, config, tokenizer, args, arguments)
+    if stored_as != arguments["dtype"]:
+        store_matrices_as(model, stored_as)
     with stored.reader() as reader, torch.no_grad():
         _load_weights(model, reader, rows)
         if script.model_provider is not None:
@@ -104,6 +116,15 @@ def open_trained_model(
             script_model.check_cache(model.eval())
     model.eval()
     return TrainedModel(model, tokenizer, config, stored.iteration, str(stored.directory))
+
+
+def wanted_precision(dtype: str, trained: PrecisionConfig, device: torch.device) -> PrecisionConfig:
+    """The flags of a model whose matrices have this dtype on this device."""
+    if dtype == "auto":
+        dtype = "fp32"
+        if device.type != "cpu":
+            dtype = "bf16" if trained.bf16 else "fp16" if trained.fp16 else "fp32"
+    return PrecisionConfig(bf16=dtype == "bf16", fp16=dtype == "fp16")
 
 
 def _load_weights(model: GPTModel, reader: Reader, rows: int) -> None:

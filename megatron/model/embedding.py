@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -88,6 +90,15 @@ class RotaryTables(nn.Module):
         )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Of `.to`: the tables move with the model, but are not rounded to 16 bits."""
+        before = self.cos, self.sin
+        super()._apply(fn, recurse)
+        wide = torch.promote_types(self.cos.dtype, torch.float32)
+        if wide != self.cos.dtype:
+            self.cos, self.sin = (table.to(self.cos.device, wide) for table in before)
+        return self
 
     def forward(
         self, length: int, position_ids: torch.Tensor | None

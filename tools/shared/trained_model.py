@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron.arguments import arg
 from megatron.config.script import NO_SCRIPT
 from megatron.config.tokenizer import TOKENIZER_FILES
-from megatron.inference.generate import checkpoint_problem, load_model
+from megatron.inference.generate import DTYPES, checkpoint_problem, load_model
 
 if TYPE_CHECKING:
     from megatron.inference.load_model import TrainedModel
@@ -21,7 +21,19 @@ FILES = ("vocab_file", "merge_file", "tokenizer_model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class DtypeOption:
+    """The dtype of a trained model."""
+
+    dtype: str = arg(
+        "auto",
+        choices=DTYPES,
+        help="of the model; on a CPU its matrices are stored in it, and all is computed in fp32 "
+        "(auto: that of training, on a CPU fp32)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(DtypeOption):
     """Flags that name a trained model."""
 
     checkpoint: str = arg(
@@ -80,7 +92,13 @@ class ModelOptions:
 
             script = script_of(self.script)
         model = load_model(
-            self.checkpoint, self.ckpt_step, files, self.device, tensor_parallel, script
+            self.checkpoint,
+            self.ckpt_step,
+            files,
+            self.device,
+            tensor_parallel,
+            script,
+            self.dtype,
         )
         trained = model.trained
         print(f"loaded {trained.directory} (iteration {trained.iteration})", file=sys.stderr)

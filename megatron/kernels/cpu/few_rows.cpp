@@ -1,5 +1,5 @@
-// y = x w^T + bias in fp32 for a few rows of x, as in decoding, where the time is that of reading w: each row of w is read
-// once, in the order of memory, and multiplied with all rows of x, which stay in the first cache.
+// y = x w^T + bias in fp32 for a few rows of x, as in decoding, where the time is that of reading w, in fp32, bf16 or fp16:
+// each row of w is read once, in the order of memory, and multiplied with all rows of x, which stay in the first cache.
 #include <pybind11/pybind11.h>
 
 #include "vectors.h"
@@ -8,8 +8,20 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int64_t kAhead = 1024;   // numbers of w that are fetched before they are needed: 4 KiB
+constexpr int64_t kAhead = 4096;   // bytes of w that are fetched before they are needed
 constexpr int64_t kRun = 1 << 16;  // numbers of w that a thread takes at a time
+
+struct Fp16 {
+  uint16_t bits;
+};
+
+inline V load(const Fp16* from) {
+#ifdef __AVX512F__
+  return same_bits<V>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#else
+  return same_bits<V>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#endif
+}
 
 template <class T>
 T* at(uintptr_t address) {
@@ -37,16 +49,16 @@ inline V totals(V* v) {
 }
 
 // kLines rows of w from `o` on with kRows rows of x; kChains sums for each pair, so that none waits for the one before.
-template <int kRows, int kLines, int kChains>
-inline void block(const float* x, const float* w, const float* bias, float* out, int64_t o, int64_t outputs, int64_t width) {
+template <int kRows, int kLines, int kChains, class T>
+inline void block(const float* x, const T* w, const float* bias, float* out, int64_t o, int64_t outputs, int64_t width) {
   V sums[kChains][kRows * kLines] = {};
-  const float* line = w + o * width;
+  const T* line = w + o * width;
   int64_t i = 0;
   for (; i + kChains * kLanes <= width; i += kChains * kLanes) {
     for (int c = 0; c < kChains; ++c) {
       const int64_t k = i + c * kLanes;
       for (int l = 0; l < kLines; ++l) {
-        __builtin_prefetch(line + l * width + k + kAhead);
+        __builtin_prefetch(line + l * width + k + kAhead / sizeof(T));
         const V v = load(line + l * width + k);
         for (int r = 0; r < kRows; ++r) sums[c][r * kLines + l] += v * load(x + r * width + k);
       }
@@ -67,8 +79,8 @@ inline void block(const float* x, const float* w, const float* bias, float* out,
   }
 }
 
-template <int kRows, int kLines, int kChains>
-void lines(const float* x, const float* w, const float* bias, float* out, int64_t start, int64_t stop, int64_t outputs,
+template <int kRows, int kLines, int kChains, class T>
+void lines(const float* x, const T* w, const float* bias, float* out, int64_t start, int64_t stop, int64_t outputs,
            int64_t width) {
   int64_t o = start;
   for (; o + kLines <= stop; o += kLines) block<kRows, kLines, kChains>(x, w, bias, out, o, outputs, width);
@@ -76,9 +88,10 @@ void lines(const float* x, const float* w, const float* bias, float* out, int64_
 }
 
 // x [rows, width], w [outputs, width], bias [outputs] or null -> out [rows, outputs].
+template <class T>
 void linear(uintptr_t x_, uintptr_t w_, uintptr_t bias_, uintptr_t out_, int64_t rows, int64_t outputs, int64_t width,
             int threads) {
-  const float* w = at<const float>(w_);
+  const T* w = at<const T>(w_);
   const float* bias = at<const float>(bias_);
   const int64_t step = std::max<int64_t>(1, kRun / std::max<int64_t>(1, width));
   spread(outputs, step, threads, [=](int64_t start, int64_t stop) {
@@ -91,10 +104,10 @@ void linear(uintptr_t x_, uintptr_t w_, uintptr_t bias_, uintptr_t out_, int64_t
       out += count * outputs;
       left -= count;
     };
-    while (left >= 8) next(lines<8, 1, 2>, 8);
-    if (left >= 4) next(lines<4, 1, 4>, 4);
-    if (left >= 2) next(lines<2, 1, 8>, 2);
-    if (left) next(lines<1, 1, 8>, 1);
+    while (left >= 8) next(lines<8, 1, 2, T>, 8);
+    if (left >= 4) next(lines<4, 1, 4, T>, 4);
+    if (left >= 2) next(lines<2, 1, 8, T>, 2);
+    if (left) next(lines<1, 1, 8, T>, 1);
   });
 }
 
@@ -102,6 +115,8 @@ void linear(uintptr_t x_, uintptr_t w_, uintptr_t bias_, uintptr_t out_, int64_t
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "Linear layers of a few rows; see megatron/kernels/cpu/few_rows.py.";
-  m.attr("INTERFACE") = 1;  // raise it here and in few_rows.py when a function changes
-  m.def("linear", &linear, py::call_guard<py::gil_scoped_release>());
+  m.attr("INTERFACE") = 2;  // raise it here and in few_rows.py when a function changes
+  m.def("linear_float32", &linear<float>, py::call_guard<py::gil_scoped_release>());
+  m.def("linear_bfloat16", &linear<Bf16>, py::call_guard<py::gil_scoped_release>());
+  m.def("linear_float16", &linear<Fp16>, py::call_guard<py::gil_scoped_release>());
 }

@@ -67,7 +67,7 @@ class State:
 
 def open_state(path: str, step: int | None, device: str = "auto") -> State:
     """The model of a checkpoint. Raises ValueError or CheckpointError."""
-    trained = open_trained_model(path, step, device=device)
+    trained = open_trained_model(path, step, device=device, dtype="fp32")
     d = trained.config.data
     return State(
         trained,

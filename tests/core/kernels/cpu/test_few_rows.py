@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.inference.linear import InferenceLinear
+from megatron.inference.linear import product
 from megatron.kernels.cpu import few_rows
 
 CPU = torch.device("cpu")
@@ -15,9 +15,10 @@ SHAPES = [(1, 1), (3, 7), (33, 50), (64, 160), (130, 576), (17, 4001)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_every_number_of_rows(level, shape, bias):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_rows(level, shape, bias, dtype):
     generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(shape, generator=generator)
+    weight = torch.randn(shape, generator=generator).to(dtype)
     b = torch.randn(shape[0], generator=generator) if bias else None
     for rows in range(1, few_rows.MOST_ROWS + 1):
         x = torch.randn(rows, 1, shape[1], generator=generator)
@@ -41,10 +42,10 @@ def test_the_layer_is_that_of_torch_in_every_dtype(dtype, rows):
     weight = torch.randn(2, 24, 40).to(dtype)
     bias = torch.randn(2, 24).to(dtype)
     x = torch.randn(rows, 40).to(dtype)
-    found = InferenceLinear(weight, bias)(x)
+    found = product(x, weight.flatten(0, 1), bias.flatten())
     assert found.dtype == dtype
     torch.testing.assert_close(found, F.linear(x, weight.flatten(0, 1), bias.flatten()))
-    turned = InferenceLinear(weight[0].t(), None)(x[:, :24])
+    turned = product(x[:, :24], weight[0].t())
     torch.testing.assert_close(turned, F.linear(x[:, :24], weight[0].t()))
 
 
@@ -52,4 +53,12 @@ def test_without_the_build_torch_computes(monkeypatch):
     monkeypatch.setattr(few_rows, "load", lambda capability: "not built")
     weight = torch.randn(8, 8)
     x = torch.randn(1, 8)
-    assert torch.equal(InferenceLinear(weight, None)(x), F.linear(x, weight))
+    assert torch.equal(product(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_read_as_it_is(level, dtype):
+    """Subnormal ones and infinities, too; NaN stays NaN."""
+    weight = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype).view(-1, 1)
+    found = few_rows.linear(torch.ones(1, 1), weight, None)
+    torch.testing.assert_close(found[0], weight.flatten().float(), rtol=0, atol=0, equal_nan=True)
