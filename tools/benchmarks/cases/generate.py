@@ -15,14 +15,11 @@ from sizes import Size, command_line
 PROMPT = 16
 
 
-def make_run(folder: Path, small: bool) -> str:
-    """A run directory of a Llama of SmolLM2-135M's width that was trained for one step."""
+def make_run(folder: Path, size: Size, dtype: str = "fp32", device: str = "cpu") -> str:
+    """A run directory of a model that was trained for one step."""
     run = folder / "run"
     if not run.exists():
-        size = Size("run", 12, 576, 9, 512, 1, 49152, "llama", 1536)
-        if small:
-            size = Size("run", 1, 32, 2, 64, 1, 512, "llama", 48)
-        words = command_line(size, "fp32", "cpu", ["--save", str(run), "--save-interval", "1"])
+        words = command_line(size, dtype, device, ["--save", str(run), "--no-save-optim"])
         words[words.index("--train-iters") + 1] = "1"
         Command([sys.executable, str(ROOT / "pretrain_gpt.py"), *words]).turn()
     return str(run)
@@ -42,14 +39,14 @@ def prompts(batch: int, vocab: int) -> list[list[int]]:
 
 
 class Ours(Subject):
-    """Greedy decoding with the cache."""
+    """Greedy decoding with the cache, of the model that tools/generate.py loads."""
 
-    def __init__(self, model: str, batch: int, new: int):
+    def __init__(self, model: str, batch: int, new: int, device: str = "cpu"):
         from megatron.inference.engine import Engine, Request
-        from megatron.inference.load_model import open_trained_model
         from megatron.inference.sampling import Sampling
+        from tools.generate import Options
 
-        trained = open_trained_model(model, device="cpu")
+        trained = Options(checkpoint=model, device=device).open()
         self._engine = Engine(trained.model, batch, PROMPT + new)
         ids = prompts(batch, trained.tokenizer.vocab_size)
         self._requests = [Request(prompt, new, Sampling(temperature=0.0)) for prompt in ids]
@@ -72,13 +69,15 @@ class Ours(Subject):
 class Transformers(Ours):
     """transformers' generate."""
 
-    def __init__(self, model: str, batch: int, new: int):
+    def __init__(self, model: str, batch: int, new: int, device: str = "cpu"):
         import torch
         import transformers
 
         load = transformers.AutoModelForCausalLM.from_pretrained
-        self._model = load(model, dtype=torch.float32).eval()
-        self._ids = torch.tensor(prompts(batch, self._model.config.vocab_size))
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self._model = load(model, dtype=dtype).to(device).eval()
+        ids = prompts(batch, self._model.config.vocab_size)
+        self._ids = torch.tensor(ids, device=device)
         self._options = {
             "attention_mask": torch.ones_like(self._ids),
             "max_new_tokens": new,
@@ -99,7 +98,10 @@ def generate(
     give the same tokens. model: a run directory, hf: its export (default: a model of SmolLM2-135M's
     width with random weights)."""
     new = 8 if setup.small else new
-    model = model or make_run(setup.folder, setup.small)
+    size = Size("run", 12, 576, 9, 512, 1, 49152, "llama", 1536)
+    if setup.small:
+        size = Size("run", 1, 32, 2, 64, 1, 512, "llama", 48)
+    model = model or make_run(setup.folder, size)
     options = {"batch": batch, "new": new}
     sides = setup.ours("ours", "cases.generate:Ours", {**options, "model": model})
     if setup.peers is None or "transformers" in setup.peers:

@@ -1,11 +1,12 @@
-"""Contestants of the step benchmark one after the other in this process, on one device, its memory
-freed between them. Step 4 of first_light.sh.
+"""Training steps and decoding, one after the other in this process, on one device, its memory
+freed between them.
+Step 3 of first_light.sh.
 
-    python one_process.py DEVICE FOLDER STEPS CONTESTANT@SIZE ...
+    python one_process.py DEVICE FOLDER FIRST
 
-Each appends a line of JSON to FOLDER/cells.jsonl: its figures, or its error. Where it leaves the
-device unusable (an error of CUDA) or memory behind, this process ends with NEXT_PROCESS, and
-steps.py starts another one for the next contestants.
+measures CELLS[FIRST:] (cells.py) and appends a line of JSON for each to FOLDER/cells.jsonl: its
+figures, or its error. Where one leaves the device unusable (an error of CUDA) or memory behind,
+this process ends with NEXT_PROCESS, and steps.py starts another one for the next cells.
 """
 
 from __future__ import annotations
@@ -14,74 +15,99 @@ import contextlib
 import gc
 import io
 import json
-import resource
 import statistics
 import sys
-import time
 import traceback
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from cases import generate
+from cells import CELLS, size_of
 from rates import peak_of
-from sizes import parse_size
+from sizes import Size
 from steps import NEXT_PROCESS
 from training import Training
 
 from megatron import device as devices
 
 WARM_UP = 3  # the first steps make cuDNN's plans and compile kernels
-LEFT_BYTES = 1 << 30  # of device memory that may stay allocated after a contestant
+TURNS = 3
+NEW_TOKENS = 64  # of each text that is decoded
+LEFT_BYTES = 1 << 30  # of device memory that may stay allocated after a cell
 
 
-def measure(cell: str, device: str, folder: Path, steps: int) -> tuple[dict[str, Any], Any]:
-    """(the figures of CONTESTANT@SIZE, a weak reference to its first parameter)."""
-    name, _, text = cell.partition("@")
-    size = parse_size(text)
-    start = folder / f"{size.name}.pt"
-    kind, _, compiled = name.partition("-")
-    began = time.perf_counter()
-    training = Training(
+def measure(index: int, device: str, folder: Path) -> dict[str, Any]:
+    """The figures of CELLS[index]."""
+    cell = CELLS[index]
+    small = device == "cpu"
+    size = size_of(cell.size, small)
+    flops = folder / f"{cell.size}.flops"
+    if cell.kind.startswith("decode"):
+        new = 4 if small else NEW_TOKENS
+        subject: Any = decoder(cell.kind, size, new, device, folder)
+        step = subject.turn
+        tokens = size.micro_batch * new
+    else:
+        new = 1
+        subject = training(index, size, device, folder)
+        step = subject.runner.step
+        tokens = size.tokens
+    if not small:
+        torch.accelerator.reset_peak_memory_stats()
+    losses = subject.warm_up()
+    seconds = statistics.median(subject.turn() for _ in range(1 if small else TURNS))
+    facts = subject.facts()
+    row = {"losses": losses if isinstance(losses, list) else None, "ms": 1e3 * seconds / new}
+    row |= {"tokens/s": tokens / seconds, "compile s": facts.get("compile s")}
+    if not small:
+        row["peak GiB"] = torch.accelerator.max_memory_allocated() / 2**30
+    if flops.exists():
+        row["TFLOP/s"] = int(flops.read_text()) / seconds / 1e12
+        peak = peak_of(devices.name(subject.device))
+        row["MFU %"] = 100 * row["TFLOP/s"] / peak if peak else None
+    try:
+        row["kernels"] = kernels(step)
+        row["busy %"] = 100 * sum(taken for _, _, taken in row["kernels"]) / seconds
+    except Exception as error:  # a container may forbid it; the times are there
+        row["kernels"] = [[f"no profile: {error}"[:200], 0, 0.0]]
+    return row
+
+
+def training(index: int, size: Size, device: str, folder: Path) -> Training:
+    """The subject of a training step. Ours leaves its FLOPs and, for peers that follow, its weights
+    and samples in files."""
+    cell = CELLS[index]
+    kind, _, compiled = cell.kind.partition("-")
+    start = folder / f"{cell.size}.pt"
+    subject = Training(
         kind,
         asdict(size),
         "bf16",
         device,
         start=str(start),
         compiled=bool(compiled),
+        flags=cell.flags.split(),
         warmup=WARM_UP,
+        agrees=kind != "olmoe",
     )
-    built = time.perf_counter() - began
-    alive = weakref.ref(next(iter(training.runner.parameters())))
-    if name == "ours":
-        training.save_start(str(start), WARM_UP + steps)
-        (folder / f"{size.name}.flops").write_text(str(training.flops))
-    _reset_peak(device)
-    losses = training.warm_up()
-    timed = [training.turn() for _ in range(steps)]
-    facts = training.facts()
-    row: dict[str, Any] = {
-        "build s": built,
-        "compile s": facts.get("compile s"),
-        "losses": losses,
-        "ms": 1e3 * statistics.median(timed),
-        "spread ms": 1e3 * (max(timed) - min(timed)),
-        "tokens/s": size.tokens / statistics.median(timed),
-        "peak GiB": facts.get("peak GB", peak_gb()) * 1e9 / 2**30,
-    }
-    flops = int((folder / f"{size.name}.flops").read_text())
-    rate = flops / statistics.median(timed) / 1e12
-    row["TFLOP/s"] = rate
-    peak = peak_of(devices.name(training.device))
-    if peak:
-        row["MFU %"] = 100 * rate / peak
-    try:
-        row["kernels"] = kernels(training.runner.step)
-    except Exception as error:  # a container may forbid it; the times are there
-        row["kernels"] = [[f"no profile: {error}"[:200], 0, 0.0]]
-    return row, alive
+    flops = folder / f"{cell.size}.flops"
+    if kind == "ours" and not flops.exists():
+        flops.write_text(str(subject.flops))
+        followers = {peer.kind.partition("-")[0] for peer in CELLS if peer.size == cell.size}
+        if followers - {"ours", "olmoe"}:
+            subject.save_start(str(start), WARM_UP)
+    return subject
+
+
+def decoder(kind: str, size: Size, new: int, device: str, folder: Path) -> generate.Ours:
+    """The subject that decodes."""
+    run = generate.make_run(folder, size, "bf16", device)
+    if kind == "decode":
+        return generate.Ours(run, size.micro_batch, new, device)
+    return generate.Transformers(generate.export(folder, run), size.micro_batch, new, device)
 
 
 def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
@@ -104,16 +130,6 @@ def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
     return sorted((row for row in names if row[2] > 0), key=lambda row: -row[2])
 
 
-def peak_gb() -> float:
-    """The most memory that this process has had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
-
-
-def _reset_peak(device: str) -> None:
-    if device != "cpu":
-        torch.accelerator.reset_peak_memory_stats()
-
-
 def free(device: str) -> int:
     """Free what nothing refers to; bytes of device memory that are still allocated."""
     gc.unfreeze()  # our contestant freezes what it built, as pretrain_gpt.py does
@@ -125,14 +141,15 @@ def free(device: str) -> int:
     return torch.accelerator.memory_allocated()
 
 
-def run_cell(cell: str, device: str, folder: Path, steps: int) -> bool:
+def run_cell(index: int, device: str, folder: Path) -> bool:
     """Measure one and write its line; whether this process may go on."""
-    alive = None
     usable = True
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            row, alive = measure(cell, device, folder, steps)
+            row = measure(index, device, folder)
+    except ModuleNotFoundError as error:  # of a peer
+        row = {"absent": f"{error.name} is not installed"}
     except (Exception, SystemExit) as error:  # an error is a result, and others follow
         message = output.getvalue().strip() if isinstance(error, SystemExit) else str(error)
         row = {"error": f"{type(error).__name__}: {message}"[:600]}
@@ -140,21 +157,20 @@ def run_cell(cell: str, device: str, folder: Path, steps: int) -> bool:
         traceback.print_exc()
     print(output.getvalue(), file=sys.stderr)
     if usable:
-        free_after = free(device)
-        row["left GiB"] = free_after / 2**30
-        usable = free_after < LEFT_BYTES and (alive is None or alive() is None)
+        usable = free(device) < LEFT_BYTES
     with open(folder / "cells.jsonl", "a", encoding="utf-8") as file:
-        print(json.dumps({"cell": cell, **row}), file=file)
-    print(cell, {name: value for name, value in row.items() if name != "kernels"}, flush=True)
+        print(json.dumps(row), file=file)
+    figures = {name: value for name, value in row.items() if name != "kernels"}
+    print(CELLS[index].name, CELLS[index].kind, figures, flush=True)
     return usable
 
 
 def main(argv: list[str]) -> int:
     """Measure them in turn."""
-    device, folder, steps, *cells = argv
-    for cell in cells:
-        if not run_cell(cell, device, Path(folder), int(steps)) and cell != cells[-1]:
-            print(f"{cell} left this process unusable or memory behind", flush=True)
+    device, folder, first = argv
+    for index in range(int(first), len(CELLS)):
+        if not run_cell(index, device, Path(folder)) and index + 1 < len(CELLS):
+            print("that left this process unusable or memory behind", flush=True)
             return NEXT_PROCESS
     return 0
 

@@ -1,4 +1,4 @@
-"""The six steps of first_light.sh: each returns its results, or raises Failed with them."""
+"""The three steps of first_light.sh: each returns its results, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -9,42 +9,67 @@ import os
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from session import FOLDER, ROOT, Failed, Session, problems_of
+from cells import CELLS, PROBED, RUNS
+from session import FOLDER, ROOT, Session, problems_of
 from sizes import TOLERANCE
 
-NEXT_PROCESS = 3  # exit code of one_process.py that leaves the next contestants to another one
-LOSS_TOLERANCE = 1e-3  # relative, fp32 on the device and on the CPU
-GPT = "tiny:layers=2,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64"
-LLAMA = "tiny_llama:layers=2,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64,family=llama,ffn=48"
-GPT_124M = "gpt124m:micro_batch=32,micro_batches=4"
-LLAMA_1B = (
-    "llama1b:layers=16,hidden=2048,heads=16,seq=2048,micro_batch=8,micro_batches=2,vocab=32000,"
-    "family=llama,ffn=5632"
-)
-GPT_1B = "1.3b:seq=1024,micro_batch=8,micro_batches=4"
-SIZES = {"cpu": (GPT, LLAMA), "cuda": (GPT_124M, LLAMA_1B, GPT_1B)}
-CONTESTANTS = ("ours", "ours-compiled", "bare-compiled")  # the slowest to compile is the last
-NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
-LLAMA_FLAGS = (
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
-)
+Report = tuple[dict[str, Any], list[str]]
+NEXT_PROCESS = 3  # exit code of one_process.py that leaves the next cells to another one
 
 
-def probe(session: Session) -> dict[str, Any]:
+def probe(session: Session) -> Report:
     """Step 1: what the device and its libraries do."""
     file = session.folder / "probe.json"
-    problems = problems_of(session.run(probe=[FOLDER / "probe.py", session.device, file]))
+    problems = problems_of(session.run({"probe": [FOLDER / "probe.py", session.device, file]}))
     facts = json.loads(file.read_text()) if file.exists() else {}
-    if problems:
-        raise Failed(problems, facts)
-    return facts
+    facts = {
+        name: {"value": value, "h200": PROBED.get(name)} if isinstance(value, float) else value
+        for name, value in facts.items()
+    }
+    return facts, problems
 
 
-def pytest_words(session: Session, name: str, *words: object) -> list[object]:
-    """The command of GPU tests; on a CPU their bodies run there."""
-    command = ["-m", "pytest", "-q", "--maxfail=20", "-p", "no:cacheprovider", "-m", "gpu", *words]
-    command += [f"--junitxml={session.folder / name}.xml"]
+def numbers(session: Session) -> Report:
+    """Step 2: the GPU tests, tiny runs on the CPU and on the device, and a resume: as many at once
+    as there are cores, since nothing is timed."""
+    resume = "--bf16 --deterministic-mode"  # with the default dropouts
+    half = 2 if session.small else 5
+    saved = f"{resume} --save {session.folder / 'saved'} --load {session.folder / 'saved'}"
+    saved += f" --save-interval {half}"
+    commands = {
+        "tests": pytest_words(session),
+        "straight": pretrain(session, "straight", resume),
+        "first": pretrain(session, "first", f"{saved} --exit-interval {half}"),
+    }
+    for name, run in RUNS.items():
+        flags = f"{run.flags} --attention-dropout 0 --hidden-dropout 0"
+        commands[f"{name} {session.device}"] = pretrain(session, f"{name} {session.device}", flags)
+        if not run.reference:
+            commands[f"{name} cpu"] = pretrain(session, f"{name} cpu", flags, "cpu")
+    done = session.run(commands)
+    done |= session.run({"second": pretrain(session, "second", saved)})
+    problems = problems_of(done)
+    facts = {"tests": tests(session), "resume": resumed(session, half), "runs": {}}
+    problems += facts["tests"]["failed"] + facts["resume"].pop("problems")
+    if not facts["tests"]["passed"]:
+        problems.append("no GPU test passed")
+    for name, run in RUNS.items():
+        facts["runs"][name] = row = compare(
+            losses(session, f"{name} {session.device}"),
+            losses(session, f"{run.reference or name} cpu"),
+        )
+        row["h200"] = run.h200
+        if row["loss"] is None or row["loss"] > run.tolerance:
+            problems.append(f"{name}: the losses of CPU and device differ by {row['loss']}")
+    return facts, problems
+
+
+def pytest_words(session: Session) -> list[object]:
+    """The command of the GPU tests; on a CPU their bodies run there."""
+    pattern = "test_own_on_gpu*.py" if session.small else "test_*on_gpu*.py"
+    command: list[object] = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-k", "not (test_a_model and True and dtype1)"]  # compiled in bf16 alone
+    command += [f"--junitxml={session.folder}/tests.xml", *sorted((ROOT / "tests").rglob(pattern))]
     processes = min(4, (os.cpu_count() or 1) // 4)
     if session.small:
         command += ["-p", "gpu_tests_on_cpu"]
@@ -53,46 +78,26 @@ def pytest_words(session: Session, name: str, *words: object) -> list[object]:
     return command
 
 
-def tests(session: Session, name: str, *words: object) -> dict[str, Any]:
-    """Run tests; how many passed, failed and were skipped, and which failed."""
-    processes = session.run(**{name: pytest_words(session, name, *words)})
-    problems = problems_of(processes)
-    facts: dict[str, Any] = {"passed": 0, "failed": [], "skipped": 0}
-    report = session.folder / f"{name}.xml"
-    for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+def tests(session: Session) -> dict[str, Any]:
+    """How many passed and were skipped, and which failed."""
+    facts: dict[str, Any] = {"passed": 0, "skipped": 0, "failed": []}
+    file = session.folder / "tests.xml"
+    for case in ElementTree.parse(file).iter("testcase") if file.exists() else ():
         kinds = {child.tag for child in case}
         if kinds & {"failure", "error"}:
             facts["failed"].append(case.get("name"))
         else:
             facts["skipped" if "skipped" in kinds else "passed"] += 1
-    if not facts["passed"] and not problems:
-        problems = ["no test ran"]
-    if problems:
-        raise Failed([*problems, *facts["failed"]], facts)
     return facts
-
-
-def kernels(session: Session) -> dict[str, Any]:
-    """Step 2: every kernel and model, eager, against float64 on the CPU."""
-    files = sorted(
-        (ROOT / "tests").rglob("test_own_on_gpu*.py" if session.small else "test_*on_gpu*.py")
-    )
-    return tests(session, "kernels", *files, "-k", "not (test_a_model and True)")
-
-
-def compiled(session: Session) -> dict[str, Any]:
-    """Step 6: models through torch.compile, in bf16, against float64 on the CPU."""
-    file = ROOT / "tests" / "core" / "kernels" / "test_own_on_gpu.py"
-    return tests(session, "compiled", file, "-k", "test_a_model and True and dtype0")
 
 
 def pretrain(session: Session, name: str, flags: str, device: str = "") -> list[object]:
     """The command of a tiny run, which writes its losses to NAME.jsonl."""
-    layers, width, length, iterations = (2, 64, 32, 4) if session.small else (4, 256, 256, 20)
+    width, length, iterations = (64, 32, 4) if session.small else (256, 256, 10)
     words = (
-        f"--num-layers {layers} --hidden-size {width} --num-attention-heads 4 --seq-length "
-        f"{length} --max-position-embeddings {length} --mock-data --tokenizer-type NullTokenizer "
-        f"--vocab-size 1000 --micro-batch-size 4 --global-batch-size 8 --train-iters {iterations} "
+        f"--num-layers 4 --hidden-size {width} --num-attention-heads 4 --seq-length {length} "
+        f"--max-position-embeddings {length} --mock-data --tokenizer-type NullTokenizer "
+        f"--vocab-size 1000 --micro-batch-size 2 --global-batch-size 4 --train-iters {iterations} "
         f"--eval-iters 0 --lr 1e-3 --log-interval 1 {flags} --device {device or session.device}"
     )
     return ["pretrain_gpt.py", *words.split(), "--metrics-file", session.folder / f"{name}.jsonl"]
@@ -101,109 +106,62 @@ def pretrain(session: Session, name: str, flags: str, device: str = "") -> list[
 def losses(session: Session, name: str) -> dict[int, tuple[float, float]]:
     """(loss, gradient norm) by iteration of a tiny run."""
     file = session.folder / f"{name}.jsonl"
-    if not file.exists():
-        return {}
-    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    rows = map(json.loads, file.read_text().splitlines() if file.exists() else ())
     return {row["iteration"]: (row["lm_loss"], row["grad_norm"]) for row in rows}
 
 
-def program(session: Session) -> dict[str, Any]:
-    """Step 3: a tiny GPT and Llama on the CPU and on the device in fp32, losses compared; then what
-    a user would type, bf16 with default dropouts and document masks."""
-    flags = {"gpt": NO_DROPOUT, "llama": f"{NO_DROPOUT} {LLAMA_FLAGS}"}
-    runs = {
-        f"{family}_{where}": (words, device)
-        for family, words in flags.items()
-        for where, device in (("cpu", "cpu"), ("device", session.device))
-    }
-    runs["bf16"] = f"{LLAMA_FLAGS} --bf16 --reset-attention-mask", session.device
-    done = session.run(**{name: pretrain(session, name, *run) for name, run in runs.items()})
-    problems = problems_of(done)
-    facts: dict[str, Any] = {}
-    for family in flags:
-        on_device, on_cpu = (losses(session, f"{family}_{where}") for where in ("device", "cpu"))
-        both = sorted(on_device.keys() & on_cpu.keys())
-        apart = max((abs(on_device[i][0] / on_cpu[i][0] - 1) for i in both), default=None)
-        facts[family] = {"iterations": len(both), "largest difference": apart}
-        if apart is None or not apart <= LOSS_TOLERANCE:
-            problems.append(f"{family}: the losses of CPU and device differ by {apart}")
-    values = [loss for loss, _ in losses(session, "bf16").values()]
-    facts["bf16"] = {"losses": values}
-    if not values or not all(map(math.isfinite, values)):
-        problems.append("bf16: no losses, or not all are finite")
-    if problems:
-        raise Failed(problems, facts)
-    return facts
+def compare(ours: dict[int, Any], expected: dict[int, Any]) -> dict[str, float | None]:
+    """The largest relative difference of a loss and of a gradient norm; None without the same
+    iterations, all of them finite."""
+    apart: dict[str, float | None] = {"loss": None, "norm": None}
+    for k, name in enumerate(apart):
+        parts = [abs(ours[i][k] / expected[i][k] - 1) for i in ours.keys() & expected.keys()]
+        if parts and ours.keys() == expected.keys() and all(map(math.isfinite, parts)):
+            apart[name] = max(parts)
+    return apart
 
 
-def resume(session: Session) -> dict[str, Any]:
-    """Step 5: save in the middle, resume, and compare every bit with the run that did not stop."""
-    flags = "--bf16 --deterministic-mode"  # with the default dropouts
-    half = 2 if session.small else 10
-    saved = f"{flags} --save {session.folder / 'saved'} --load {session.folder / 'saved'}"
-    saved += f" --save-interval {half}"
-    done = session.run(
-        straight=pretrain(session, "straight", flags),
-        first=pretrain(session, "first", f"{saved} --exit-interval {half}"),
-    )
-    done |= session.run(second=pretrain(session, "second", saved))
-    problems = problems_of(done)
+def resumed(session: Session, half: int) -> dict[str, Any]:
+    """Iterations of the run that was stopped and resumed which are not those of the other, bit for
+    bit."""
     straight, first, second = (losses(session, name) for name in ("straight", "first", "second"))
     different = [i for i, value in straight.items() if (first | second).get(i) != value]
+    problems = [f"resume: other results from iteration {i} on" for i in different[:1]]
     if min(second, default=0) != half + 1 or not straight:
-        problems.append(f"the second run did not resume at iteration {half + 1}")
-    if different:
-        problems.append(f"iteration {different[0]} is another one after the resume")
-    facts = {"iterations": len(straight), "different": different}
-    if problems:
-        raise Failed(problems, facts)
-    return facts
+        problems.append(f"resume: the second run did not begin at iteration {half + 1}")
+    return {"iterations": len(straight), "different": different, "problems": problems}
 
 
-def bench(session: Session) -> dict[str, Any]:
-    """Step 4: the training step of each contestant, in one process while that goes well."""
+def cells(session: Session) -> Report:
+    """Step 3: training steps and decoding, in one process while that goes well."""
     file = session.folder / "cells.jsonl"
     rows: list[dict[str, Any]] = []
-    remaining = [f"{who}@{size}" for who in CONTESTANTS for size in SIZES[session.device]]
-    steps = 2 if session.small else 6
     attempt = 0
-    read = 0  # lines of the file
-    while remaining:
+    while len(rows) < len(CELLS):
         attempt += 1
-        words = [FOLDER / "one_process.py", session.device, session.folder, steps, *remaining]
-        process = session.run(**{f"bench{attempt}": words})[f"bench{attempt}"]
+        name = f"cells{attempt}"
+        before = len(rows)
+        words = [FOLDER / "one_process.py", session.device, session.folder, before]
+        process = session.run({name: words})[name]
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        new = [json.loads(line) for line in lines[read:]]
-        read = len(lines)
-        after = remaining[len(new) :]
+        rows += map(json.loads, lines[before:])
         if process.code is None:
-            new += [{"cell": cell, "error": "not measured: out of time"} for cell in after]
-        elif after and (process.code != NEXT_PROCESS or not new):
-            new.append({"cell": after[0], "error": f"its process died: {process.ending}"})
-        rows += new
-        remaining = remaining[len(new) :]
+            rows += [{"late": "not measured: out of time"} for _ in CELLS[len(rows) :]]
+        elif len(rows) < len(CELLS) and (process.code != NEXT_PROCESS or len(rows) == before):
+            rows.append({"error": f"its process died: {process.problem}"})
+            with open(file, "a", encoding="utf-8") as out:
+                print(json.dumps(rows[-1]), file=out)
+    rows = [{**vars(cell), **row} for cell, row in zip(CELLS, rows, strict=True)]
     compare_losses(rows)
-    problems = [f"{short(row['cell'])}: {row['error']}" for row in rows if "error" in row]
-    if problems:
-        raise Failed(problems, {"rows": rows})
-    return {"rows": rows}
+    problems = [f"{row['name']} {row['kind']}: {row['error']}" for row in rows if "error" in row]
+    return {"rows": rows}, problems
 
 
 def compare_losses(rows: list[dict[str, Any]]) -> None:
-    """An error for each row whose losses are not those of ours, of the same size."""
-    expected = {}
+    """An error for each row whose losses are not those of ours, of the same size and flags."""
+    expected: dict[Any, list[float]] = {}
     for row in rows:
-        name, _, size = row["cell"].partition("@")
-        if "losses" not in row:
-            continue
-        if name == "ours":
-            expected[size] = row["losses"]
-        for loss, right in zip(row["losses"], expected.get(size, ()), strict=False):
-            if not abs(loss - right) <= TOLERANCE["bf16"] * abs(right):
-                row["error"] = f"loss {loss:.4f} where that of ours is {right:.4f}"
-
-
-def short(cell: str) -> str:
-    """The name of a contestant and of its size."""
-    name, _, size = cell.partition("@")
-    return f"{size.partition(':')[0]} {name}"
+        right = expected.setdefault((row["size"], row["flags"]), row.get("losses") or [])
+        for loss, ours in zip(row.get("losses") or [], right, strict=False):
+            if not abs(loss - ours) <= TOLERANCE["bf16"] * abs(ours):
+                row["error"] = f"loss {loss:.4f} where that of ours is {ours:.4f}"

@@ -1,71 +1,95 @@
-"""The results of first_light.sh on one screen, and its table of kernels."""
+"""The results of first_light.sh on one screen, its table of kernels, and what may be sent to
+others."""
 
 from __future__ import annotations
 
+import getpass
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import aligned
-from steps import short
 
-TABLE = 25  # kernels of each contestant that are kept
+TABLE = 25  # kernels of each cell that are kept
 FIGURES = {
     "ms": ".1f",
+    "h200": ".1f",
+    "at_most": "<= .0f",
     "tokens/s": ".0f",
-    "TFLOP/s": ".3g",
     "MFU %": ".1f",
+    "busy %": ".0f",
     "peak GiB": ".1f",
     "compile s": ".0f",
-    "loss": ".4f",
 }
+FOLDER = re.compile(  # the last name of a path stays
+    r"""(?<=['"])[~/][^'"\n]*/(?=[^/'"\n]*['"])|(?<![\w.])~?(?:/[\w.+@~-]+)*/(?=[\w.+@-])"""
+)
+ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
-def shown(value: Any) -> str:
-    """A figure with three digits, and several of them with their names."""
-    if isinstance(value, dict):
+def without_names(value: Any) -> Any:
+    """`value` as JSON has it, without folders, addresses and the names of this host and user in
+    its texts."""
+    if isinstance(value, Mapping):
+        return {key: without_names(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_names(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = ADDRESS.sub("ADDRESS", FOLDER.sub("", value))
+    for name, word in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
+        text = re.sub(rf"\b{re.escape(name)}\b", word, text)
+    return text
+
+
+def shown(value: Any, form: str = ".3g") -> str:
+    """A figure, a text, or `-` where there is none."""
+    if isinstance(value, Mapping):
         return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
     if isinstance(value, list):
         return " ".join(map(shown, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    bound, _, digits = form.rpartition(" ")
+    if isinstance(value, float):
+        return f"{bound} {value:{digits}}".strip()
+    return "-" if value is None else str(value)[:110]
 
 
-def fact_lines(facts: Mapping[str, Any]) -> list[str]:
-    """A line for each result of a step without a table."""
-    return [f"{name}: {shown(value)}" for name, value in facts.items()]
+def lines_of(name: str, facts: Mapping[str, Any]) -> list[str]:
+    """The results of a step: figures beside those of the H200."""
+    if name == "cells":
+        table = [["", *FIGURES]]
+        for row in facts.get("rows", ()):
+            cells = [shown(row.get(key), form) for key, form in FIGURES.items()]
+            missing = row.get("absent") or row.get("late")
+            table.append([f"{row['name']}, {row['kind']}", *([missing] if missing else cells)])
+            table[-1] += [""] * (len(table[0]) - len(table[-1]))
+        return aligned(table)
+    runs = facts.get("runs", {})
+    return [f"{key}: {shown(value)}" for key, value in {**facts, **runs}.items() if key != "runs"]
 
 
-def bench_lines(facts: Mapping[str, Any]) -> list[str]:
-    """A row for each contestant."""
-    cells = [["", *FIGURES]]
-    for row in facts.get("rows", ()):
-        values = row | {"loss": (row.get("losses") or [None])[-1]}
-        texts = ["-" if values.get(k) is None else format(values[k], f) for k, f in FIGURES.items()]
-        cells.append([short(row["cell"]), *texts])
-    return aligned(cells)
-
-
-def summary(head: str, steps: Mapping[str, Mapping[str, Any]]) -> str:
+def summary(head: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]]) -> str:
     """All results of the steps that ran."""
-    lines = [head]
+    lines = [f"first light: {shown(head)}"]
     for number, (name, step) in enumerate(steps.items(), 1):
         lines.append(f"{number} {name}: {step['state']}, {step['seconds']:.0f} s")
-        facts = step["results"]
-        rows = bench_lines(facts) if name == "bench" else fact_lines(facts)
-        lines += [f"  {line}" for line in rows]
-        lines += [f"  FAILED {problem[:200]}" for problem in step["problems"][:6]]
+        lines += [f"  {line}" for line in lines_of(name, step["results"])]
+        lines += [f"  FAILED {problem[:200]}" for problem in step["problems"][:8]]
     return "\n".join(lines) + "\n"
 
 
 def write_kernels(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """The longest kernels of each contestant; no more of them stay in its row."""
+    """The longest kernels of each cell; no more of them stay in its row."""
     with open(file, "w", encoding="utf-8") as out:
         for row in rows:
             kernels = row.get("kernels", [])
             row["kernels"] = kernels[:TABLE]
             total = sum(seconds for _, _, seconds in kernels) or 1.0
             launches = sum(count for _, count, _ in kernels)
-            print(f"== {short(row['cell'])}: {launches} launches, {1e3 * total:.2f} ms", file=out)
+            print(f"== {row['name']}, {row['kind']}: {launches} launches, ", file=out, end="")
+            print(f"{1e3 * total:.2f} ms", file=out)
             for name, count, seconds in row["kernels"]:
                 share = 100 * seconds / total
                 print(f"{1e3 * seconds:9.3f} ms {share:5.1f} % x {count:5d} {name[:130]}", file=out)

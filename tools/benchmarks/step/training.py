@@ -32,22 +32,31 @@ def compilations() -> int:
 def make_bare_loop(
     kind: str, size: Size, dtype: str, device: torch.device, start: str, compiled: bool
 ) -> Any:
-    """The bare loop around the bare model or one of transformers', from our weights and over our
-    samples, the file `start`."""
-    saved = torch.load(start, weights_only=True)
-    weights, samples = saved["weights"], saved["samples"]
+    """The bare loop around the bare model or one of transformers' (`liger`: with Liger's kernels),
+    from our weights and over our samples, the file `start`. `olmoe`: transformers' mixture of
+    experts in bf16 alone, with weights and samples of its own."""
     loop = importlib.import_module("bare_loop")
     module = loop if kind == "bare" else importlib.import_module("transformers_model")
-    model, loss_of = module.build(size, weights)
-    return loop.BareLoop(model, loss_of, size, dtype, device, samples, compiled)
+    if kind == "olmoe":
+        model, loss_of = module.build_olmoe(size, device)
+        samples = [torch.randint(size.vocab, (size.micro_batch, size.seq + 1))]
+        return loop.BareLoop(model, loss_of, size, "fp32", device, samples, compiled)
+    saved = torch.load(start, weights_only=True)
+    with device:
+        model, loss_of = module.build(size, saved["weights"])
+    if kind == "liger":
+        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(
+            model=model
+        )
+    return loop.BareLoop(model, loss_of, size, dtype, device, saved["samples"], compiled)
 
 
 class Training:
     """A subject (see harness.py) that trains `size`, the fields of a Size.
 
-    kind: `ours`, `megatron-core`, or `bare` or `transformers` in the bare loop; ours with `flags`
-    of pretrain_gpt.py. `launcher`: torchrun's variables of this rank. `agrees`: its losses are
-    those of the other sides.
+    kind: `ours`, `megatron-core`, or `bare`, `transformers`, `liger` or `olmoe` in the bare loop;
+    ours with `flags` of pretrain_gpt.py. `launcher`: torchrun's variables of this rank. `agrees`:
+    its losses are those of the other sides.
     """
 
     def __init__(  # noqa: PLR0913

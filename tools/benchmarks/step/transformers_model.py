@@ -3,6 +3,7 @@ BareModel."""
 
 from __future__ import annotations
 
+import torch
 import transformers
 from bare_loop import LossOf
 from bare_model import megatron_to_bare
@@ -30,13 +31,36 @@ LLAMA_NAMES = {
 def build(size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
     """transformers' model of this size with our weights (by Megatron's names), as fast as its
     options make it; and its loss."""
-    model = _gpt(size) if size.family == "gpt" else _llama(size)
+    model = _gpt(size) if size.family == "gpt" else llama(size)
     model.load_state_dict(bare_to_transformers(megatron_to_bare(weights, size.heads), size))
+    return model, _loss_of
 
-    def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-        return model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
 
-    return model, loss_of
+def _loss_of(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    return model(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+
+
+def build_olmoe(
+    size: Size, device: torch.device, experts: int = 64, top_k: int = 8
+) -> tuple[nn.Module, LossOf]:
+    """Its mixture of experts of width `size.ffn_size` with random weights, all in bf16, by its
+    grouped GEMMs; and its loss."""
+    config = transformers.OlmoeConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn_size,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        max_position_embeddings=size.seq,
+        pad_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+    )
+    with device:
+        return transformers.OlmoeForCausalLM(config).to(torch.bfloat16), _loss_of
 
 
 def _gpt(size: Size) -> nn.Module:
@@ -59,7 +83,8 @@ def _gpt(size: Size) -> nn.Module:
     )
 
 
-def _llama(size: Size) -> nn.Module:
+def llama(size: Size) -> nn.Module:
+    """The model with random weights."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=size.vocab,
