@@ -51,14 +51,3 @@ def test_every_family_is_named():
     known = {name.replace("_", "") for name in table["families"]}
     named = re.search(r"figures\]\(\S+:\s+([^(]+)\.\n4\.", section("Four doors"))
     assert named and families(named[1]) == known
-
-
-def test_predicted_times_are_those_of_the_page_of_gpus():
-    page = (ROOT / "examples/gpu/README.md").read_text(encoding="utf-8")
-    one, eight = re.findall(r"GiB \| ([\d.,]+)( million)? \|", page)[:2]
-    seconds = [
-        1e10 / (float(number.replace(",", "")) * (1e6 if million else 1))
-        for number, million in (one, eight)
-    ]
-    assert f"{seconds[0] / 3600:.1f} h for 10 billion tokens" in README
-    assert f"{seconds[1] / 60:.0f} min (" in README

@@ -282,43 +282,23 @@ def test_the_weight_gradient_goes_to_onednn_too(monkeypatch, onednn_calls, buffe
         assert not onednn_calls
 
 
-@pytest.fixture(params=["none", "only of 16 bits", "of fp32"])
-def addmm_in_fp32(request):
-    """Torch's addmm with another output format as it is on a CPU, as on CUDA in older versions, and
-    in those whose matrix to be added to may be fp32; whether it is the last."""
-    library = torch.library.Library("aten", "IMPL", "CPU")
-
-    def addmm(total, a, b, out_dtype, *, beta=1, alpha=1, out):
-        if request.param != "of fp32" and total.dtype != a.dtype:
-            raise RuntimeError("self and mat2 must have the same dtype")
-        assert out_dtype == out.dtype == torch.float32
-        return out.copy_(beta * total + alpha * (a.float() @ b.float()))
-
-    if request.param != "none":
-        library.impl("addmm.dtype_out", addmm)
-    yield request.param == "of fp32"
-    library._destroy()
-
-
 @pytest.mark.parametrize("dtype", LOW)
-def test_the_gemm_adds_in_fp32_where_torch_can(monkeypatch, native, addmm_in_fp32, dtype):
-    can = weight_grads._tried_in_fp32(torch.device("cpu"), dtype)
-    assert can is addmm_in_fp32
-    monkeypatch.setattr(weight_grads, "gemm_adds_in_fp32", lambda device, dtype: can)
+def test_where_the_gemm_cannot_add_in_fp32_its_product_is_rounded_once(native, dtype):
+    """On a CPU torch's addmm has no other output format."""
+    assert weight_grads._tried_in_fp32(torch.device("cpu"), dtype) is False
     x, weight, bias, grad = inputs(dtype)
     main_grad = torch.full(weight.shape, 3.0)
     linear(x, weight, bias, accumulate_into=main_grad).backward(grad)
     exact = 3 + formulas(x, weight, bias, grad)[2]
-    if not native or can:
-        torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
-    else:
+    if native:
         assert (main_grad - exact).abs().max() > 1e-4
+    else:
+        torch.testing.assert_close(main_grad.double(), exact, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_a_graph_adds_weight_gradients_as_eager_layers(monkeypatch, native, addmm_in_fp32, dtype):
+def test_a_graph_adds_weight_gradients_as_eager_layers(native, dtype):
     """Of gate and up as one, for two layers at other places of the buffer of all gradients."""
-    monkeypatch.setattr(weight_grads, "gemm_adds_in_fp32", lambda device, dtype: addmm_in_fp32)
     torch._dynamo.reset()
     sums = []
     for call in (linear, torch.compile(linear, backend="aot_eager", dynamic=False)):

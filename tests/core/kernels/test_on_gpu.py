@@ -1,5 +1,5 @@
 """Every library's kernels on a CUDA device against this suite's own; what ran there so far is in
-docs/benchmarks.md."""
+docs/gpu.md."""
 
 from __future__ import annotations
 

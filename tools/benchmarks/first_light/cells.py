@@ -64,7 +64,14 @@ CELLS = (
     Cell("1B Muon", "ours", "1b", "--optimizer muon --muon-momentum 0.95", 1248.9, 456.0),
     Cell("124M, 2k tokens", "ours", "124m-2k", h200=678.5),
     Cell("experts", "ours", "olmoe", EXPERTS, 483.3),
-    Cell("1B documents", "ours", "1b-s4096", "--reset-attention-mask --reset-position-ids", 416.5),
+    Cell(
+        "1B documents",
+        "ours",
+        "1b-s4096",
+        "--reset-attention-mask --reset-position-ids",
+        416.5,
+        385.0,
+    ),
     Cell(
         "124M dropout", "ours", "124m", "--attention-dropout 0.1 --hidden-dropout 0.1", 307.6, 283.9
     ),

@@ -1,6 +1,5 @@
 """Training steps and decoding, one after the other in this process, on one device, its memory
-freed between them.
-Step 3 of first_light.sh.
+freed between them. Step 3 of first_light.sh.
 
     python one_process.py DEVICE FOLDER FIRST
 
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from cases import generate
-from cells import CELLS, size_of
+from cells import CELLS, Cell, size_of
 from rates import peak_of
 from sizes import Size
 from steps import NEXT_PROCESS
@@ -42,32 +41,37 @@ LEFT_BYTES = 1 << 30  # of device memory that may stay allocated after a cell
 def measure(index: int, device: str, folder: Path) -> dict[str, Any]:
     """The figures of CELLS[index]."""
     cell = CELLS[index]
-    small = device == "cpu"
+    chip = devices.choose_device(device, 0)
+    small = chip.type == "cpu"
     size = size_of(cell.size, small)
     flops = folder / f"{cell.size}.flops"
+    tokens = size.tokens
+    parts = 1  # of a turn, of which "ms" is one
     if cell.kind.startswith("decode"):
-        new = 4 if small else NEW_TOKENS
-        subject: Any = decoder(cell.kind, size, new, device, folder)
+        parts = 4 if small else NEW_TOKENS
+        tokens = size.micro_batch * parts
+        subject: Any = decoder(cell.kind, size, parts, device, folder)
         step = subject.turn
-        tokens = size.micro_batch * new
     else:
-        new = 1
-        subject = training(index, size, device, folder)
+        subject = training(cell, size, device, folder)
         step = subject.runner.step
-        tokens = size.tokens
+        if cell.kind.startswith("ours"):
+            flops.write_text(str(subject.flops))
     if not small:
         torch.accelerator.reset_peak_memory_stats()
     losses = subject.warm_up()
     seconds = statistics.median(subject.turn() for _ in range(1 if small else TURNS))
-    facts = subject.facts()
-    row = {"losses": losses if isinstance(losses, list) else None, "ms": 1e3 * seconds / new}
-    row |= {"tokens/s": tokens / seconds, "compile s": facts.get("compile s")}
-    if not small:
-        row["peak GiB"] = torch.accelerator.max_memory_allocated() / 2**30
-    if flops.exists():
-        row["TFLOP/s"] = int(flops.read_text()) / seconds / 1e12
-        peak = peak_of(devices.name(subject.device))
-        row["MFU %"] = 100 * row["TFLOP/s"] / peak if peak else None
+    peak = peak_of(devices.name(chip))
+    rate = int(flops.read_text()) / seconds / 1e12 if flops.exists() else None
+    row = {
+        "losses": losses if isinstance(losses, list) else None,
+        "ms": 1e3 * seconds / parts,
+        "tokens/s": tokens / seconds,
+        "TFLOP/s": rate,
+        "MFU %": 100 * rate / peak if rate and peak else None,
+        "peak GiB": devices.memory_report(chip).get("max allocated", 0) / 2**30,
+        "compile s": subject.facts().get("compile s"),
+    }
     try:
         row["kernels"] = kernels(step)
         row["busy %"] = 100 * sum(taken for _, _, taken in row["kernels"]) / seconds
@@ -76,10 +80,9 @@ def measure(index: int, device: str, folder: Path) -> dict[str, Any]:
     return row
 
 
-def training(index: int, size: Size, device: str, folder: Path) -> Training:
-    """The subject of a training step. Ours leaves its FLOPs and, for peers that follow, its weights
-    and samples in files."""
-    cell = CELLS[index]
+def training(cell: Cell, size: Size, device: str, folder: Path) -> Training:
+    """The subject of a training step. The first one of ours leaves its weights and samples to peers
+    of its size."""
     kind, _, compiled = cell.kind.partition("-")
     start = folder / f"{cell.size}.pt"
     subject = Training(
@@ -93,17 +96,14 @@ def training(index: int, size: Size, device: str, folder: Path) -> Training:
         warmup=WARM_UP,
         agrees=kind != "olmoe",
     )
-    flops = folder / f"{cell.size}.flops"
-    if kind == "ours" and not flops.exists():
-        flops.write_text(str(subject.flops))
-        followers = {peer.kind.partition("-")[0] for peer in CELLS if peer.size == cell.size}
-        if followers - {"ours", "olmoe"}:
-            subject.save_start(str(start), WARM_UP)
+    peers = {peer.kind.partition("-")[0] for peer in CELLS if peer.size == cell.size}
+    if kind == "ours" and peers - {"ours", "olmoe"} and not start.exists():
+        subject.save_start(str(start), WARM_UP)
     return subject
 
 
 def decoder(kind: str, size: Size, new: int, device: str, folder: Path) -> generate.Ours:
-    """The subject that decodes."""
+    """The subject that decodes `new` tokens of each text."""
     run = generate.make_run(folder, size, "bf16", device)
     if kind == "decode":
         return generate.Ours(run, size.micro_batch, new, device)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rates import make_clock, matmul_rate, peak_of
+from rates import make_clock, matmul_rate
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -129,18 +129,14 @@ class Probe:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Names and versions."""
-    versions = {}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {
         "card": devices.name(device),
-        "peak TFLOP/s": peak_of(devices.name(device)),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": platform.python_version(),
-        **versions,
+        **{name: installed[name] for name in PACKAGES if name in installed},
     }
 
 
@@ -148,8 +144,7 @@ def driver() -> str:
     """Driver, clocks and power, as nvidia-smi has them."""
     words = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
     words.append(f"--id={os.environ.get('CUDA_VISIBLE_DEVICES', '0')}")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-    return done.stdout.strip()
+    return subprocess.check_output(words, text=True, timeout=10).strip()
 
 
 def main(argv: list[str]) -> int:

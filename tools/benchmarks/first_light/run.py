@@ -55,7 +55,7 @@ def write(head: dict[str, Any], done: Mapping[str, Any], out: Path) -> None:
     """Write what is known so far."""
     probed = done["probe"]["results"]
     head |= probed.pop("machine", {})
-    head |= {"driver": probed.pop("driver")} if "driver" in probed else {}
+    head |= {name: probed.pop(name) for name in ("driver",) if name in probed}
     write_kernels(done.get("cells", {}).get("results", {}).get("rows", []), out / "kernels.txt")
     report = json.dumps(without_names({**head, "steps": done}), indent=1)
     (out / "results.json").write_text(report, encoding="utf-8")
@@ -71,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("summary.txt", "results.json", "kernels.txt", "log.txt"):
-        (out / name).unlink(missing_ok=True)
+    (out / "log.txt").unlink(missing_ok=True)
     began = time.monotonic()
     head = {"date": time.strftime("%Y-%m-%d"), "commit": commit_of(ROOT), "device": options.device}
     done: dict[str, Any] = {}

@@ -3,7 +3,7 @@ others."""
 
 from __future__ import annotations
 
-import getpass
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -39,9 +39,10 @@ def without_names(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = ADDRESS.sub("ADDRESS", FOLDER.sub("", value))
-    for name, word in ((socket.gethostname(), "HOST"), (getpass.getuser(), "USER")):
-        text = re.sub(rf"\b{re.escape(name)}\b", word, text)
-    return text
+    host = re.escape(socket.gethostname().partition(".")[0])
+    text = re.sub(rf"\b{host}(\.[\w-]+)*\b", "HOST", text)
+    user = os.environ.get("USER") or os.environ.get("LOGNAME")
+    return re.sub(rf"\b{re.escape(user)}\b", "USER", text) if user else text
 
 
 def shown(value: Any, form: str = ".3g") -> str:
@@ -82,14 +83,15 @@ def summary(head: Mapping[str, Any], steps: Mapping[str, Mapping[str, Any]]) -> 
 
 def write_kernels(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """The longest kernels of each cell; no more of them stay in its row."""
-    with open(file, "w", encoding="utf-8") as out:
-        for row in rows:
-            kernels = row.get("kernels", [])
-            row["kernels"] = kernels[:TABLE]
-            total = sum(seconds for _, _, seconds in kernels) or 1.0
-            launches = sum(count for _, count, _ in kernels)
-            print(f"== {row['name']}, {row['kind']}: {launches} launches, ", file=out, end="")
-            print(f"{1e3 * total:.2f} ms", file=out)
-            for name, count, seconds in row["kernels"]:
-                share = 100 * seconds / total
-                print(f"{1e3 * seconds:9.3f} ms {share:5.1f} % x {count:5d} {name[:130]}", file=out)
+    lines = []
+    for row in rows:
+        kernels = row.get("kernels", [])
+        row["kernels"] = kernels[:TABLE]
+        total = sum(seconds for _, _, seconds in kernels) or 1.0
+        launches = sum(count for _, count, _ in kernels)
+        lines.append(f"== {row['name']}, {row['kind']}: {launches} launches, {1e3 * total:.2f} ms")
+        lines += [
+            f"{1e3 * seconds:9.3f} ms {100 * seconds / total:5.1f} % x {count:5d} {name[:130]}"
+            for name, count, seconds in row["kernels"]
+        ]
+    file.write_text("\n".join(lines), encoding="utf-8")
