@@ -108,8 +108,17 @@ def size_of(name: str, small: bool) -> Size:
     size = parse_size(SIZES[name])
     if not small:
         return size
-    tiny = dict(layers=2, hidden=64, heads=8, seq=32, micro_batch=2, vocab=128)
-    return replace(size, **tiny, micro_batches=min(2, size.micro_batches), ffn=size.ffn and 64)
+    return replace(
+        size,
+        layers=2,
+        hidden=64,
+        heads=8,
+        seq=32,
+        micro_batch=2,
+        micro_batches=min(2, size.micro_batches),
+        vocab=128,
+        ffn=size.ffn and 64,
+    )
 
 
 @dataclass(frozen=True)

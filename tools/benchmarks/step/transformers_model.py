@@ -31,7 +31,7 @@ LLAMA_NAMES = {
 def build(size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
     """transformers' model of this size with our weights (by Megatron's names), as fast as its
     options make it; and its loss."""
-    model = _gpt(size) if size.family == "gpt" else llama(size)
+    model = _gpt(size) if size.family == "gpt" else _llama(size)
     model.load_state_dict(bare_to_transformers(megatron_to_bare(weights, size.heads), size))
     return model, _loss_of
 
@@ -83,8 +83,7 @@ def _gpt(size: Size) -> nn.Module:
     )
 
 
-def llama(size: Size) -> nn.Module:
-    """The model with random weights."""
+def _llama(size: Size) -> nn.Module:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=size.vocab,
