@@ -194,9 +194,9 @@ class ParallelConfig:
         minimum=0,
         dump=False,
         help="seconds without progress (a micro-batch) in an iteration, after which the rank that "
-        "keeps the others waiting, or the only one, is named with its stack and the run ends "
-        "with exit code 4 (0: never, in no phase; default: the larger of 60 and 4 times the "
-        "median iteration; never with --torch-compile)",
+        "keeps the others waiting is named with its stack and the run ends with exit code 4; ten "
+        "times as many while it computes; of one rank alone a warning (0: never, in no phase; "
+        "default: the larger of 60 and 4 times the median iteration; never with --torch-compile)",
     )
     hang_timeout_startup_seconds: float | None = _timeout(
         "start-up: until all ranks have joined, and from then to the first iteration"

@@ -13,7 +13,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -188,7 +189,17 @@ def describe(known: str, frames: Sequence[FrameType]) -> dict[str, Any]:
     """The answer of this process in the phase `known`; `frames`: those of its main thread."""
     calls = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
     return {
-        "at": code_location(traceback.extract_stack(frames[-1])),
+        "at": code_location(
+            [
+                traceback.FrameSummary(
+                    frame.f_code.co_filename,
+                    frame.f_lineno,
+                    frame.f_code.co_name,
+                    lookup_line=False,  # a process without a core, or without its disk, answers too
+                )
+                for frame in frames
+            ]
+        ),
         "phase": full_phase(known, calls),
         "known": known,
         "stack": stack_text(frames),
@@ -276,6 +287,14 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def waited_for_core(pid: int) -> float:
+    """Seconds that the main thread of a process of this machine has waited for a core."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def find(ranks: Iterable[int], prepared_only: bool = False) -> dict[int, ProcessId]:
     """The processes of these ranks of this run on this machine: the oldest that is prepared, else
     the newest (before it come its shells), unless `prepared_only`."""
@@ -353,14 +372,9 @@ def _main_thread(text: str) -> list[tuple[str, str, str]]:
 
 def numbers(ranks: Sequence[int]) -> str:
     """`0, 2-5`."""
-    return ", ".join(
-        str(first) if first == last else f"{first}-{last}" for first, last in _spans(ranks)
-    )
-
-
-def _spans(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    first = 0
-    for i in range(1, len(ranks) + 1):
-        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
-            yield ranks[first], ranks[i - 1]
-            first = i
+    spans = [
+        [rank for _, rank in span]
+        # of consecutive ranks the distance to their position is the same
+        for _, span in groupby(enumerate(ranks), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{span[0]}-{span[-1]}" if span[1:] else f"{span[0]}" for span in spans)

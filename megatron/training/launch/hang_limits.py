@@ -1,8 +1,11 @@
-"""How long a rank may be without progress, by phase of the run."""
+"""How long a rank may be without progress, by phase of the run, and what follows when one is for
+longer: nothing, a warning, or the end of the run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from megatron.config.tree import Config
@@ -11,6 +14,9 @@ SHARE_OF_TIMEOUT = 0.9  # of --distributed-timeout-minutes, which ends waiting r
 # For an iteration. Storage and hosts that are busy stall healthy ranks for ten seconds and more.
 LEAST_SECONDS = 60.0
 MEDIANS = 4.0
+# A rank that computes may be starved of cores, or slow: it has so many times its limit.
+COMPUTES_LIMITS = 10.0
+ALL_WAIT_LIMITS = 4.0  # limits that all may wait for each other: a network may recover
 
 
 class Phase(NamedTuple):
@@ -87,3 +93,77 @@ def limits(config: Config) -> Limits:
         p.hang_timeout_seconds,
         iterations,
     )
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What is known of a rank: for how long it has made no progress (of one that does not answer:
+    the time in its phase), the limit of its phase, and what it is doing.
+
+    `waits`: for which collective or device, "" where it is exiting, None if it does not wait.
+    `computes`: it has a core or waits for one; of one that does not answer, it waits for one.
+    `stopped`: by a signal.
+    """
+
+    seconds: float
+    limit: float | None
+    waits: str | None = None
+    computes: bool = False
+    answers: bool = True
+    stopped: bool = False
+
+    def beyond(self, limits: float = 1.0) -> bool:
+        """Has it been without progress for more than so many limits?"""
+        return self.limit is not None and self.seconds > limits * self.limit
+
+
+class Action(Enum):
+    """What follows from the states of all ranks."""
+
+    NOTHING = "nothing"
+    WARN = "warn"
+    END = "end"
+
+
+class Decision(NamedTuple):
+    """The action, and the ranks that a warning is about or that hang."""
+
+    action: Action
+    ranks: tuple[int, ...] = ()
+
+
+def decide(states: Mapping[int, RankState], world_size: int) -> Decision:
+    """What follows from the states of the connected ranks, one of which is beyond its limit.
+
+    A run of one rank keeps nobody waiting: it is warned about. Of several, a rank that others may
+    wait for is warned about while it is within its limit or computes; without such a rank those
+    that neither wait nor answer are a hang, at once. So is one that a signal has stopped. Where all
+    wait, those hang that wait for something else than most.
+    """
+    if world_size == 1:
+        late = tuple(rank for rank, state in states.items() if state.beyond())
+        return Decision(Action.WARN if late else Action.NOTHING, late)
+    busy = {rank: state for rank, state in states.items() if state.answers and state.waits is None}
+    slow = tuple(
+        rank
+        for rank, state in busy.items()
+        if not state.beyond(COMPUTES_LIMITS if state.computes else 1.0)
+    )
+    silent = {rank: state for rank, state in states.items() if not state.answers}
+    stopped = any(state.stopped for state in silent.values())
+    if slow and not stopped:
+        return Decision(Action.WARN, slow)
+    hung = [
+        rank
+        for rank, state in silent.items()
+        if state.stopped or state.beyond() and not state.computes
+    ]
+    hung += busy.keys() - set(slow)
+    if hung:
+        return Decision(Action.END, tuple(sorted(hung)))
+    if silent or not all(state.beyond(ALL_WAIT_LIMITS) for state in states.values()):
+        return Decision(Action.NOTHING)
+    waits = [state.waits for state in states.values()]
+    usual = max(waits, key=waits.count)
+    odd = tuple(rank for rank, state in states.items() if state.waits != usual)
+    return Decision(Action.END, odd or tuple(states))

@@ -13,7 +13,7 @@ from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 
 if TYPE_CHECKING:
-    from megatron.training.launch.own_watch import OwnWatch
+    from megatron.training.launch.progress import OwnWatch
     from megatron.training.launch.rank_monitor import MonitorClient
 
 STEPS = 21  # that the median is of
@@ -31,6 +31,7 @@ class HangWatch(Hook):
         self._seconds: deque[float] = deque(maxlen=STEPS)  # for each micro-batch
         pipeline = run.pipeline
         monitor.progress = lambda: pipeline.actions_done
+        monitor.has_accelerator = run.runtime.device.type != "cpu"
 
     def before_step(self, iteration: int) -> None:
         limits = self._limits

@@ -35,9 +35,10 @@ def connect(config: Config, watch: SignalWatch | None = None) -> Rendezvous | No
     """The connections of this rank to the others (`rendezvous.Rendezvous`); None with one rank,
     which watches itself."""
     if launcher.world_size() == 1 and watch:
-        from megatron.training.launch.own_watch import OwnWatch
+        from megatron.training.launch.hang_limits import limits
+        from megatron.training.launch.progress import OwnWatch
 
-        watch.monitor = OwnWatch(config, watch.leave_for)
+        watch.monitor = OwnWatch(limits(config))
     if launcher.world_size() == 1 or dist.is_initialized():
         return None
     from megatron.training.launch.rendezvous import Rendezvous

@@ -1,18 +1,71 @@
-"""For how long a rank has made no progress. Time is counted in looks of a thread, so that a process
-that is stopped, or has no free core, does not hang."""
+"""For how long a rank has made no progress, and whether it computes. Time is counted in looks of a
+thread, so that a machine that sleeps, or a process that is stopped, does not hang."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 from megatron.training.launch import hang
-from megatron.training.launch.hang_limits import Limits, Phase
+from megatron.training.launch.hang_limits import Action, Limits, Phase, RankState, decide
+from megatron.training.launch.process import this_process
 
 TICK = 1.0  # seconds between looks
+LATEST = 6  # looks, by which a process is judged
+# of the time, in which a thread that computes has a core or waits for one; threads that only wake
+# up now and then have less, also on a busy machine
+COMPUTES_SHARE = 0.2
+
+
+class Clock:
+    """Seconds in which this process could run: `now` is to be called once per TICK, and of a longer
+    gap (the machine slept, say) two TICKs count."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._latest = time.monotonic()
+
+    def now(self) -> float:
+        """Since an arbitrary time."""
+        before, self._latest = self._latest, time.monotonic()
+        self._seconds += min(max(0.0, self._latest - before), 2 * TICK)
+        return self._seconds
+
+
+class Sample(NamedTuple):
+    """What the threads of this process do at a look: the stacks of Python, and the seconds that
+    each thread, also of its data workers, has had a core or waited for one."""
+
+    stacks: frozenset[tuple[int, tuple[int, ...]]]
+    seconds: dict[str, float]
+
+
+def sample() -> Sample:
+    """That of now, without this thread."""
+    watching = threading.get_ident(), f"/task/{threading.get_native_id()}/"
+    stacks = frozenset(
+        (ident, tuple(caller.f_lasti for caller in hang.frames_of(frame)))
+        for ident, frame in sys._current_frames().items()
+        if ident != watching[0]
+    )
+    pids = ["self"]
+    for file in glob.glob("/proc/self/task/*/children"):
+        with contextlib.suppress(OSError), open(file) as children:
+            pids += children.read().split()
+    seconds = {}
+    for file in (file for pid in pids for file in glob.glob(f"/proc/{pid}/task/*/schedstat")):
+        with contextlib.suppress(OSError, ValueError), open(file) as times:
+            has_core, waits_for_core, _ = map(int, times.read().split())
+            if watching[1] not in file:
+                seconds[file] = (has_core + waits_for_core) / 1e9
+    return Sample(stacks, seconds or {"/proc/self/": time.process_time()})
 
 
 class Progress:
@@ -22,9 +75,12 @@ class Progress:
         self.limits = limits
         # the actions of the pipeline that are done, say
         self.progress: Callable[[], int] = lambda: 0
+        # a thread that waits for an accelerator uses the CPU
+        self.has_accelerator = True
         self._phase = Phase(hang.START_UP, limit=limits.startup)
-        self._last: tuple[Any, ...] = ()  # phase and progress at the last look
+        self._last = (self._phase, 0, 0)  # phase and progress at the last look
         self._ticks = 0  # since progress
+        self._samples: deque[Sample] = deque(maxlen=LATEST)
         self._main = threading.main_thread().ident or 0  # it has one, since it runs
 
     def begin(self, phase: Phase) -> None:
@@ -36,16 +92,60 @@ class Progress:
         now = (phase, self.progress(), hang.mib_moved() if phase.announced else 0)
         self._ticks = self._ticks + 1 if now == self._last else 0
         self._last = now
+        if not self._ticks:
+            self._samples.clear()
+        if phase.limit is not None and (self._ticks + LATEST) * TICK > phase.limit:
+            self._samples.append(sample())
 
-    @property
-    def _seconds(self) -> float:
-        """Without progress."""
-        return self._ticks * TICK
+    def _computes(self) -> bool:
+        """Has a thread computed in the latest looks at which there was no progress? With an
+        accelerator one of this process has if it is at another place of the code."""
+        if self.has_accelerator and len({sample.stacks for sample in self._samples}) > 1:
+            return True
+        if len(self._samples) < 2:
+            return False
+        before, now = self._samples[0].seconds, self._samples[-1].seconds
+        seconds = [
+            now[thread] - before.get(thread, 0.0)
+            for thread in now
+            if not (self.has_accelerator and thread.startswith("/proc/self/"))
+        ]
+        return max(seconds, default=0.0) > COMPUTES_SHARE * TICK * (len(self._samples) - 1)
 
-    def _is_stalled(self) -> bool:
-        limit = self._phase.limit
-        return limit is not None and self._seconds > limit and self._last[0] == self._phase
+    def _state(self) -> RankState:
+        seconds = self._ticks * TICK if self._last[0] == self._phase else 0.0
+        return RankState(seconds, self._phase.limit, computes=self._computes())
 
     def _main_frames(self) -> list[FrameType]:
         """Those of the main thread, outermost first."""
         return hang.frames_of(sys._current_frames()[self._main])
+
+
+class OwnWatch(Progress):
+    """In the place of a `rank_monitor.MonitorClient` where a run has one rank: a thread that warns
+    about it, once for each phase."""
+
+    def __init__(self, limits: Limits):
+        super().__init__(limits)
+        self._warned: Phase | None = None
+        threading.Thread(target=self._run, name="hang watch", daemon=True).start()
+
+    def report(self, text: str, code: int = 1) -> None:
+        """There is no other rank to notify."""
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(TICK)
+            self._look()
+            state = self._state()
+            if decide({0: state}, 1).action is Action.WARN and self._warned != self._phase:
+                self._warned = self._phase
+                self._warn(state)
+
+    def _warn(self, state: RankState) -> None:
+        answer = hang.describe(str(self._phase), self._main_frames())
+        text = hang.failure(this_process(), state.seconds, answer).text
+        remedy = "it computes" if state.computes else "it waits; Ctrl-C ends it"
+        print(f"WARNING: {this_process()} {text}; {remedy}", file=sys.stderr)
+        if not state.computes:
+            print(answer["stack"].rstrip(), file=sys.stderr, flush=True)

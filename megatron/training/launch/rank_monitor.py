@@ -24,12 +24,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron import launcher, log
 from megatron.training.launch import hang, progress
-from megatron.training.launch.hang_limits import Limits, Phase
+from megatron.training.launch.hang_limits import (
+    Action,
+    Limits,
+    Phase,
+    RankState,
+    decide,
+)
 from megatron.training.launch.process import (
     HUNG,
     Failure,
@@ -37,7 +43,7 @@ from megatron.training.launch.process import (
     code_location,
     this_process,
 )
-from megatron.training.launch.progress import Progress
+from megatron.training.launch.progress import Clock, Progress
 from megatron.training.launch.start_watch import GONE
 
 DIED = (
@@ -58,7 +64,6 @@ LONGEST_HELLO = 1 << 12  # bytes of what a connection sends that has yet to give
 SERVER_IS_SILENT_AFTER = 6  # ticks
 NOTIFIES_EVERY = 5  # ticks of a stall
 MOST_REPORTS = 8  # ranks
-ALL_WAIT_LIMITS = 4  # limits that all may wait for each other: a network may recover
 STRANGERS = 64  # connections beyond one per rank that may wait to give the token
 
 
@@ -134,15 +139,20 @@ class MonitorServer:
         self._failures: list[Failure] = []
         self._decided: dict[str, Any] | None = None
         self._asking: set[int] = set()
-        self._stall_of: int | None = None  # seconds, while the ranks are asked why
+        self._stall_of = 0.0  # seconds, while the ranks are asked why
+        self._waited: dict[int, float] = {}  # for a core, until they were asked; of this host's
         self._answers: dict[int, Any] = {}
-        self._phases: dict[int, tuple[str, float]] = {}  # long ones, and when their limit ends
+        # long ones: name, begin and limit
+        self._phases: dict[int, tuple[str, float, float | None]] = dict.fromkeys(
+            range(world_size), ("", 0.0, 0.0)
+        )
         self._stragglers: set[tuple[int, str]] = set()  # that were reported
         self._inspected: list[dict[str, Any]] = []  # by ranks of other hosts
         self._startup_limit = startup or 0.0
-        self._deadlines = {"absent": time.monotonic() + ABSENCE_REPORTED_EVERY, "look": 0.0}
+        self._now = Clock().now
+        self._deadlines = {"absent": self._now() + ABSENCE_REPORTED_EVERY, "look": 0.0}
         if startup:
-            self._deadlines["joined"] = time.monotonic() + startup
+            self._deadlines["joined"] = self._now() + startup
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="rank monitor server", daemon=True)
@@ -169,8 +179,8 @@ class MonitorServer:
 
     def _serve(self) -> None:
         while 0 in self._wires or 0 not in self._processes:
-            self._listen(min(self._deadlines.values(), default=None))
-            now = time.monotonic()
+            self._listen(min(self._deadlines.values(), default=math.inf))
+            now = self._now()
             due = [name for name, deadline in self._deadlines.items() if deadline <= now]
             for name in due:
                 del self._deadlines[name]
@@ -178,9 +188,9 @@ class MonitorServer:
         self._send_all("bye")
         self._wait_until_gone(())
 
-    def _listen(self, until: float | None) -> None:
-        wait = None if until is None else max(0.0, until - time.monotonic())
-        for key, _ in self._selector.select(wait):
+    def _listen(self, until: float) -> None:
+        wait = min(progress.TICK, until - self._now())
+        for key, _ in self._selector.select(max(0.0, wait)):
             if key.data is None:
                 self._accept()
             elif key.data.socket.fileno() >= 0:  # not closed since it was selected
@@ -271,23 +281,21 @@ class MonitorServer:
             self._ask_where()
             self._asking.add(rank)
         elif kind == "phase":
-            limit = message["limit"]
-            until = float("inf") if limit is None else time.monotonic() + float(limit)
-            self._phases[rank] = (str(message["name"]), until)
+            self._phases[rank] = (message["name"], self._now(), message["limit"])
         elif kind == "inspected":
             self._inspected.append(message)
         elif kind == "stalled":
-            self._stalled(rank, int(message["seconds"]))
+            self._stalled(rank, message["seconds"])
         elif kind == "at":
             self._answers[rank] = message
             if "answer" in self._deadlines:
                 # nobody is silent while this thread has answers to read
                 complete = self._wires.keys() <= self._answers.keys()
-                self._deadlines["answer"] = 0.0 if complete else time.monotonic() + ANSWERS_WITHIN
+                self._deadlines["answer"] = 0.0 if complete else self._now() + ANSWERS_WITHIN
 
-    def _stalled(self, rank: int, seconds: int) -> None:
+    def _stalled(self, rank: int, seconds: float) -> None:
         """A rank has made no progress for longer than its limit: ask all what they do."""
-        if self._stall_of is not None or self._decided:
+        if self._stall_of or self._decided:
             self._wires[rank].send("wait")
             return
         self._stall_of = seconds
@@ -296,7 +304,12 @@ class MonitorServer:
     def _ask_where(self) -> None:
         if "answer" not in self._deadlines:
             self._answers = {}
-            self._deadlines["answer"] = time.monotonic() + ANSWERS_WITHIN
+            self._waited = {
+                rank: hang.waited_for_core(process.pid)
+                for rank, process in self._processes.items()
+                if process.host == socket.gethostname()
+            }
+            self._deadlines["answer"] = self._now() + ANSWERS_WITHIN
             self._send_all("where")
 
     def _note(self, failure: Failure, seconds: float) -> None:
@@ -304,7 +317,7 @@ class MonitorServer:
             return
         self._noticed(failure)
         self._failures.append(failure)
-        deadline = time.monotonic() + seconds
+        deadline = self._now() + seconds
         self._deadlines["end"] = min(deadline, self._deadlines.get("end", deadline))
 
     def _look(self) -> None:
@@ -314,7 +327,7 @@ class MonitorServer:
             return
         if process := self._gone(missing):
             self._note(Failure(process, GONE, silent=True), 0.0)
-        self._deadlines["look"] = time.monotonic() + progress.TICK
+        self._deadlines["look"] = self._now() + progress.TICK
 
     def _absent(self) -> None:
         missing = sorted(set(range(self.world_size)) - set(self._processes))
@@ -323,7 +336,7 @@ class MonitorServer:
             f"{hang.numbers(missing)}",
             flush=True,
         )
-        self._deadlines["absent"] = time.monotonic() + ABSENCE_REPORTED_EVERY
+        self._deadlines["absent"] = self._now() + ABSENCE_REPORTED_EVERY
 
     def _answer(self) -> None:
         processes = {
@@ -343,96 +356,68 @@ class MonitorServer:
                     "answer", processes=[text for _, text in sorted(processes.items()) if text]
                 )
         self._asking.clear()
-        if self._stall_of is not None:
-            self._judge(self._stall_of)
-            self._stall_of = None
+        if self._stall_of:
+            self._judge()
+            self._stall_of = 0.0
 
-    def _judge(self, seconds: int) -> None:
-        """Some rank has made no progress for longer than its limit: end the run, unless a rank that
-        the others may wait for is within its own limit, or all have waited for each other not long
-        enough."""
-        busy = {rank: answer for rank, answer in self._answers.items() if answer["at"]}
-        silent = [
-            rank for rank in sorted(set(self._wires) - set(self._answers)) if self._late(rank)
-        ]
-        within = [rank for rank, answer in busy.items() if not answer["stalled"]]
+    def _judge(self) -> None:
+        """Some rank has made no progress for longer than its limit."""
         if self._failures:
             return
-        if within and not any(self._stopped(rank) for rank in silent):
-            self._report_stragglers(within)
-        elif silent or busy:
-            self._hang(seconds, silent, busy)
-        elif len(self._answers) == len(self._wires) and all(
-            answer["stalled"] and answer["seconds"] > ALL_WAIT_LIMITS * answer["limit"]
-            for answer in self._answers.values()
-        ):
-            self._hang(seconds, [], self._at_odds())
+        states = {rank: self._state_of(rank) for rank in self._wires}
+        decision = decide(states, self.world_size)
+        if decision.action is Action.WARN:
+            self._report_stragglers(decision.ranks, states)
+        elif decision.action is Action.END:
+            self._hang(decision.ranks)
 
-    def _late(self, rank: int) -> bool:
-        """Should this rank have answered? In a phase that may hold the interpreter's lock for long
-        it need not, within the limit of that, unless it is stopped."""
-        _, until = self._phases.get(rank, ("", 0.0))
-        return self._stopped(rank) or time.monotonic() > until
+    def _state_of(self, rank: int) -> RankState:
+        """As the rank answered. It need not in a phase that may hold the interpreter's lock for
+        long, within the limit of that."""
+        if rank in self._answers:
+            return RankState(**self._answers[rank]["state"])
+        pid = self._processes[rank].pid
+        is_near = rank in self._waited
+        stopped = is_near and hang.process_state(pid) in ("T", "t")
+        starved = is_near and hang.waited_for_core(pid) - self._waited[rank] > ANSWERS_WITHIN / 2
+        _, begun, limit = self._phases[rank]
+        return RankState(self._now() - begun, limit, None, starved, answers=False, stopped=stopped)
 
-    def _stopped(self, rank: int) -> bool:
-        process = self._processes[rank]
-        is_near = process.host == socket.gethostname()
-        return is_near and hang.process_state(process.pid) in ("T", "t")
-
-    def _at_odds(self) -> dict[int, dict[str, Any]]:
-        """Where all ranks wait: those that wait for something else than most of the others."""
-        waits = {rank: answer["waits"] for rank, answer in self._answers.items()}
-        texts = list(waits.values())
-        usual = max(texts, key=texts.count)
-        odd = [rank for rank, text in waits.items() if text != usual] or list(waits)
-        return {
-            rank: {
-                **self._answers[rank],
-                "phase": f"collective ({waits[rank]})",
-                "at": "all ranks wait for each other",
-            }
-            for rank in odd
-        }
-
-    def _report_stragglers(self, ranks: Iterable[int]) -> None:
-        """A line for a rank that is slow, or in a long phase, but within its limit; once for each
-        of its phases."""
+    def _report_stragglers(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> None:
+        """A line for a rank that is slow, or in a long phase; once for each of its phases."""
         for rank in ranks:
-            answer = self._answers[rank]
+            answer, state = self._answers[rank], states[rank]
             if (rank, answer["known"]) in self._stragglers:
                 continue
             self._stragglers.add((rank, answer["known"]))
+            stall = f"; no progress for {state.seconds:.0f} s, but it computes"
             waiting = sorted(set(self._answers) - set(ranks))
             print(
                 f"straggler: {self._processes[rank]} is still in {answer['known']} "
-                f"(phase: {answer['phase']}) after {answer['elapsed']:.0f} s; "
+                f"(phase: {answer['phase']}) after {answer['elapsed']:.0f} s"
+                f"{stall if state.beyond() else ''}; "
                 f"waiting for it: rank {hang.numbers(waiting) or 'none'}",
                 flush=True,
             )
 
-    def _hang(
-        self, seconds: int, silent: Iterable[int], busy: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """End the run: these ranks do not respond, and those are not waiting for others."""
-        known = {
-            self._processes[rank]: self._phases.get(rank, ("", 0.0))[0] or "iteration"
-            for rank in silent
+    def _hang(self, ranks: Collection[int]) -> None:
+        """End the run in which these ranks hang."""
+        silent = {
+            self._processes[rank]: self._phases[rank][0] or "iteration"
+            for rank in ranks
+            if rank not in self._answers
         }
-        answers: dict[ProcessId, Mapping[str, Any]] = dict(self._inspect(known))
-        self._report_hang(
-            seconds,
-            answers | {self._processes[rank]: answer for rank, answer in busy.items()},
-            answers,
-        )
+        hung = self._inspect(silent)
+        for rank in self._answers.keys() & set(ranks):
+            answer = self._answers[rank]
+            if waits := answer["state"]["waits"]:
+                answer |= {"phase": f"collective ({waits})", "at": "all ranks wait for each other"}
+            hung[self._processes[rank]] = answer
+        self._report_hang(self._stall_of, hung)
 
-    def _report_hang(
-        self,
-        seconds: float,
-        hung: Mapping[ProcessId, Mapping[str, Any]],
-        doomed: Iterable[ProcessId],
-    ) -> None:
-        """Report processes with what they do, and end the run; those of `doomed` cannot be asked to
-        exit."""
+    def _report_hang(self, seconds: float, hung: Mapping[ProcessId, Mapping[str, Any]]) -> None:
+        """Report processes with what they do, and end the run; those that do not answer cannot be
+        asked to exit."""
         processes = sorted(hung, key=lambda process: process.rank)
         failures = {process: hang.failure(process, seconds, hung[process]) for process in processes}
         for process in processes[:MOST_REPORTS]:
@@ -443,18 +428,21 @@ class MonitorServer:
             print(f"hang: also rank {not_shown}, in the same way", file=sys.stderr)
         waits: dict[str, list[int]] = {}
         for rank in sorted(set(self._wires) - set(ranks)):
-            answer = self._answers.get(rank, {})
-            collective = f" in {answer['waits']}" if answer.get("waits") else ""
-            waits.setdefault(collective, []).append(rank)
+            collective = self._answers[rank]["state"]["waits"] if rank in self._answers else None
+            waits.setdefault(f" in {collective}" if collective else "", []).append(rank)
         text = "; ".join(
             f"{hang.numbers(ranks)}{collective}" for collective, ranks in waits.items()
         )
         print(f"waiting for it: rank {text or 'none'}", file=sys.stderr, flush=True)
         self._note(failures[processes[0]], 0.0)
-        texts = [(process, failures[process].text) for process in doomed]
-        for process, text in texts:
+        killed = [
+            (process, failures[process].text)
+            for process in processes
+            if process.rank not in self._answers
+        ]
+        for process, text in killed:
             hang.kill(process, text)
-        self._send_all("kill", processes=[(asdict(process), text) for process, text in texts])
+        self._send_all("kill", processes=[(asdict(process), text) for process, text in killed])
 
     def _inspect(
         self, known: Mapping[ProcessId, str], missing: Iterable[int] = ()
@@ -478,8 +466,8 @@ class MonitorServer:
                 self._wires[rank].send("inspect", processes=silent, missing=missing)
         asked = len(hosts) if missing else len({process.host for process in known} & set(hosts))
         answers = hang.inspect(known, missing)
-        deadline = time.monotonic() + hang.STACK_WITHIN
-        while len(self._inspected) < asked and time.monotonic() < deadline:
+        deadline = self._now() + hang.STACK_WITHIN
+        while len(self._inspected) < asked and self._now() < deadline:
             self._listen(deadline)
         for message in self._inspected:
             answers |= {ProcessId(**process): answer for process, answer in message["answers"]}
@@ -495,7 +483,7 @@ class MonitorServer:
             for node in [self._node_of(rank)]
         }
         self._answers = {}
-        self._report_hang(self._startup_limit, answers | absent, answers)
+        self._report_hang(self._startup_limit, answers | absent)
 
     def _node_of(self, rank: int) -> str:
         """The host of a rank that never joined, if each host has as many consecutive ranks as this
@@ -523,10 +511,10 @@ class MonitorServer:
         hung = failure.code == HUNG
         last = (0,) if hung else (failure.process.rank, 0)
         self._send_all("end", but=last, end=self._decided)
-        deadline = time.monotonic() + PEERS_JOIN_WITHIN
+        deadline = self._now() + PEERS_JOIN_WITHIN
         # those that start notice it themselves when one of them has ended
         joined = hung or failure.text == GONE or len(self._processes) == self.world_size
-        while not joined and time.monotonic() < deadline:
+        while not joined and self._now() < deadline:
             self._listen(deadline)
             joined = len(self._processes) == self.world_size
         self._wait_until_gone(last)
@@ -542,8 +530,8 @@ class MonitorServer:
                 wire.send(kind, **content)
 
     def _wait_until_gone(self, but: Iterable[int]) -> None:
-        deadline = time.monotonic() + PEERS_EXIT_WITHIN
-        while set(self._wires) - set(but) and time.monotonic() < deadline:
+        deadline = self._now() + PEERS_EXIT_WITHIN
+        while set(self._wires) - set(but) and self._now() < deadline:
             self._listen(deadline)
 
 
@@ -636,12 +624,12 @@ class MonitorClient(Progress):
 
     def _tick(self) -> None:
         self._look()
-        if not self._is_stalled():
+        if not super()._state().beyond():
             self._unanswered = self._notifies_at = 0
             return
         if self._notifies_at <= self._ticks:
             self._notifies_at = self._ticks + NOTIFIES_EVERY
-            self._wire.send("stalled", seconds=self._seconds)
+            self._wire.send("stalled", seconds=self._ticks * progress.TICK)
             self._unanswered = self._unanswered or 1
         elif self._unanswered:
             self._unanswered += 1
@@ -653,10 +641,10 @@ class MonitorClient(Progress):
         server = self.server_process
         if self.process.rank == 1:
             answer = hang.inspect({server: str(self._phase)})[server]
-            failure = hang.name(server, self._seconds, answer)
+            failure = hang.name(server, self._state().seconds, answer)
             hang.kill(server, failure.text)
         else:
-            failure = hang.failure(server, self._seconds, hang.unknown(""))
+            failure = hang.failure(server, self._state().seconds, hang.unknown(""))
             time.sleep(hang.STACK_WITHIN + DEATH_COUNTS_AFTER)
         self._leave(failure)
 
@@ -701,7 +689,7 @@ class MonitorClient(Progress):
         elif kind == "speak":
             self._turn.set()
         elif kind == "where":
-            self._wire.send("at", **self._state())
+            self._wire.send("at", **self._answer())
         elif kind == "inspect":
             known = {ProcessId(**process): text for process, text in message["processes"]}
             answers = hang.inspect(known, message["missing"])
@@ -720,26 +708,27 @@ class MonitorClient(Progress):
         self._ended = True
         self._on_failure(failure)
 
-    def _state(self) -> dict[str, Any]:
-        """What this rank is doing, for rank 0: where it waits, or the line of code and the stack of
-        its main thread."""
-        waits = self._waits()
-        phase = self._phase
+    def _answer(self) -> dict[str, Any]:
+        """What this rank is doing, for rank 0: its state, and the line of code and the stack of its
+        main thread unless it waits."""
         frames = self._main_frames()
-        state = hang.describe(str(phase), frames)
-        leaves = self._reported or any(frame.f_code.co_name == "leave_with" for frame in frames)
-        if leaves or waits is not None:
-            state |= {"at": None, "stack": ""}
-        return state | {
-            "waits": waits,
-            "known": str(phase),
-            "stalled": self._is_stalled(),
-            "seconds": self._seconds,
-            "limit": phase.limit,
+        answer = hang.describe(str(self._phase), frames)
+        state = self._state()
+        if state.waits is not None:
+            answer |= {"at": None, "stack": ""}
+        return answer | {
+            "state": asdict(state),
+            "known": str(self._phase),
             "elapsed": time.monotonic() - self._began,
         }
 
+    def _state(self) -> RankState:
+        return replace(super()._state(), waits=self._waits())
+
     def _waits(self) -> str | None:
-        """The collective in which a thread of this rank waits for others; None if none does."""
+        """The collective in which a thread of this rank waits for others; "" where it exits, None
+        if it does neither."""
+        leaves = any(frame.f_code.co_name == "leave_with" for frame in self._main_frames())
         waiting = map(hang.waiting_in, sys._current_frames().values())
-        return next((text for text in waiting if text is not None), None)
+        texts = [text for text in waiting if text is not None]
+        return "" if leaves or self._reported else next(iter(texts), None)

@@ -20,7 +20,7 @@ from megatron.problems import printable
 from megatron.training.launch.process import HUNG, Failure, code_location, this_process
 
 if TYPE_CHECKING:
-    from megatron.training.launch import own_watch, rank_monitor, start_watch
+    from megatron.training.launch import progress, rank_monitor, start_watch
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0  # a scheduler and a launcher both pass one request on
@@ -50,7 +50,7 @@ class SignalWatch:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.advice = "training had not started"
-        self.monitor: rank_monitor.MonitorClient | own_watch.OwnWatch | None = None
+        self.monitor: rank_monitor.MonitorClient | progress.OwnWatch | None = None
         self.start: start_watch.StartWatch | None = None
         # what a process does before it ends at once
         self.leaving: Callable[[], None] = lambda: None

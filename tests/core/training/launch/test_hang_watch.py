@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.config import command_line
 from megatron.training.launch import hang
@@ -28,7 +29,11 @@ class Monitor:
 
 
 def watch(given: float | None = None, micro_batches=lambda _: 1, pipeline=None):
-    run = SimpleNamespace(plan=SimpleNamespace(num_microbatches=micro_batches), pipeline=pipeline)
+    run = SimpleNamespace(
+        plan=SimpleNamespace(num_microbatches=micro_batches),
+        pipeline=pipeline,
+        runtime=SimpleNamespace(device=torch.device("cpu")),
+    )
     monitor = Monitor()
     return monitor, HangWatch(monitor, Limits(100.0, 90.0, 80.0, 70.0, given), run)
 

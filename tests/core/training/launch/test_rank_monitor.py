@@ -36,9 +36,11 @@ from tests.problems import numbers
 
 
 class Ranks:
-    """A server and the lines of some ranks; `ended` collects (rank, the end it was told)."""
+    """A server and the lines of some ranks; `ended` collects (rank, the end it was told). Which of
+    these ranks, which are one process, compute is said by `computing`."""
 
     def __init__(self, world: int, joined: int, startup: float | None = None):
+        self.computing: set[int] = set()
         self.ended: queue.Queue[tuple[int, Failure]] = queue.Queue()
         self.server = MonitorServer(world, startup=startup)
         self.places = [ProcessId(rank, 100 + rank, "here", str(rank)) for rank in range(world)]
@@ -54,9 +56,10 @@ class Ranks:
                 hang_up(line.get())
 
         address = [("127.0.0.1", self.server.port)]
-        found = MonitorClient(address, self.server.token, self.places[0], leave, self.places[rank])
-        line.put(found)
-        return found
+        client = MonitorClient(address, self.server.token, self.places[0], leave, self.places[rank])
+        client._computes = lambda: rank in self.computing
+        line.put(client)
+        return client
 
     def die(self, rank: int) -> None:
         self.dead.add(rank)
@@ -312,8 +315,8 @@ def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch, capsys):
     judged = threading.Semaphore(0)
     judge = ranks.server._judge
 
-    def counted(seconds: int) -> None:
-        judge(seconds)
+    def counted() -> None:
+        judge()
         judged.release()
 
     ranks.server._judge = counted
@@ -357,6 +360,7 @@ def test_ranks_that_wait_for_each_other_and_the_one_at_odds(monkeypatch, capfd):
 def test_many_ranks(monkeypatch, capfd):
     """A rank costs the server the same whatever their number, and one of 150 is named."""
     monkeypatch.setattr(progress, "TICK", 0.2)
+    monkeypatch.setattr(progress, "sample", lambda: progress.Sample(frozenset(), {}))
     begun = time.process_time()
     ranks = Ranks(150, 150)
     assert time.process_time() - begun < 150 * 0.2
@@ -377,7 +381,7 @@ def test_progress_is_no_hang(monkeypatch):
 
     def count() -> int:
         ticks.release()
-        stalled.append(ranks.lines[1]._is_stalled())
+        stalled.append(ranks.lines[1]._state().beyond())
         return len(stalled)
 
     ranks.lines[1].progress = count
@@ -414,17 +418,15 @@ def test_nobody_is_silent_while_answers_arrive(monkeypatch):
     monkeypatch.setattr(rank_monitor, "ANSWERS_WITHIN", 0.6)
     ranks = Ranks(4, 4)
     answered: queue.Queue[set[int]] = queue.Queue()
-    monkeypatch.setattr(
-        ranks.server, "_judge", lambda seconds: answered.put(set(ranks.server._answers))
-    )
+    monkeypatch.setattr(ranks.server, "_judge", lambda: answered.put(set(ranks.server._answers)))
     for rank, line in enumerate(ranks.lines):
-        state = line._state()
+        answer = line._answer()
 
-        def later(seconds: float = 0.3 * rank, state: dict = state) -> dict:
+        def later(seconds: float = 0.3 * rank, answer: dict = answer) -> dict:
             time.sleep(seconds)
-            return state
+            return answer
 
-        monkeypatch.setattr(line, "_state", later)
+        monkeypatch.setattr(line, "_answer", later)
     ranks.lines[0].begin(ITERATION)
     assert answered.get(timeout=60) == {0, 1, 2, 3}
 
@@ -432,12 +434,89 @@ def test_nobody_is_silent_while_answers_arrive(monkeypatch):
 def test_a_rank_in_a_long_phase_need_not_answer():
     """It may hold the interpreter's lock in a save; in an iteration it does not."""
     ranks = Ranks(2, 2)
-    ranks.lines[1].begin(Phase("save", limit=1000.0))
-    ranks.lines[1].ask()  # so the server has read what was sent before
-    assert not ranks.server._late(1)
-    ranks.lines[1].begin(ITERATION)
-    ranks.lines[1].ask()
-    assert ranks.server._late(1)
+    for phase, is_late in ((Phase("save", limit=1000.0), False), (ITERATION, True)):
+        ranks.lines[1].begin(phase)
+        ranks.lines[1].ask()  # so the server has read what was sent before
+        ranks.server._answers.clear()
+        state = ranks.server._state_of(1)
+        assert (state.answers, state.beyond()) == (False, is_late)
+
+
+def test_a_rank_that_computes_has_ten_limits(monkeypatch, capfd):
+    """Rank 0 waits for rank 1, which is starved of cores, and later computes without end."""
+    monkeypatch.setattr(progress, "TICK", 0.05)
+    ranks = Ranks(2, 2)
+    ranks.computing.add(1)
+    monkeypatch.setattr(ranks.lines[0], "_waits", lambda: "all_reduce over dp")
+    actions = 0
+    ranks.lines[1].progress = lambda: actions
+    limit = Phase("iteration", 5, 0.3, announced=False)
+    for line in ranks.lines:
+        line.begin(limit)
+    for _ in range(3):
+        with pytest.raises(queue.Empty):
+            ranks.ended.get(timeout=1.0)
+        actions += 1
+    begun = time.monotonic()
+    assert named(ranks, 2) == {(1, HUNG)}
+    assert time.monotonic() - begun > 1.0
+    output = capfd.readouterr()
+    assert re.search("^straggler: rank 1 .* rank 0$", output.out, re.M)
+    assert output.err.count("hang: rank 1") == 1
+
+
+def test_a_rank_that_stops_computing_has_one_limit(monkeypatch):
+    monkeypatch.setattr(progress, "TICK", 0.05)
+    ranks = Ranks(2, 2)
+    ranks.computing.add(1)
+    monkeypatch.setattr(ranks.lines[0], "_waits", lambda: "all_reduce over dp")
+    for line in ranks.lines:
+        line.begin(Phase("iteration", 5, 1.0, announced=False))
+    with pytest.raises(queue.Empty):
+        ranks.ended.get(timeout=3.0)
+    ranks.computing.clear()
+    begun = time.monotonic()
+    assert named(ranks, 2) == {(1, HUNG)}
+    assert time.monotonic() - begun < 5.0
+
+
+class Machine:
+    """A clock that can jump, as where a machine is suspended with all its clocks."""
+
+    def __init__(self, monkeypatch):
+        self.asleep = 0.0
+        awake = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: awake() + self.asleep)
+
+
+def test_a_machine_that_sleeps_is_no_hang(monkeypatch, capfd):
+    """In start-up, and while the ranks are asked what they do; a rank that is missing is still
+    named."""
+    monkeypatch.setattr(progress, "TICK", 0.2)
+    machine = Machine(monkeypatch)
+    ranks = Ranks(3, 2, startup=3.0)
+    for _ in range(3):
+        time.sleep(0.3)
+        machine.asleep += 3600.0
+    assert ranks.ended.empty()
+    ranks.lines.append(ranks.join(2))
+    asked = threading.Event()
+
+    def sleep() -> dict:
+        asked.set()
+        machine.asleep += 3600.0
+        time.sleep(1.0)
+        return answer
+
+    answer = ranks.lines[2]._answer()
+    monkeypatch.setattr(ranks.lines[2], "_answer", sleep)
+    for line in ranks.lines[:2]:
+        line._waits = lambda: "all_reduce over dp"
+        line.begin(ITERATION)
+    assert asked.wait(60)
+    with pytest.raises(queue.Empty):
+        ranks.ended.get(timeout=3.0)
+    assert named(Ranks(2, 1, startup=1.0), 1) == {(1, HUNG)}
 
 
 def test_a_rank_0_that_does_not_answer_is_not_nobody(monkeypatch):
