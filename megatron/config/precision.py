@@ -7,6 +7,7 @@ from typing import Literal
 
 from megatron.arguments import Needs, arg
 
+DTYPES = ("auto", "bf16", "fp16", "fp32")  # of a trained model that is loaded
 _DYNAMIC_LOSS_SCALE = Needs(
     "dynamic loss scaling (--fp16, and no --loss-scale)",
     lambda v: v["fp16"] and v["loss_scale"] is None,

@@ -21,8 +21,6 @@ from megatron.config.script import NO_SCRIPT, Script
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 
-DTYPES = ("auto", "bf16", "fp16", "fp32")  # of a model that is loaded
-
 if TYPE_CHECKING:
     from megatron.inference.engine import Engine, Request
     from megatron.inference.load_model import TrainedModel

@@ -15,13 +15,12 @@ from megatron.checkpoint.sharded import Reader
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import padded_vocab_size
-from megatron.config.precision import PrecisionConfig
+from megatron.config.precision import DTYPES, PrecisionConfig
 from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
 from megatron.device import choose_device, device_notes
 from megatron.inference import script_model
-from megatron.inference.generate import DTYPES
 from megatron.inference.linear import store_matrices_as
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.arguments import arg
+from megatron.config.precision import DTYPES
 from megatron.config.script import NO_SCRIPT
 from megatron.config.tokenizer import TOKENIZER_FILES
-from megatron.inference.generate import DTYPES, checkpoint_problem, load_model
+from megatron.inference.generate import checkpoint_problem, load_model
 
 if TYPE_CHECKING:
     from megatron.inference.load_model import TrainedModel
