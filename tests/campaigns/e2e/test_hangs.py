@@ -193,4 +193,4 @@ def test_a_busy_machine_is_no_hang(tmp_path, seconds):
     assert re.search("^straggler: rank .*computes", result["out"][0], re.M)
     assert re.search("^WARNING: rank 0 .*made no progress.*computes", alone, re.M)
     assert result["ends"] == [HUNG, -signal.SIGKILL, 130]
-    assert result["seconds"] < 15
+    assert result["seconds"] < 60  # until both have ended, of which each second is 1/20 of a core
