@@ -46,7 +46,7 @@ class Ours(Subject):
         from megatron.inference.sampling import Sampling
         from tools.generate import Options
 
-        trained = Options(checkpoint=model, device=device).open()
+        trained = Options(checkpoint=model, device=device).open()  # type: ignore[arg-type]  # a name of torch
         self._engine = Engine(trained.model, batch, PROMPT + new)
         ids = prompts(batch, trained.tokenizer.vocab_size)
         self._requests = [Request(prompt, new, Sampling(temperature=0.0)) for prompt in ids]

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron import device as devices
 
-BACKENDS = {
+BACKENDS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "": contextlib.nullcontext,  # torch's choice
     " cudnn": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     " flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
@@ -84,7 +84,7 @@ class Probe:
         grad, x = self.random(k, m), self.random(k, n)
         total = torch.zeros(m, n, device=self.device)
         add = torch.ops.aten.addmm.dtype_out
-        calls = {
+        calls: dict[str, Callable[[], object]] = {
             "weight gradient": lambda: grad.t() @ x,
             "weight gradient added in fp32": lambda: add(
                 total, grad.t(), x, torch.float32, out=total
@@ -123,7 +123,9 @@ class Probe:
         n = 64 if self.small else 4096
         a, b = (self.random(n, n).to(torch.float8_e4m3fn) for _ in range(2))
         scale = torch.ones((), device=self.device)
-        options = dict(scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        options: dict[str, Any] = dict(
+            scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
         return self.rate(2e-12 * n**3, lambda: torch._scaled_mm(a, b.t(), **options))
 
 
