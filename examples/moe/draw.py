@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.inference.load_model import open_trained_model
-from megatron.model.moe import count
+from megatron.model.blocks.moe.module import count
 
 COLORS = {"dense": "#555555", "experts": "#d95f02"}
 BATCH = 8

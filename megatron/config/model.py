@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
 from megatron.arguments import Needs, arg
 from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
 from megatron.config.mup import MupConfig
+from megatron.model.blocks.attention.facts import Attention
+from megatron.model.blocks.block import (
+    AFTER_MIXER,
+    AFTER_MLP,
+    BEFORE_MIXER,
+    BEFORE_MLP,
+    Block,
+    LayerSpec,
+    Residual,
+    Rope,
+)
+from megatron.model.blocks.mlp.facts import DenseMLP
+from megatron.model.blocks.moe.facts import MixtureOfExperts
 
 
 def _norm(word: str) -> str:
@@ -395,6 +411,15 @@ class TransformerConfig(MupConfig):
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def filled_in(self) -> dict[str, int | str]:
+        """The flags whose values follow from others, as Megatron's checks fill them in."""
+        return {
+            "ffn_hidden_size": self.ffn,
+            "kv_channels": self.head_dim,
+            "position_embedding_type": self.positions,
+        }
+
+    @property
     def attention_scale(self) -> float:
         """Factor on attention scores."""
         if self.use_mup and not self.softmax_scale:
@@ -426,13 +451,19 @@ class TransformerConfig(MupConfig):
             return self.logits_scaling / self.mup_output_mult
         return self.logits_scaling * self.mup_width
 
-    @property
-    def attention_options(self) -> dict[str, Any]:
-        """What all layers ask of attention, by the fields of kernels/attention_spec.py."""
-        return {"scale": self.attention_scale}
+    def rope(self, layer: int) -> Rope | None:
+        """Rotary positions of the layer of this (global) number; None without."""
+        if not self._rotates(layer):
+            return None
+        return Rope(
+            int(self.head_dim * self.rotary_percent),
+            self.rotary_base,
+            self.rotary_interleaved,
+            self.rotary_seq_len_interpolation_factor,
+            self.rope_scaling,
+        )
 
-    def rotates(self, layer: int) -> bool:
-        """Has the layer of this (global) number rotary positions?"""
+    def _rotates(self, layer: int) -> bool:
         if self.positions != "rope" or self.no_rope_freq is None:
             return self.positions == "rope"
         if self.no_rope_freq.isdigit():
@@ -444,15 +475,11 @@ class TransformerConfig(MupConfig):
         """Key/value heads: as many as query heads without GQA."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
-    def groups_per_rank(self, tensor_parallel: int) -> int:
-        """Key/value heads on each of `tensor_parallel` ranks; 1 where several ranks share one."""
-        return max(1, self.query_groups // tensor_parallel)
-
     @property
     def unrotated_layers(self) -> list[int]:
         """The layers without rotary positions, of a model that has them in others."""
         rope = self.positions == "rope"
-        return [layer for layer in range(self.num_layers) if rope and not self.rotates(layer)]
+        return [layer for layer in range(self.num_layers) if rope and not self._rotates(layer)]
 
     @property
     def rope_scaling(self) -> float | None:
@@ -563,25 +590,71 @@ class ModelConfig(MoEConfig, TransformerConfig):
         """`router_probabilities`; None without experts."""
         return self.router_probabilities if self.num_experts else None
 
-    def active_width(self, layer: int) -> int:
-        """Width of all MLPs of a layer that compute a token: of an MoE layer its share of experts
-        and the shared one."""
-        if not self.is_moe_layer(layer):
-            return self.ffn
-        return self.moe_router_topk * self.expert_ffn + (
-            self.moe_shared_expert_intermediate_size or 0
+    @cached_property
+    def _layers(self) -> tuple[LayerSpec, ...]:
+        """All layers; equal ones are the same object."""
+        specs: dict[tuple[bool, Rope | None], LayerSpec] = {}
+        layers = []
+        for number in range(self.num_layers):
+            differs = self.is_moe_layer(number), self.rope(number)
+            if differs not in specs:
+                specs[differs] = self._layer(*differs)
+            layers.append(specs[differs])
+        return tuple(layers)
+
+    def _layer(self, moe: bool, rope: Rope | None) -> LayerSpec:
+        residual: Residual = "pre"
+        if self.use_parallel_residual:
+            residual = "parallel"
+        elif self.apply_residual_connection_post_layernorm:
+            residual = "normed"
+        norms = (
+            (BEFORE_MIXER, not self.no_pre_layernorm),
+            (AFTER_MIXER, self.post_self_attn_layernorm),
+            (BEFORE_MLP, not self.no_pre_layernorm),
+            (AFTER_MLP, self.post_mlp_layernorm),
+        )
+        return LayerSpec(
+            mixer=Attention(self, rope),
+            mlp=MixtureOfExperts(self) if moe else DenseMLP(self),
+            residual=residual,
+            norms=tuple(name for name, present in norms if present),
         )
 
+    def layer(self, number: int) -> LayerSpec:
+        """What the layer of this (global) number is made of."""
+        return self._layers[number]
+
+    def layer_counts(self, numbers: Iterable[int] | None = None) -> Counter[LayerSpec]:
+        """How many of these layers (default: all) are alike."""
+        return Counter(self._layers if numbers is None else map(self.layer, numbers))
+
     @property
-    def mlp_text(self) -> str:
-        """The MLPs in words."""
-        if self.num_experts is None:
-            return f"FFN {self.ffn}"
-        moe = len(self.moe_layers)
-        shared = self.moe_shared_expert_intermediate_size
-        return (
-            f"{self.num_experts} experts of FFN {self.expert_ffn} in {moe} layers, top "
-            f"{self.moe_router_topk}"
-            + (f", shared expert {shared}" if shared else "")
-            + (f", dense FFN {self.ffn}" if moe < self.num_layers else "")
+    def blocks(self) -> Counter[Block]:
+        """In how many layers each block is, mixers first."""
+        specs = self.layer_counts().items()
+        counts: Counter[Block] = Counter()
+        for block, count in [
+            *((spec.mixer, count) for spec, count in specs),
+            *((spec.mlp, count) for spec, count in specs),
+        ]:
+            if block is not None:
+                counts[block] += count
+        return counts
+
+    @property
+    def idle_parameters(self) -> int:
+        """How many parameters compute nothing of a token: those of experts that are not
+        selected."""
+        return sum(layers * block.idle() for block, layers in self.blocks.items())
+
+    @property
+    def blocks_text(self) -> str:
+        """The blocks in words, with the number of layers where not all have it."""
+        counts: Counter[str] = Counter()
+        for block, count in self.blocks.items():
+            counts[block.text] += count
+        return ", ".join(
+            text + (f" in {count} of {self.num_layers} layers" if count < self.num_layers else "")
+            for text, count in counts.items()
         )

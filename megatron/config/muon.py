@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron.arguments import arg
-from megatron.config.model import ModelConfig
+from megatron.config.plan.parameter_spec import Matrices
 
 _MUON = ("optimizer", "muon")
 # (a, b, c) of X <- a X + (b G + c G^2) X with G = X X^T, in turn, repeated from the first
@@ -121,56 +121,18 @@ class Stack(NamedTuple):
         return self.number * short**2 * (2 * long + short)
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """The matrices of a model's weights. `qkv`: rows of queries, keys and values of a query group;
-    None: they are one matrix."""
-
-    qkv: tuple[int, int, int] | None = None
-
-    def stacks(self, name: str, shape: Sequence[int]) -> list[Stack]:
-        """The matrices of the weight of this name and GLOBAL shape; [] if Muon does not update it.
-
-        In the layers every weight of two or more dims is, but for routers and gates. A gated fc1
-        [2, ffn, h] is one matrix, experts [e, ..., h] are one each, QKV is one or three.
-        """
-        if not updates(name, shape):
-            return []
-        columns = shape[-1]
-        if is_experts(name):
-            return [Stack(shape[0], math.prod(shape[1:-1]), columns)]
-        rows = math.prod(shape[:-1])
-        if self.qkv is None or not is_qkv(name):
-            return [Stack(1, rows, columns)]
-        groups = rows // sum(self.qkv)
-        return [Stack(1, groups * heads, columns) for heads in self.qkv]
-
-
-def matrices(config: MuonConfig, model: ModelConfig) -> Matrices:
-    """The matrices as flags and model have them."""
-    d = model.head_dim
-    per_group = model.num_attention_heads // model.query_groups
-    return Matrices((per_group * d, d, d) if config.muon_split_qkv else None)
-
-
-def updates(name: str, shape: Sequence[int]) -> bool:
-    """Does Muon update the weight of this global name and shape?"""
-    return (
-        name.startswith("decoder.layers.")
-        and len(shape) > 1
-        and not name.endswith((".bias", ".gate_weight"))
-        and ".router." not in name
-    )
-
-
-def is_experts(name: str) -> bool:
-    """Is it a weight of experts, whose first dim counts them?"""
-    return ".mlp.experts." in name
-
-
-def is_qkv(name: str) -> bool:
-    """Is it the weight of queries, keys and values, query group by query group?"""
-    return name.endswith(".linear_qkv.weight")
+def stacks(config: MuonConfig, matrices: Matrices | None, shape: Sequence[int]) -> list[Stack]:
+    """The matrices of a weight of this GLOBAL shape; [] if Muon does not update it."""
+    if matrices is None:
+        return []
+    columns = shape[-1]
+    if matrices.stacked:
+        return [Stack(shape[0], math.prod(shape[1:-1]), columns)]
+    rows = math.prod(shape[:-1])
+    if not matrices.parts or not config.muon_split_qkv:
+        return [Stack(1, rows, columns)]
+    groups = rows // sum(matrices.parts)
+    return [Stack(1, groups * part, columns) for part in matrices.parts]
 
 
 def at_a_time(elements: int) -> int:

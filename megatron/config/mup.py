@@ -82,21 +82,22 @@ class Multipliers(NamedTuple):
 
 
 def multipliers(
-    m: float, optimizer: str, decoupled_lr: bool, by_muon: Callable[[str, Sequence[int]], bool]
-) -> Callable[[str, Sequence[int]], Multipliers]:
-    """Those of the weight of a name and GLOBAL shape in a model `m` times as wide as its base.
+    m: float, optimizer: str, decoupled_lr: bool
+) -> Callable[[str, Sequence[int], bool], Multipliers]:
+    """Those of the weight of a name and GLOBAL shape in a model `m` times as wide as its base; does
+    Muon update it, whose scale has the width in it?
 
     `decoupled_lr`: the word embedding and the output layer have a learning rate of their own, which
-    is not scaled. `by_muon(name, shape)`: Muon updates it, whose scale has the width in it.
+    is not scaled.
     """
 
-    def of(name: str, shape: Sequence[int]) -> Multipliers:
+    def of(name: str, shape: Sequence[int], by_muon: bool) -> Multipliers:
         # fans in from the width: not embeddings, norms and biases (a gated one has two dims)
         matrix = len(shape) > 1 and not name.startswith("embedding.") and name[-5:] != ".bias"
         own_lr = decoupled_lr and name in DECOUPLED_LR_NAMES
         if optimizer == "sgd":
             return Multipliers(1.0 if matrix or own_lr else m)
-        if not matrix or by_muon(name, shape):
+        if not matrix or by_muon:
             return Multipliers()
         return Multipliers(1.0 if own_lr else 1.0 / m, 1.0 / m)
 

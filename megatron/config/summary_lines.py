@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron.arguments import to_args_text
-from megatron.config.muon import matrices
+from megatron.config.muon import stacks
 from megatron.config.plan import fit
 from megatron.config.plan.plan import Plan, by_muon, shards
 from megatron.config.tree import Config
@@ -34,7 +34,6 @@ def summary(config: Config, plan: Plan, identity: str, own_model: bool = False) 
     """The lines that follow from flags and plan; `identity` names the tokenizer as it was built.
     Of a script's `own_model` nothing is known yet."""
     m = config.model
-    groups = "" if m.query_groups == m.num_attention_heads else f" ({m.query_groups} key/value)"
     active = f", {plan.num_active:,} active" if m.num_experts else ""
     padding = f", {plan.num_padding:,} of them padding" if plan.num_padding else ""
     padded = (
@@ -44,9 +43,8 @@ def summary(config: Config, plan: Plan, identity: str, own_model: bool = False) 
     )
     model = (
         f"{plan.num_parameters:,} parameters{active}{padding}: "
-        f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.mlp_text}, "
-        f"{_count(m.num_attention_heads, 'head')}{groups} of {m.head_dim}, sequence "
-        f"{m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}"
+        f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.blocks_text}, "
+        f"sequence {m.seq_length}, {m.normalization}, {m.activation}, positions {m.positions}"
     )
     entries = [
         entry("model", "what the script's model_provider returns" if own_model else model),
@@ -187,8 +185,11 @@ def _weights_by_rule(config: Config, plan: Plan) -> list[str]:
     """Of an optimizer with two rules, the weights that each updates."""
     if config.optimizer.optimizer != "muon":
         return []
-    stacks = matrices(config.muon, config.model).stacks
-    count = sum(stack.number for spec in plan.parameters for stack in stacks(spec.name, spec.shape))
+    count = sum(
+        stack.number
+        for spec in plan.parameters
+        for stack in stacks(config.muon, spec.matrices, spec.shape)
+    )
     return [
         entry("by Muon", f"{count:,} matrices in {_weights_text(config, plan, True)}"),
         entry("by Adam", _weights_text(config, plan, False)),

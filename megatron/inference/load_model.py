@@ -144,25 +144,12 @@ def _grid(config: Config, device: str) -> tuple[ParallelContext, torch.device]:
         for text in device_notes(device):
             print(f"WARNING: {text}", file=sys.stderr)
         return ParallelContext(config.parallel), chosen
-    model = config.model
-    sizes = {
-        "attention heads": model.num_attention_heads,
-        "MLP hidden size": model.ffn,
-    }
-    if model.num_experts:
-        sizes["expert MLP hidden size"] = model.expert_ffn
-        sizes["shared experts' MLP hidden size"] = model.moe_shared_expert_intermediate_size or 0
-    for name, size in sizes.items():
-        if size % tp:
+    for block in config.model.blocks:
+        for name, size in block.uneven(tp, tp):
             raise ValueError(
-                f"{tp} processes: {name} ({size}) must be divisible by the number of tensor-"
+                f"{tp} processes: {name} ({size}) cannot be shared equally by as many tensor-"
                 "parallel processes; start another number of them"
             )
-    if model.query_groups % tp and tp % model.query_groups:
-        raise ValueError(
-            f"{tp} processes: it or the number of key/value heads ({model.query_groups}) must be "
-            "a multiple of the other; start another number of them"
-        )
     # Gloo's threads may hold Python objects: they must end before the interpreter does.
     atexit.register(finish, None)
     # `choose_device` refuses any other string

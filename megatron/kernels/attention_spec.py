@@ -15,6 +15,7 @@ FEATURES = {
     "window": "sliding windows",
     "softcap": "soft-capped scores",
     "sink": "attention sinks",
+    "value_dim": "values of another width than keys",
 }
 
 
@@ -23,8 +24,8 @@ class AttentionSpec:
     """softmax(scale q k^T, causal) v of local heads: all that the choice of an implementation
     depends on.
 
-    `heads` query heads of width `head_dim` (0 where values have another width) share `groups` key
-    and value heads. dropout: of the probabilities. documents: no position sees another document.
+    `heads` query heads of width `head_dim` share `groups` key heads, and value heads of width
+    `value_dim`. dropout: of the probabilities. documents: no position sees another document.
     window: a position sees itself and the `window` - 1 before it. softcap: scores x become
     softcap tanh(x / softcap). sink: each head has one more score that takes a share and gives no
     value. compiled: called inside a graph of torch.compile. Implementations refuse each of these
@@ -37,6 +38,7 @@ class AttentionSpec:
     heads: int
     groups: int
     head_dim: int
+    value_dim: int
     scale: float
     dropout: float = 0.0
     documents: bool = False
@@ -56,14 +58,14 @@ class AttentionSpec:
         window: int | None = None,
     ) -> AttentionSpec:
         """That of q [s, b, n, d], k and v [s, b, g, d]."""
-        width = q.shape[-1]
         return AttentionSpec(
             q.device,
             q.dtype,
             q.shape[0],
             q.shape[2],
             k.shape[2],
-            width if width == v.shape[-1] else 0,
+            q.shape[-1],
+            v.shape[-1],
             scale,
             dropout,
             documents,
@@ -82,6 +84,7 @@ class AttentionSpec:
                 ("window", self.window is not None),
                 ("softcap", self.softcap is not None),
                 ("sink", self.sink),
+                ("value_dim", self.value_dim != self.head_dim),
             )
             if present
         }

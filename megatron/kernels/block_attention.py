@@ -37,7 +37,7 @@ class Block:
 def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
     """Attention over this block alone, by rows of queries: [s_q, b, n, d] in the dtype of q. Every
     query must see a key."""
-    out = q.new_empty(q.shape)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     block_forward(q, k, v, block, out, None)
     return out
 

@@ -29,7 +29,7 @@ class BlockKernel(NamedTuple):
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(q.shape, dtype=wide_dtype(q))
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=wide_dtype(q))
     lse = out.new_empty(q.shape[:3])
     block_forward(q, k, v, block, out, lse)
     return out, lse

@@ -96,7 +96,7 @@ def _flash_unavailable_reason(
 ) -> str | None:
     """Why flash-attn is unavailable. `requested`: by name; the command line's rules have then
     checked the other flags."""
-    why_not = flash_attention.unavailable_reason(device, dtype, config.model.head_dim)
+    why_not = flash_attention.unavailable_reason(device, dtype, _asked(config)["head_dim"])
     return why_not or (None if requested else _library_attention_unavailable_reason(config))
 
 
@@ -105,19 +105,17 @@ def _newer_kernels(
 ) -> dict[str, str | None]:
     """Why attention inside documents is not that of FlashAttention-3 or 4; None for the one that it
     is, once it is."""
-    m = config.model
-    tp = config.parallel.tensor_model_parallel_size
+    asked = _asked(config, config.parallel.tensor_model_parallel_size)
     if not _documents(config) or config.attention_backend != "auto":
         why_not: str | None = "not selected"
     elif config.training.deterministic_mode:
         why_not = "not used with --deterministic-mode"
     else:
         why_not = _library_attention_unavailable_reason(config)
-        why_not = why_not or torch_flash_unavailable_reason(device, dtype, m.head_dim)
+        why_not = why_not or torch_flash_unavailable_reason(device, dtype, asked["head_dim"])
     if why_not:
         return {title: why_not for title, _ in NEWER.values()}
-    heads = m.num_attention_heads // tp
-    return newer_kernels(device, dtype, heads, m.groups_per_rank(tp), m.head_dim)
+    return newer_kernels(device, dtype, asked["heads"], asked["groups"], asked["head_dim"])
 
 
 def _library_attention_unavailable_reason(config: Config) -> str | None:
@@ -348,19 +346,26 @@ def _spec(
     device: torch.device, dtype: torch.dtype, config: Config, dropout: float
 ) -> AttentionSpec:
     """What a layer asks for. In a graph on a CPU the C++ takes no such heads."""
-    model = config.model
-    in_graph = config.training.torch_compile and device.type == "cpu"
+    asked = _asked(config)
+    if config.training.torch_compile and device.type == "cpu":
+        asked |= {"head_dim": 1, "value_dim": 1}
     return AttentionSpec(
         device,
         dtype,
-        model.seq_length or CHUNKS_ON_CPU.start,
-        model.num_attention_heads or 1,
-        model.query_groups or 1,
-        1 if in_graph else model.head_dim or 1,
+        config.model.seq_length or CHUNKS_ON_CPU.start,
         dropout=dropout,
         documents=_documents(config),
-        **model.attention_options,
+        **asked,
     )
+
+
+def _asked(config: Config, tp: int = 1) -> dict[str, Any]:
+    """What the first layer with attention asks for; without a model, the least there can be."""
+    if config.model.num_layers is not None:
+        for block in config.model.blocks:
+            if asked := block.attention(tp):
+                return asked
+    return {"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}
 
 
 def _elementwise_rows(

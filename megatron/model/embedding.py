@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
+from megatron.model.blocks.block import Rope
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import VocabParallelEmbedding, embedding
@@ -76,16 +77,18 @@ class RotaryTables(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self, config: ModelConfig, rope: Rope, dtype: torch.dtype, device: torch.device | str
+    ):
         super().__init__()
-        dim = int(config.head_dim * config.rotary_percent)
+        self.rope = rope
         cos, sin = functional.rotary_tables(
             config.max_position_embeddings or config.seq_length,
-            dim,
-            config.rotary_base,
+            rope.width,
+            rope.base,
             device=device,
-            interpolation_factor=config.rotary_seq_len_interpolation_factor,
-            scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+            interpolation_factor=rope.interpolation,
+            scaling_factor=rope.scaling,
             dtype=torch.promote_types(dtype, torch.float32),
         )
         self.register_buffer("cos", cos, persistent=False)

@@ -23,8 +23,9 @@ from megatron.config.plan.parameters import (
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.cross_entropy import RowOutputs
 from megatron.kernels.kernels import Kernels
-from megatron.model.embedding import Embedding, RotaryTables
-from megatron.model.layer import Decoder, LayerInputs, Recompute
+from megatron.model.blocks.module import LayerInputs, Recompute
+from megatron.model.embedding import Embedding
+from megatron.model.layer import Decoder
 from megatron.parallel.collectives import gather_alike
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -32,7 +33,7 @@ from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory, sharding_of
 
 if TYPE_CHECKING:
-    from megatron.model.moe import RouterStep
+    from megatron.model.blocks.moe.module import RouterStep
 
 # What a model can tell of each token besides the loss that is trained on.
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing
@@ -110,9 +111,8 @@ class GPTModel(nn.Module):
             )
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.embedding = Embedding(config, params.scope("embedding"), ctx) if first else None
-        self.rotary = RotaryTables(config, dtype, device) if config.positions == "rope" else None
         self.decoder = Decoder(
-            config, params.scope("decoder"), ctx, layers, last, kernels, recompute
+            config, params.scope("decoder"), ctx, layers, last, kernels, dtype, device, recompute
         )
         self.output_layer = self._build_output_layer(config, params, kernels) if last else None
         self._check(
@@ -191,8 +191,8 @@ class GPTModel(nn.Module):
         if self.embedding is not None:
             x = self.embedding(tokens, position_ids, dropout_seeds)
         # The layers add to it; the last chunk has the final norm too.
-        rotary = None if self.rotary is None else self.rotary(s, position_ids)
-        x = self.decoder(x, LayerInputs(rotary, document_ids, dropout_seeds, router_step))
+        inputs = LayerInputs(None, document_ids, dropout_seeds, router_step)
+        x = self.decoder(x, inputs, s, position_ids)
         if self.output_layer is None:
             return x
         # Logits [s, b, padded vocabulary / tp]: each tensor-parallel rank has columns of its own.

@@ -15,16 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from megatron.config.muon import (
-    COEFFICIENTS,
-    MuonConfig,
-    at_a_time,
-    is_experts,
-    is_qkv,
-    matrices,
-)
+from megatron.config.muon import COEFFICIENTS, MuonConfig, at_a_time
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.plan.parameter_spec import Matrices
 from megatron.optimizer import adam
 from megatron.parallel.collectives import all_gather, my_slice
 from megatron.parallel.context import Axis, ParallelContext
@@ -36,26 +29,24 @@ NEURON_EPS = 1e-8  # the least second moment of a neuron
 
 class Kind(NamedTuple):
     """How weights are updated together: the shape of this rank's part, the axis that the matrices
-    are split over and their dim that it splits (None: none), are they experts, are they QKV."""
+    are split over and their dim that it splits (None: none), and which they are."""
 
     shape: tuple[int, ...]
     axis: str | None
     dim: int
-    experts: bool
-    qkv: bool
+    matrices: Matrices
 
 
 class Muon:
-    """Muon with these flags, for the weights of `model` on a rank of `ctx`."""
+    """Muon with these flags, on a rank of `ctx`."""
 
-    def __init__(self, config: MuonConfig, model: ModelConfig, ctx: ParallelContext) -> None:
+    def __init__(self, config: MuonConfig, ctx: ParallelContext) -> None:
         assert config.muon_momentum is not None, "config/checks/muon.py refuses this"
         self.momentum = config.muon_momentum
         self.nesterov = config.muon_use_nesterov
         self.neuron_beta2 = config.muon_neuron_beta2
         self._config = config
         self._ctx = ctx
-        self._qkv = matrices(config, model).qkv
         sets = COEFFICIENTS[config.muon_coefficient_type]
         self._steps = [sets[step % len(sets)] for step in range(config.muon_num_ns_steps)]
 
@@ -73,15 +64,17 @@ class Muon:
         """How the weight is updated, of which this rank owns so many elements: of experts perhaps
         not all."""
         shape = tuple(stop - start for start, stop in local_box(sharding, self._ctx))
-        if is_experts(sharding.name):
+        assert sharding.matrices is not None, sharding
+        if sharding.matrices.stacked:
             shape = (elements // math.prod(shape[1:]), *shape[1:])
         split = [(name, dim) for name, dim in sharding.splits if self._axis(name).size > 1]
         # experts are whole matrices: which ranks have which does not matter
         split = [(name, dim) for name, dim in split if name != "ep"]
         assert len(split) <= 1, sharding
         axis, dim = split[0] if split else (None, 0)
-        name = sharding.name
-        return Kind(shape, axis, dim, is_experts(name), self._qkv is not None and is_qkv(name))
+        split_parts = self._config.muon_split_qkv
+        matrices = sharding.matrices if split_parts else sharding.matrices._replace(parts=())
+        return Kind(shape, axis, dim, matrices)
 
     def _axis(self, name: str) -> Axis:
         return self._ctx.axis(name)
@@ -103,17 +96,17 @@ class Muon:
     def _orthogonalized(self, kind: Kind, stacked: Tensor) -> Tensor:
         """The same of whole weights [1 or 2, n, ...]."""
         columns = stacked.shape[-1]
-        if kind.qkv:
-            assert self._qkv is not None
-            groups = stacked.view(*stacked.shape[:2], -1, sum(self._qkv), columns)
-            parts = groups.split(self._qkv, 3)
+        parts = kind.matrices.parts
+        if parts:
+            groups = stacked.view(*stacked.shape[:2], -1, sum(parts), columns)
+            pieces = groups.split(parts, 3)
             done: dict[int, list[Tensor]] = {}
-            for rows in dict.fromkeys(self._qkv):  # parts of one shape are one batch
-                alike = torch.cat([part for part in parts if part.shape[3] == rows], 1)
+            for rows in dict.fromkeys(parts):  # parts of one shape are one batch
+                alike = torch.cat([piece for piece in pieces if piece.shape[3] == rows], 1)
                 scaled = self.scaled(*alike.flatten(2, 3)).unflatten(2, alike.shape[2:4])
                 done[rows] = [*scaled.split(stacked.shape[1], 1)]
-            return torch.cat([done[rows].pop(0) for rows in self._qkv], 3).view(stacked.shape)
-        stacks = stacked.flatten(1, 2) if kind.experts else stacked
+            return torch.cat([done[rows].pop(0) for rows in parts], 3).view(stacked.shape)
+        stacks = stacked.flatten(1, 2) if kind.matrices.stacked else stacked
         matrices = stacks.reshape(*stacks.shape[:2], -1, columns)
         return self.scaled(*matrices).view(stacked.shape)
 

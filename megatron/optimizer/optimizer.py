@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.config.muon import updates
 from megatron.config.mup import Multipliers
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer import adam, clip_grads
@@ -85,7 +84,7 @@ class MixedPrecisionOptimizer:
         config: OptimizerConfig,
         *,
         muon: Muon | None = None,
-        multipliers: Callable[[str, Sequence[int]], Multipliers] | None = None,
+        multipliers: Callable[[str, Sequence[int], bool], Multipliers] | None = None,
         grad_scaler: GradScaler | None = None,
         embed_grad_scale: float = 1.0,
         log_num_zeros_in_grad: bool = False,
@@ -100,7 +99,7 @@ class MixedPrecisionOptimizer:
         self.step_count = 0
         self._ranks = ranks
         self._span = span
-        groups = build_param_groups(params, config, updates if muon else None, multipliers)
+        groups = build_param_groups(params, config, muon is not None, multipliers)
         assert groups, "no parameters"
         self._device = groups[0]["params"][0].device
         # of a sharded parameter this rank may have nothing; the group stays

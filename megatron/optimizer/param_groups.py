@@ -35,16 +35,17 @@ def has_weight_decay(
 def build_param_groups(
     params: Iterable[torch.Tensor],
     config: OptimizerConfig,
-    is_muon: Callable[[str, Sequence[int]], bool] | None = None,
-    multipliers: Callable[[str, Sequence[int]], Multipliers] | None = None,
+    muon: bool = False,
+    multipliers: Callable[[str, Sequence[int], bool], Multipliers] | None = None,
 ) -> list[dict[str, Any]]:
     """Groups of `params` in Megatron's order: decayed, not decayed, then the same two with the
-    decoupled learning rate. What Muon updates (`is_muon`) comes first.
+    decoupled learning rate. With `muon` what it updates comes first.
 
     Each parameter must carry `.sharding` with the global `.name` and `.shape`. A group is a dict of
     `params`, `names` (same order), `muon`, `wd_mult` (1.0 or 0.0), `lr_mult` (1.0, or
-    that of `multipliers(name, shape)`, which may also give it an `eps` of its own) and, with
-    --decoupled-lr (for the word embedding and the output layer), `max_lr` and perhaps `min_lr`.
+    that of `multipliers(name, shape, by_muon)`, which may also give it an `eps` of its own) and,
+    with --decoupled-lr (for the word embedding and the output layer), `max_lr` and perhaps
+    `min_lr`.
     Empty groups are omitted. Raises ValueError on a name given twice.
     """
     groups: dict[tuple[bool, bool, bool, Multipliers], dict[str, Any]] = {}
@@ -61,11 +62,11 @@ def build_param_groups(
         decayed = has_weight_decay(
             name, shape, config.apply_wd_to_qk_layernorm, config.apply_wd_to_all
         )
-        muon = is_muon is not None and is_muon(name, shape)
-        own = Multipliers() if multipliers is None else multipliers(name, shape)
-        group = groups.get((decoupled, decayed, muon, own))
+        by_muon = muon and sharding_of(param).matrices is not None
+        own = Multipliers() if multipliers is None else multipliers(name, shape, by_muon)
+        group = groups.get((decoupled, decayed, by_muon, own))
         if group is None:
-            group = {"params": [], "names": [], "muon": muon}
+            group = {"params": [], "names": [], "muon": by_muon}
             group |= {"wd_mult": 1.0 if decayed else 0.0, "lr_mult": own.lr}
             if own.eps != 1.0:
                 group["eps"] = config.adam_eps * own.eps
@@ -73,7 +74,7 @@ def build_param_groups(
                 group["max_lr"] = config.decoupled_lr
                 if config.decoupled_min_lr is not None:
                     group["min_lr"] = config.decoupled_min_lr
-            groups[decoupled, decayed, muon, own] = group
+            groups[decoupled, decayed, by_muon, own] = group
         group["params"].append(param)
         group["names"].append(name)
     order = sorted(groups, key=lambda key: (key[0], not key[1], not key[2], key[3]))

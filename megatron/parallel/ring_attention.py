@@ -72,7 +72,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: _Call
     ) -> torch.Tensor:
-        out = q.new_empty(q.shape, dtype=wide_dtype(q))
+        out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=wide_dtype(q))
         lse = q.new_empty(q.shape[:3], dtype=out.dtype)
 
         def work(source: int, part: int, keys: torch.Tensor, values: torch.Tensor) -> None:

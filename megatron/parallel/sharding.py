@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron import host, launcher
-from megatron.config.plan.parameters import ParameterSpec
+from megatron.config.plan.parameter_spec import Matrices, ParameterSpec
 from megatron.parallel.context import ParallelContext
 
 GIVEN = "given"  # initial values of a parameter that came with them
@@ -30,7 +30,7 @@ class Sharding:
     partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
     over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones",
     "constant", GIVEN).
-    real_rows: rows of dim 0 that are not padding, or None for all.
+    real_rows: rows of dim 0 that are not padding, or None for all. matrices: what Muon updates.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Sharding:
     init: str = "zeros"
     std: float | tuple[float, ...] = 0.0
     real_rows: int | None = None
+    matrices: Matrices | None = None
 
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def parameter(
         init=spec.init,
         std=spec.std,
         real_rows=spec.real_rows,
+        matrices=spec.matrices,
     )
     shape = [stop - start for start, stop in local_box(sharding, ctx)]
     dtype = dtype if spec.trained else torch.promote_types(dtype, torch.float32)

@@ -25,8 +25,8 @@ from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
     from megatron.data.object_storage.read_ahead import Ahead, ReadAhead
+    from megatron.model.blocks.moe.module import RouterStep
     from megatron.model.gpt import TokenMetrics
-    from megatron.model.moe import RouterStep
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@ plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron import device as devices
 from megatron import log
-from megatron.config.muon import updates
-from megatron.config.mup import Multipliers, multipliers
+from megatron.config.mup import multipliers
 from megatron.config.plan.plan import Plan, bucket_size, make_plan
 from megatron.config.plan.zero_partition import assignment
 from megatron.config.script import NO_SCRIPT, Script
@@ -19,8 +17,8 @@ from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels.select import choose_kernels, fp8_rows
+from megatron.model.blocks.module import Recompute
 from megatron.model.gpt import Chunk, GPTModel, hidden_dtype
-from megatron.model.layer import Recompute
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer, ModelRanks
 from megatron.optimizer.scaler import build_grad_scaler
@@ -165,12 +163,14 @@ def build_optimizer(
 ) -> MixedPrecisionOptimizer:
     """The optimizer of the parameters that this rank owns."""
     p = config.precision
+    o = config.optimizer
+    by_mup = multipliers(config.model.mup_width, o.optimizer, o.decoupled_lr is not None)
     return MixedPrecisionOptimizer(
         buffers.owned,
-        config.optimizer,
+        o,
         grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
-        multipliers=_multipliers(config),
-        muon=Muon(config.muon, config.model, ctx) if config.optimizer.optimizer == "muon" else None,
+        multipliers=by_mup if config.model.use_mup else None,
+        muon=Muon(config.muon, ctx) if o.optimizer == "muon" else None,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         ranks=ModelRanks(
@@ -180,18 +180,6 @@ def build_optimizer(
         ),
         span=lambda name: timers(name, 1),
     )
-
-
-def _multipliers(config: Config) -> Callable[[str, Sequence[int]], Multipliers] | None:
-    """muP's, of learning rates and Adam's epsilon."""
-    if not config.model.use_mup:
-        return None
-    o = config.optimizer
-
-    def by_muon(name: str, shape: Sequence[int]) -> bool:
-        return o.optimizer == "muon" and updates(name, shape)
-
-    return multipliers(config.model.mup_width, o.optimizer, o.decoupled_lr is not None, by_muon)
 
 
 def build_run(

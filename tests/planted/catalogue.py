@@ -243,7 +243,7 @@ BUGS = {
     ),
     # torchtitan 4148
     "evaluation tokens in the expert bias": Bug(
-        "megatron.model.moe.Router.forward",
+        "megatron.model.blocks.moe.module.Router.forward",
         "return probs, experts",
         "if not training:\n"
         "    load = count(experts, self.config.num_experts)\n"
@@ -254,26 +254,26 @@ BUGS = {
     ),
     # Megatron-LM 6114, Megatron-Bridge 5470
     "padding in the statistics of routers": Bug(
-        "megatron.model.moe.Router.add_losses",
+        "megatron.model.blocks.moe.module.Router.add_losses",
         "self.mask(step.loss_mask)",
         "torch.ones_like(self.mask(step.loss_mask))",
         "tests/core/model/test_moe.py::test_only_tokens_that_train_count_in_the_losses_of_routers",
     ),
     # Megatron-LM 7452
     "the balancing loss as often as there are tensor-parallel ranks": Bug(
-        "megatron.model.moe.Router.balancing_loss",
+        "megatron.model.blocks.moe.module.Router.balancing_loss",
         "counts.sum().clamp(min=1)",
         "(counts.sum() / self.axes[-1].size).clamp(min=1)",
         f"{LAYOUTS}[tp2 sp, experts]",
     ),
     "tokens of experts counted on one context-parallel rank": Bug(
-        "megatron.model.moe.Router.balancing_loss",
+        "megatron.model.blocks.moe.module.Router.balancing_loss",
         "all_reduce_(counts, axis)",
         "counts",
         f"{LAYOUTS}[cp2, experts]",
     ),
     "router losses without the factor of the loss": Bug(
-        "megatron.model.moe.Router.add_losses",
+        "megatron.model.blocks.moe.module.Router.add_losses",
         "coeff * step.loss_scale",
         "coeff",
         "tests/core/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
@@ -311,25 +311,25 @@ BUGS = {
         "tests/tools/convert/test_torch_dist.py::test_a_flipped_bit_is_found",
     ),
     "router gradients of one tensor-parallel rank": Bug(
-        "megatron.model.moe.MoELayer.route",
+        "megatron.model.blocks.moe.module.MoELayer.route",
         "copy_to(probs, tp)",
         "probs",
         f"{LAYOUTS}[tp2, experts]",
     ),
     "tokens dropped in the order of context-parallel ranks": Bug(
-        "megatron.model.moe.Router.gather",
+        "megatron.model.blocks.moe.module.Router.gather",
         "scores[rows.argsort()]",
         "scores",
         f"{LAYOUTS}[cp2, experts, capacity by position]",
     ),
     "loads of one data-parallel rank in the global balancing loss": Bug(
-        "megatron.model.moe.Router.balancing_loss",
+        "megatron.model.blocks.moe.module.Router.balancing_loss",
         "(*self.axes, self.data) if so_far else self.axes",
         "self.axes",
         f"{LAYOUTS}[dp2, experts, global balancing loss]",
     ),
     "recomputed micro-batches counted twice in the global balancing loss": Bug(
-        "megatron.model.moe.RouterStep.add_earlier",
+        "megatron.model.blocks.moe.module.RouterStep.add_earlier",
         "layer not in self._so_far",
         "True",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
@@ -350,7 +350,7 @@ BUGS = {
     ),
     # pytorch 160285
     "expert parallelism doubles gradients": Bug(
-        "megatron.model.moe.MoELayer.by_all_gather",
+        "megatron.model.blocks.moe.module.MoELayer.by_all_gather",
         "gather_sequence(x, ep)",
         "all_gather(x, ep)",
         f"{LAYOUTS}[ep2, experts, all-gather]",
@@ -369,13 +369,13 @@ BUGS = {
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
     "gradients of experts added to those of the iteration before": Bug(
-        "megatron.model.moe.GroupedLinear.is_first",
+        "megatron.model.blocks.moe.module.GroupedLinear.is_first",
         "return stale",
         "return False",
         "tests/core/parallel/test_ddp.py::test_a_step_of_experts_has_no_gradients_of_the_step_before",
     ),
     "gradients of keys and values not summed over the ranks that share them": Bug(
-        "megatron.model.attention.SelfAttention.own_queries",
+        "megatron.model.blocks.attention.module.SelfAttention.own_queries",
         "qkv = gather_sequence(rows, self.tp, -1)",
         "from megatron.parallel.collectives import all_gather\n"
         "parts = list(all_gather(rows.detach(), self.tp, -1).chunk(self.tp.size, -1))\n"
@@ -384,7 +384,7 @@ BUGS = {
         f"{LAYOUTS}[tp2, one query group]",
     ),
     "expert-tensor parallelism doubles gradients": Bug(
-        "megatron.model.moe.MoELayer.route",
+        "megatron.model.blocks.moe.module.MoELayer.route",
         "gather_sequence(x, etp)",
         "all_gather(x, etp)",
         f"{LAYOUTS}[etp2 dp2, experts, distributed optimizer, overlap]",
@@ -396,13 +396,13 @@ BUGS = {
         f"{LAYOUTS}[etp1 ep2 tp2 sp, all-to-all, distributed optimizer, Muon, experts]",
     ),
     "copies of tokens mixed up between experts": Bug(
-        "megatron.model.moe.MoELayer.by_all_to_all",
+        "megatron.model.blocks.moe.module.MoELayer.by_all_to_all",
         "inner.argsort(stable=True)",
         "torch.arange(len(rows))",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
     "token counts of experts doubled by recomputation": Bug(
-        "megatron.model.moe.Router.add_losses",
+        "megatron.model.blocks.moe.module.Router.add_losses",
         "torch.cat((sums, count(experts, m.experts, mask)))",
         "torch.cat((sums, count(experts, m.experts, mask))) + step.sums.get(self.number, 0)",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",

@@ -524,7 +524,8 @@ def _olmo3_keys(m: ModelConfig) -> dict[str, Any]:
 
 
 def _exaone4_keys(m: ModelConfig) -> dict[str, Any]:
-    kinds = ["sliding_attention" if m.rotates(i) else "full_attention" for i in range(m.num_layers)]
+    rotated = [m.rope(layer) is not None for layer in range(m.num_layers)]
+    kinds = ["sliding_attention" if each else "full_attention" for each in rotated]
     if "full_attention" in kinds:
         return _wide_window(m) | {"layer_types": kinds}
     return _wide_window(m) | {"sliding_window": None}
@@ -557,7 +558,7 @@ _EXPERT_WIDTH = ("moe_ffn_hidden_size",)
 
 
 def _smollm3_keys(m: ModelConfig) -> dict[str, Any]:
-    rotated = [int(m.rotates(layer)) for layer in range(m.num_layers)]
+    rotated = [int(m.rope(layer) is not None) for layer in range(m.num_layers)]
     return {"no_rope_layers": rotated, "use_sliding_window": False, "sliding_window": None}
 
 

@@ -415,7 +415,7 @@ def args_for(
         "consumed_valid_samples": 0,
         "moe_layer_freq": 1,
         "no_rope_freq": model.no_rope_freq
-        and [int(not model.rotates(layer)) for layer in range(model.num_layers)],
+        and [int(model.rope(layer) is None) for layer in range(model.num_layers)],
         **data,
     }
 

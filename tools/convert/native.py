@@ -25,10 +25,8 @@ from megatron.checkpoint.tensor_slices import whole
 from megatron.config import saved_flags
 from megatron.config.checks import declared
 from megatron.config.checks import model as check_shape
-from megatron.config.checks import moe as check_experts
 from megatron.config.checks.facts import Facts
 from megatron.config.model import ModelConfig
-from megatron.config.plan.parameters import EXPERT_BIAS
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import (
@@ -38,6 +36,7 @@ from megatron.data.tokenizers.build import (
     with_tokenizer,
 )
 from megatron.features.registry import RunConfig
+from megatron.model.blocks.moe.facts import EXPERT_BIAS
 from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
@@ -272,10 +271,7 @@ def check_model(config: Config) -> None:
     """Raise ConversionError for a model that pretrain_gpt.py refuses, with its messages and
     codes."""
     facts = Facts(config, 1, ())
-    rules = [declared.limits, check_shape.shape]
-    if config.model.num_experts is not None:
-        rules.append(check_experts.rule)
-    lines = [line for rule in rules for line in rule(facts)]
+    lines = [line for rule in (declared.limits, check_shape.shape) for line in rule(facts)]
     # what cannot be trained for this reason alone can still be evaluated and exported
     lines = [line for line in lines if not line.endswith("[router-does-not-learn]")]
     if lines:

@@ -18,7 +18,8 @@ from megatron.checkpoint.tensor_slices import (
     whole,
 )
 from megatron.config.model import ModelConfig
-from megatron.config.plan.parameters import EXPERT_BIAS, WORD_EMBEDDING, ParameterSpec
+from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec
+from megatron.model.blocks.moe.facts import EXPERT_BIAS
 from megatron.small_files import path_inside
 from tools.convert.config_keys import read_json
 from tools.convert.hf_files import PendingTensor

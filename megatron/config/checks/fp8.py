@@ -28,6 +28,9 @@ def rule(f: Facts) -> Iterator[str]:
     )
     if not f.ok(*sizes) or f.bad & {
         "kv_channels",
+        "num_layers",
+        "moe_layer_freq",
+        "no_rope_freq",
         "ffn_hidden_size",
         "ffn_multiple_of",
         "eval_micro_batch_size",
@@ -47,40 +50,14 @@ def _gemm_sizes(f: Facts) -> Iterator[tuple[int, str, str]]:
     m = f.config.model
     tp = f["tensor_model_parallel_size"]
     cp = f["context_parallel_size"]
-    heads = m.num_attention_heads
-    groups = m.query_groups
-    if (
-        heads % tp
-        or (groups % tp and tp % groups)
-        or m.ffn % tp
-        or m.seq_length % cp
-        or m.kv_channels is None
-        and m.hidden_size % heads
-    ):
+    etp = f.config.parallel.expert_tensor_parallel
+    undivided = m.kv_channels is None and m.hidden_size % m.num_attention_heads
+    if undivided or m.seq_length % cp or any(list(block.uneven(tp, etp)) for block in m.blocks):
         return
-    split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
     chunk = f" with --context-parallel-size {cp}" if cp > 1 else ""
-    if m.num_experts:
-        etp = f.config.parallel.expert_tensor_parallel
-        shared = m.moe_shared_expert_intermediate_size or 0
-        yield m.expert_ffn // etp, "a rank's width of an expert", "change --moe-ffn-hidden-size"
-        yield (
-            shared // tp,
-            f"a rank's width of the shared expert{split}",
-            "change --moe-shared-expert-intermediate-size",
-        )
     yield m.hidden_size, "the width of a layer", "change --hidden-size"
-    yield (
-        heads * m.head_dim // tp,
-        f"the width of a rank's query heads{split}",
-        "change --kv-channels or the heads",
-    )
-    yield (
-        (heads + 2 * groups) * m.head_dim // tp,
-        f"the width of a rank's queries, keys and values{split}",
-        "change --kv-channels or the heads",
-    )
-    yield m.ffn // tp, f"the width of a rank's MLP{split}", "change --ffn-hidden-size"
+    for block in m.blocks:
+        yield from block.gemm_sizes(tp, etp)
     yield (
         m.seq_length // cp * f["micro_batch_size"],
         f"the number of tokens in a rank's micro-batch{chunk}",

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts
 
-FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
-
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each request that no machine can meet."""
@@ -35,15 +33,6 @@ def _fused(f: Facts, flag: str, backend: str) -> Iterator[str]:
         yield f"{flag}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
     if backend == "flash" and f["device"] == "cpu":
         yield f"{flag}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
-    if (
-        backend == "flash"
-        and f.ok("hidden_size", "num_attention_heads")
-        and f.config.model.head_dim > FLASH_HEAD_DIM
-    ):
-        yield (
-            f"{flag}: heads of {f.config.model.head_dim} channels, and it has at most "
-            f"{FLASH_HEAD_DIM}; use auto [flash-attention-head-too-wide]"
-        )
     if backend == "fused" and f["transformer_impl"] == "local":
         if f["fp64"]:
             yield f"{flag}: has no fp64; use auto [fused-attention-has-no-fp64]"

@@ -15,7 +15,6 @@ from megatron.config.plan.stages import check_micro_batches
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each problem of the layout."""
-    yield from _tensor_parallel(f)
     yield from _sequence(f)
     yield from _pipeline(f)
     yield from _world_size(f)
@@ -47,51 +46,6 @@ def notes(f: Facts) -> Iterator[str]:
             "the same results [moe-dispatcher-not-supported]"
         )
     yield from ddp.notes(f.config.parallel, f.world_size)
-
-
-def _tensor_parallel(f: Facts) -> Iterator[str]:
-    """Heads, query groups and MLP width must be multiples of the tensor-parallel size."""
-    tp = f["tensor_model_parallel_size"]
-    flag = f.say("tensor_model_parallel_size")
-    if not f.ok("tensor_model_parallel_size") or tp == 1:
-        return
-    heads = f["num_attention_heads"]
-    groups = f.config.model.query_groups
-    if f.ok("num_attention_heads"):
-        if heads % tp:
-            yield (
-                f"{flag}: --num-attention-heads {heads} is not a multiple of it; {_fit(heads)} "
-                "[tensor-parallel-does-not-divide-heads]"
-            )
-        elif f.ok("num_query_groups") and heads % groups == 0 and groups % tp:
-            yield from _shared_groups(f, flag, groups, tp)
-    if f.ok("hidden_size", "num_attention_heads") and f.config.model.ffn % tp:
-        ffn = f.config.model.ffn
-        yield (
-            f"{flag}: the MLP width {ffn} is not a multiple of it; {_fit(math.gcd(ffn, heads))}, "
-            "or give "
-            f"--ffn-hidden-size {(ffn // tp + 1) * tp} [tensor-parallel-does-not-divide-mlp]"
-        )
-
-
-def _shared_groups(f: Facts, flag: str, groups: int, tp: int) -> Iterator[str]:
-    """As many ranks must share each group, and each rank needs a part of the rows."""
-    if tp % groups:
-        yield (
-            f"{flag}: neither it nor --num-query-groups {groups} is a multiple of the other; "
-            f"{_fit(groups)}, or other groups [tensor-parallel-does-not-divide-query-groups]"
-        )
-    elif f["qk_layernorm"] and f["qk_layernorm_all_heads"]:
-        yield (
-            f"{flag}: --qk-layernorm-all-heads needs at least as many key/value heads, and "
-            f"--num-query-groups is {groups}; {_fit(groups)} "
-            "[tensor-parallel-does-not-divide-query-groups]"
-        )
-    elif f.ok("kv_channels", "hidden_size") and 2 * groups * f.config.model.head_dim % tp:
-        yield (
-            f"{flag}: {groups} keys and values of {f.config.model.head_dim} channels are not a "
-            f"multiple of it; {_fit(groups)} [tensor-parallel-does-not-divide-query-groups]"
-        )
 
 
 def _sequence(f: Facts) -> Iterator[str]:
@@ -163,11 +117,6 @@ def _sizes(f: Facts) -> list[tuple[int, bool]]:
     if evaluates_otherwise(f):
         sizes.append((evaluation_batch(f.config, schedule).num_microbatches, True))
     return list(dict.fromkeys(sizes))
-
-
-def _fit(size: int) -> str:
-    """Which numbers of ranks can share `size` equally."""
-    return f"use {', '.join([str(n) for n in range(1, size + 1) if size % n == 0][:12])}"
 
 
 def _world_size(f: Facts) -> Iterator[str]:

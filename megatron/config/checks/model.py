@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.config.checks.facts import Facts
 from megatron.config.moe import parse_layer_pattern
@@ -10,51 +11,21 @@ from megatron.config.moe import parse_layer_pattern
 
 def shape(f: Facts) -> Iterator[str]:
     """Sizes of the model that do not fit each other."""
-    yield from _heads(f)
-    if f.ok("hidden_size") and not f.bad & {"ffn_hidden_size", "ffn_multiple_of"}:
-        experts_alone = f["num_experts"] is not None and f["moe_layer_freq"] == "1"
-        if f.config.model.ffn < 1 and not experts_alone:
-            yield (
-                f"--ffn-hidden-size is missing: 8/3 x {f.say('hidden_size')} rounded down to a "
-                "multiple of 64 is 0; give it [flag-missing]"
-            )
-    yield from _query_groups(f)
+    yield from _patterns(f)
+    yield from _blocks(f)
     yield from _positions(f)
-    yield from _rope_pattern(f)
 
 
-def _heads(f: Facts) -> Iterator[str]:
-    if f.ok("hidden_size", "num_attention_heads") and f["kv_channels"] is None:
-        hidden = f["hidden_size"]
-        heads = f["num_attention_heads"]
-        if hidden % heads:
-            near = sorted({max(heads, hidden // heads * heads), (hidden // heads + 1) * heads})
-            yield (
-                f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}; use "
-                f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels "
-                "[hidden-size-not-divisible-by-heads]"
-            )
-
-
-def _query_groups(f: Facts) -> Iterator[str]:
-    if f.ok("num_attention_heads", "num_query_groups"):
-        heads = f["num_attention_heads"]
-        groups = f["num_query_groups"]
-        if f["group_query_attention"] and heads % groups:
-            fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-            yield (
-                f"--num-query-groups {groups}: --num-attention-heads {heads} is not a multiple of "
-                f"it; use {', '.join(fit[:12])} [heads-not-divisible-by-query-groups]"
-            )
-        if (
-            "num_query_groups" in f.typed
-            and not f["group_query_attention"]
-            and groups not in (1, heads)
-        ):
-            yield (
-                f"--num-query-groups {groups}: needs --group-query-attention; add that, or omit "
-                "it [flag-needs-other-flag]"
-            )
+def _blocks(f: Facts) -> Iterator[str]:
+    """What the blocks of the layers refuse. Where number or pattern of the layers is wrong, one
+    layer stands for all."""
+    model = f.config.model
+    if not f.ok("num_layers") or f.bad & {"moe_layer_freq", "no_rope_freq"}:
+        model = replace(model, num_layers=1, moe_layer_freq="1", no_rope_freq=None)
+    if not f.ok("hidden_size", "num_attention_heads", "rotary_percent"):
+        model = replace(model, position_embedding_type="none", use_rotary_position_embeddings=False)
+    for block in model.blocks:
+        yield from block.refuses(f)
 
 
 def _positions(f: Facts) -> Iterator[str]:
@@ -67,18 +38,6 @@ def _positions(f: Facts) -> Iterator[str]:
             f"{f['seq_length']}; use {f['seq_length']} or more "
             "[position-embeddings-shorter-than-sequence]"
         )
-    if (
-        f.ok("hidden_size", "num_attention_heads", "rotary_percent")
-        and f.config.model.positions == "rope"
-    ):
-        width = f.config.model.head_dim
-        rotated = int(width * f["rotary_percent"])
-        if rotated < 2 or rotated % 2:
-            yield (
-                f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {width} "
-                "channels of a head; it must be an even number (see --kv-channels) "
-                "[rotary-channels-odd]"
-            )
     if f["use_rotary_position_embeddings"] and f["position_embedding_type"] == "none":
         yield (
             "--position-embedding-type none: --use-rotary-position-embeddings means rope; omit "
@@ -86,21 +45,33 @@ def _positions(f: Facts) -> Iterator[str]:
         )
 
 
-def _rope_pattern(f: Facts) -> Iterator[str]:
+def _patterns(f: Facts) -> Iterator[str]:
+    """Flags that say something of each layer."""
     text = f["no_rope_freq"]
-    if text is None or not f.ok("num_layers"):
-        return
-    layers = f["num_layers"]
-    try:
-        fits = int(text) > 0 if text.isdigit() else len(parse_layer_pattern(text)) == layers
-    except ValueError:
-        fits = False
-    if not fits:
+    if text is not None and not _fits(f, text):
         f.bad.add("no_rope_freq")
         yield (
             f"--no-rope-freq {text}: must be a number of at least 1, or a pattern of "
-            f"--num-layers {layers} times 0 or 1 such as [0]*3+[1]*1 [value-out-of-range]"
+            f"--num-layers {f['num_layers']} times 0 or 1 such as [0]*3+[1]*1 [value-out-of-range]"
         )
+    text = f["moe_layer_freq"]
+    if f["num_experts"] is not None and not _fits(f, text):
+        f.bad.add("moe_layer_freq")
+        yield (
+            f"--moe-layer-freq {text}: must be a number of at least 1, or a pattern of "
+            f"--num-layers {f['num_layers']} times 0 or 1 such as [0]*1+[1]*26 "
+            "[moe-layer-pattern-wrong]"
+        )
+
+
+def _fits(f: Facts, text: str) -> bool:
+    """Is it a number of layers, or has it one digit for each?"""
+    if text.isdigit():
+        return int(text) > 0
+    try:
+        return len(parse_layer_pattern(text)) == f["num_layers"] or not f.ok("num_layers")
+    except ValueError:
+        return False
 
 
 def precision(f: Facts) -> Iterator[str]:

@@ -104,13 +104,6 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     return lines
 
 
-def _experts(f: Facts) -> Iterator[str]:
-    if f["num_experts"] is not None:
-        from megatron.config.checks.moe import rule
-
-        yield from rule(f)
-
-
 def _fp8(f: Facts) -> Iterator[str]:
     if f["fp8"] is not None:
         from megatron.config.checks.fp8 import rule
@@ -186,7 +179,6 @@ _RULES = (
     declared.required,
     declared.limits,
     declared.required_and_excluded,
-    _experts,
     model.shape,
     model.precision,
     _fp8,

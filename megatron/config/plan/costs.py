@@ -40,8 +40,6 @@ class Sizes:
         self.wide = max(4, self.itemsize)
         self.residual = self.wide if m.fp32_residual_connection else self.itemsize
         self.hidden = m.hidden_size
-        self.query = m.num_attention_heads * m.head_dim // self.tp
-        self.key = m.groups_per_rank(self.tp) * m.head_dim
         self.vocab = plan.padded_vocab_size // self.tp
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
         # Row-blocked kernels keep less than torch's own; "auto" is taken for a CUDA
@@ -59,110 +57,6 @@ class Sizes:
         # mean and inverse deviation; of RMSNorm the latter, which the CPU computes again
         statistics = 2 if layer_norm else int(not self.on_cpu)
         return rows * (width * itemsize + self.wide * statistics)
-
-    def attention(self) -> int:
-        """Queries, keys and values as the projection made them and as the core takes them, the
-        core's result."""
-        m = self.config.model
-        t = self.config.training
-        heads = self.query // self.config.model.head_dim
-        groups = self.key // m.head_dim
-        widths = self.query + 2 * self.key
-        copied = groups > 1 and heads > groups
-        if m.positions == "rope" or m.qk_layernorm:
-            widths += self.query + self.key
-        if copied and (m.qk_layernorm or m.positions != "rope"):
-            widths += self.query  # queries of all groups, made contiguous
-        nbytes = self.tokens * self.itemsize * (widths + self.query)
-        if m.qk_layernorm and m.qk_layernorm_all_heads:
-            nbytes += self.tokens * 2 * self.wide
-        elif m.qk_layernorm:
-            statistics = self.norm(1, 0, self.itemsize) * (heads + groups)
-            widened = (
-                self.norm(1, 1, self.itemsize) - self.norm(1, 0, self.itemsize) > self.itemsize
-            )
-            nbytes += self.tokens * (
-                statistics + (self.wide * (self.query + self.key) if widened else 0)
-            )
-        backend = self.config.attention_backend
-        chunked = (
-            m.attention_dropout > 0
-            or self.config.data.reset_attention_mask
-            or self.config.precision.fp64
-        )
-        # kernels/cuda/torch_flash.py takes them on a CUDA device
-        flash = not self.on_cpu and self.itemsize == 2 and m.head_dim % 8 == 0 and m.head_dim <= 192
-        chunked = chunked and not flash or backend in ("local", "unfused")
-        recomputed = "core_attn" in t.recomputed_modules
-        if not recomputed and backend == "unfused":
-            # probabilities
-            nbytes += (
-                self.tokens * heads * m.seq_length * self.wide * (3 if m.attention_dropout else 1)
-            )
-        if not recomputed and (self.cp > 1 or not chunked):
-            nbytes += self.tokens * heads * self.wide  # logarithms of the softmax's sums
-        return nbytes
-
-    def recomputed_mlp(self, layer: int) -> int:
-        """What of the MLP of a layer is kept only while it is computed again."""
-        kind = "moe" if self.config.model.is_moe_layer(layer) else "mlp"
-        return self._mlp(layer) if kind in self.config.training.recomputed_modules else 0
-
-    def _mlp(self, layer: int) -> int:
-        """What the MLP of a layer keeps, or router, experts and shared expert."""
-        if self.config.model.is_moe_layer(layer):
-            from megatron.config.plan.experts import saved_for_backward
-
-            return saved_for_backward(self)
-        return self.tokens * self.width(self.config.model.ffn // self.tp)
-
-    @property
-    def fuses_swiglu(self) -> bool:
-        return not self.config.precision.fp64 and self.config.kernels.bias_swiglu_fusion
-
-    def width(self, ffn: int) -> int:
-        """Of an MLP of this width and one token: input (or slope) and result of the activation
-        function, and what a gated one keeps between."""
-        m = self.config.model
-        # geglu's C++ keeps GELU's input in bf16; elsewhere on a CPU the slope is kept beside it.
-        widths = {
-            "swiglu": 3 if self.fuses_swiglu else 4,
-            "geglu": 5 if self.on_cpu and not (self.native and self.itemsize == 2) else 4,
-        }.get(m.activation, 2)
-        return self.itemsize * widths * ffn
-
-    def layer(self, number: int) -> int:
-        """All that a layer keeps: its norms' inputs and results, and the two blocks."""
-        m = self.config.model
-        normed = self.rows * self.hidden * self.itemsize
-        before = 0 if m.no_pre_layernorm else 2
-        outputs = m.post_self_attn_layernorm + m.post_mlp_layernorm
-        return (
-            2 * normed
-            + before * self.norm(self.rows, self.hidden, self.residual)
-            + outputs * self.norm(self.rows, self.hidden, self.itemsize)
-            + self.attention()
-            + self._mlp(number)
-            - self.recomputed_mlp(number)
-        )
-
-    def layer_backward(self, number: int) -> int:
-        """The most that the backward of a layer holds at a time in addition to what its forward
-        kept: gradients, tensors that are gathered or summed, a weight's gradient before it is
-        added. It frees what it no longer needs."""
-        m = self.config.model
-        attention = self.linear_backward(self.query + 2 * self.key, self.hidden)
-        if m.is_moe_layer(number):
-            from megatron.config.plan.experts import backward
-
-            return max(attention, backward(self))
-        ffn = m.ffn // self.tp
-        inner = ffn * (2 if m.gated else 1)
-        first = self.linear_backward(inner, self.hidden)
-        first += self.tokens * (self.itemsize * inner - self.width(ffn))
-        second = self.linear_backward(ffn, self.hidden)  # of the transposed matrix
-        second += self.tokens * self.itemsize * (ffn - self.hidden)
-        return max(attention, first, second) + self.rows * self.hidden * self.itemsize
 
     def linear_backward(self, outputs: int, inputs: int) -> int:
         """The gradients of a column-parallel layer's weight (before it is added to that of other
@@ -227,7 +121,8 @@ def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
     """Bytes that these layers of one micro-batch keep between forward and backward."""
     sizes = Sizes(config, plan)
     runs = config.training.recomputed_runs(len(layers))
-    nbytes = sum(map(sizes.layer, layers[sum(runs) :]))
+    kept = config.model.layer_counts(layers[sum(runs) :])
+    nbytes = sum(count * spec.saved(sizes) for spec, count in kept.items())
     return nbytes + len(runs) * sizes.rows * sizes.hidden * sizes.residual
 
 
@@ -273,14 +168,15 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     )
     runs = config.training.recomputed_runs(len(largest))
     sizes = Sizes(config, plan)
-    layers = map(sizes.layer, largest)
-    recomputed = max(sum(islice(layers, run)) for run in runs) if runs else 0
+    specs = list(map(config.model.layer, largest))
+    saved = (spec.saved(sizes) for spec in specs)
+    recomputed = max((sum(islice(saved, run)) for run in runs), default=0)
     copies = fp8_weights(config, plan, stage, by_library=True) // max(1, sum(map(len, chunks)))
     micro_batch += copies * (len(largest) - sum(runs))
     recomputed += copies * max(runs, default=0)
-    recomputed = max(recomputed, *map(sizes.recomputed_mlp, largest), 0)
+    recomputed = max(recomputed, *(spec.recomputed(sizes) for spec in specs), 0)
     head = sizes.head() if stage == stages - 1 else 0
-    backward = recomputed + max(map(sizes.layer_backward, largest), default=0)
+    backward = recomputed + max((spec.backward(sizes) for spec in specs), default=0)
     if head:
         last = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
         backward = max(backward, head + last)

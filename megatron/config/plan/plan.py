@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config import muon
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
 from megatron.config.plan.batch_size import (
@@ -17,7 +16,6 @@ from megatron.config.plan.batch_size import (
 )
 from megatron.config.plan.parameters import (
     ParameterSpec,
-    count_idle,
     count_parameters,
     parameter_table,
     stage_table,
@@ -277,7 +275,7 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         ),
         split=split_string(config),
         layers_per_stage=layer_split(config),
-        num_idle=count_idle(config.model, parameters),
+        num_idle=config.model.idle_parameters,
     )
 
 
@@ -330,7 +328,8 @@ def _shared(config: Config, plan: Plan, stage: int) -> list[Shared]:
         if spec.trained:
             apart = folds and "ep" in dict(spec.splits)
             sharers = expert_shards(config, plan) if apart else shards(config, plan)
-            params.append(Shared(spec.name, spec.local_shape(axes), spec.shape, sharers, apart))
+            shape = spec.local_shape(axes)
+            params.append(Shared(spec.name, shape, spec.shape, sharers, apart, spec.matrices))
     return params
 
 
@@ -362,7 +361,7 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
 
 def by_muon(config: Config, spec: ParameterSpec) -> bool:
     """Does Muon update this parameter?"""
-    return config.optimizer.optimizer == "muon" and muon.updates(spec.name, spec.shape)
+    return config.optimizer.optimizer == "muon" and spec.matrices is not None
 
 
 def has_one_moment(config: Config, spec: ParameterSpec) -> bool:

@@ -46,13 +46,11 @@ def describe(config: Config, plan: Plan) -> list[str]:
     active = f", {plan.num_active} active" if m.num_experts else ""
     ep = p.expert_model_parallel_size
     experts = f"; experts over {ep} of the data and context ranks" if ep > 1 else ""
-    mlp = m.mlp_text if m.num_experts else f"ffn {m.ffn}"
     return [
         f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor "
         f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context "
         f"{p.context_parallel_size}{experts}",
-        f"model: {m.num_layers} layers, hidden {m.hidden_size}, {mlp}, "
-        f"{m.num_attention_heads} heads of {m.head_dim}, {m.query_groups} key/value groups, "
+        f"model: {m.num_layers} layers, hidden {m.hidden_size}, {m.blocks_text}, "
         f"sequence {m.seq_length}, positions {m.positions}",
         f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
         f"parameters: {plan.num_parameters}{active}{padding}",

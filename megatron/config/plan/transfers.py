@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import NamedTuple
 
-from megatron.config.muon import at_a_time, is_experts, is_qkv
-from megatron.config.plan.costs import IDS, Sizes
+from megatron.config.muon import at_a_time
+from megatron.config.plan.costs import Sizes
+from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.plan import (
     BYTES,
     Plan,
@@ -18,40 +18,17 @@ from megatron.config.plan.plan import (
     fp8_layers,
     shards,
 )
+from megatron.config.plan.transfer import (
+    Transfer,
+    gathered_input,
+    summed_result,
+    times,
+)
 from megatron.config.tree import Config
+from megatron.model.blocks.block import AFTER_MLP
 
 # Kinds of requests that travel with the loss: the fields of training/result.py:Requests.
 REQUESTS = 5
-
-
-class Transfer(NamedTuple):
-    """One kind of collective of a rank in one step: `calls` of it, over all ranks of `axis`, with
-    `nbytes` together.
-
-    Bytes are those of whole tensors: what an all-reduce sums, an all-gather brings together, a
-    reduce-scatter is given and a send carries.
-    """
-
-    axis: str
-    operation: str
-    calls: int
-    nbytes: int
-
-    def sent(self, size: int) -> int:
-        """Bytes that a rank sends, and as many it receives, where `size` ranks do it by the
-        shortest way (a ring)."""
-        # of a reduce or a broadcast one rank sends nothing, the others everything
-        once = size - 1
-        share = {
-            "all-reduce": 2 * once,
-            "all-gather": once,
-            "reduce-scatter": once,
-            "all-to-all": once,
-            "reduce": once,
-            "broadcast": once,
-            "send": size,
-        }
-        return self.nbytes * share[self.operation] // size
 
 
 def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
@@ -98,11 +75,10 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
     ]
-    hidden_bytes = sizes.tokens * sizes.hidden * sizes.itemsize
-    if stage == 0:
-        per_micro_batch += _tensor_parallel(sizes, hidden_bytes, forward=1, gathered_grads=1)
-    if last:
-        per_micro_batch += _tensor_parallel(sizes, hidden_bytes, backward=1)
+    if stage == 0:  # the embedding's result, and its gradient
+        per_micro_batch += [*summed_result(sizes), *gathered_input(sizes)]
+    if last:  # the output layer's input, forward and backward, and its gradient
+        per_micro_batch += [*times(2, gathered_input(sizes)), *summed_result(sizes)]
         per_micro_batch += [Transfer("tp", "all-reduce", 2, 3 * sizes.tokens * sizes.loss)]
     sent += [
         Transfer(t.axis, t.operation, micro_batches * t.calls, micro_batches * t.nbytes)
@@ -140,216 +116,27 @@ def _merged(sent: list[Transfer], axes: dict[str, int]) -> list[Transfer]:
     return [Transfer(*kind, *total) for kind, total in totals.items()]
 
 
-def _tensor_parallel(
-    sizes: Sizes, hidden_bytes: int, forward: int = 0, backward: int = 0, gathered_grads: int = 0
-) -> list[Transfer]:
-    """`forward` sums of a result of `hidden_bytes` (each a row-parallel layer's), `gathered_grads`
-    of the gradients of such, and `backward` sums of the gradient of a column-parallel layer's
-    input, which its forward shares."""
-    if not sizes.sequence:
-        sums = forward + backward
-        return [Transfer("tp", "all-reduce", sums, sums * hidden_bytes)]
-    gathers = 2 * backward + gathered_grads
-    scatters = forward + backward
-    return [
-        Transfer("tp", "all-gather", gathers, gathers * hidden_bytes),
-        Transfer("tp", "reduce-scatter", scatters, scatters * hidden_bytes),
-    ]
-
-
 def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     """Of a chunk's layers for one micro-batch: forward, backward, and forward again where it is
-    recomputed.
-
-    With sequence parallelism a column-parallel layer's input is gathered in forward and once more
-    in backward.
-    """
-    hidden_bytes = sizes.tokens * sizes.hidden * sizes.itemsize
-    layers = len(chunk)
+    recomputed."""
     m = config.model
-    runs = config.training.recomputed_runs(layers)
-    moe = sum(map(m.is_moe_layer, chunk))
-    blocks = 2 * layers - (0 if m.moe_shared_expert_intermediate_size else moe)
-    sent = _tensor_parallel(sizes, hidden_bytes, blocks, blocks, blocks)
     modules = config.training.recomputed_modules
-    if moe:
-        sent += _experts(config, sizes, moe)
-    if "moe" in modules:
-        sent += _times(moe, _experts_recomputed(config, sizes))
-    elif "shared_experts" in modules:
-        sent += _times(moe, _shared_recomputed(config, sizes))
-    if "mlp" in modules and sizes.sequence:
-        sent += _times(layers - moe, [_gather(sizes)])
-    for run in runs:
-        sent += _run_recomputed(config, sizes, chunk[:run])
+    sent: list[Transfer] = []
+    for spec, layers in m.layer_counts(chunk).items():
+        for block in spec.blocks:
+            traffic = block.traffic(sizes)
+            alone = block.recomputed_as in modules
+            again = traffic.unneeded if alone else traffic.recomputed
+            sent += times(layers, [*traffic.forward, *traffic.backward, *again])
+    for run in config.training.recomputed_runs(len(chunk)):
+        *blocks, last = [block for number in chunk[:run] for block in m.layer(number).blocks]
+        for block, count in Counter(blocks).items():
+            sent += times(count, block.traffic(sizes).forward)
+        # the last result of a run is needed by a norm alone
+        traffic = last.traffic(sizes)
+        sent += traffic.forward if AFTER_MLP in m.layer(chunk[run - 1]).norms else traffic.unneeded
         chunk = chunk[run:]
-    # q and k of all heads are divided by one root mean square, forward and backward
-    norms = (2 * layers + sum(runs)) * 2 * (m.qk_layernorm and m.qk_layernorm_all_heads)
-    sent += _times(norms, [Transfer("tp", "all-reduce", 1, sizes.tokens * sizes.wide)])
-    if sizes.tp > m.query_groups:  # queries, keys and values of all ranks, and their gradients
-        width = (m.num_attention_heads + 2 * m.query_groups) * m.head_dim
-        nbytes = sizes.tokens * width * sizes.itemsize
-        sent += _times(layers + sum(runs), [Transfer("tp", "all-gather", 1, nbytes)])
-        sent += _times(layers, [Transfer("tp", "reduce-scatter", 1, nbytes)])
-    cores = 2 * layers + (layers if "core_attn" in modules else sum(runs))
-    return [*sent, *_context_parallel(config, sizes, cores, layers)]
-
-
-def _run_recomputed(config: Config, sizes: Sizes, run: range) -> list[Transfer]:
-    """Of the second forward of a run of recomputed layers. It ends before the last sum, whose
-    result nothing but a norm needs."""
-    m = config.model
-    shared = bool(m.moe_shared_expert_intermediate_size)
-    moe = sum(map(m.is_moe_layer, run))
-    blocks = 2 * len(run) - (0 if shared else moe)
-    sent = _times(moe, _experts_forward(config, sizes))
-    if not m.post_mlp_layernorm:
-        if m.is_moe_layer(run[-1]):
-            blocks -= shared
-            sent = _times(moe - 1, _experts_forward(config, sizes))
-            sent += _experts_recomputed(config, sizes)
-        else:
-            blocks -= 1
-            sent += [_gather(sizes)] if sizes.sequence else []
-    gathers = [_gather(sizes)] if sizes.sequence else []
-    return sent + _times(blocks, [*gathers, _sum(sizes)])
-
-
-def _times(number: int, sent: list[Transfer]) -> list[Transfer]:
-    return [t._replace(calls=number * t.calls, nbytes=number * t.nbytes) for t in sent]
-
-
-def _experts(config: Config, sizes: Sizes, layers: int) -> list[Transfer]:
-    """Of so many MLPs of experts: tokens, probabilities and numbers of experts go to the ranks
-    that share the experts, results come back, and the gradients of tokens, probabilities and
-    results; routers count the tokens of each expert."""
-    sent = _experts_forward(config, sizes)
-    sent += _to_experts(config, sizes, True)
-    sent += _from_experts(config, sizes, True)
-    return _times(layers, sent)
-
-
-def _experts_forward(config: Config, sizes: Sizes) -> list[Transfer]:
-    """Of the forward of an MLP of experts."""
-    sent = [*_router(config, sizes), *_to_experts(config, sizes, False)]
-    return [*sent, *_from_experts(config, sizes, False)]
-
-
-def _experts_recomputed(config: Config, sizes: Sizes) -> list[Transfer]:
-    """Of the second forward of an MLP of experts. It ends before the last sum, whose result nothing
-    needs."""
-    if config.model.moe_shared_expert_intermediate_size:
-        return [*_experts_forward(config, sizes), *_shared_recomputed(config, sizes)]
-    sent = [*_router(config, sizes), *_to_experts(config, sizes, False)]
-    if config.model.sends_to_experts:
-        back = _from_experts(config, sizes, False)
-        return [*sent, *(t for t in back if t.axis == "ep")]
     return sent
-
-
-def _shared_recomputed(config: Config, sizes: Sizes) -> list[Transfer]:
-    """Of the second forward of a shared expert, whose sum only its gate needs."""
-    if not config.model.moe_shared_expert_intermediate_size:
-        return []
-    gather = [_gather(sizes)] if sizes.sequence else []
-    return [*gather, *([_sum(sizes)] if config.model.moe_shared_expert_gate else [])]
-
-
-def _gather(sizes: Sizes) -> Transfer:
-    """The input of a column-parallel layer, under sequence parallelism."""
-    return Transfer("tp", "all-gather", 1, sizes.tokens * sizes.hidden * sizes.itemsize)
-
-
-def _sum(sizes: Sizes) -> Transfer:
-    """The result of a row-parallel layer."""
-    operation = "reduce-scatter" if sizes.sequence else "all-reduce"
-    return _gather(sizes)._replace(operation=operation)
-
-
-def _router(config: Config, sizes: Sizes) -> list[Transfer]:
-    """Counts and scores that the routers of a layer exchange."""
-    m = config.model
-    sent = []
-    for kind in m.balancing_losses:
-        groups = config.training.micro_batch_size if kind == "seq_aux_loss" else 1
-        counts = Transfer("cp", "all-reduce", 1, groups * m.experts * sizes.wide)
-        sent += [counts]
-        if sizes.sequence:
-            sent += [counts._replace(axis="tp")]
-        if kind == "global_aux_loss":
-            sent += [counts._replace(axis="dp")]
-    selections = m.sinkhorn + bool(m.moe_expert_capacity_factor)
-    if selections:
-        rows = selections * sizes.tokens * m.experts * sizes.wide
-        sent += [Transfer("cp", "all-gather", selections, sizes.cp * rows)]
-        sent += [Transfer("tp", "all-gather", selections, rows)] if sizes.sequence else []
-    return sent
-
-
-def _exchange(sizes: Sizes) -> tuple[str, int, int, int]:
-    """(Axis of the ranks whose tokens are brought together; bytes of these tokens, of the
-    probabilities and of the numbers of their experts)."""
-    copies = sizes.expert_tokens * sizes.config.model.moe_router_topk
-    hidden_bytes = sizes.expert_tokens * sizes.hidden * sizes.itemsize
-    axis = "tp" if sizes.etp == sizes.tp else "etp"
-    return axis, hidden_bytes, copies * sizes.wide, copies * IDS
-
-
-def _to_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
-    """Tokens, probabilities and, in forward, numbers of experts on their way to the experts, or the
-    gradients of the first two on their way back.
-
-    All-to-all sends a token once for each of its experts, here as many to each rank.
-    """
-    m = config.model
-    ep = config.parallel.expert_model_parallel_size
-    axis, hidden_bytes, probs, numbers = _exchange(sizes)
-    calls, nbytes = (2, hidden_bytes + probs) if backward else (3, hidden_bytes + probs + numbers)
-    operation = "reduce-scatter" if backward else "all-gather"
-    if sizes.sequence or sizes.tp == 1:
-        sent = [Transfer(axis, operation, calls, nbytes)]
-    else:
-        sent = [Transfer("tp", "all-reduce", calls, nbytes)] if backward else []
-    if not m.sends_to_experts:
-        return [*sent, Transfer("ep", operation, calls, ep * nbytes)]
-    if not backward:
-        sent += [Transfer("ep", "all-gather", 1, ep * m.experts * IDS)]
-    return [*sent, Transfer("ep", "all-to-all", 2, m.moe_router_topk * hidden_bytes + probs)]
-
-
-def _from_experts(config: Config, sizes: Sizes, backward: bool) -> list[Transfer]:
-    """The results of experts on their way back, or their gradients."""
-    m = config.model
-    ep = config.parallel.expert_model_parallel_size
-    axis, hidden_bytes, _, _ = _exchange(sizes)
-    operation = "all-gather" if backward else "reduce-scatter"
-    if m.sends_to_experts:
-        sent = [Transfer("ep", "all-to-all", 1, m.moe_router_topk * hidden_bytes)]
-    else:
-        sent = [Transfer("ep", operation, 1, ep * hidden_bytes)]
-    if sizes.sequence or sizes.tp == 1:
-        return [*sent, Transfer(axis, operation, 1, hidden_bytes)]
-    return sent if backward else [*sent, Transfer("tp", "all-reduce", 1, hidden_bytes)]
-
-
-def _context_parallel(config: Config, sizes: Sizes, cores: int, layers: int) -> list[Transfer]:
-    """Keys and values for `cores` passes of attention, and their gradients for one backward of each
-    of `layers`."""
-    keys_values = 2 * sizes.tokens * sizes.key  # of one rank
-    if config.parallel.cp_comm_type == "all_gather":
-        return [
-            Transfer("cp", "all-gather", cores, cores * sizes.cp * keys_values * sizes.itemsize),
-            Transfer("cp", "reduce-scatter", layers, layers * sizes.cp * keys_values * sizes.wide),
-        ]
-    hops = sizes.cp - 1  # of two parts each
-    return [
-        Transfer(
-            "cp",
-            "send",
-            2 * hops * (cores + layers),
-            hops * keys_values * (cores * sizes.itemsize + layers * sizes.wide),
-        )
-    ]
 
 
 def _links(config: Config, sizes: Sizes, chunks: int, first: bool, last: bool) -> list[Transfer]:
@@ -403,15 +190,16 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     most: list[Transfer] = []
     for rank in range(layout.shards):
         shards = [rank * axes[axis] // layout.shards for axis in ("shard", "expert_shard")]
-        alike: Counter[tuple[str, bool, tuple[int, ...]]] = Counter()
+        alike: Counter[tuple[str, Matrices, tuple[int, ...]]] = Counter()
         for spec, (start, stop) in zip(table, layout.spans(*shards), strict=True):
             if start < stop and by_muon(config, spec):
+                assert spec.matrices is not None
                 shape = spec.local_shape({"ep": axes["ep"]})
-                if is_experts(spec.name):
+                if spec.matrices.stacked:
                     matrix = math.prod(spec.local_shape(axes)[1:])
                     shape = ((stop - start) // matrix, *shape[1:])
                 for axis in {axis for axis, _ in spec.splits} - {"ep"}:
-                    alike[axis, is_qkv(spec.name), shape] += 1
+                    alike[axis, spec.matrices, shape] += 1
         sent = []
         for (axis, _, shape), n in alike.items():
             elements = math.prod(shape)

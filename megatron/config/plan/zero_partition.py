@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.config.muon import Matrices, is_experts, matrices
+from megatron.config.muon import MuonConfig, stacks
+from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.tree import Config
 
 SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
@@ -40,13 +41,14 @@ class Partition:
 
 class Shared(NamedTuple):
     """A parameter that `shards` ranks share, its shapes on one rank and in the model. `experts`: do
-    other ranks share it than what is not of experts?"""
+    other ranks share it than what is not of experts? `matrices`: what Muon updates of it."""
 
     name: str
     local_shape: Sequence[int]
     shape: Sequence[int]
     shards: int
     experts: bool
+    matrices: Matrices | None = None
 
 
 Assign = Callable[[Sequence[Shared]], Partition]
@@ -55,7 +57,7 @@ Assign = Callable[[Sequence[Shared]], Partition]
 def assignment(config: Config) -> Assign | None:
     """How whole parameters are assigned to ranks; None: all are shared in equal ranges."""
     if config.optimizer.optimizer == "muon":
-        return partial(whole_matrices, matrices(config.muon, config.model))
+        return partial(whole_matrices, config.muon)
     if config.parallel.zero_partition == "whole-params":
         return lambda params: whole_parameters(
             [p.name for p in params], [p.local_shape for p in params], params[0].shards
@@ -63,7 +65,7 @@ def assignment(config: Config) -> Assign | None:
     return None
 
 
-def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
+def whole_matrices(config: MuonConfig, params: Sequence[Shared]) -> Partition:
     """Each weight that Muon updates to the rank that has least to compute so far, the most costly
     first; the rest is shared in equal ranges. Before them weights of experts, which are many
     matrices: rank after rank takes as many as make its share.
@@ -71,13 +73,15 @@ def whole_matrices(matrices: Matrices, params: Sequence[Shared]) -> Partition:
     Costs are those of matrix products, of which the orthogonalization consists.
     """
     costs = [
-        sum(stack.cost for stack in matrices.stacks(param.name, param.shape)) for param in params
+        sum(stack.cost for stack in stacks(config, param.matrices, param.shape)) for param in params
     ]
     owners: list[Owners] = [()] * len(params)
     # by whether they are experts: rank 0 of those need not be rank 0 of the others
     loads = {param.experts: [0] * param.shards for param in params}
     experts = [
-        number for number, param in enumerate(params) if costs[number] and is_experts(param.name)
+        number
+        for number, param in enumerate(params)
+        if costs[number] and param.matrices is not None and param.matrices.stacked
     ]
     total = sum(costs[number] for number in experts)
     done = 0

@@ -16,11 +16,11 @@ from datetime import datetime
 from typing import Any
 
 from megatron import launcher, log
+from megatron.config.model import ModelConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.hook import Hook
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.flops import TransformerShape
 from megatron.training.logging.iteration import Interval
 from megatron.training.logging.line_format import LineFormat
 from megatron.training.result import IterationResult
@@ -38,18 +38,18 @@ _SOURCE_LINES = {
 _FILLED = ("num_samples_in_batch", "largest_length", "largest_batch", "smallest_batch")
 
 
-def flops_per_token(shape: TransformerShape, recompute: bool) -> int:
+def flops_per_token(m: ModelConfig, padded_vocab_size: int, recompute: bool) -> int:
     """InternLM's count: k L ((8 + 4 m) h^2 + 4 s h) + 6 h V with m = 1.5 x MLP ratio; k is 4 with
     any recompute, else 3.
 
     A width that is 8/3 h rounded up to a multiple of 256 counts as 8/3; attention counts the whole
     square of s.
     """
-    h = shape.hidden_size
-    f = shape.ffn_hidden_size
+    h = m.hidden_size
+    f = m.ffn
     mlp = 16 * h * h if f == -(-int(h * 8 / 3) // 256) * 256 else 6 * f * h
-    layer = 8 * h * h + mlp + 4 * shape.seq_length * h
-    return (4 if recompute else 3) * shape.num_layers * layer + 6 * h * shape.vocab_size
+    layer = 8 * h * h + mlp + 4 * m.seq_length * h
+    return (4 if recompute else 3) * m.num_layers * layer + 6 * h * padded_vocab_size
 
 
 @dataclass
@@ -243,9 +243,11 @@ class InternlmLines(LineFormat):
         if r.skipped == "user":
             reason = r.reason or "user"
             return skipped_line(r.iteration - r.iterations, r.iteration - 1, reason, now, process)
-        seq_length = self._shape.seq_length
+        m = self._config.model
+        seq_length = m.seq_length
         full = self._config.training.recompute == "full"
-        operations = flops_per_token(self._shape, full) * r.global_batch_size * seq_length
+        per_token = flops_per_token(m, self._plan.padded_vocab_size, full)
+        operations = per_token * r.global_batch_size * seq_length
         failed = "" if r.skipped is None else f"{failed_line(r.iteration - 1, now, process)}\n"
         return failed + internlm_line(
             r,

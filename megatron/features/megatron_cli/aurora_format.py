@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from megatron.training.logging.flops import TransformerShape
+from megatron.config.model import ModelConfig
+from megatron.model.blocks.attention.facts import Attention
 from megatron.training.logging.iteration import Interval
 from megatron.training.logging.line_format import LineFormat
 from megatron.training.result import IterationResult
 
 
-def aurora_lm_flops_per_token(shape: TransformerShape) -> int:
+def aurora_lm_flops_per_token(m: ModelConfig, padded_vocab_size: int) -> int:
     """[LM]TFLOPs of the aurora log dialect: 12 L h^2 (1 + 1.5 f/h + kv/H + s/h + V/2Lh); f counted
     as gated.
 
     Full attention, no recompute; equals `count_flops(...).model` of a gated
     model.
     """
-    h = shape.hidden_size
-    layers = shape.num_layers
-    keys = h * shape.num_query_groups // shape.num_attention_heads
-    attention = 12 * layers * h * (h + keys + shape.seq_length)
-    return attention + 18 * layers * h * shape.ffn_hidden_size + 6 * h * shape.vocab_size
+    h = m.hidden_size
+    layers = m.num_layers
+    keys = h // _heads_per_group(m)
+    attention = 12 * layers * h * (h + keys + m.seq_length)
+    return attention + 18 * layers * h * m.ffn + 6 * h * padded_vocab_size
 
 
-def aurora_ds_flops_per_token(shape: TransformerShape, full_recompute: bool) -> int:
+def aurora_ds_flops_per_token(m: ModelConfig, padded_vocab_size: int, full_recompute: bool) -> int:
     """[DS]TFLOPs of the aurora log dialect: 2 x (4 with full recompute, else 3) x multiply-adds per
     token.
 
     Kept with its quirk: keys and values count 2 // (heads per group) squares of h, which is 0 from
     3 heads per group on.
     """
-    h = shape.hidden_size
-    heads_per_group = shape.num_attention_heads // shape.num_query_groups
-    per_layer = (
-        (2 + 2 // heads_per_group) * h * h
-        + 2 * shape.seq_length * h
-        + 3 * shape.ffn_hidden_size * h
-    )
-    return 2 * (4 if full_recompute else 3) * (shape.num_layers * per_layer + shape.vocab_size * h)
+    h = m.hidden_size
+    per_layer = (2 + 2 // _heads_per_group(m)) * h * h + 2 * m.seq_length * h + 3 * m.ffn * h
+    return 2 * (4 if full_recompute else 3) * (m.num_layers * per_layer + padded_vocab_size * h)
+
+
+def _heads_per_group(m: ModelConfig) -> int:
+    asked = Attention(m).attention(1)
+    return asked["heads"] // asked["groups"]
 
 
 def aurora_line(
@@ -90,15 +91,17 @@ class AuroraLines(LineFormat):
     """--log-format aurora."""
 
     def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
-        tokens = interval.samples * self._shape.seq_length
+        m = self._config.model
+        vocab = self._plan.padded_vocab_size
+        tokens = interval.samples * m.seq_length
         full = self._config.training.recompute == "full"
-        lm = aurora_lm_flops_per_token(self._shape) * tokens
-        ds = aurora_ds_flops_per_token(self._shape, full) * tokens
+        lm = aurora_lm_flops_per_token(m, vocab) * tokens
+        ds = aurora_ds_flops_per_token(m, vocab, full) * tokens
         return aurora_line(
             result,
             interval,
             train_iters=self._plan.train_iters,
-            seq_length=self._shape.seq_length,
+            seq_length=m.seq_length,
             world_size=self._plan.world_size,
             lm_teraflops=self._rate(lm, interval.seconds),
             ds_teraflops=self._rate(ds, interval.seconds),

@@ -22,7 +22,7 @@ from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box, sharding_of
 from megatron.training.checkpointing.hardware import hardware
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.flops import flops_per_iteration, model_shape
+from megatron.training.logging.flops import flops_per_sample
 from megatron.training.run import Run
 
 
@@ -43,7 +43,7 @@ def constants_of(run: Run) -> Constants:
         saved_flags.to_text(run.config, ("local_rank",), run.script_flags),
         layout_of(run.runtime),
         hardware(run.config, run.runtime.device),
-        flops_per_iteration(model_shape(run.config, run.plan), 1),
+        flops_per_sample(run.config, run.plan),
     )
 
 

@@ -27,7 +27,6 @@ class LineFormat:
         self._config = config
         self._plan = plan
         self._runtime = runtime
-        self._shape = flops.model_shape(config, plan)
         self._started = time.perf_counter()
         self._first: int | None = None  # the iteration that this process began at
         self._last = launcher.rank() == launcher.world_size() - 1
@@ -51,7 +50,7 @@ class LineFormat:
         print(self._text(result, interval, teraflops), flush=True)
         mode = self._config.logging.progress
         if mode == "on" or (mode == "auto" and sys.stderr.isatty()):
-            tokens = interval.samples * self._shape.seq_length
+            tokens = interval.samples * self._config.model.seq_length
             rate = tokens / interval.seconds if interval.seconds else 0.0
             seconds = time.perf_counter() - self._started
             total = self._plan.train_iters

@@ -37,7 +37,7 @@ class TrainingLog:
         self._timers = timers
         self._world = world
         self._interval = Interval()
-        self._shape = flops.model_shape(config, plan)
+        self._flops = flops.flops_per_sample(config, plan)
         self.writers = writers
         self._runtime = runtime
         self._memory_printed = False
@@ -50,7 +50,7 @@ class TrainingLog:
         if not plan.own_model:
             return
         self._plan = plan
-        self._shape = flops.model_shape(self._config, plan)
+        self._flops = flops.flops_per_sample(self._config, plan)
         self._format = self._log_format()
         log.print_rank_0(
             f" > model of the script: {plan.own_model}, {plan.num_parameters:,} parameters; "
@@ -115,8 +115,7 @@ class TrainingLog:
         """TFLOP/s of a rank."""
         if seconds <= 0:
             return None
-        operations = flops.flops_per_iteration(self._shape, samples)
-        return flops.teraflops_per_rank(operations, seconds, self._plan.world_size)
+        return flops.teraflops_per_rank(samples * self._flops, seconds, self._plan.world_size)
 
     def _print(self, result: IterationResult) -> None:
         interval = self._interval

@@ -58,7 +58,9 @@ def select_attention(
     head_dim: int = 1,
 ) -> tuple[str, str]:
     """The name of the implementation that runs, and why."""
-    spec = AttentionSpec(device, dtype, seq_length, 1, 1, head_dim, 1.0, dropout_p, documents)
+    spec = AttentionSpec(
+        device, dtype, seq_length, 1, 1, head_dim, head_dim, 1.0, dropout_p, documents
+    )
     choice = kernels.select(spec, implementation)
     return choice.implementation.name, choice.why
 

@@ -203,7 +203,7 @@ def test_no_more_than_some_rows_of_scores_are_held(monkeypatch):
     ],
 )
 def test_which_kernel_runs(device, dtype, d, p, documents, expected):
-    spec = AttentionSpec(torch.device(device), dtype, 64, 2, 1, d, SCALE, p, documents)
+    spec = AttentionSpec(torch.device(device), dtype, 64, 2, 1, d, d, SCALE, p, documents)
     chosen = choose(block_implementations.IMPLEMENTATIONS, spec).implementation
     assert chosen.name == expected
 

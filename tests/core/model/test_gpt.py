@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.config.precision import PrecisionConfig
+from megatron.model.blocks.module import Recompute
 from megatron.model.gpt import GPTModel, hidden_dtype
-from megatron.model.layer import Recompute
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds
 from tests.core.model.tiny import (

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron.config.moe import parse_layer_pattern
-from megatron.config.plan.parameters import count_idle, count_parameters, parameter_table
+from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.kernels import grouped_linear as kernels
 from megatron.kernels.dropout import jitter
 from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
-from megatron.model.layer import Recompute
-from megatron.model.moe import RouterStep, random_logits
+from megatron.model.blocks.module import LayerInputs, Recompute
+from megatron.model.blocks.moe.module import RouterStep, random_logits
 from megatron.parallel.random import DropoutSeeds
 from tests.core.model.tiny import tiny_config, tiny_model, tokens
 
@@ -39,7 +39,7 @@ def test_a_layer_equals_a_loop_over_tokens():
             y = y + p * layer.experts.linear_fc2.weight[e] @ (torch.nn.functional.silu(gate) * up)
         rows.append(y)
     assert probs.sum(-1).allclose(torch.ones(14, dtype=torch.float64))
-    torch.testing.assert_close(layer(x), torch.stack(rows).view_as(x))
+    torch.testing.assert_close(layer(x, LayerInputs(), {}), torch.stack(rows).view_as(x))
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -91,7 +91,9 @@ def test_dropped_tokens_are_not_computed():
                 inner = torch.nn.functional.silu(gate) * up
                 y = y + p * layer.experts.linear_fc2.weight[e] @ inner
         rows.append(y)
-    torch.testing.assert_close(layer(x, step), torch.stack(rows).view_as(x))
+    torch.testing.assert_close(
+        layer(x, LayerInputs(router_step=step), {}), torch.stack(rows).view_as(x)
+    )
 
 
 def test_input_jitter_is_a_function_of_the_seed():
@@ -308,7 +310,7 @@ def test_parameters_of_mixtral_8x7b():
     )
     table = parameter_table(model, 32000)
     size = count_parameters(table)
-    assert size == 46_702_792_704 and size - count_idle(model, table) == 12_879_925_248
+    assert size == 46_702_792_704 and size - model.idle_parameters == 12_879_925_248
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import parameter_table
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
+from megatron.model.blocks.module import Recompute
 from megatron.model.gpt import Chunk, GPTModel
-from megatron.model.layer import Recompute
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import init_parameters

@@ -4,6 +4,7 @@ against Emerging-Optimizers'; which weights Muon updates; the ranks that own the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.config.muon import COEFFICIENTS, Matrices, MuonConfig, Stack, matrices
+from megatron.config.muon import COEFFICIENTS, MuonConfig, Stack, stacks
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.parameter_spec import Matrices
+from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.zero_partition import Shared, whole_matrices
 from megatron.optimizer.muon import Muon, neuron_moments, normalized, orthogonalize
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
@@ -30,6 +33,7 @@ MODEL = ModelConfig(
     group_query_attention=True,
     num_query_groups=2,
     kv_channels=6,
+    untie_embeddings_and_output_weights=True,
 )
 SHAPES = {
     "embedding.word_embeddings.weight": (40, 24),
@@ -46,6 +50,11 @@ SHAPES = {
     LAYER + "mlp.shared_experts.gate_weight": (1, 24),
     "output_layer.weight": (40, 24),
 }
+MATRICES = {
+    spec.name: spec.matrices
+    for model in (MODEL, replace(MODEL, num_experts=3, moe_shared_expert_intermediate_size=8))
+    for spec in parameter_table(replace(model, moe_shared_expert_gate=True), 40)
+}
 BY_MUON = {name for name in SHAPES if ".linear_" in name and name.endswith(".weight")}
 GOLDEN = ROOT / "tests/golden/normuon.txt"
 LR = 0.02
@@ -59,7 +68,7 @@ def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     for name, shape in SHAPES.items():
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         params.append(torch.nn.Parameter(values.to(dtype)))
-        params[-1].sharding = Sharding(name, shape)
+        params[-1].sharding = Sharding(name, shape, matrices=MATRICES[name])
     return params
 
 
@@ -73,7 +82,7 @@ def gradients(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def built(params: list[torch.nn.Parameter], **flags: object) -> MixedPrecisionOptimizer:
     config = MuonConfig(**{"muon_momentum": 0.95, **flags})
-    muon = Muon(config, MODEL, ParallelContext(ParallelConfig()))
+    muon = Muon(config, ParallelContext(ParallelConfig()))
     optimizer = OptimizerConfig(optimizer="muon", clip_grad=0.0)
     return MixedPrecisionOptimizer(params, optimizer, muon=muon)
 
@@ -232,7 +241,9 @@ def test_normuon_is_that_of_emerging_optimizers(nesterov):
     assert len(expected) == 3
     params = [torch.nn.Parameter(values(shape, 0)) for shape in expected]
     for number, (param, shape) in enumerate(zip(params, expected, strict=True)):
-        param.sharding = Sharding(f"decoder.layers.{number}.mlp.linear_fc2.weight", shape)
+        param.sharding = Sharding(
+            f"decoder.layers.{number}.mlp.linear_fc2.weight", shape, matrices=Matrices()
+        )
     norm = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))  # Adam needs something, too
     norm.sharding = Sharding("decoder.final_layernorm.weight", (4,))
     flags = {"muon_use_nesterov": nesterov, "muon_extra_scale_factor": 0.2}
@@ -345,12 +356,14 @@ class Products(TorchDispatchMode):
 def test_queries_keys_and_values_of_one_shape_are_one_batch(groups, batches, dtype):
     """Three products in a step, of one batch where there are as many keys as queries, of two
     elsewhere; the numbers are those of each matrix by itself."""
-    muon = Muon(MuonConfig(), model_of(groups), ParallelContext(ParallelConfig()))
+    muon = Muon(MuonConfig(), ParallelContext(ParallelConfig()))
     per_group = 4 // groups
     shape = (groups * (per_group + 2) * 6, 24)
     generator = torch.Generator().manual_seed(3)
     updates = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2)]
-    kind = muon.kind(Sharding(LAYER + "self_attention.linear_qkv.weight", shape), shape[0] * 24)
+    matrices = Matrices(parts=(per_group * 6, 6, 6))
+    name = LAYER + "self_attention.linear_qkv.weight"
+    kind = muon.kind(Sharding(name, shape, matrices=matrices), shape[0] * 24)
     with Products() as products:
         (found,) = muon.directions(kind, updates)
     assert products.calls == 3 * 5 * batches
@@ -377,7 +390,7 @@ def test_queries_keys_and_values_of_one_shape_are_one_batch(groups, batches, dty
 def test_products_are_in_bf16_on_cuda(device, dtype, flag, expected):
     """Of tensors without memory, which any machine has; what they compute in is seen on a CPU."""
     config = MuonConfig(muon_fp32_matmul_prec=flag)
-    muon = Muon(config, MODEL, ParallelContext(ParallelConfig()))
+    muon = Muon(config, ParallelContext(ParallelConfig()))
     with FakeTensorMode():
         assert muon.product_dtype(torch.empty(2, 4, 6, device=device, dtype=dtype)) == expected
     if device == "cpu":
@@ -394,31 +407,30 @@ def test_costs_are_the_multiplications_of_a_step(shape):
 
 
 def test_the_matrices_of_a_weight():
-    found = matrices(MuonConfig(), MODEL)
     for name, shape in SHAPES.items():
-        stacks = found.stacks(name, shape)
-        assert bool(stacks) == (name in BY_MUON)
-        expected = [m.shape for m in as_matrices(name, torch.empty(shape))] if stacks else []
-        assert [(s.rows, s.columns) for s in stacks for _ in range(s.number)] == expected
+        each = stacks(MuonConfig(), MATRICES[name], shape)
+        assert bool(each) == (name in BY_MUON)
+        expected = [m.shape for m in as_matrices(name, torch.empty(shape))] if each else []
+        assert [(s.rows, s.columns) for s in each for _ in range(s.number)] == expected
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_costs_are_balanced_over_the_ranks_that_own_whole_matrices(ranks):
     """40 layers: the rank with most has a tenth more than the mean, or one matrix, at most."""
-    found = Matrices((4096, 1024, 1024))
-    shapes = {
-        "self_attention.linear_qkv.weight": (6144, 4096),
-        "self_attention.linear_proj.weight": (4096, 4096),
-        "mlp.linear_fc1.weight": (2, 14336, 4096),
-        "mlp.linear_fc2.weight": (4096, 14336),
-        "input_layernorm.weight": (4096,),
+    config = MuonConfig()
+    weights = {
+        "self_attention.linear_qkv.weight": ((6144, 4096), Matrices(parts=(4096, 1024, 1024))),
+        "self_attention.linear_proj.weight": ((4096, 4096), Matrices()),
+        "mlp.linear_fc1.weight": ((2, 14336, 4096), Matrices()),
+        "mlp.linear_fc2.weight": ((4096, 14336), Matrices()),
+        "input_layernorm.weight": ((4096,), None),
     }
     params = [
-        Shared(f"decoder.layers.{layer}.{name}", shape, shape, ranks, False)
+        Shared(f"decoder.layers.{layer}.{name}", shape, shape, ranks, False, matrices)
         for layer in range(40)
-        for name, shape in shapes.items()
+        for name, (shape, matrices) in weights.items()
     ]
-    partition = whole_matrices(found, params)
+    partition = whole_matrices(config, params)
     loads = [0] * ranks
     for param, pieces in zip(params, partition.owners, strict=True):
         if len(param.shape) == 1:
@@ -426,5 +438,5 @@ def test_costs_are_balanced_over_the_ranks_that_own_whole_matrices(ranks):
             continue
         [(elements, owner)] = pieces
         assert elements == math.prod(param.shape)
-        loads[owner] += sum(stack.cost for stack in found.stacks(param.name, param.shape))
+        loads[owner] += sum(stack.cost for stack in stacks(config, param.matrices, param.shape))
     assert max(loads) <= 1.1 * sum(loads) / ranks

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.model.moe import GroupedLinear
+from megatron.model.blocks.moe.module import GroupedLinear
 from megatron.parallel import ddp
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis, ParallelContext

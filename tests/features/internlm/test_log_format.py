@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 
 from megatron.analysis.run_reader import read_run
+from megatron.config.model import ModelConfig
 from megatron.features.internlm.log_format import (
     StepCounts,
     TokenRates,
@@ -16,16 +17,28 @@ from megatron.features.internlm.log_format import (
     skipped_line,
     start_line,
 )
-from megatron.training.logging.flops import TransformerShape, teraflops_per_rank
+from megatron.training.logging.flops import teraflops_per_rank
 from megatron.training.result import IterationResult
 from tests.core.config.checks.checked_flags import checked
 from tests.problems import codes_of
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
-DEMOS = {
-    "7b": TransformerShape(32, 4096, 11008, 32, 32, 128, True, 103168, 2048),
-    "20b": TransformerShape(60, 5120, 13824, 40, 40, 128, True, 103168, 2048),
-    "30b": TransformerShape(60, 6144, 16384, 48, 48, 128, True, 103168, 2048),
+
+def model(layers: int, hidden: int, ffn: int, heads: int, seq_length: int = 2048) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        swiglu=True,
+        seq_length=seq_length,
+    )
+
+
+DEMOS = {  # with their vocabulary
+    "7b": (model(32, 4096, 11008, 32), 103168),
+    "20b": (model(60, 5120, 13824, 40), 103168),
+    "30b": (model(60, 6144, 16384, 48), 103168),
 }
 
 
@@ -38,7 +51,7 @@ DEMOS = {
     ],
 )
 def test_operations_per_token(demo, plain, again):
-    assert (flops_per_token(DEMOS[demo], False), flops_per_token(DEMOS[demo], True)) == (
+    assert (flops_per_token(*DEMOS[demo], False), flops_per_token(*DEMOS[demo], True)) == (
         plain,
         again,
     )
@@ -46,9 +59,10 @@ def test_operations_per_token(demo, plain, again):
 
 def test_another_mlp_ratio_counts_as_it_is():
     # ratio 4: m = 6, so 32 h^2
-    shape = TransformerShape(2, 512, 2048, 8, 8, 64, True, 1000, 128)
+    small = model(2, 512, 2048, 8, 128)
     assert (
-        flops_per_token(shape, False) == 3 * 2 * (32 * 512 * 512 + 4 * 128 * 512) + 6 * 512 * 1000
+        flops_per_token(small, 1000, False)
+        == 3 * 2 * (32 * 512 * 512 + 4 * 128 * 512) + 6 * 512 * 1000
     )
 
 
@@ -68,7 +82,7 @@ def test_another_mlp_ratio_counts_as_it_is():
     ],
 )
 def test_pairs_of_rate_and_teraflops_of_the_logs(demo, rate, teraflops):
-    assert teraflops_per_rank(flops_per_token(DEMOS[demo], False) * rate, 1.0, 1) == pytest.approx(
+    assert teraflops_per_rank(flops_per_token(*DEMOS[demo], False) * rate, 1.0, 1) == pytest.approx(
         teraflops, rel=2e-5
     )
 

@@ -7,17 +7,34 @@ from datetime import datetime
 
 import pytest
 
+from megatron.config.model import ModelConfig
 from megatron.features.megatron_cli.aurora_format import (
     aurora_ds_flops_per_token,
     aurora_line,
     aurora_lm_flops_per_token,
 )
 from megatron.features.megatron_cli.megatron_format import megatron_line
-from megatron.training.logging.flops import TransformerShape, count_flops, teraflops_per_rank
+from megatron.training.logging.flops import count_flops, teraflops_per_rank
 from megatron.training.logging.iteration import Interval
 from megatron.training.result import IterationResult
 
-AURORA = TransformerShape(3, 4096, 11008, 32, 8, 128, True, 32000, 4096)
+
+def model(
+    layers: int, hidden: int, ffn: int, heads: int, groups: int, seq_length: int
+) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        group_query_attention=True,
+        num_query_groups=groups,
+        swiglu=True,
+        seq_length=seq_length,
+    )
+
+
+AURORA = model(3, 4096, 11008, 32, 8, 4096), 32000  # with its vocabulary
 SEED_AURORA = (
     "iteration= 1/ 635782 | consumed_samples= 768 | consumed_tokens= 3145728 | "
     "elapsed_time_per_iteration_ms=29570.0 | learning_rate=9.4372e-09 | global_batch_size= 768 | "
@@ -122,9 +139,9 @@ def test_aurora_skipped_line_has_nothing_stale():
 
 
 def test_aurora_figures_per_token():
-    assert aurora_lm_flops_per_token(AURORA) == 4_580_179_968 == count_flops(AURORA).model
-    assert aurora_ds_flops_per_token(AURORA, full_recompute=True) == 5_905_580_032
-    assert aurora_ds_flops_per_token(AURORA, full_recompute=False) == 5_905_580_032 * 3 // 4
+    assert aurora_lm_flops_per_token(*AURORA) == 4_580_179_968 == count_flops(*AURORA).model
+    assert aurora_ds_flops_per_token(*AURORA, full_recompute=True) == 5_905_580_032
+    assert aurora_ds_flops_per_token(*AURORA, full_recompute=False) == 5_905_580_032 * 3 // 4
 
 
 @pytest.mark.parametrize("line", SEED_LINES.strip().splitlines())
@@ -134,8 +151,8 @@ def test_the_seeds_printed_teraflops(line):
     seconds = 768 / samples_per_second
     assert seconds * 1e3 == pytest.approx(milliseconds, abs=0.5)
     for per_token, printed in (
-        (aurora_lm_flops_per_token(AURORA), lm),
-        (aurora_ds_flops_per_token(AURORA, full_recompute=True), ds),
+        (aurora_lm_flops_per_token(*AURORA), lm),
+        (aurora_ds_flops_per_token(*AURORA, full_recompute=True), ds),
     ):
         assert per_token * tgs / 1e12 == pytest.approx(printed, abs=0.00501)
         assert teraflops_per_rank(per_token * tokens, seconds, 24) == pytest.approx(
@@ -146,6 +163,6 @@ def test_the_seeds_printed_teraflops(line):
 def test_the_quirk_of_the_ds_figure():
     keys = {}
     for groups in (8, 4, 2, 1):
-        shape = TransformerShape(1, 64, 128, 8, groups, 8, True, 0, 0)
-        keys[groups] = aurora_ds_flops_per_token(shape, False) // 6 - 2 * 64**2 - 3 * 128 * 64
+        small = model(1, 64, 128, 8, groups, 0)
+        keys[groups] = aurora_ds_flops_per_token(small, 0, False) // 6 - 2 * 64**2 - 3 * 128 * 64
     assert keys == {8: 2 * 64**2, 4: 64**2, 2: 0, 1: 0}

@@ -13,7 +13,7 @@ from megatron.config.plan.transfers import sent_by_axis
 from megatron.features.trace import dry_run
 from megatron.features.trace.compare import check_agreement, figures, sent
 from megatron.features.trace.recorder import TraceError
-from megatron.model.mlp import MLP
+from megatron.model.blocks.mlp.module import MLP
 from megatron.parallel import collectives, ddp, pipeline
 from megatron.training import get_args, step
 from tests.features.trace.tracing import Traced

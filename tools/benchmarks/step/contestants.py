@@ -22,7 +22,7 @@ from megatron.features.registry import RunConfig
 from megatron.parallel.sharding import sharding_of
 from megatron.training import build, build_data, loop
 from megatron.training.launch import initialize
-from megatron.training.logging.flops import model_shape
+from megatron.training.logging.flops import flops_per_sample
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.result import IterationResult
 from pretrain_gpt import forward_step
@@ -68,7 +68,7 @@ class Ours:
             self._log = KeepingLog(config, plan, timers, runtime.ctx.world, [])
             self.run = build.build_run(config, plan, runtime, timers, tokenizer)
             data = build_data.build_data(config, plan, runtime, tokenizer)
-        self.shape = model_shape(config, plan)
+        self.flops_per_sample = flops_per_sample(config, plan)
         self.device = runtime.device
         self._trainer = loop.Trainer(self.run, data, forward_step, self._log, time.time())
         self._samples = self._trainer.open_training_samples()

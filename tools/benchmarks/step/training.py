@@ -86,9 +86,8 @@ class Training:
             contestant = importlib.import_module("contestants").Ours
             words = [*flags, "--torch-compile"] if compiled else flags
             self.runner: Any = contestant(self.size, dtype, self.device.type, words, launcher)
-            count = importlib.import_module("megatron.training.logging.flops")
             samples = self.size.micro_batch * self.size.micro_batches
-            self.flops = count.flops_per_iteration(self.runner.shape, samples)
+            self.flops = samples * self.runner.flops_per_sample
         elif kind == "megatron-core":
             self.runner = importlib.import_module("peer").MegatronCore(self.size, launcher)
         else:

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from megatron.config.muon import Matrices
+from megatron.config.muon import MuonConfig, stacks
 from megatron.config.plan.buckets import Layout, lay_out
+from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.zero_partition import Shared, whole_matrices, whole_parameters
 
 PARTIAL = [(), (), (), ("tp",), ("ends",), ("tp", "ends")]
@@ -145,15 +146,21 @@ def test_matrices_belong_to_one_rank_each(seed):
     ranks[True] = ranks[False] // rng.choice([1, 2])
     experts = [apart and ".experts." in name for name in shapes]
     params = [
-        Shared(name, shape, shape, ranks[one], one)
+        Shared(
+            name,
+            shape,
+            shape,
+            ranks[one],
+            one,
+            Matrices(".experts." in name) if len(shape) > 1 else None,
+        )
         for (name, shape), one in zip(shapes.items(), experts, strict=True)
     ]
     spans = {
         False: lambda rank: layout.spans(rank, 0),
         True: lambda rank: layout.spans(0, rank),
     }
-    found = Matrices()
-    partition = whole_matrices(found, params)
+    partition = whole_matrices(MuonConfig(), params)
     layout = lay_out(
         [math.prod(shape) for shape in shapes.values()],
         [()] * len(shapes),
@@ -173,7 +180,7 @@ def test_matrices_belong_to_one_rank_each(seed):
         for size, owner in pieces:
             assert size > 0 and size % one == 0
             assert spans[param.experts](owner)[place] == (done, done + size)
-            [stack] = found.stacks(param.name, param.shape)
+            [stack] = stacks(MuonConfig(), param.matrices, param.shape)
             costs.append(stack.cost // stack.number)
             loads[param.experts][owner] += size // one * costs[-1]
             done += size

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
+from megatron.model.blocks.block import Block
+from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.sharding import ParameterFactory
@@ -31,22 +32,25 @@ def activation(config: ModelConfig, kernels: Kernels) -> Activation:
     return functions[config.activation]
 
 
-class MLP(nn.Module):
+class MLP(BlockModule):
     """h -> ffn -> h. Gated (Shazeer 2020): linear_fc1 [2, ffn, h] holds gate and up, split over
     ranks alike."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        facts: Block,
         params: ParameterFactory,
         ctx: ParallelContext,
+        number: int,
         kernels: Kernels,
+        recompute: Recompute,
     ):
         super().__init__()
+        config = facts.model
         self.gated = config.gated
         self.activation: Activation
         if config.activation == "xielu":
-            from megatron.model.xielu import XIELU
+            from megatron.model.blocks.mlp.xielu import XIELU
 
             self.xielu = XIELU(params.scope("xielu"))  # named as its parameters are
             self.activation = self.xielu.forward
@@ -55,8 +59,12 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear.named("linear_fc1", params, ctx, kernels)
         self.linear_fc2 = RowParallelLinear.named("linear_fc2", params, ctx, kernels)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""
+        return self.compute(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of the stream alone, on which nothing else has an effect."""
         x = self.linear_fc1(x)
         if self.gated:
             x = x.unflatten(-1, (2, -1))

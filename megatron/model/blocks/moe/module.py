@@ -15,7 +15,9 @@ from megatron.kernels.dropout import jitter, seeded
 from megatron.kernels.grouped_linear import Copies, combine, dispatch, weighted_swiglu
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear_implementations import Gemms
-from megatron.model.mlp import MLP, activation
+from megatron.model.blocks.mlp.module import MLP, activation
+from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
+from megatron.model.blocks.moe.facts import MixtureOfExperts
 from megatron.parallel.collectives import (
     all_gather,
     all_reduce_,
@@ -28,7 +30,8 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LinearLayer
-from megatron.parallel.random import DropoutSeeds, recompute, recompute_input
+from megatron.parallel.random import DropoutSeeds, recompute_input
+from megatron.parallel.random import recompute as recomputed
 from megatron.parallel.sharding import Parameter, ParameterFactory
 from megatron.parallel.zigzag import chunks_of
 
@@ -434,25 +437,19 @@ class Experts(nn.Module):
 class SharedExpert(MLP):
     """An MLP that computes every token; gate_weight [1, h], if there is one, scales its output."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: ParameterFactory,
-        ctx: ParallelContext,
-        kernels: Kernels,
-    ):
-        super().__init__(config, params, ctx, kernels)
+    def __init__(self, facts: MixtureOfExperts, params: ParameterFactory, **parts: Any):
+        super().__init__(facts, params, **parts)
         self.gate_weight = params.optional("gate_weight")
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""
-        y = super().forward(x)
+        y = super().compute(x)
         if self.gate_weight is None:
             return y
         return y * nn.functional.linear(x, self.gate_weight).sigmoid()
 
 
-class MoELayer(nn.Module):
+class MoELayer(BlockModule):
     """The experts that the router selects for a token, weighted by its probabilities, plus the
     shared expert. Without a capacity, or without a step, no token is dropped.
 
@@ -463,37 +460,46 @@ class MoELayer(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        facts: MixtureOfExperts,
         params: ParameterFactory,
         ctx: ParallelContext,
         number: int,
         kernels: Kernels,
-        *,
-        recompute_activation: bool = False,
-        recompute_shared: bool = False,
+        recompute: Recompute,
     ):
         super().__init__()
+        config = facts.model
         self.ctx = ctx
-        self.recompute_shared = recompute_shared
+        self.recompute_shared = recompute.includes("shared_experts")
         self.own_tokens = ctx.sequence_parallel or ctx.tp.size == 1
         self.topk = config.moe_router_topk
         self.num_experts = config.experts
         self.exchange = config.sends_to_experts and ctx.ep.size > 1
         self.router = Router(config, params.scope("router"), ctx, number)
-        self.experts = Experts(config, params.scope("experts"), kernels, recompute_activation)
+        self.experts = Experts(
+            config, params.scope("experts"), kernels, recompute.includes("moe_act")
+        )
         self.shared_experts = (
-            SharedExpert(config, params.scope("shared_experts"), ctx, kernels)
-            if config.moe_shared_expert_intermediate_size
+            SharedExpert(
+                facts,
+                params.scope("shared_experts"),
+                ctx=ctx,
+                number=number,
+                kernels=kernels,
+                recompute=recompute,
+            )
+            if facts.shared
             else None
         )
 
-    def forward(self, x: torch.Tensor, step: RouterStep | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
-        y = self.route(x.flatten(0, 1), *self.router(x, step)).view(x.shape)
+        y = self.route(x.flatten(0, 1), *self.router(x, inputs.router_step)).view(x.shape)
         if self.shared_experts is None:
             return y
-        recomputed = self.recompute_shared and torch.is_grad_enabled()
-        return y + (recompute(self.shared_experts, x) if recomputed else self.shared_experts(x))
+        compute = self.shared_experts.compute
+        again = self.recompute_shared and torch.is_grad_enabled()
+        return y + (recomputed(compute, x) if again else compute(x))
 
     def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""

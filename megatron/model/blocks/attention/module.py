@@ -5,23 +5,26 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from megatron.config.model import ModelConfig
 from megatron.kernels import functional
 from megatron.kernels.attention_spec import AttentionSpec, Forward
+from megatron.kernels.cuda import torch_flash
+from megatron.kernels.implementation import lacking
 from megatron.kernels.kernels import Kernels
+from megatron.model.blocks.attention.facts import Attention
+from megatron.model.blocks.cache import Cache
+from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
 from megatron.model.norm import Norm
 from megatron.parallel.collectives import gather_sequence
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.random import recompute
+from megatron.parallel.random import recompute as recomputed
 from megatron.parallel.sharding import ParameterFactory
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
-
-class SelfAttention(nn.Module):
+class SelfAttention(BlockModule):
     """Attention of this rank's heads (Vaswani et al. 2017; groups of query heads share a key and a
     value head).
 
@@ -33,22 +36,24 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        facts: Attention,
         params: ParameterFactory,
         ctx: ParallelContext,
+        number: int,
         kernels: Kernels,
-        *,
-        recompute_core: bool = False,
+        recompute: Recompute,
     ):
         super().__init__()
+        config = facts.model
+        self.facts = facts
         self.tp = ctx.tp
-        self.head_dim = config.head_dim
+        self.head_dim = facts.head_dim
         self.all_groups = config.query_groups
-        self.groups = config.groups_per_rank(ctx.tp.size)
+        self.groups = facts.groups_of_rank(ctx.tp.size)
         self.queries_per_group = config.num_attention_heads // ctx.tp.size // self.groups
-        self.options = config.attention_options
+        self.asked = facts.attention(ctx.tp.size)
         self.dropout = config.attention_dropout
-        self.recompute_core = recompute_core
+        self.recompute_core = recompute.includes("core_attn")
         self.cp = ctx.cp
         self.requested = kernels.attention
         self.rotate = partial(
@@ -62,7 +67,7 @@ class SelfAttention(nn.Module):
                 return nn.Identity()
             if not config.qk_layernorm_all_heads:
                 return Norm(config, params.scope(name), kernels)
-            from megatron.model.all_heads_norm import AllHeadsNorm
+            from megatron.model.blocks.attention.all_heads_norm import AllHeadsNorm
 
             return AllHeadsNorm(config, params.scope(name), ctx.tp)
 
@@ -90,33 +95,51 @@ class SelfAttention(nn.Module):
             queries.device,
             queries.dtype,
             len(queries),
-            self.groups * self.queries_per_group,
-            self.groups,
-            self.head_dim,
             dropout=dropout,
             documents=documents,
             compiled=torch.compiler.is_compiling(),
-            **self.options,
+            **self.asked,
         )
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotary: Rotary | None = None,
-        document_ids: torch.Tensor | None = None,
-        dropout_seed: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def dropout_sites(self) -> dict[str, int]:
+        """That of the probabilities, whose heads are always split over tp."""
+        return {"attention": self.tp.rank} if self.dropout else {}
+
+    def outside_graph(self) -> list[tuple[nn.Module, str]]:
+        """Attention with masks where it is no single operation, and between ranks: in chunks it
+        would be unrolled into thousands, anew for each seed."""
+        weight = self.linear_qkv.weight
+        unfit = torch_flash.unavailable_reason(weight.device, weight.dtype, self.head_dim)
+        outside: list[tuple[nn.Module, str]] = []
+        if unfit is not None or self.requested != "auto":
+            outside.append((self, "masked_core"))
+        if self.cp.size > 1:
+            outside.append((self, "attend"))
+        return outside
+
+    def new_cache(self, rows: int, length: int, dtype: torch.dtype) -> Cache:
+        """Of keys and values."""
+        weight = self.linear_qkv.weight
+        if why_not := lacking(self.spec(weight), frozenset()):
+            raise ValueError(f"attention to cached keys {why_not}")
+        return Cache(self.facts.cache(self.tp.size), rows, length, dtype, weight.device)
+
+    def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another
-        document. `dropout_seed`: that of the probabilities' dropout, None without."""
+        document."""
+        document_ids = inputs.document_ids
+        dropout_seed = seeds.get("attention")
         q, k, v = self.project(x)
         q = self.q_layernorm(q)
         k = self.k_layernorm(k)
-        if rotary is not None:
+        if inputs.rotary is not None:
             batch_first = document_ids is not None and self.cp.size == 1
-            q = self.rotate(q, *rotary, batch_first=batch_first)
-            k = self.rotate(k, *rotary, batch_first=batch_first)
+            q = self.rotate(q, *inputs.rotary, batch_first=batch_first)
+            k = self.rotate(k, *inputs.rotary, batch_first=batch_first)
+        if self.cache is not None:
+            return self.linear_proj(self.attend_cached(self.cache, q, k, v).flatten(2))
         if self.recompute_core and torch.is_grad_enabled():
-            y = recompute(self.core, q, k, v, document_ids, dropout_seed)
+            y = recomputed(self.core, q, k, v, document_ids, dropout_seed)
         else:
             y = self.core(q, k, v, document_ids, dropout_seed)
         return self.linear_proj(y.flatten(2))
@@ -177,3 +200,27 @@ class SelfAttention(nn.Module):
         dropout = 0.0 if dropout_seed is None else self.dropout
         spec = self.spec(q, dropout, document_ids is not None)
         return self.implementation(q, k, v, spec, document_ids, dropout_seed)
+
+    def attend_cached(
+        self, cache: Cache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """To all keys of a sequence so far: q [s, b, n, d], k and v [s, b, g, d] of the tokens of
+        this call -> [s, b, n, d]."""
+        s, b, n, d = q.shape
+        tokens = cache.tokens
+        k = cache.append("keys", k).transpose(1, 2)
+        v = cache.append("values", v).transpose(1, 2)
+        if s == 1:  # the query heads of a group as that many positions: nothing is repeated
+            q = q.view(b, -1, self.queries_per_group, d)
+        else:
+            q = q.permute(1, 2, 0, 3)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            tokens.visible,
+            is_causal=tokens.causal,
+            scale=self.asked["scale"],
+            enable_gqa=s > 1 and self.queries_per_group > 1,
+        )
+        return y.reshape(1, b, n, d) if s == 1 else y.permute(2, 0, 1, 3)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from megatron.config.checks.ddp import data_ranks
 from megatron.config.checks.facts import Facts
-from megatron.config.moe import parse_layer_pattern
 
 
 def rule(f: Facts) -> Iterator[str]:
@@ -17,7 +16,6 @@ def rule(f: Facts) -> Iterator[str]:
     yield from _balance(f)
     yield from _sinkhorn(f)
     yield from _groups(f)
-    yield from _layers(f)
     yield from _widths(f)
     if f.config.model.mlp_bias:
         biases = "--add-mlp-bias" if f["add_mlp_bias"] else "biases in linear layers"
@@ -151,30 +149,6 @@ def _groups(f: Facts) -> Iterator[str]:
             f"{f.say('num_experts')} must be a multiple of the groups, {f.say('moe_router_topk')} "
             "one of the groups of a token, and a group must have enough experts; change one of "
             "them [router-groups-do-not-fit]"
-        )
-
-
-def _layers(f: Facts) -> Iterator[str]:
-    text = f["moe_layer_freq"]
-    if text.isdigit():
-        if int(text) < 1:
-            f.bad.add("moe_layer_freq")
-            yield f"{f.say('moe_layer_freq')}: must be at least 1 [value-out-of-range]"
-        return
-    try:
-        layers = len(parse_layer_pattern(text))
-    except ValueError as error:
-        f.bad.add("moe_layer_freq")
-        yield (
-            f"--moe-layer-freq {text}: {error}; write for example [0]*1+[1]*26 "
-            "[moe-layer-pattern-wrong]"
-        )
-        return
-    if f.ok("num_layers") and layers != f["num_layers"]:
-        f.bad.add("moe_layer_freq")
-        yield (
-            f"--moe-layer-freq {text}: names {layers} layers, --num-layers is {f['num_layers']}; "
-            "give one 0 or 1 for each layer [moe-layer-pattern-wrong]"
         )
 
 

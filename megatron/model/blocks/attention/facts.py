@@ -1,0 +1,316 @@
+"""Self-attention with multi-head or grouped queries: its sizes, parameters, memory, traffic, and
+what it cannot be combined with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.plan.parameter_spec import (
+    LayerScheme,
+    Matrices,
+    ParameterSpec,
+    column,
+    norm,
+    row,
+)
+from megatron.config.plan.transfer import (
+    Traffic,
+    Transfer,
+    column_to_row_backward,
+    gathered_input,
+    summed_result,
+)
+from megatron.model.blocks.block import Block, Flops, Rope, fit
+
+if TYPE_CHECKING:
+    from megatron.config.checks.facts import Facts
+    from megatron.config.plan.costs import Sizes
+    from megatron.model.blocks.attention.module import SelfAttention
+
+FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
+
+
+@dataclass(frozen=True)
+class Attention(Block):
+    """Causal attention; `rope`: its rotary positions, None without."""
+
+    rope: Rope | None = None
+
+    scope = "self_attention"
+    recomputed_as = "attention"  # only its core is recomputed by itself
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query's, a key's and a value's head."""
+        return self.model.head_dim
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads together."""
+        return self.model.num_attention_heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        """Width of all key heads together; values have the same."""
+        return self.model.query_groups * self.head_dim
+
+    def groups_of_rank(self, tp: int) -> int:
+        """Key/value heads on each of `tp` ranks; 1 where several ranks share one."""
+        return max(1, self.model.query_groups // tp)
+
+    def attention(self, tp: int) -> dict[str, Any]:
+        """All that kernels are asked for but dtype, length, dropout and documents."""
+        return {
+            "heads": self.model.num_attention_heads // tp,
+            "groups": self.groups_of_rank(tp),
+            "head_dim": self.head_dim,
+            "value_dim": self.head_dim,
+            "scale": self.model.attention_scale,
+        }
+
+    @property
+    def text(self) -> str:
+        """Heads, key/value heads and their width."""
+        m = self.model
+        heads = "1 head" if m.num_attention_heads == 1 else f"{m.num_attention_heads} heads"
+        groups = m.query_groups
+        shared = "" if groups == m.num_attention_heads else f" ({groups} key/value)"
+        return f"{heads}{shared} of {self.head_dim}"
+
+    def refuses(self, f: Facts) -> Iterator[str]:
+        """Heads that do not fit the width, the query groups, the ranks or flash-attn."""
+        yield from self._heads(f)
+        yield from self._query_groups(f)
+        yield from self._rotary(f)
+        yield from self._tensor_parallel(f)
+        flash = f.config.attention_backend == f.config.kernels.attention == "flash"
+        sized = f.ok("hidden_size", "num_attention_heads")
+        if flash and sized and self.head_dim > FLASH_HEAD_DIM:
+            flag = "--use-flash-attn" if f["use_flash_attn"] else f.say("attention_backend")
+            yield (
+                f"{flag}: heads of {self.head_dim} channels, and it has at most "
+                f"{FLASH_HEAD_DIM}; use auto [flash-attention-head-too-wide]"
+            )
+
+    def _heads(self, f: Facts) -> Iterator[str]:
+        if not f.ok("hidden_size", "num_attention_heads") or f["kv_channels"] is not None:
+            return
+        hidden = f["hidden_size"]
+        heads = f["num_attention_heads"]
+        if hidden % heads:
+            near = sorted({max(heads, hidden // heads * heads), (hidden // heads + 1) * heads})
+            yield (
+                f"--hidden-size {hidden}: not a multiple of --num-attention-heads {heads}; use "
+                f"{' or '.join(map(str, near))}, another number of heads, or give --kv-channels "
+                "[hidden-size-not-divisible-by-heads]"
+            )
+
+    def _query_groups(self, f: Facts) -> Iterator[str]:
+        if not f.ok("num_attention_heads", "num_query_groups"):
+            return
+        heads = f["num_attention_heads"]
+        groups = f["num_query_groups"]
+        if f["group_query_attention"] and heads % groups:
+            fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            yield (
+                f"--num-query-groups {groups}: --num-attention-heads {heads} is not a multiple of "
+                f"it; use {', '.join(fit[:12])} [heads-not-divisible-by-query-groups]"
+            )
+        typed = "num_query_groups" in f.typed
+        if typed and not f["group_query_attention"] and groups not in (1, heads):
+            yield (
+                f"--num-query-groups {groups}: needs --group-query-attention; add that, or omit "
+                "it [flag-needs-other-flag]"
+            )
+
+    def _rotary(self, f: Facts) -> Iterator[str]:
+        if self.rope is None or not f.ok("hidden_size", "num_attention_heads", "rotary_percent"):
+            return
+        rotated = self.rope.width
+        if rotated < 2 or rotated % 2:
+            yield (
+                f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {self.head_dim} "
+                "channels of a head; it must be an even number (see --kv-channels) "
+                "[rotary-channels-odd]"
+            )
+
+    def _tensor_parallel(self, f: Facts) -> Iterator[str]:
+        """Ranks share the heads; as many ranks must share each query group, and each needs a part
+        of its rows."""
+        tp = f["tensor_model_parallel_size"]
+        if not f.ok("tensor_model_parallel_size", "num_attention_heads") or tp == 1:
+            return
+        flag = f.say("tensor_model_parallel_size")
+        heads = f["num_attention_heads"]
+        groups = self.model.query_groups
+        code = "[tensor-parallel-does-not-divide-query-groups]"
+        if heads % tp:
+            yield (
+                f"{flag}: --num-attention-heads {heads} is not a multiple of it; {fit(heads)} "
+                "[tensor-parallel-does-not-divide-heads]"
+            )
+        elif not f.ok("num_query_groups") or heads % groups or groups % tp == 0:
+            return
+        elif tp % groups:
+            yield (
+                f"{flag}: neither it nor --num-query-groups {groups} is a multiple of the other; "
+                f"{fit(groups)}, or other groups {code}"
+            )
+        elif self.model.qk_layernorm and self.model.qk_layernorm_all_heads:
+            yield (
+                f"{flag}: --qk-layernorm-all-heads needs at least as many key/value heads, and "
+                f"--num-query-groups is {groups}; {fit(groups)} {code}"
+            )
+        elif f.ok("kv_channels", "hidden_size") and 2 * self.key % tp:
+            yield (
+                f"{flag}: {groups} keys and values of {self.head_dim} channels are not a "
+                f"multiple of it; {fit(groups)} {code}"
+            )
+
+    def uneven(self, tp: int, etp: int) -> Iterator[tuple[str, int]]:
+        """Query heads, and key/value heads unless as many ranks share each."""
+        groups = self.model.query_groups
+        if self.model.num_attention_heads % tp:
+            yield "attention heads", self.model.num_attention_heads
+        if groups % tp and tp % groups:
+            yield "key/value heads", groups
+
+    def gemm_sizes(self, tp: int, etp: int) -> Iterator[tuple[int, str, str]]:
+        """Of the projections before and after the core."""
+        split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
+        remedy = "change --kv-channels or the heads"
+        yield self.query // tp, f"the width of a rank's query heads{split}", remedy
+        widths = (self.query + 2 * self.key) // tp
+        yield widths, f"the width of a rank's queries, keys and values{split}", remedy
+
+    def parameters(self, prefix: str, draw: LayerScheme) -> list[ParameterSpec]:
+        """Rows of linear_qkv by query group: its query heads, its key head, its value head."""
+        m = self.model
+        d = self.head_dim
+        parts = Matrices(parts=(m.num_attention_heads // m.query_groups * d, d, d))
+        shape = (self.query + 2 * self.key, m.hidden_size)
+        table = column(prefix + "linear_qkv", shape, m.qkv_bias, draw("qkv"), parts)
+        for name, width in (("q_layernorm", self.query), ("k_layernorm", self.key)):
+            if m.qk_layernorm and m.qk_layernorm_all_heads:
+                (weight,) = norm(m, prefix + name, width)
+                table.append(replace(weight, splits=(("tp", 0),)))
+            elif m.qk_layernorm:  # applied to the heads of one rank, so its gradient is partial
+                table += norm(m, prefix + name, d, partial=("tp",))
+        out = (m.hidden_size, self.query)
+        draw_out = draw("attention_output")
+        return table + row(prefix + "linear_proj", out, m.attention_output_bias, draw_out)
+
+    def idle(self) -> int:
+        """None: all compute each token."""
+        return 0
+
+    def flops(self) -> Flops:
+        """Of the core the whole square of positions."""
+        m = self.model
+        linear = 2 * m.hidden_size * 2 * (self.query + self.key)
+        return Flops(linear, 4 * m.seq_length * self.query)
+
+    def saved(self, sizes: Sizes) -> int:
+        """Queries, keys and values as the projection made them and as the core takes them, the
+        core's result."""
+        m = self.model
+        d = self.head_dim
+        query, key = self.query // sizes.tp, self.groups_of_rank(sizes.tp) * d
+        heads, groups = query // d, key // d
+        rotated_or_normed = self.rope is not None or m.qk_layernorm
+        widths = query + 2 * key + (query + key if rotated_or_normed else 0)
+        if groups > 1 and heads > groups and (m.qk_layernorm or self.rope is None):
+            widths += query  # queries of all groups, made contiguous
+        nbytes = sizes.tokens * sizes.itemsize * (widths + query)
+        if m.qk_layernorm and m.qk_layernorm_all_heads:
+            nbytes += sizes.tokens * 2 * sizes.wide
+        elif m.qk_layernorm:
+            statistics = sizes.norm(1, 0, sizes.itemsize)
+            widened = sizes.norm(1, 1, sizes.itemsize) - statistics > sizes.itemsize
+            nbytes += sizes.tokens * (
+                statistics * (heads + groups) + (sizes.wide * (query + key) if widened else 0)
+            )
+        return nbytes + self._saved_by_core(sizes, heads)
+
+    def _saved_by_core(self, sizes: Sizes, heads: int) -> int:
+        """Probabilities, or the logarithms of the softmax's sums; nothing where chunks are computed
+        again."""
+        m = self.model
+        config = sizes.config
+        if "core_attn" in config.training.recomputed_modules:
+            return 0
+        backend = config.attention_backend
+        chunked = (
+            m.attention_dropout > 0 or config.data.reset_attention_mask or config.precision.fp64
+        )
+        # kernels/cuda/torch_flash.py takes them on a CUDA device
+        flash = (
+            not sizes.on_cpu
+            and sizes.itemsize == 2
+            and self.head_dim % 8 == 0
+            and self.head_dim <= 192
+        )
+        chunked = chunked and not flash or backend in ("local", "unfused")
+        rows = sizes.tokens * heads * sizes.wide
+        nbytes = rows if sizes.cp > 1 or not chunked else 0
+        if backend == "unfused":
+            nbytes += rows * m.seq_length * (3 if m.attention_dropout else 1)
+        return nbytes
+
+    def backward(self, sizes: Sizes) -> int:
+        """Of the projection of queries, keys and values."""
+        local = (self.query // sizes.tp) + 2 * self.groups_of_rank(sizes.tp) * self.head_dim
+        stream = sizes.rows * sizes.hidden * sizes.itemsize
+        return sizes.linear_backward(local, sizes.hidden) + stream
+
+    def traffic(self, sizes: Sizes) -> Traffic:
+        """Its two linear layers, means over all heads, the rows of a shared query group, and keys
+        and values of other context-parallel ranks."""
+        m = self.model
+        forward, backward = [], []
+        if m.qk_layernorm and m.qk_layernorm_all_heads:
+            # q and k of all heads are divided by one root mean square
+            means = Transfer("tp", "all-reduce", 2, 2 * sizes.tokens * sizes.wide)
+            forward.append(means)
+            backward.append(means)
+        if sizes.tp > m.query_groups:  # queries, keys and values of all ranks, and their gradients
+            nbytes = sizes.tokens * (self.query + 2 * self.key) * sizes.itemsize
+            forward.append(Transfer("tp", "all-gather", 1, nbytes))
+            backward.append(Transfer("tp", "reduce-scatter", 1, nbytes))
+        keys, gradients = self._context_parallel(sizes)
+        unneeded = [*gathered_input(sizes), *forward, keys]
+        core_again = "core_attn" in sizes.config.training.recomputed_modules
+        return Traffic(
+            [*unneeded, *summed_result(sizes)],
+            [*backward, keys, gradients, *column_to_row_backward(sizes)],
+            unneeded,
+            [keys] if core_again else [],
+        )
+
+    def _context_parallel(self, sizes: Sizes) -> tuple[Transfer, Transfer]:
+        """(keys and values for one pass of the core; their gradients)."""
+        keys_values = 2 * sizes.tokens * self.groups_of_rank(sizes.tp) * self.head_dim  # of a rank
+        if sizes.config.parallel.cp_comm_type == "all_gather":
+            whole = sizes.cp * keys_values
+            return (
+                Transfer("cp", "all-gather", 1, whole * sizes.itemsize),
+                Transfer("cp", "reduce-scatter", 1, whole * sizes.wide),
+            )
+        hops = sizes.cp - 1  # of two parts each
+        return (
+            Transfer("cp", "send", 2 * hops, hops * keys_values * sizes.itemsize),
+            Transfer("cp", "send", 2 * hops, hops * keys_values * sizes.wide),
+        )
+
+    def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
+        """Keys and values of a rank's heads."""
+        shape = (self.groups_of_rank(tp), self.head_dim)
+        return {"keys": shape, "values": shape}
+
+    def build(self, **parts: Any) -> SelfAttention:
+        """As `Block.build`."""
+        from megatron.model.blocks.attention.module import SelfAttention
+
+        return SelfAttention(self, **parts)

@@ -1,0 +1,196 @@
+"""What a layer is made of: its description, and the questions that every kind of block answers
+without torch.
+
+A kind of block is a folder: `facts.py` has its class derived from `Block`, `module.py` computes it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from megatron.config.plan.parameter_spec import Draw, LayerScheme, ParameterSpec, Scheme, norm
+from megatron.config.plan.transfer import Traffic
+
+if TYPE_CHECKING:
+    from megatron.config.checks.facts import Facts
+    from megatron.config.model import ModelConfig
+    from megatron.config.plan.costs import Sizes
+    from megatron.model.blocks.module import BlockModule
+
+# Norms of a layer, by their names in checkpoints, in the model's order.
+BEFORE_MIXER = "input_layernorm"
+AFTER_MIXER = "post_self_attn_layernorm"
+BEFORE_MLP = "pre_mlp_layernorm"
+AFTER_MLP = "post_mlp_layernorm"
+
+
+Residual = Literal["pre", "parallel", "normed"]
+
+
+class Flops(NamedTuple):
+    """Operations for a token, forward: of matrices of weights, and of attention's products."""
+
+    linear: int
+    core: int = 0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: `width` rotated channels of a head, the base of their frequencies, whether
+    neighbours or halves are rotated, the divisor of positions, Llama 3.1's factor on low
+    frequencies."""
+
+    width: int
+    base: float
+    interleaved: bool = False
+    interpolation: int | None = None
+    scaling: float | None = None
+
+
+@dataclass(frozen=True)
+class Block(ABC):
+    """One block of a layer, a mixer of tokens or an MLP: what a layer's blocks have in common is in
+    `model`, in which alone they differ in fields of their own.
+
+    scope: the name of its parameters below the layer's. recomputed_as: by which name of
+    --recompute-modules the whole block is recomputed. rope: its rotary positions, None without.
+    Sizes of weights, activations and traffic are those of one rank and one micro-batch (`sizes`).
+    """
+
+    model: ModelConfig = field(hash=False)  # the same of all blocks
+
+    scope: ClassVar[str]
+    recomputed_as: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """Its sizes in words."""
+
+    @property
+    @abstractmethod
+    def rope(self) -> Rope | None:
+        """Its rotary positions."""
+
+    @abstractmethod
+    def refuses(self, f: Facts) -> Iterator[str]:
+        """One line for each flag or size that it cannot be combined with."""
+
+    @abstractmethod
+    def uneven(self, tp: int, etp: int) -> Iterator[tuple[str, int]]:
+        """(what it is, its size) of what so many (expert-)tensor-parallel ranks cannot share
+        equally."""
+
+    @abstractmethod
+    def gemm_sizes(self, tp: int, etp: int) -> Iterator[tuple[int, str, str]]:
+        """(inner dimension of a GEMM of a rank, what it is, what changes it)."""
+
+    @abstractmethod
+    def parameters(self, prefix: str, draw: LayerScheme) -> list[ParameterSpec]:
+        """Its parameters, whose names begin with `prefix`."""
+
+    @abstractmethod
+    def idle(self) -> int:
+        """How many of them compute nothing of a token."""
+
+    @abstractmethod
+    def flops(self) -> Flops:
+        """Operations for a token."""
+
+    @abstractmethod
+    def saved(self, sizes: Sizes) -> int:
+        """Bytes that its forward keeps for backward."""
+
+    @abstractmethod
+    def backward(self, sizes: Sizes) -> int:
+        """The most bytes that its backward holds in addition: gradients, tensors that are gathered
+        or summed, a weight's gradient before it is added."""
+
+    @abstractmethod
+    def traffic(self, sizes: Sizes) -> Traffic:
+        """What it sends and receives."""
+
+    @abstractmethod
+    def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what generation keeps of one position, by name."""
+
+    @abstractmethod
+    def attention(self, tp: int) -> dict[str, Any]:
+        """What a rank asks of attention, by the fields of kernels/attention_spec.py; {} without."""
+
+    @abstractmethod
+    def build(self, **parts: Any) -> BlockModule:
+        """Its module: the arguments are those of `BlockModule`."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: either block may be absent. `norms`: those of the four names above that it has.
+
+    residual: `pre` x + block(x) one after the other; `parallel` both blocks read the layer's input;
+    `normed` the stream itself is normed before each block.
+    """
+
+    mixer: Block | None
+    mlp: Block | None
+    residual: Residual
+    norms: tuple[str, ...]
+
+    @property
+    def rope(self) -> Rope | None:
+        """Rotary positions of its mixer."""
+        return None if self.mixer is None else self.mixer.rope
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those that it has, in order."""
+        return [block for block in (self.mixer, self.mlp) if block is not None]
+
+    def parameters(
+        self, model: ModelConfig, prefix: str, number: int, scheme: Scheme
+    ) -> list[ParameterSpec]:
+        """All of its parameters as layer `number`, named below `prefix`, in the model's order."""
+
+        def draw(role: str) -> Draw:
+            return scheme(role, number)
+
+        table: list[ParameterSpec] = []
+        parts = ((BEFORE_MIXER, self.mixer, AFTER_MIXER), (BEFORE_MLP, self.mlp, AFTER_MLP))
+        for before, block, after in parts:
+            if before in self.norms:
+                table += norm(model, prefix + before, model.hidden_size)
+            if block is not None:
+                table += block.parameters(f"{prefix}{block.scope}.", draw)
+            if after in self.norms:
+                table += norm(model, prefix + after, model.hidden_size)
+        return table
+
+    def saved(self, sizes: Sizes) -> int:
+        """Bytes that its forward keeps for backward: norms' inputs and results, and its blocks."""
+        normed = sizes.rows * sizes.hidden * sizes.itemsize
+        before = sum(name in self.norms for name in (BEFORE_MIXER, BEFORE_MLP))
+        after = len(self.norms) - before
+        return (
+            len(self.blocks) * normed
+            + before * sizes.norm(sizes.rows, sizes.hidden, sizes.residual)
+            + after * sizes.norm(sizes.rows, sizes.hidden, sizes.itemsize)
+            + sum(block.saved(sizes) for block in self.blocks)
+            - self.recomputed(sizes)
+        )
+
+    def recomputed(self, sizes: Sizes) -> int:
+        """What of them is kept only while a block is computed again by itself."""
+        modules = sizes.config.training.recomputed_modules
+        return sum(block.saved(sizes) for block in self.blocks if block.recomputed_as in modules)
+
+    def backward(self, sizes: Sizes) -> int:
+        """The most bytes that its backward holds in addition to what its forward kept."""
+        return max((block.backward(sizes) for block in self.blocks), default=0)
+
+
+def fit(size: int) -> str:
+    """Which numbers of ranks can share `size` equally."""
+    return f"use {', '.join([str(n) for n in range(1, size + 1) if size % n == 0][:12])}"
