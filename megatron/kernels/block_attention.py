@@ -66,7 +66,7 @@ class _Plan:
     """How a block is cut: sets of heads of a few samples, and rows of queries in each set."""
 
     def __init__(self, q: Tensor, k: Tensor, block: Block):
-        self.queries, self.b, n, self.d = q.shape
+        self.queries, self.b, n, _ = q.shape
         self.keys = k.shape[0]
         self.groups = k.shape[2]
         self.repeats = n // self.groups
@@ -209,7 +209,7 @@ def block_forward(
         queries = plan.load(q, heads).mul_(block.spec.scale)
         keys = plan.load(k, heads).squeeze(1)
         values = plan.load(v, heads).squeeze(1)
-        result = torch.zeros_like(queries)
+        result = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         sums = torch.full_like(queries[..., 0], -torch.inf)
         for rows in plan.row_blocks(heads):
             scores = plan.scores(rows, _take(queries, rows), keys)
@@ -270,7 +270,7 @@ def _head_set_grads(
         grad_out.mul_(1.0 / (1.0 - block.spec.dropout))
     grad_q = torch.zeros_like(queries)
     # Kept transposed, [heads, d, s]: the GEMM with the probabilities then reads them row by row.
-    grad_k, grad_v = (torch.zeros_like(keys).view(len(keys), -1, plan.keys) for _ in range(2))
+    grad_k, grad_v = (t.new_zeros(len(t), t.shape[-1], plan.keys) for t in (keys, values))
     for rows in plan.row_blocks(heads):
         lines = _take(queries, rows)
         grad_lines = _take(grad_out, rows)

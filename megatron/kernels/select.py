@@ -362,8 +362,8 @@ def _spec(
 def _asked(config: Config, tp: int = 1) -> dict[str, Any]:
     """What the first layer with attention asks for; without a model, the least there can be."""
     if config.model.num_layers is not None:
-        for block in config.model.blocks:
-            if asked := block.attention(tp):
+        for spec in config.model.layer_counts():
+            if spec.mixer is not None and (asked := spec.mixer.attention(tp)):
                 return asked
     return {"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}
 

@@ -51,8 +51,7 @@ def _gemm_sizes(f: Facts) -> Iterator[tuple[int, str, str]]:
     tp = f["tensor_model_parallel_size"]
     cp = f["context_parallel_size"]
     etp = f.config.parallel.expert_tensor_parallel
-    undivided = m.kv_channels is None and m.hidden_size % m.num_attention_heads
-    if undivided or m.seq_length % cp or any(list(block.uneven(tp, etp)) for block in m.blocks):
+    if m.seq_length % cp or any(list(block.uneven(tp, etp)) for block in m.blocks):
         return
     chunk = f" with --context-parallel-size {cp}" if cp > 1 else ""
     yield m.hidden_size, "the width of a layer", "change --hidden-size"

@@ -52,12 +52,12 @@ class Rope:
 
 @dataclass(frozen=True)
 class Block(ABC):
-    """One block of a layer, a mixer of tokens or an MLP: what a layer's blocks have in common is in
-    `model`, in which alone they differ in fields of their own.
+    """One block of a layer, a mixer of tokens or an MLP. What all blocks have in common is in
+    `model`; what differs from layer to layer is a field.
 
     scope: the name of its parameters below the layer's. recomputed_as: by which name of
-    --recompute-modules the whole block is recomputed. rope: its rotary positions, None without.
-    Sizes of weights, activations and traffic are those of one rank and one micro-batch (`sizes`).
+    --recompute-modules the whole block is recomputed. Bytes are those of one rank and one
+    micro-batch (`sizes`).
     """
 
     model: ModelConfig = field(hash=False)  # the same of all blocks
@@ -69,11 +69,6 @@ class Block(ABC):
     @abstractmethod
     def text(self) -> str:
         """Its sizes in words."""
-
-    @property
-    @abstractmethod
-    def rope(self) -> Rope | None:
-        """Its rotary positions."""
 
     @abstractmethod
     def refuses(self, f: Facts) -> Iterator[str]:
@@ -114,16 +109,23 @@ class Block(ABC):
         """What it sends and receives."""
 
     @abstractmethod
-    def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of what generation keeps of one position, by name."""
+    def build(self, **parts: Any) -> BlockModule:
+        """Its module: the arguments are those of `BlockModule`."""
+
+
+@dataclass(frozen=True)
+class Mixer(Block):
+    """A block in which a token sees earlier ones; `rope`: its rotary positions, None without."""
+
+    rope: Rope | None = None
 
     @abstractmethod
     def attention(self, tp: int) -> dict[str, Any]:
         """What a rank asks of attention, by the fields of kernels/attention_spec.py; {} without."""
 
     @abstractmethod
-    def build(self, **parts: Any) -> BlockModule:
-        """Its module: the arguments are those of `BlockModule`."""
+    def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what generation keeps of one position, by name."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class LayerSpec:
     `normed` the stream itself is normed before each block.
     """
 
-    mixer: Block | None
+    mixer: Mixer | None
     mlp: Block | None
     residual: Residual
     norms: tuple[str, ...]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.kernels import attention as selection
 from megatron.kernels import block_attention as module
 from megatron.kernels import linear
+from megatron.kernels.attention_spec import AttentionSpec
 from tests.core.kernels.attend import attention, block, select_attention
 from tests.core.kernels.attention_formula import SCALE, assert_same, documents, formula, inputs
 
@@ -325,3 +326,29 @@ def test_emulated_low_precision_goes_through_fp32_chunks(
     assert select_attention(CPU, torch.bfloat16, 0.0, False)[0] == chosen
     assert select_attention(torch.device("cuda"), torch.bfloat16, 0.0, False)[0] == chosen
     assert linear.low_precision_is_native("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("width", [3, 13])
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_values_of_another_width_than_keys(blocks, dtype, with_documents, width):
+    q, k, _, _ = inputs(dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
+    v = torch.randn(21, 2, 2, width, generator=generator, dtype=torch.float64).to(dtype)
+    grad = torch.randn(21, 2, 4, width, generator=generator, dtype=torch.float64).to(dtype)
+    ids = documents(21) if with_documents else None
+    spec = AttentionSpec.of(q, k, v, SCALE, documents=with_documents)
+    able = {each.name for each in selection.IMPLEMENTATIONS if each.supports(spec) is None}
+    assert able == {"chunked", "plain"} | (
+        {"sdpa"} if not spec.documents and dtype == torch.float32 else set()
+    )
+    close = 1e-11 if dtype == torch.float64 else 1e-5
+    for requested in ("auto", *able):
+        assert_same(
+            lambda *t, name=requested: selection.attention(*t, spec, ids, requested=name),
+            lambda *t: formula(*t, ids),
+            (q, k, v.detach().requires_grad_()),
+            grad,
+            rtol=close,
+            atol=close,
+        )

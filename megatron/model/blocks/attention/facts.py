@@ -22,7 +22,7 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Block, Flops, Rope, fit
+from megatron.model.blocks.block import Flops, Mixer, fit
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
@@ -33,10 +33,8 @@ FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
 
 @dataclass(frozen=True)
-class Attention(Block):
-    """Causal attention; `rope`: its rotary positions, None without."""
-
-    rope: Rope | None = None
+class Attention(Mixer):
+    """Causal attention; groups of query heads share a key and a value head."""
 
     scope = "self_attention"
     recomputed_as = "attention"  # only its core is recomputed by itself
@@ -171,7 +169,10 @@ class Attention(Block):
 
     def uneven(self, tp: int, etp: int) -> Iterator[tuple[str, int]]:
         """Query heads, and key/value heads unless as many ranks share each."""
-        groups = self.model.query_groups
+        m = self.model
+        groups = m.query_groups
+        if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
+            yield "hidden size of all heads", m.hidden_size
         if self.model.num_attention_heads % tp:
             yield "attention heads", self.model.num_attention_heads
         if groups % tp and tp % groups:

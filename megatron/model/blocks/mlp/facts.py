@@ -58,7 +58,6 @@ def activation_bytes(sizes: Sizes, width: int) -> int:
 class DenseMLP(Block):
     """An MLP that computes every token."""
 
-    rope = None
     scope = "mlp"
     recomputed_as = "mlp"
 
@@ -138,14 +137,6 @@ class DenseMLP(Block):
         first = gathered_input(sizes)
         forward = [*first, *summed_result(sizes)]
         return Traffic(forward, column_to_row_backward(sizes), first, [])
-
-    def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
-        """Nothing: a position does not depend on earlier ones."""
-        return {}
-
-    def attention(self, tp: int) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
     def build(self, **parts: Any) -> MLP:
         """As `Block.build`."""

@@ -36,7 +36,6 @@ NUMBER = 8  # bytes of the number of a copy, of an expert and of a count
 class MixtureOfExperts(Block):
     """The experts that a router selects for each token, and the shared expert."""
 
-    rope = None
     scope = "mlp"
     recomputed_as = "moe"
 
@@ -233,14 +232,6 @@ class MixtureOfExperts(Block):
         if sizes.sequence or sizes.tp == 1:
             return [*sent, Transfer(axis, operation, 1, hidden_bytes)]
         return sent if backward else [*sent, Transfer("tp", "all-reduce", 1, hidden_bytes)]
-
-    def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
-        """Nothing: a position does not depend on earlier ones."""
-        return {}
-
-    def attention(self, tp: int) -> dict[str, Any]:
-        """Nothing."""
-        return {}
 
     def build(self, **parts: Any) -> MoELayer:
         """As `Block.build`."""
