@@ -13,8 +13,9 @@ class CachedTokens:
     """Where the tokens of one call are in the cache and which positions they see; the same for
     every layer.
 
-    slots [b * s]: their places in the cache as a list of positions. visible [b, 1, s, end]: None
-    where every token sees all of `end` positions, or with `causal` those up to itself.
+    positions [b, s]. slots [b * s]: their places in the cache as a list of positions. visible [b,
+    1, s, end]: None where every token sees all of `end` positions, or with `causal` those up to
+    itself.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class CachedTokens:
     ):
         b, s = positions.shape
         device = positions.device
+        self.positions = positions
         self.rows = slice(row, row + b)
         self.end = min(end, length)
         self.causal = max(starts) == 0 and s > 1
