@@ -87,7 +87,7 @@ class ParallelContext:
         self.etp = self.tp
         if not config.folds_experts:
             return
-        assert grid.shape[1] % (etp * ep) == 0, "config/checks/moe.py refuses this"
+        assert grid.shape[1] % (etp * ep) == 0, "the rules of experts refuse this"
         grid = grid.unflatten(1, (-1, ep, etp))
         if etp != self.tp.size:
             self.etp = self._axis("etp", grid, 3)
