@@ -323,18 +323,6 @@ def test_in_bf16_a_matrix_is_as_orthogonal_as_in_float64(shape, size):
     assert 2.0**-12 < apart.max() < 2.0**-5
 
 
-def model_of(groups: int) -> ModelConfig:
-    """Four heads of queries, each of six numbers, and so many groups of them."""
-    return ModelConfig(
-        num_layers=1,
-        hidden_size=24,
-        num_attention_heads=4,
-        group_query_attention=groups < 4,
-        num_query_groups=groups if groups < 4 else None,
-        kv_channels=6,
-    )
-
-
 class Products(TorchDispatchMode):
     """Counts the matrix products, and the dtypes that they have."""
 
