@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.model.moe import GroupedLinear
 from torch import Tensor, nn
 
 from megatron.kernels.cpu import few_rows
 from megatron.kernels.grouped_linear import Copies, combine, dispatch
+from megatron.model.blocks.moe.module import GroupedLinear
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import reduce_from
 from megatron.parallel.layers import (
