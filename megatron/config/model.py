@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import Literal
 
 from megatron.arguments import Needs, arg
@@ -466,7 +466,7 @@ class TransformerConfig(MupConfig):
     def _rotates(self, layer: int) -> bool:
         if self.positions != "rope" or self.no_rope_freq is None:
             return self.positions == "rope"
-        if self.no_rope_freq.isdigit():
+        if self.no_rope_freq.isdecimal():
             return (layer + 1) % int(self.no_rope_freq) != 0
         return not parse_layer_pattern(self.no_rope_freq)[layer]
 
@@ -590,19 +590,8 @@ class ModelConfig(MoEConfig, TransformerConfig):
         """`router_probabilities`; None without experts."""
         return self.router_probabilities if self.num_experts else None
 
-    @cached_property
-    def _layers(self) -> tuple[LayerSpec, ...]:
-        """All layers; equal ones are the same object."""
-        specs: dict[tuple[bool, Rope | None], LayerSpec] = {}
-        layers = []
-        for number in range(self.num_layers):
-            differs = self.is_moe_layer(number), self.rope(number)
-            if differs not in specs:
-                specs[differs] = self._layer(*differs)
-            layers.append(specs[differs])
-        return tuple(layers)
-
     def _layer(self, moe: bool, rope: Rope | None) -> LayerSpec:
+        """One that differs from others in these."""
         residual: Residual = "pre"
         if self.use_parallel_residual:
             residual = "parallel"
@@ -623,11 +612,13 @@ class ModelConfig(MoEConfig, TransformerConfig):
 
     def layer(self, number: int) -> LayerSpec:
         """What the layer of this (global) number is made of."""
-        return self._layers[number]
+        return _layers(self)[number]
 
     def layer_counts(self, numbers: Iterable[int] | None = None) -> Counter[LayerSpec]:
         """How many of these layers (default: all) are alike."""
-        return Counter(self._layers if numbers is None else map(self.layer, numbers))
+        return Counter(
+            _layers(self) if numbers is None else map(_layers(self).__getitem__, numbers)
+        )
 
     @property
     def blocks(self) -> Counter[Block]:
@@ -658,3 +649,16 @@ class ModelConfig(MoEConfig, TransformerConfig):
             text + (f" in {count} of {self.num_layers} layers" if count < self.num_layers else "")
             for text, count in counts.items()
         )
+
+
+@lru_cache(maxsize=8)
+def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """All layers; equal ones are the same object."""
+    specs: dict[tuple[bool, Rope | None], LayerSpec] = {}
+    layers = []
+    for number in range(model.num_layers):
+        differs = model.is_moe_layer(number), model.rope(number)
+        if differs not in specs:
+            specs[differs] = model._layer(*differs)
+        layers.append(specs[differs])
+    return tuple(layers)

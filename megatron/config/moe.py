@@ -230,7 +230,7 @@ class MoEConfig:
         """Has the layer of this (global) number experts?"""
         if self.num_experts is None:
             return False
-        if self.moe_layer_freq.isdigit():
+        if self.moe_layer_freq.isdecimal():
             return layer % int(self.moe_layer_freq) == 0
         return parse_layer_pattern(self.moe_layer_freq)[layer]
 

@@ -57,8 +57,6 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = config.hidden_dropout
         self.multiplier = config.residual_multiplier
         self.norms = spec.norms
-        for name in spec.norms:
-            self.add_module(name, Norm(config, params.scope(name), kernels))
         self.branches: list[Branch] = []
         # Sites of dropout. Ranks that hold different parts of a tensor draw different masks, those
         # that hold the same tensor the same: hidden states are split with sequence parallelism.
@@ -73,6 +71,8 @@ class TransformerLayer(nn.Module):
                 continue
             branch = Branch(block.scope, *names)
             self.branches.append(branch)
+            # In the order of the table of parameters, in which gradient buffers hold them.
+            self._add_norm(branch.before, config, params, kernels)
             module = block.build(
                 params=params.scope(block.scope),
                 ctx=ctx,
@@ -81,11 +81,18 @@ class TransformerLayer(nn.Module):
                 recompute=recompute,
             )
             self.add_module(block.scope, module)
+            self._add_norm(branch.after, config, params, kernels)
             self.dropout_sites |= module.dropout_sites()
             if config.hidden_dropout:
                 self.dropout_sites[branch.site] = hidden_part
             if recompute.includes(block.recomputed_as):
                 self.recomputed.add(block.scope)
+
+    def _add_norm(
+        self, name: str, config: ModelConfig, params: ParameterFactory, kernels: Kernels
+    ) -> None:
+        if name in self.norms:
+            self.add_module(name, Norm(config, params.scope(name), kernels))
 
     def blocks(self) -> list[BlockModule]:
         """The modules of its blocks, in order."""
@@ -114,8 +121,10 @@ class TransformerLayer(nn.Module):
         block = getattr(self, branch.block)
         if branch.block in self.recomputed and torch.is_grad_enabled():
             y = recompute(block, x, inputs, seeds)
-        else:
+        elif isinstance(block, BlockModule):
             y = block(x, inputs, seeds)
+        else:  # a script's own module in its place sees the stream alone
+            y = block(x)
         y = self.norm(branch.after, y)
         if self.multiplier != 1.0:
             y = y * self.multiplier

@@ -301,6 +301,7 @@ def _partition(
             p.sharding.shape,
             ctx.experts.shard.size if of_experts else ctx.shard.size,
             of_experts,
+            p.sharding.matrices,
         )
         for p, of_experts in zip(params, experts, strict=True)
     ]

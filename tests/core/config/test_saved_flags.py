@@ -43,6 +43,7 @@ def test_every_flag_with_a_value_of_its_own_reads_back(tmp_path):
             one = {int: 3, float: 1 / 3}.get(flag.type, "x y")
             count = flag.nargs if isinstance(flag.nargs, int) else 2
             values[name] = (one,) * count if flag.kind == "list" else one
+    values["device_memory"] = 80.5  # a number with a unit
     config = config_from(Config, values)
     assert saved_flags.read(written(tmp_path, config)).config == config
 

@@ -27,7 +27,8 @@ def problems(name: str, value: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_number_is_accepted_within_its_limits_and_refused_outside(name):
-    limits, kind = FLAGS[name].limits, FLAGS[name].type
+    limits = FLAGS[name].limits
+    kind = int if FLAGS[name].type is int else float  # also of a number with a unit
     step = 1 if kind is int else 1e-9
     for limit, inside, outward in (
         (limits.minimum, 0, -step),

@@ -237,7 +237,7 @@ def test_its_trial_runs_documents_forward_and_backward():
 def test_when_a_newer_kernel_is_selected(newer, monkeypatch, flags, row, name, title):
     newer.installed = {"FA3": False, "FA4": False, name: True}
     monkeypatch.setattr(flash_package, "unavailable_reason", lambda *_: None)
-    shape = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+    shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
     config = config_from(Config, shape | {"seq_length": 64} | flags)
     kernels = select.choose_kernels(CUDA, torch.bfloat16, config)
     rows = select._attention_rows(CUDA, torch.bfloat16, config, kernels)
