@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.arguments import Needs, arg
-from megatron.config.model import ROPE
+from megatron.config.model_flags import ROPE
 
 # core_cu13: for PyPI's torch, a CUDA 13 build; the bare package takes CUDA 12's libraries
 INSTALL_TRANSFORMER_ENGINE = (

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.config.model import ModelConfig
+from megatron.config.rope import Rope
 from megatron.kernels import functional
-from megatron.model.blocks.block import Rope
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import VocabParallelEmbedding, embedding

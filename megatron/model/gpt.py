@@ -33,7 +33,7 @@ from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory, sharding_of
 
 if TYPE_CHECKING:
-    from megatron.model.blocks.moe.module import RouterStep
+    from megatron.model.blocks.module import RouterStep
 
 # What a model can tell of each token besides the loss that is trained on.
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing

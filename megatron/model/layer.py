@@ -20,6 +20,7 @@ from megatron.model.blocks.block import (
     Residual,
 )
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
+from megatron.model.blocks.modules import MODULES
 from megatron.model.embedding import RotaryTables
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
@@ -73,7 +74,8 @@ class TransformerLayer(nn.Module):
             self.branches.append(branch)
             # In the order of the table of parameters, in which gradient buffers hold them.
             self._add_norm(branch.before, config, params, kernels)
-            module = block.build(
+            module = MODULES[type(block)](
+                block,
                 params=params.scope(block.scope),
                 ctx=ctx,
                 number=number,
@@ -95,8 +97,9 @@ class TransformerLayer(nn.Module):
             self.add_module(name, Norm(config, params.scope(name), kernels))
 
     def blocks(self) -> list[BlockModule]:
-        """The modules of its blocks, in order."""
-        return [getattr(self, branch.block) for branch in self.branches]
+        """The modules of its blocks, in order; not a script's own in their place."""
+        modules = [getattr(self, branch.block) for branch in self.branches]
+        return [module for module in modules if isinstance(module, BlockModule)]
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.config.model import ModelConfig
+from megatron.config.model_flags import ModelFlags
 from megatron.kernels import functional
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
@@ -18,7 +18,7 @@ from megatron.parallel.sharding import ParameterFactory
 Operation = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def operation(config: ModelConfig, kernels: Kernels) -> Operation:
+def operation(config: ModelFlags, kernels: Kernels) -> Operation:
     """What a norm of --normalization computes, by apex where `kernels` says so."""
     eps = config.norm_epsilon
     zero_centered = config.apply_layernorm_1p
@@ -37,7 +37,7 @@ class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, as
     --normalization says."""
 
-    def __init__(self, config: ModelConfig, params: ParameterFactory, kernels: Kernels):
+    def __init__(self, config: ModelFlags, params: ParameterFactory, kernels: Kernels):
         super().__init__()
         self.weight = params("weight")
         self.bias = params.optional("bias")

@@ -25,7 +25,7 @@ from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
     from megatron.data.object_storage.read_ahead import Ahead, ReadAhead
-    from megatron.model.blocks.moe.module import RouterStep
+    from megatron.model.blocks.module import RouterStep
     from megatron.model.gpt import TokenMetrics
 
 

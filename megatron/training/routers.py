@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.moe import PER_LAYER, ROUTER_SUMS
-from megatron.model.blocks.moe.module import RouterStep
+from megatron.model.blocks.module import RouterStep
 from megatron.training.run import Chunks
 from megatron.training.step_sums import StepSums, Totals
 

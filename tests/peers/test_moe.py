@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.moe import ROUTER_SUMS
-from megatron.model.blocks.moe.module import RouterStep
+from megatron.model.blocks.module import RouterStep
 from megatron.training import routers
 from tests.core.model.tiny import tiny_config, tiny_model, tokens
 from tests.peers.huggingface import llama_state

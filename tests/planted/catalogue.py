@@ -103,8 +103,8 @@ BUGS = {
         "campaign",
     ),
     "the same dropout of split heads on every tensor-parallel rank": Bug(
-        "megatron.model.layer.TransformerLayer.__init__",
-        "{'attention': ctx.tp.rank}",
+        "megatron.model.blocks.attention.module.SelfAttention.dropout_sites",
+        "{'attention': self.tp.rank}",
         "{'attention': 0}",
         "tests/core/parallel/test_layers.py::test_ranks_drop_alike_where_they_hold_the_same",
     ),
@@ -155,9 +155,9 @@ BUGS = {
         "campaign",
     ),
     "ISEEKYAN#130: matrices of more than two dims go to Adam": Bug(
-        "megatron.config.muon.updates",
-        "len(shape) > 1",
-        "len(shape) == 2",
+        "megatron.model.blocks.moe.facts.MixtureOfExperts.parameters",
+        "Matrices(True)",
+        "None",
         "tests/core/optimizer/test_muon.py"
         "::test_the_state_of_a_matrix_is_its_momentum_and_adams_two_of_the_rest",
         "campaign",
@@ -171,7 +171,7 @@ BUGS = {
         "campaign",
     ),
     "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
-        "megatron.config.plan.parameters.ParameterSpec.partial_axes",
+        "megatron.config.plan.parameter_spec.ParameterSpec.partial_axes",
         "sequence_parallel and not {'tp', 'etp'} & dict(self.splits).keys()",
         "False",
         f"{LAYOUTS}[{SEQUENCE}]",
@@ -329,7 +329,7 @@ BUGS = {
         f"{LAYOUTS}[dp2, experts, global balancing loss]",
     ),
     "recomputed micro-batches counted twice in the global balancing loss": Bug(
-        "megatron.model.blocks.moe.module.RouterStep.add_earlier",
+        "megatron.model.blocks.module.RouterStep.add_earlier",
         "layer not in self._so_far",
         "True",
         "tests/core/model/test_moe.py::test_recomputation_repeats_the_losses_of_routers",
@@ -777,8 +777,8 @@ BUGS = {
     ),
     "a local copy of an abandoned history": Bug(
         "megatron.training.checkpointing.local_copies.LocalCopies.start_line",
-        "newest is None or newest.iteration != self._run.progress.iteration",
-        "newest is None",
+        "newest is None or not resumed or newest.iteration != self._run.progress.iteration",
+        "newest is None or not resumed",
         f"{LOCAL}::test_copies_of_a_line_that_was_left",
     ),
     "a newest checkpoint that may be removed": Bug(

@@ -57,7 +57,7 @@ def batch(f: Facts) -> list[str]:
     try:
         schedule = batch_schedule(f.config, max(1, f.world_size))
     except ValueError as error:
-        return str(error).split("\n")
+        return [str(error)]
     # A resumed run may have passed the sizes of the ramp that do not fit; the last one comes in any
     # case.
     near = sizes_that_fit(f, max(1, f.world_size // schedule.data_parallel_size))

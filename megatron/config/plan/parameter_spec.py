@@ -7,10 +7,9 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from megatron.config.model import ModelConfig
+from megatron.config.model_flags import ModelFlags
 
 LAYER_PREFIX = "decoder.layers."
 
@@ -104,7 +103,7 @@ def drawn(draw: Draw) -> dict[str, Any]:
 
 
 def norm(
-    model: ModelConfig, name: str, width: int, partial: tuple[str, ...] = ()
+    model: ModelFlags, name: str, width: int, partial: tuple[str, ...] = ()
 ) -> list[ParameterSpec]:
     """The parameters of a norm over `width` channels."""
     weight = "zeros" if model.apply_layernorm_1p else "ones"

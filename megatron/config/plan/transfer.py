@@ -3,10 +3,16 @@ ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from megatron.config.plan.costs import Sizes
+
+class Hidden(Protocol):
+    """Of `costs.Sizes`: hidden states of a micro-batch on a rank."""
+
+    sequence: bool
+    tokens: int
+    hidden: int
+    itemsize: int
 
 
 class Transfer(NamedTuple):
@@ -55,19 +61,19 @@ def times(number: int, sent: list[Transfer]) -> list[Transfer]:
     return [t._replace(calls=number * t.calls, nbytes=number * t.nbytes) for t in sent]
 
 
-def gathered_input(sizes: Sizes) -> list[Transfer]:
+def gathered_input(sizes: Hidden) -> list[Transfer]:
     """The input of a column-parallel layer, whole only with sequence parallelism's gather."""
     gather = Transfer("tp", "all-gather", 1, sizes.tokens * sizes.hidden * sizes.itemsize)
     return [gather] if sizes.sequence else []
 
 
-def summed_result(sizes: Sizes) -> list[Transfer]:
+def summed_result(sizes: Hidden) -> list[Transfer]:
     """The result of a row-parallel layer; also the gradient of a column-parallel one's input."""
     operation = "reduce-scatter" if sizes.sequence else "all-reduce"
     return [Transfer("tp", operation, 1, sizes.tokens * sizes.hidden * sizes.itemsize)]
 
 
-def column_to_row_backward(sizes: Sizes) -> list[Transfer]:
+def column_to_row_backward(sizes: Hidden) -> list[Transfer]:
     """The backward of a column-parallel layer and the row-parallel one behind it. With sequence
     parallelism it gathers the input once more, and the gradient of the result."""
     return [*times(2, gathered_input(sizes)), *summed_result(sizes)]

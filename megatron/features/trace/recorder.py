@@ -29,16 +29,21 @@ MAY_READ = {
     ("optimizer.py", "_measure"),
     ("optimizer.py", "params_norm"),
     ("clip_grads.py", "count_zeros"),
-    ("moe.py", "sinkhorn"),
+    ("moe/module.py", "sinkhorn"),
 }
 # These read how many copies of tokens go to each expert, or to each rank; the trace gives all as
 # many. Counts are of all the copies that the layer sorted last.
-ROUTES = {("moe.py", "by_all_gather"), ("moe.py", "by_all_to_all")}
-SORTS = ("moe.py", "sort")
+ROUTES = {("moe/module.py", "by_all_gather"), ("moe/module.py", "by_all_to_all")}
+SORTS = ("moe/module.py", "sort")
 # ... and this one where documents begin; the trace has one.
 DOCUMENTS = ("cu_seqlens.py", "cumulative_lengths")
 # ... and that may make large float64 tensors: angles of positions, sums of squares.
-MAY_WIDEN = {("rotary.py", None), ("clip_grads.py", None), ("step_sums.py", None), ("moe.py", None)}
+MAY_WIDEN = {
+    ("rotary.py", None),
+    ("clip_grads.py", None),
+    ("step_sums.py", None),
+    ("moe/module.py", None),
+}
 WIDE_FROM = 1024  # elements; a float64 tensor of fewer costs nothing
 # Operations whose result depends on values on the device.
 READS = {
@@ -345,7 +350,7 @@ class StepRecorder(TorchDispatchMode, Timers):
     def _read(self, name: str, inputs: list[torch.Tensor], args: Sequence[Any]) -> Any:
         """Zeros in place of the values that a listed function waits for."""
         line = _calling_line()
-        where = (Path(line.file).name, line.function)
+        where = (_file_name(line.file), line.function)
         if where == SORTS and name == "bincount":
             self._copies = self._within_capacity(inputs[0].numel(), args[2])
             return torch.empty(args[2], dtype=torch.int64, device="meta")
@@ -392,7 +397,7 @@ class StepRecorder(TorchDispatchMode, Timers):
             self.peak_operation = f"{self._spans[-1]}: {name} in {line}"
 
     def _check_width(self, name: str, tensor: torch.Tensor, line: SourceLine) -> None:
-        file = Path(line.file).name
+        file = _file_name(line.file)
         if (
             tensor.dtype != torch.float64
             or self.allow_float64
@@ -461,3 +466,9 @@ def _calling_line() -> SourceLine:
 def _below_the_top(path: str) -> str:
     top, _, below = path.rpartition("/megatron/")
     return f"megatron/{below}" if top else Path(path).name
+
+
+def _file_name(path: str) -> str:
+    """A file's name, of a block's module with its folder."""
+    name = Path(path).name
+    return f"{Path(path).parent.name}/{name}" if name == "module.py" else name

@@ -7,18 +7,14 @@ A kind of block is a folder: `facts.py` has its class derived from `Block`, `mod
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+from megatron.config.model_flags import ModelFlags
 from megatron.config.plan.parameter_spec import Draw, LayerScheme, ParameterSpec, Scheme, norm
 from megatron.config.plan.transfer import Traffic
-
-if TYPE_CHECKING:
-    from megatron.config.checks.facts import Facts
-    from megatron.config.model import ModelConfig
-    from megatron.config.plan.costs import Sizes
-    from megatron.model.blocks.module import BlockModule
+from megatron.config.rope import Rope
 
 # Norms of a layer, by their names in checkpoints, in the model's order.
 BEFORE_MIXER = "input_layernorm"
@@ -37,17 +33,42 @@ class Flops(NamedTuple):
     core: int = 0
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions: `width` rotated channels of a head, the base of their frequencies, whether
-    neighbours or halves are rotated, the divisor of positions, Llama 3.1's factor on low
-    frequencies."""
+class Rules(Protocol):
+    """Of `megatron.config.checks.facts.Facts`, what rules of a block read."""
 
-    width: int
-    base: float
-    interleaved: bool = False
-    interpolation: int | None = None
-    scaling: float | None = None
+    typed: Collection[str]
+    bad: set[str]
+    world_size: int
+    config: Any  # Config, which knows this module
+
+    def __getitem__(self, name: str) -> Any: ...
+
+    def ok(self, *names: str) -> bool: ...
+
+    def say(self, name: str) -> str: ...
+
+
+class Sizes(Protocol):
+    """Of `megatron.config.plan.costs.Sizes`, what a block computes with."""
+
+    config: Any  # Config, which knows this module
+    tp: int
+    cp: int
+    etp: int
+    sequence: bool
+    tokens: int
+    rows: int
+    expert_tokens: int
+    hidden: int
+    itemsize: int
+    wide: int
+    residual: int
+    on_cpu: bool
+    native: bool
+
+    def norm(self, rows: int, width: int, itemsize: int) -> int: ...
+
+    def linear_backward(self, outputs: int, inputs: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +81,7 @@ class Block(ABC):
     micro-batch (`sizes`).
     """
 
-    model: ModelConfig = field(hash=False)  # the same of all blocks
+    model: ModelFlags = field(hash=False)  # the same of all blocks
 
     scope: ClassVar[str]
     recomputed_as: ClassVar[str]
@@ -71,7 +92,7 @@ class Block(ABC):
         """Its sizes in words."""
 
     @abstractmethod
-    def refuses(self, f: Facts) -> Iterator[str]:
+    def refuses(self, f: Rules) -> Iterator[str]:
         """One line for each flag or size that it cannot be combined with."""
 
     @abstractmethod
@@ -107,10 +128,6 @@ class Block(ABC):
     @abstractmethod
     def traffic(self, sizes: Sizes) -> Traffic:
         """What it sends and receives."""
-
-    @abstractmethod
-    def build(self, **parts: Any) -> BlockModule:
-        """Its module: the arguments are those of `BlockModule`."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,7 @@ class LayerSpec:
         return [block for block in (self.mixer, self.mlp) if block is not None]
 
     def parameters(
-        self, model: ModelConfig, prefix: str, number: int, scheme: Scheme
+        self, model: ModelFlags, prefix: str, number: int, scheme: Scheme
     ) -> list[ParameterSpec]:
         """All of its parameters as layer `number`, named below `prefix`, in the model's order."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +15,36 @@ from megatron.parallel.random import DropoutSeeds
 
 if TYPE_CHECKING:
     from megatron.model.blocks.cache import Cache
-    from megatron.model.blocks.moe.module import RouterStep
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Seeds = Mapping[str, torch.Tensor]  # of dropout, by site
+
+
+@dataclass(frozen=True)
+class RouterStep:
+    """What the routers of one micro-batch exchange with the training step.
+
+    loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
+    step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
+    same factor; None in an evaluation, which adds nothing. sums: by layer, of this rank's tokens
+    the ROUTER_SUMS, without coefficients, and the number of tokens that selected each expert [sums
+    + experts]. A recomputed layer writes the same values once more. latest: by layer, the counts of
+    selections up to the last micro-batch; all micro-batches of an iteration share it. seeds: those
+    of the input jitter.
+    """
+
+    loss_mask: torch.Tensor | None
+    loss_scale: float | None
+    latest: dict[int, torch.Tensor] = field(default_factory=dict)
+    seeds: DropoutSeeds | None = None
+    sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    _so_far: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def add_earlier(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
+        """Counts of the selections of this micro-batch plus those of the earlier ones."""
+        if layer not in self._so_far:
+            self._so_far[layer] = self.latest[layer] = counts + self.latest.get(layer, 0)
+        return self._so_far[layer]
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class LineFormat:
         """Nothing: there is no summary."""
 
     def _rate(self, operations: float, seconds: float) -> float:
-        if seconds <= 0:
+        if seconds <= 0 or self._plan.own_model:
             return 0.0
         return flops.teraflops_per_rank(operations, seconds, self._plan.world_size)
 

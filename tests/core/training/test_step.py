@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model.blocks.moe.module import RouterStep
+from megatron.model.blocks.module import RouterStep
 from megatron.training.batch import MicroBatch
 from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.result import Requests

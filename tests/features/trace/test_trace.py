@@ -208,9 +208,9 @@ def test_activations_that_a_closure_keeps():
     hidden = []
     forward = MLP.forward
 
-    def keeping(self, x):
+    def keeping(self, x, *others):
         hidden.append(x)
-        return forward(self, x)
+        return forward(self, x, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MLP, "forward", keeping)

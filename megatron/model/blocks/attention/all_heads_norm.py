@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megatron.config.model import ModelConfig
+from megatron.config.model_flags import ModelFlags
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 from megatron.parallel.sharding import ParameterFactory
@@ -20,7 +20,7 @@ class AllHeadsNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) over the heads of all tensor-parallel ranks; each rank has
     the weights of its own heads."""
 
-    def __init__(self, config: ModelConfig, params: ParameterFactory, tp: Axis):
+    def __init__(self, config: ModelFlags, params: ParameterFactory, tp: Axis):
         super().__init__()
         self.weight = params("weight")
         self.eps = config.norm_epsilon

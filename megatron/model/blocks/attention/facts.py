@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.plan.parameter_spec import (
     LayerScheme,
@@ -22,12 +22,7 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Flops, Mixer, fit
-
-if TYPE_CHECKING:
-    from megatron.config.checks.facts import Facts
-    from megatron.config.plan.costs import Sizes
-    from megatron.model.blocks.attention.module import SelfAttention
+from megatron.model.blocks.block import Flops, Mixer, Rules, Sizes, fit
 
 FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
@@ -77,7 +72,7 @@ class Attention(Mixer):
         shared = "" if groups == m.num_attention_heads else f" ({groups} key/value)"
         return f"{heads}{shared} of {self.head_dim}"
 
-    def refuses(self, f: Facts) -> Iterator[str]:
+    def refuses(self, f: Rules) -> Iterator[str]:
         """Heads that do not fit the width, the query groups, the ranks or flash-attn."""
         yield from self._heads(f)
         yield from self._query_groups(f)
@@ -92,7 +87,7 @@ class Attention(Mixer):
                 f"{FLASH_HEAD_DIM}; use auto [flash-attention-head-too-wide]"
             )
 
-    def _heads(self, f: Facts) -> Iterator[str]:
+    def _heads(self, f: Rules) -> Iterator[str]:
         if not f.ok("hidden_size", "num_attention_heads") or f["kv_channels"] is not None:
             return
         hidden = f["hidden_size"]
@@ -105,7 +100,7 @@ class Attention(Mixer):
                 "[hidden-size-not-divisible-by-heads]"
             )
 
-    def _query_groups(self, f: Facts) -> Iterator[str]:
+    def _query_groups(self, f: Rules) -> Iterator[str]:
         if not f.ok("num_attention_heads", "num_query_groups"):
             return
         heads = f["num_attention_heads"]
@@ -123,7 +118,7 @@ class Attention(Mixer):
                 "it [flag-needs-other-flag]"
             )
 
-    def _rotary(self, f: Facts) -> Iterator[str]:
+    def _rotary(self, f: Rules) -> Iterator[str]:
         if self.rope is None or not f.ok("hidden_size", "num_attention_heads", "rotary_percent"):
             return
         rotated = self.rope.width
@@ -134,7 +129,7 @@ class Attention(Mixer):
                 "[rotary-channels-odd]"
             )
 
-    def _tensor_parallel(self, f: Facts) -> Iterator[str]:
+    def _tensor_parallel(self, f: Rules) -> Iterator[str]:
         """Ranks share the heads; as many ranks must share each query group, and each needs a part
         of its rows."""
         tp = f["tensor_model_parallel_size"]
@@ -309,9 +304,3 @@ class Attention(Mixer):
         """Keys and values of a rank's heads."""
         shape = (self.groups_of_rank(tp), self.head_dim)
         return {"keys": shape, "values": shape}
-
-    def build(self, **parts: Any) -> SelfAttention:
-        """As `Block.build`."""
-        from megatron.model.blocks.attention.module import SelfAttention
-
-        return SelfAttention(self, **parts)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from megatron.config.model_flags import ModelFlags
 from megatron.config.plan.parameter_spec import LayerScheme, ParameterSpec, column, row
 from megatron.config.plan.transfer import (
     Traffic,
@@ -14,16 +14,10 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Block, Flops, fit
-
-if TYPE_CHECKING:
-    from megatron.config.checks.facts import Facts
-    from megatron.config.model import ModelConfig
-    from megatron.config.plan.costs import Sizes
-    from megatron.model.blocks.mlp.module import MLP
+from megatron.model.blocks.block import Block, Flops, Rules, Sizes, fit
 
 
-def matrices(model: ModelConfig, prefix: str, width: int, draw: LayerScheme) -> list[ParameterSpec]:
+def matrices(model: ModelFlags, prefix: str, width: int, draw: LayerScheme) -> list[ParameterSpec]:
     """The two of an MLP of this width, with their biases."""
     h = model.hidden_size
     up = (2, width, h) if model.gated else (width, h)
@@ -33,7 +27,7 @@ def matrices(model: ModelConfig, prefix: str, width: int, draw: LayerScheme) -> 
     ]
 
 
-def matrix_flops(model: ModelConfig, width: int) -> int:
+def matrix_flops(model: ModelFlags, width: int) -> int:
     """Operations for a token of the matrices of an MLP of this width."""
     return 2 * model.hidden_size * width * (3 if model.gated else 2)
 
@@ -66,7 +60,7 @@ class DenseMLP(Block):
         """Its width."""
         return f"FFN {self.model.ffn}"
 
-    def refuses(self, f: Facts) -> Iterator[str]:
+    def refuses(self, f: Rules) -> Iterator[str]:
         """A width of 0, and one that tensor-parallel ranks cannot share."""
         if not f.ok("hidden_size") or f.bad & {"ffn_hidden_size", "ffn_multiple_of"}:
             return
@@ -137,9 +131,3 @@ class DenseMLP(Block):
         first = gathered_input(sizes)
         forward = [*first, *summed_result(sizes)]
         return Traffic(forward, column_to_row_backward(sizes), first, [])
-
-    def build(self, **parts: Any) -> MLP:
-        """As `Block.build`."""
-        from megatron.model.blocks.mlp.module import MLP
-
-        return MLP(self, **parts)

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from megatron.config.model import ModelConfig
+from megatron.config.model_flags import ModelFlags
 from megatron.kernels import functional
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.block import Block
@@ -19,7 +19,7 @@ from megatron.parallel.sharding import ParameterFactory
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def activation(config: ModelConfig, kernels: Kernels) -> Activation:
+def activation(config: ModelFlags, kernels: Kernels) -> Activation:
     """The function between the two matrices, other than xIELU, which is a module; gated ones take
     [..., 2, ffn] and return [..., ffn]."""
     functions: dict[str, Activation] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 from megatron.config.plan.parameter_spec import LayerScheme, Matrices, ParameterSpec, drawn
 from megatron.config.plan.transfer import (
@@ -15,18 +14,13 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Block, Flops
+from megatron.model.blocks.block import Block, Flops, Rules, Sizes
 from megatron.model.blocks.mlp.facts import (
     activation_bytes,
     fuses_swiglu,
     matrices,
     matrix_flops,
 )
-
-if TYPE_CHECKING:
-    from megatron.config.checks.facts import Facts
-    from megatron.config.plan.costs import Sizes
-    from megatron.model.blocks.moe.module import MoELayer
 
 EXPERT_BIAS = "router.expert_bias"
 NUMBER = 8  # bytes of the number of a copy, of an expert and of a count
@@ -51,7 +45,7 @@ class MixtureOfExperts(Block):
         shared = f", shared expert {self.shared}" if self.shared else ""
         return f"{m.num_experts} experts of FFN {m.expert_ffn}, top {m.moe_router_topk}{shared}"
 
-    def refuses(self, f: Facts) -> Iterator[str]:
+    def refuses(self, f: Rules) -> Iterator[str]:
         """What of experts, routers and parallelism does not fit."""
         from megatron.model.blocks.moe.rules import rule
 
@@ -232,9 +226,3 @@ class MixtureOfExperts(Block):
         if sizes.sequence or sizes.tp == 1:
             return [*sent, Transfer(axis, operation, 1, hidden_bytes)]
         return sent if backward else [*sent, Transfer("tp", "all-reduce", 1, hidden_bytes)]
-
-    def build(self, **parts: Any) -> MoELayer:
-        """As `Block.build`."""
-        from megatron.model.blocks.moe.module import MoELayer
-
-        return MoELayer(self, **parts)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from megatron.config.model import ModelConfig
+from megatron.config.model_flags import ModelFlags
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
 from megatron.kernels.dropout import jitter, seeded
 from megatron.kernels.grouped_linear import Copies, combine, dispatch, weighted_swiglu
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear_implementations import Gemms
 from megatron.model.blocks.mlp.module import MLP, activation
-from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
+from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, RouterStep, Seeds
 from megatron.model.blocks.moe.facts import MixtureOfExperts
 from megatron.parallel.collectives import (
     all_gather,
@@ -30,40 +29,13 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LinearLayer
-from megatron.parallel.random import DropoutSeeds, recompute_input
 from megatron.parallel.random import recompute as recomputed
+from megatron.parallel.random import recompute_input
 from megatron.parallel.sharding import Parameter, ParameterFactory
 from megatron.parallel.zigzag import chunks_of
 
 if TYPE_CHECKING:
     from megatron.parallel.fp8 import LayerScaling
-
-
-@dataclass(frozen=True)
-class RouterStep:
-    """What the routers of one micro-batch exchange with the training step.
-
-    loss_mask [b, s/cp]: tokens that train, None for all; only these count. loss_scale: what the
-    step multiplies its sum of token losses by; router losses, sums over tokens like it, have the
-    same factor; None in an evaluation, which adds nothing. sums: by layer, of this rank's tokens
-    the ROUTER_SUMS, without coefficients, and the number of tokens that selected each expert [sums
-    + experts]. A recomputed layer writes the same values once more. latest: by layer, the counts of
-    selections up to the last micro-batch; all micro-batches of an iteration share it. seeds: those
-    of the input jitter.
-    """
-
-    loss_mask: torch.Tensor | None
-    loss_scale: float | None
-    latest: dict[int, torch.Tensor] = field(default_factory=dict)
-    seeds: DropoutSeeds | None = None
-    sums: dict[int, torch.Tensor] = field(default_factory=dict)
-    _so_far: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-
-    def add_earlier(self, layer: int, counts: torch.Tensor) -> torch.Tensor:
-        """Counts of the selections of this micro-batch plus those of the earlier ones."""
-        if layer not in self._so_far:
-            self._so_far[layer] = self.latest[layer] = counts + self.latest.get(layer, 0)
-        return self._so_far[layer]
 
 
 class _AddLoss(torch.autograd.Function):
@@ -87,7 +59,7 @@ def random_logits(logits: torch.Tensor, seed: int) -> torch.Tensor:
     return noise + (logits - logits.detach())
 
 
-def top_experts(scores: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def top_experts(scores: torch.Tensor, config: ModelFlags) -> torch.Tensor:
     """Numbers [n, topk] of the experts with the largest scores [n, experts]; with groups only of
     those whose best experts together have the largest (DeepSeek-V2 and V3)."""
     k = config.moe_router_topk
@@ -100,7 +72,7 @@ def top_experts(scores: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return scores.topk(k).indices
 
 
-def expert_scores(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def expert_scores(logits: torch.Tensor, config: ModelFlags) -> torch.Tensor:
     """Scores [n, experts] of router logits, each by itself unless it is a softmax."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     match config.moe_router_score_function:
@@ -113,7 +85,7 @@ def expert_scores(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 def select_experts(
-    logits: torch.Tensor, config: ModelConfig, bias: torch.Tensor | None = None
+    logits: torch.Tensor, config: ModelFlags, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts.
     `bias` [experts] is added to scores other than softmax for the selection alone."""
@@ -160,7 +132,7 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
     return cost * columns * rows.unsqueeze(1)
 
 
-def balancing_scores(logits: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def balancing_scores(logits: torch.Tensor, config: ModelFlags) -> torch.Tensor:
     """Scores [n, experts] that sum to 1, of which the load-balancing loss is made."""
     scores = expert_scores(logits, config)
     if config.moe_router_score_function != "softmax":
@@ -176,7 +148,7 @@ class Router(nn.Module):
     z-loss of the logits (Zoph et al. 2022, ST-MoE).
     """
 
-    def __init__(self, config: ModelConfig, params: ParameterFactory, ctx: ParallelContext, n: int):
+    def __init__(self, config: ModelFlags, params: ParameterFactory, ctx: ParallelContext, n: int):
         super().__init__()
         self.config = config
         self.number = n
@@ -397,7 +369,7 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelFlags,
         params: ParameterFactory,
         kernels: Kernels,
         recompute_activation: bool,

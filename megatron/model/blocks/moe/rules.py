@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from megatron.config.checks.ddp import data_ranks
-from megatron.config.checks.facts import Facts
+from megatron.model.blocks.block import Rules
 
 
-def rule(f: Facts) -> Iterator[str]:
+def rule(f: Rules) -> Iterator[str]:
     """One line for each thing about experts that cannot be."""
     yield from _expert_parallel(f)
     yield from _router(f)
@@ -37,7 +37,7 @@ def rule(f: Facts) -> Iterator[str]:
             )
 
 
-def _expert_parallel(f: Facts) -> Iterator[str]:
+def _expert_parallel(f: Rules) -> Iterator[str]:
     """Experts, and the ranks of a pipeline stage, must be multiples of EP and of EP x ETP."""
     p = f.config.parallel
     ep = p.expert_model_parallel_size
@@ -74,7 +74,7 @@ def _expert_parallel(f: Facts) -> Iterator[str]:
         )
 
 
-def _router(f: Facts) -> Iterator[str]:
+def _router(f: Rules) -> Iterator[str]:
     topk = f["moe_router_topk"]
     if f.ok("num_experts", "moe_router_topk") and topk > f["num_experts"]:
         yield (
@@ -94,7 +94,7 @@ def _router(f: Facts) -> Iterator[str]:
             )
 
 
-def _balance(f: Facts) -> Iterator[str]:
+def _balance(f: Rules) -> Iterator[str]:
     """Each type once, with a coefficient of its own; none stands alone."""
     types = f["moe_router_load_balancing_type"]
     coeffs = f["moe_aux_loss_coeff"]
@@ -114,7 +114,7 @@ def _balance(f: Facts) -> Iterator[str]:
         yield f"{f.say('moe_aux_loss_coeff')}: must not be negative [value-out-of-range]"
 
 
-def _sinkhorn(f: Facts) -> Iterator[str]:
+def _sinkhorn(f: Rules) -> Iterator[str]:
     """It has a selection and probabilities of its own."""
     if not f.config.model.sinkhorn:
         return
@@ -132,7 +132,7 @@ def _sinkhorn(f: Facts) -> Iterator[str]:
             )
 
 
-def _groups(f: Facts) -> Iterator[str]:
+def _groups(f: Rules) -> Iterator[str]:
     groups = f["moe_router_num_groups"]
     chosen = f["moe_router_group_topk"]
     if (groups is None) != (chosen is None):
@@ -152,7 +152,7 @@ def _groups(f: Facts) -> Iterator[str]:
         )
 
 
-def _widths(f: Facts) -> Iterator[str]:
+def _widths(f: Rules) -> Iterator[str]:
     tp = "tensor_model_parallel_size"
     etp = tp if f["expert_tensor_parallel_size"] is None else "expert_tensor_parallel_size"
     of_experts = "ffn_hidden_size" if f["moe_ffn_hidden_size"] is None else "moe_ffn_hidden_size"

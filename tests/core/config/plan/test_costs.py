@@ -15,7 +15,7 @@ from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.kernels import cross_entropy
 from megatron.kernels.cpu import experts
-from megatron.model.blocks.moe.module import RouterStep
+from megatron.model.blocks.module import RouterStep
 from megatron.parallel.context import ParallelContext
 from megatron.training.build import build_model
 from megatron.training.launch.initialize import Runtime

@@ -1,0 +1,576 @@
+"""Flags of the model architecture, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.arguments import Needs, arg
+from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
+from megatron.config.mup import MupConfig
+from megatron.config.rope import Rope
+
+
+def _norm(word: str) -> str:
+    """Megatron-DeepSpeed writes `rmsnorm`."""
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(word.lower(), word)
+
+
+ROPE = Needs("--position-embedding-type rope", lambda v: v.config.model.positions == "rope")
+_GATED = Needs("a gated MLP (--swiglu or --geglu)", lambda v: v.config.model.gated)
+_NO_BIASES = Needs(
+    "--disable-bias-linear: all linear layers have biases", lambda v: not v["add_bias_linear"]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(MupConfig):
+    """Embeddings, attention, norms and dense MLPs."""
+
+    num_layers: int = arg(
+        None,
+        missing="give the number of transformer layers",
+        minimum=1,
+        maximum=1_000_000,
+        trained=True,
+        alias=("--encoder-num-layers",),
+        help="number of transformer layers",
+    )
+    hidden_size: int = arg(
+        None,
+        missing="give the width of the model",
+        minimum=1,
+        trained=True,
+        help="hidden size (width of the residual stream)",
+    )
+    ffn_hidden_size: int | None = arg(
+        None,
+        minimum=1,
+        trained="ffn",
+        help="MLP hidden size (default: 4 x hidden size, or with --swiglu / --geglu 8/3 x "
+        "hidden size rounded down to a multiple of 64)",
+    )
+    ffn_multiple_of: int | None = arg(
+        None,
+        requires=_GATED,
+        excludes=("ffn_hidden_size",),
+        minimum=1,
+        trained="ffn",
+        dump=False,
+        help="with --swiglu / --geglu, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
+        "x hidden size rounded UP to a multiple of this",
+    )
+    num_attention_heads: int = arg(
+        None,
+        missing="give the number of query heads",
+        minimum=1,
+        trained=True,
+        help="number of attention (query) heads",
+    )
+    kv_channels: int | None = arg(
+        None,
+        minimum=1,
+        trained="head_dim",
+        help="head width (default: hidden size / number of attention heads)",
+    )
+    group_query_attention: bool = arg(
+        False, trained="query_groups", help="grouped-query attention (GQA)"
+    )
+    num_query_groups: int = arg(
+        1,
+        minimum=1,
+        trained="query_groups",
+        help="number of key/value heads, with --group-query-attention",
+    )
+    seq_length: int = arg(
+        None,
+        missing="give the tokens of one sample",
+        minimum=1,
+        alias=("--encoder-seq-length",),
+        help="sequence length: tokens per sample",
+    )
+    max_position_embeddings: int = arg(
+        None,
+        missing="give at least --seq-length",
+        minimum=1,
+        trained="position_rows",
+        help="number of positions (rows of a learned position table), at least --seq-length",
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
+        "learned_absolute", trained="positions", help="position embeddings"
+    )
+    use_rotary_position_embeddings: bool = arg(
+        False, trained="positions", help="the same as --position-embedding-type rope"
+    )
+    add_position_embedding: bool = arg(
+        True,
+        trained="positions",
+        off="--no-position-embedding",
+        help="no learned position table: the same as --position-embedding-type none (or "
+        "rope, if requested)",
+    )
+    rotary_base: int = arg(
+        10000,
+        needs=ROPE,
+        minimum=1,
+        trained=True,
+        help="base of the rotary frequencies",
+        dump=False,
+    )
+    rotary_percent: float = arg(
+        1.0,
+        needs=ROPE,
+        above=0,
+        maximum=1,
+        trained=True,
+        help="fraction of each head's width to which rotary position embeddings are applied",
+    )
+    rotary_interleaved: bool = arg(
+        False,
+        needs=ROPE,
+        trained=True,
+        dump=False,
+        help="rotary position embeddings rotate neighbouring pairs instead of the two halves"
+        " of a head",
+    )
+    rotary_seq_len_interpolation_factor: int | None = arg(
+        None,
+        needs=ROPE,
+        minimum=1,
+        trained=True,
+        help="divide rotary positions by this (position interpolation)",
+    )
+    use_rope_scaling: bool = arg(
+        False,
+        needs=ROPE,
+        trained="rope_scaling",
+        dump=False,
+        help="Llama 3.1's RoPE scaling: frequencies with wavelengths above 8,192 positions "
+        "are divided by --rope-scaling-factor",
+    )
+    rope_scaling_factor: float = arg(
+        8.0,
+        above=0,
+        needs="use_rope_scaling",
+        trained="rope_scaling",
+        help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
+        dump=False,
+    )
+    no_rope_freq: str | None = arg(
+        None,
+        needs=ROPE,
+        trained="unrotated_layers",
+        dump=False,
+        help="layers without rotary position embeddings (NoPE): N for every Nth layer, or a "
+        "pattern of 1 (without) and 0 (with) such as [0]*3+[1]*1 (default: none)",
+    )
+    make_vocab_size_divisible_by: int = arg(
+        128, minimum=1, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg(
+        "LayerNorm", trained=True, parse=_norm, help="type of all norms"
+    )
+    norm_epsilon: float = arg(1e-5, above=0, trained=True, help="epsilon of the norms")
+    apply_layernorm_1p: bool = arg(
+        False, trained=True, help="store norm weights minus one (zero-centered)"
+    )
+    apply_residual_connection_post_layernorm: bool = arg(
+        False, trained=True, help="take the residual connection after the norm instead of before it"
+    )
+    use_parallel_residual: bool = arg(
+        False,
+        excludes=("apply_residual_connection_post_layernorm",),
+        trained=True,
+        dump=False,
+        help="attention and MLP of a layer both read the layer's input, and both results are added "
+        "to it (GPT-NeoX, Pythia)",
+    )
+    no_pre_layernorm: bool = arg(
+        False,
+        requires=["post_self_attn_layernorm", "post_mlp_layernorm"],
+        excludes=("apply_residual_connection_post_layernorm", "fp32_residual_connection"),
+        trained=True,
+        dump=False,
+        help="no norms before attention and MLP (OLMo 2); needs --post-self-attn-layernorm and "
+        "--post-mlp-layernorm",
+    )
+    post_self_attn_layernorm: bool = arg(
+        False,
+        trained=True,
+        dump=False,
+        help="a norm of the attention output before the residual connection",
+    )
+    post_mlp_layernorm: bool = arg(
+        False,
+        trained=True,
+        dump=False,
+        help="a norm of the MLP output before the residual connection",
+    )
+    embedding_multiplier: float = arg(
+        1.0,
+        above=0,
+        trained="embedding_factors",
+        dump=False,
+        help="factor on the output of the word embedding (Granite, Gemma)",
+    )
+    residual_multiplier: float = arg(
+        1.0,
+        above=0,
+        trained=True,
+        dump=False,
+        help="factor on the attention and MLP outputs before the residual connection (Granite)",
+    )
+    softmax_scale: float | None = arg(
+        None,
+        above=0,
+        trained="attention_scale",
+        dump=False,
+        help="factor on attention scores (default: 1 / square root of the head width; with "
+        "--use-mup 1 / head width)",
+    )
+    logits_scaling: float = arg(
+        1.0,
+        above=0,
+        trained="logits_divisor",
+        dump=False,
+        help="the logits are divided by this (Granite)",
+    )
+    qk_layernorm: bool = arg(
+        False, trained=True, help="normalize each head of queries and keys", dump=False
+    )
+    qk_layernorm_all_heads: bool = arg(
+        False,
+        requires=Needs(
+            "--normalization RMSNorm",
+            lambda v: v["normalization"] == "RMSNorm" or not v["qk_layernorm"],
+        ),
+        needs="qk_layernorm",
+        trained=True,
+        dump=False,
+        help="with --qk-layernorm: one RMSNorm over all query heads together and one over all key "
+        "heads, instead of one per head (OLMo 2, OLMoE)",
+    )
+    openai_gelu: bool = arg(
+        False,
+        excludes=("swiglu", "geglu", "squared_relu", "xielu"),
+        trained="activation",
+        help="tanh approximation of GELU, also with --no-bias-gelu-fusion",
+    )
+    squared_relu: bool = arg(
+        False,
+        excludes=("swiglu", "geglu"),
+        trained="activation",
+        help="squared ReLU activation in the MLP",
+    )
+    swiglu: bool = arg(False, trained="activation", help="SwiGLU: gated MLP with SiLU")
+    geglu: bool = arg(
+        False,
+        excludes=("swiglu",),
+        trained="activation",
+        help="GEGLU: gated MLP with GELU",
+        dump=False,
+    )
+    xielu: bool = arg(
+        False,
+        excludes=("swiglu", "geglu", "squared_relu"),
+        trained="activation",
+        dump=False,
+        help="xIELU activation in the MLP, with two learnt scalars per layer (Apertus)",
+    )
+    bias_gelu_fusion: bool = arg(
+        True,
+        needs=Needs(
+            "a GELU with biases",
+            lambda v: v["add_bias_linear"] and v.config.model.activation.startswith("gelu"),
+        ),
+        trained="activation",
+        off="--no-bias-gelu-fusion",
+        help="exact (erf) GELU instead of the tanh approximation of Megatron's fused bias + GELU",
+    )
+    untie_embeddings_and_output_weights: bool = arg(
+        False, trained=True, help="untied embeddings: the output layer has its own weight"
+    )
+    add_bias_linear: bool = arg(
+        True, trained="biases", off="--disable-bias-linear", help="no biases in linear layers"
+    )
+    add_qkv_bias: bool = arg(
+        False,
+        needs=_NO_BIASES,
+        trained="biases",
+        dump=False,
+        help="bias of the query/key/value projection even with --disable-bias-linear",
+    )
+    add_attention_output_bias: bool = arg(
+        False,
+        needs=_NO_BIASES,
+        trained="biases",
+        dump=False,
+        help="bias of the attention output projection even with --disable-bias-linear",
+    )
+    add_mlp_bias: bool = arg(
+        False,
+        needs=_NO_BIASES,
+        trained="biases",
+        dump=False,
+        help="biases of the MLP even with --disable-bias-linear",
+    )
+    attention_dropout: float = arg(
+        0.1,
+        minimum=0,
+        below=1,
+        help="dropout probability of the attention probabilities; masks follow from seed, "
+        "iteration and rank, so another layout has others",
+    )
+    hidden_dropout: float = arg(
+        0.1,
+        minimum=0,
+        below=1,
+        help="dropout probability of the embedding and of both residual branches, with masks as "
+        "--attention-dropout",
+    )
+    init_method_std: float = arg(
+        0.02,
+        needs=[
+            ("init_scheme", "megatron"),
+            Needs(
+                "normal initial values (--init-method-xavier-uniform is given)",
+                lambda v: not v["init_method_xavier_uniform"],
+            ),
+        ],
+        minimum=0,
+        help="standard deviation of normally distributed initial values",
+    )
+    init_method_xavier_uniform: bool = arg(
+        False, needs=("init_scheme", "megatron"), help="Xavier uniform initial values of matrices"
+    )
+    init_scheme: str = arg(
+        "megatron",
+        choices=("megatron",),
+        per_run=True,
+        requires=_GATED,
+        dump=False,
+        help="initial values of matrices",
+    )
+    embed_grad_scale: float = arg(
+        1.0,
+        above=0,
+        dump=False,
+        help="factor on the gradients of the embedding and the output layer (GLM-130B)",
+    )
+    label_smoothing: float = arg(
+        0.0,
+        minimum=0,
+        below=1,
+        dump=False,
+        help="label smoothing factor, in training; losses of subsets are without it",
+    )
+    z_loss_coeff: float = arg(
+        0.0,
+        minimum=0,
+        excludes=("label_smoothing",),
+        dump=False,
+        help="coefficient of the z-loss of the output logits, the mean square of the logarithm of "
+        "the softmax's denominator, e.g. 1e-4; logged as output_z_loss, and no part of lm loss",
+    )
+    apply_query_key_layer_scaling: bool = arg(
+        False,
+        no_effect="it changes no number (the softmax is always in fp32)",
+        help="divide attention scores by the layer number and undo it in the softmax; no "
+        "numerical effect in this suite",
+    )
+    attention_softmax_in_fp32: bool = arg(
+        False,
+        no_effect="the softmax is always computed in fp32",
+        help="attention softmax in fp32 (always so in this suite)",
+    )
+    fp32_residual_connection: bool = arg(
+        False,
+        requires=Needs("--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
+        help="keep the residual stream in fp32, with --fp16 or --bf16",
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def filled_in(self) -> dict[str, int | str]:
+        """The flags whose values follow from others, as Megatron's checks fill them in."""
+        return {
+            "ffn_hidden_size": self.ffn,
+            "kv_channels": self.head_dim,
+            "position_embedding_type": self.positions,
+        }
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        if self.use_mup and not self.softmax_scale:
+            base = math.sqrt(self.mup_base_head_dim or 1.0)
+            return base / self.head_dim**self.mup_attn_scale_power
+        return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def mup_width(self) -> float:
+        """muP's m, the width relative to the base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def embedding_factors(self) -> tuple[float, float]:
+        """On the word embedding, and (1 without them) on learned positions."""
+        learned = self.positions == "learned_absolute"
+        both = self.mup_embedding_mult
+        return self.embedding_multiplier * both, both if learned else 1.0
+
+    @property
+    def word_factor(self) -> float:
+        """That on the word embedding."""
+        return self.embedding_factors[0]
+
+    @property
+    def logits_divisor(self) -> float:
+        """What the logits are divided by."""
+        if self.mup_output_mult != 1.0:
+            return self.logits_scaling / self.mup_output_mult
+        return self.logits_scaling * self.mup_width
+
+    def rope(self, layer: int) -> Rope | None:
+        """Rotary positions of the layer of this (global) number; None without."""
+        if not self._rotates(layer):
+            return None
+        return Rope(
+            int(self.head_dim * self.rotary_percent),
+            self.rotary_base,
+            self.rotary_interleaved,
+            self.rotary_seq_len_interpolation_factor,
+            self.rope_scaling,
+        )
+
+    def _rotates(self, layer: int) -> bool:
+        if self.positions != "rope" or self.no_rope_freq is None:
+            return self.positions == "rope"
+        if self.no_rope_freq.isdecimal():
+            return (layer + 1) % int(self.no_rope_freq) != 0
+        return not parse_layer_pattern(self.no_rope_freq)[layer]
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads: as many as query heads without GQA."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def unrotated_layers(self) -> list[int]:
+        """The layers without rotary positions, of a model that has them in others."""
+        rope = self.positions == "rope"
+        return [layer for layer in range(self.num_layers) if rope and not self._rotates(layer)]
+
+    @property
+    def rope_scaling(self) -> float | None:
+        """Llama 3.1's factor on low rotary frequencies."""
+        return self.rope_scaling_factor if self.use_rope_scaling else None
+
+    @property
+    def position_rows(self) -> int | None:
+        """Rows of the learned position table."""
+        return self.max_position_embeddings if self.positions == "learned_absolute" else None
+
+    @property
+    def biases(self) -> tuple[bool, bool, bool]:
+        """Of the query/key/value projection, the attention output and the MLP."""
+        return self.qkv_bias, self.attention_output_bias, self.mlp_bias
+
+    @property
+    def gated(self) -> bool:
+        """Does the first MLP matrix hold a gate and an up half?"""
+        return self.swiglu or self.geglu
+
+    @property
+    def activation(self) -> str:
+        """`swiglu`, `geglu`, `squared_relu`, `xielu`, `gelu (tanh)` or `gelu (erf)`.
+
+        GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases)
+        and with --openai-gelu; otherwise the exact one.
+        """
+        for name in ("swiglu", "geglu", "squared_relu", "xielu"):
+            if getattr(self, name):
+                return name
+        tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+        return "gelu (tanh)" if tanh else "gelu (erf)"
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        if self.ffn_multiple_of:
+            return -(-int(self.hidden_size * 8 / 3) // self.ffn_multiple_of) * self.ffn_multiple_of
+        return int(self.hidden_size * 4 * 2 / 3) // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def positions(self) -> str:
+        """`learned_absolute`, `rope` or `none`, whichever way it was spelled."""
+        if self.use_rotary_position_embeddings or self.position_embedding_type == "rope":
+            return "rope"
+        return self.position_embedding_type if self.add_position_embedding else "none"
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Have queries, keys and values a bias?"""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def attention_output_bias(self) -> bool:
+        """Has the attention output a bias?"""
+        return self.add_bias_linear or self.add_attention_output_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Have the two MLP matrices biases?"""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def tied(self) -> bool:
+        """Does the output layer use the embedding's matrix?"""
+        return not self.untie_embeddings_and_output_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags(MoEConfig, TransformerConfig):
+    """All flags of the architecture, and the sizes that follow from them."""
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """The layers with experts."""
+        return [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
+
+    @property
+    def router_numbers(self) -> int:
+        """What is summed over all ranks in a step: of each MoE layer the ROUTER_SUMS and the tokens
+        of each expert."""
+        if self.num_experts is None:
+            return 0
+        return len(self.moe_layers) * (len(ROUTER_SUMS) + self.num_experts)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def expert_width(self) -> int | None:
+        """Width of one expert; None without experts."""
+        return self.expert_ffn if self.num_experts else None
+
+    @property
+    def moe_pattern(self) -> list[bool] | None:
+        """Layer by layer, has it experts? None without experts."""
+        if not self.num_experts:
+            return None
+        return [self.is_moe_layer(layer) for layer in range(self.num_layers)]
+
+    @property
+    def router_function(self) -> str | None:
+        """`router_probabilities`; None without experts."""
+        return self.router_probabilities if self.num_experts else None
