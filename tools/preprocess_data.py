@@ -44,6 +44,7 @@ from megatron.data.preprocess.resumable_writer import Busy, Unfinished, is_finis
 from megatron.data.preprocess.trial import SECONDS, try_first
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import fingerprint, vocabulary_of
+from megatron.problems import error_lines
 from megatron.version import version_line
 from tools.shared.program import out_of_range
 from tools.shared.progress import Progress, clock
@@ -813,8 +814,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _failed(lines: Sequence[str], code: int) -> int:
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr)
+    print(error_lines(lines), end="", file=sys.stderr)
     return code
 
 

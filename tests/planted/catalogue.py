@@ -952,7 +952,7 @@ BUGS = {
     ),
     # muP.
     "muP without its factor on the logits": Bug(
-        "megatron.config.model.TransformerConfig.logits_divisor",
+        "megatron.config.model_flags.TransformerConfig.logits_divisor",
         "self.logits_scaling * self.mup_width",
         "self.logits_scaling",
         f"{MUP}[tied]",

@@ -338,8 +338,8 @@ def test_the_tool_shows_the_line_and_says_when_the_input_has_changed(
     documents = json.loads(capsys.readouterr().out)["documents"]
     assert [json.loads(document["record"])["id"] for document in documents] == ["twice"] * 3
     assert [document["document"] for document in documents] == [10, 70, 130]
-    for odd in ("\ud83d", "\u202e x", ""):
-        assert exit_code(INSPECT.main, "source", prefix, f"--id={odd}") == 0
+    for odd, code in (("\ud83d", 2), ("\u202e x", 0), ("", 0)):
+        assert exit_code(INSPECT.main, "source", prefix, f"--id={odd}") == code
     path, offset, line, _ = expected[70]
     capsys.readouterr()
     assert exit_code(INSPECT.main, "source", prefix, "--document", 70) == 0
