@@ -162,7 +162,7 @@ def watch_balanced() -> None:
     """As `watch`; every expert gets as many tokens, or almost: those of both halves, which are on
     different ranks with expert parallelism, get one more in turn. The plan and a trace count with
     such numbers."""
-    from megatron.model import moe
+    from megatron.model.blocks.moe import module as moe
 
     own = moe.select_experts
 

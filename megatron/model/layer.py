@@ -17,6 +17,7 @@ from megatron.model.blocks.block import (
     AFTER_MLP,
     BEFORE_MIXER,
     BEFORE_MLP,
+    Block,
     Residual,
 )
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
@@ -29,10 +30,9 @@ from megatron.parallel.sharding import ParameterFactory
 
 
 class Branch(NamedTuple):
-    """A block of a layer: the name of its module, its norms and its site of dropout."""
+    """A block of a layer: the names of its module, the norm behind it and its site of dropout."""
 
     block: str
-    before: str
     after: str
     site: str
 
@@ -58,22 +58,18 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = config.hidden_dropout
         self.multiplier = config.residual_multiplier
         self.norms = spec.norms
-        self.branches: list[Branch] = []
         # Sites of dropout. Ranks that hold different parts of a tensor draw different masks, those
         # that hold the same tensor the same: hidden states are split with sequence parallelism.
         self.dropout_sites: dict[str, int] = {}
         hidden_part = ctx.tp.rank if ctx.sequence_parallel else 0
         self.recomputed: set[str] = set()
-        for block, *names in (
-            (spec.mixer, BEFORE_MIXER, AFTER_MIXER, "attention_output"),
-            (spec.mlp, BEFORE_MLP, AFTER_MLP, "mlp_output"),
-        ):
+
+        def branch(block: Block | None, names: tuple[str, str, str]) -> Branch | None:
             if block is None:
-                continue
-            branch = Branch(block.scope, *names)
-            self.branches.append(branch)
+                return None
+            before, after, site = names
             # In the order of the table of parameters, in which gradient buffers hold them.
-            self._add_norm(branch.before, config, params, kernels)
+            self._add_norm(before, config, params, kernels)
             module = MODULES[type(block)](
                 block,
                 params=params.scope(block.scope),
@@ -83,12 +79,16 @@ class TransformerLayer(nn.Module):
                 recompute=recompute,
             )
             self.add_module(block.scope, module)
-            self._add_norm(branch.after, config, params, kernels)
+            self._add_norm(after, config, params, kernels)
             self.dropout_sites |= module.dropout_sites()
-            if config.hidden_dropout:
-                self.dropout_sites[branch.site] = hidden_part
+            if self.hidden_dropout:
+                self.dropout_sites[site] = hidden_part
             if recompute.includes(block.recomputed_as):
                 self.recomputed.add(block.scope)
+            return Branch(block.scope, after, site)
+
+        self.mixing = branch(spec.mixer, (BEFORE_MIXER, AFTER_MIXER, "attention_output"))
+        self.feeding = branch(spec.mlp, (BEFORE_MLP, AFTER_MLP, "mlp_output"))
 
     def _add_norm(
         self, name: str, config: ModelConfig, params: ParameterFactory, kernels: Kernels
@@ -98,14 +98,16 @@ class TransformerLayer(nn.Module):
 
     def blocks(self) -> list[BlockModule]:
         """The modules of its blocks, in order; not a script's own in their place."""
-        modules = [getattr(self, branch.block) for branch in self.branches]
+        modules = [getattr(self, branch.block) for branch in (self.mixing, self.feeding) if branch]
         return [module for module in modules if isinstance(module, BlockModule)]
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape. `seeds`: those of
         `dropout_seeds`; a site without is not dropped."""
-        for branch in self.branches:
-            x = self.add(x, branch, self.norm(branch.before, x), inputs, seeds)
+        if self.mixing is not None:
+            x = self.add(x, self.mixing, self.norm(BEFORE_MIXER, x), inputs, seeds)
+        if self.feeding is not None:
+            x = self.add(x, self.feeding, self.norm(BEFORE_MLP, x), inputs, seeds)
         return x
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -156,8 +158,10 @@ class ParallelResidualLayer(TransformerLayer):
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """As TransformerLayer's."""
         total = x
-        for branch in self.branches:
-            total = self.add(total, branch, self.norm(branch.before, x), inputs, seeds)
+        if self.mixing is not None:
+            total = self.add(total, self.mixing, self.norm(BEFORE_MIXER, x), inputs, seeds)
+        if self.feeding is not None:
+            total = self.add(total, self.feeding, self.norm(BEFORE_MLP, x), inputs, seeds)
         return total
 
 
@@ -167,9 +171,12 @@ class NormedResidualLayer(TransformerLayer):
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """As TransformerLayer's."""
-        for branch in self.branches:
-            x = self.norm(branch.before, x)
-            x = self.add(x, branch, x, inputs, seeds)
+        if self.mixing is not None:
+            x = self.norm(BEFORE_MIXER, x)
+            x = self.add(x, self.mixing, x, inputs, seeds)
+        if self.feeding is not None:
+            x = self.norm(BEFORE_MLP, x)
+            x = self.add(x, self.feeding, x, inputs, seeds)
         return x
 
 

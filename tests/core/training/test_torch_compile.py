@@ -154,10 +154,7 @@ def kernels_of_cuda(monkeypatch):
         return *others, cu_seqlens.with_lengths(documents, documents)
 
     monkeypatch.setattr(batch, "_masks", with_lengths)
-    for module, name in (
-        (torch_flash, "unavailable_reason"),
-        (model_compile, "torch_flash_unavailable_reason"),
-    ):
+    for module, name in ((torch_flash, "unavailable_reason"),):
         monkeypatch.setattr(module, name, lambda *_: None)
     for module in (dropout, model_compile):
         monkeypatch.setattr(module, "fused_ops", lambda *_: True)

@@ -3,6 +3,7 @@ The detector alone is in test_detector, the policy in test_policy."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -102,7 +103,7 @@ def states_agree(one: Path, other: Path, iteration: int) -> None:
         for root in (one, other)
     )
     for state in (mine, its):
-        del state["skips"], state["features"]["spikes"]["rewinds"]
+        del state["skips"], state["features"]["spikes"]["rewinds"], state["history"]
     assert mine == its
 
 
@@ -522,4 +523,6 @@ def test_log_says_it_and_changes_no_byte_and_a_resumed_run_judges_alike(tmp_path
     run(folder, data, *words, bad=SPIKES, kill_at=32)
     again = run(folder, data, *words, bad=SPIKES)
     assert again.series(*EXACT) == says.series(*EXACT)
-    assert store.load(again.save, 40).state == store.load(says.save, 40).state
+    states = [store.load(run.save, 40).state for run in (again, says)]
+    resumed, straight = (dataclasses.replace(state, history={}) for state in states)
+    assert resumed == straight
