@@ -159,7 +159,12 @@ def kernels_of_cuda(monkeypatch):
     for module in (dropout, model_compile):
         monkeypatch.setattr(module, "fused_ops", lambda *_: True)
     library = torch.library.Library("megatron", "IMPL", "CPU")
-    library.impl("drop", lambda x, p, seed, residual=None: dropout._drop(x, p, int(seed)))
+
+    def drop(x, p, seed, residual=None):
+        dropped = dropout._drop(x, p, int(seed))
+        return dropped if residual is None else residual + dropped
+
+    library.impl("drop", drop)
     with on_cpu():
         yield
     library._destroy()
