@@ -66,9 +66,9 @@ def _patterns(f: Facts) -> Iterator[str]:
 
 def _fits(f: Facts, text: str) -> bool:
     """Is it a number of layers, or has it one digit for each?"""
-    if text.isdecimal():
-        return int(text) > 0
     try:
+        if text.isdecimal():
+            return int(text) > 0
         return len(parse_layer_pattern(text)) == f["num_layers"] or not f.ok("num_layers")
     except ValueError:
         return False

@@ -98,6 +98,7 @@ def test_every_flag_takes_or_refuses_a_hostile_value(name):
             "value-out-of-range",
             "value-count-wrong",
             "value-not-a-choice",
+            "value-not-utf8",
         )
         said = {flag: [code for code in codes_of(found[flag]) if code in wrong] for flag in numbers}
         assert {flag for flag in numbers if len(said[flag]) != 1} == set()
