@@ -32,6 +32,8 @@ _VALUES = "# all values: "
 # Checkpoints of version 0.1.0 and before have no values: what their defaults were, where ours are
 # others now.
 OLD_DEFAULTS: dict[str, Any] = {}
+# Flags that have got a default: null in a file of a program that had none.
+NULL_BEFORE = {"muon_momentum"}
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,8 @@ def _value(flag: Flag, value: Any) -> Any:
     """A value as JSON has it, as the field has it. Raises ValueError."""
     if _may_be_added(flag) and type(value) is str and value not in (flag.choices or ()):
         return flag.default
-    if value is None and flag.default is None:
-        return None
+    if value is None and (flag.default is None or flag.name in NULL_BEFORE):
+        return flag.default
     if flag.kind in ("switch", "off"):
         if type(value) is not bool:
             raise ValueError(f"{flag.spelling}: {value!r} is not true or false")

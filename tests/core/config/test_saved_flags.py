@@ -135,3 +135,12 @@ def test_damaged_values_are_a_named_problem(tmp_path, values):
 
 def test_fields_are_those_of_the_tree():
     assert {f.name for f in dataclasses.fields(Config)} >= {"model", "training"}
+
+
+def test_a_flag_that_had_no_default_has_the_one_of_now(tmp_path):
+    """2eb27ecc wrote null for --muon-momentum of a run with Adam."""
+    path = written(tmp_path)
+    text = path.read_text()
+    assert '"muon_momentum": 0.9' in text
+    path.write_text(text.replace('"muon_momentum": 0.9', '"muon_momentum": null'))
+    assert saved_flags.read(path).config == CONFIG
