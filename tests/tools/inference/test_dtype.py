@@ -3,6 +3,8 @@ batch; and models that torch's own .to casts."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,10 @@ from megatron.inference.load_model import wanted_precision
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import GPTModel
 from tests.core.model.tiny import MODELS, VOCAB, tiny_model
+from tests.forkrun import ROOT
 from tests.load_tool import exit_code, load_tool
 from tests.problems import raises
-from tests.runs import train
+from tests.runs import train, with_flags
 
 MOE = {
     **MODELS["llama"],
@@ -211,3 +214,21 @@ def test_lm_eval_gets_the_dtype():
     assert given[given.index("--model_args") + 1] == "checkpoint=run,dtype=bf16"
     problems = tool.Options(dtype="bf16", arguments=("--tasks", "a")).problems()
     assert [text.rpartition("[")[2] for text in problems] == ["flag-needs-other-flag]"]
+
+
+@pytest.mark.campaign
+def test_a_model_in_16_bits_takes_less_memory(tmp_path):
+    """When it is loaded, by a process of its own: 117 million parameters, 447 MiB in fp32."""
+    words = with_flags(SIZE, "--hidden-size", "2048", "--vocab-size", "8000")
+    train(tmp_path / "log", [*words, "--save", str(tmp_path / "run")])
+    load = (
+        "from megatron.inference.generate import load_model\n"
+        f"load_model({str(tmp_path / 'run')!r}, device='cpu', dtype=DTYPE)\n"
+        "print(*(line for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
+    )  # ru_maxrss would be at least that of the process which starts this one
+    peaks = {}
+    for dtype in ("bf16", "fp32"):
+        words = [sys.executable, "-c", load.replace("DTYPE", repr(dtype))]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+        peaks[dtype] = int(done.stdout.split()[-2]) / 1024  # MiB
+    assert peaks["fp32"] - peaks["bf16"] > 0.25 * 447, peaks  # readers hold up to 100 MiB
