@@ -4,8 +4,8 @@ runs."""
 from __future__ import annotations
 
 import functools
-import shutil
 import re
+import shutil
 from pathlib import Path
 
 import pytest
