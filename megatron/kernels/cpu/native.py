@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 # torch's word for the processor's instructions, and the file built for them
 LEVELS = {"AVX512": "v4", "AVX2": "v3"}
 INTERFACE = 6
+DTYPES = (torch.bfloat16, torch.float32)
 BUILD = "MEGATRON_CPU_KERNELS=1 pip install ."  # setup.py omits them where there is a GPU
 
 
@@ -40,23 +42,33 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the C++ does not compute with such tensors, None if it does."""
     if device.type != "cpu":
         return f"CPU only; the device is {device.type}"
-    if dtype not in (torch.bfloat16, torch.float32):
+    if dtype not in DTYPES:
         return f"has no {str(dtype).removeprefix('torch.')}"
-    module = load(torch.backends.cpu.get_cpu_capability())
+    module = load(capability())
     return module if isinstance(module, str) else None
+
+
+# Asked in each operation: what `cache` knows costs no call of Python.
+capability = cache(torch.backends.cpu.get_cpu_capability)
+
+
+@cache
+def _is_built(capability: str) -> bool:
+    return not isinstance(load(capability), str)
 
 
 def runs(x: Tensor) -> bool:
     """Whether the C++ can compute with `x`: contiguous or not, on a CPU, bf16 or fp32, outside
     torch.compile."""
-    return not torch.compiler.is_compiling() and unavailable_reason(x.device, x.dtype) is None
+    return x.is_cpu and x.dtype in DTYPES and not is_dynamo_compiling() and _is_built(capability())
 
 
 def _call(name: str, x: Tensor, *arguments) -> Any:
     """The C++ function `name` for the dtype of `x`; tensors are given by their addresses."""
-    return _function(name, x.dtype, torch.backends.cpu.get_cpu_capability())(
-        *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], torch.get_num_threads()
-    )
+    words = []
+    for argument in arguments:
+        words.append(argument.data_ptr() if isinstance(argument, Tensor) else argument)
+    return _function(name, x.dtype, capability())(*words, torch.get_num_threads())
 
 
 @cache

@@ -100,6 +100,7 @@ def test_the_row_that_is_on_is_what_autograd_sees(
     monkeypatch.setattr(native, "_call", lambda *arguments: called.append(real(*arguments)))
     if not built:
         monkeypatch.setattr(native, "load", lambda capability: "not built")
+        monkeypatch.setattr(native, "_is_built", lambda capability: False)
     implementation = table(**values)[operation].implementation
     node = call(torch.ones(3, 2, 4, requires_grad=True)).grad_fn
     ours = (

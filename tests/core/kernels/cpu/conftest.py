@@ -20,4 +20,5 @@ def level(request, monkeypatch) -> str:
     if LEVELS.index(request.param) < LEVELS.index(here):
         pytest.skip(f"needs a CPU with {request.param}")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    monkeypatch.setattr(native, "capability", lambda: request.param)
     return request.param

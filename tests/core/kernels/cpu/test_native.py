@@ -186,7 +186,7 @@ def test_other_formats_do_not_come_here(calls, dtype):
 def test_torch_compile_and_other_devices_do_not_come_here(monkeypatch):
     x = torch.ones(3)
     assert native.runs(x) and not native.runs(x.to("meta"))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(native, "is_dynamo_compiling", lambda: True)
     assert not native.runs(x)
 
 
@@ -197,7 +197,7 @@ def test_every_level_of_instructions_answers_alike(monkeypatch, dtype):
     x, weight, grad = (t.detach() for t in draw([(50, 70), (70,), (50, 70)], dtype))
     found = []
     for level in levels:
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda level=level: level)
+        monkeypatch.setattr(native, "capability", lambda level=level: level)
         assert native.runs(x), native.unavailable_reason(CPU, dtype)
         found.append(
             (native.gelu(x), native.gelu_grad(x, grad), *native.rms_norm_grad(x, weight, grad, EPS))
