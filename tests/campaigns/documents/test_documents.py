@@ -26,7 +26,7 @@ AGENT = "examples/internlm/README.md"
 PACKAGES = {
     **AFTER_START,
     FINE_TUNING: ("transformers", "fastapi", "uvicorn"),
-    AGENT: ("transformers", "fastapi", "uvicorn", "lagent"),
+    AGENT: ("transformers", "fastapi", "uvicorn", "class_registry"),
 }
 EXAMPLES = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/*/README.md")}
 WALKED = [page for page, each in walk.OTHERS.items() if "" in each]
